@@ -224,9 +224,9 @@ def described(model: Model) -> Described:
     if settings.handler is not None:
         least, most, on_gpu = settings.handler.min_workers, settings.handler.max_workers, bool(settings.handler.devices)
     if service is not None and service.custom is not None:
-        pool = service.custom.status()
+        pool = service.custom.pool
         least, most, waiting = pool.min_workers, pool.max_workers, pool.queue_length
-        workers = [WorkerShown(w.id, w.started, "READY") for w in pool.workers if w.state == "READY"]
+        workers = [WorkerShown(w.id, w.started, "READY") for w in pool.workers if w.ready]
     elif service is not None and service.engine is not None and not model.scaled_to_zero:
         waiting = service.engine.status().waiting_requests
         workers = [WorkerShown(1, model.registered_at, "READY")] if state is State.READY else []

@@ -23,7 +23,7 @@ from container.http.endpoint import HttpCounts
 from container.models.registry import Model, Models, State
 from handlers.loaded_model import EngineStatus
 from handlers.meter import Distribution, Meter
-from handlers.workers.pool import PoolStatus
+from handlers.workers.pool import Pool
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _VERSION = "1"
@@ -73,7 +73,7 @@ class Metrics(Collector):
             yield from self._engine(status)
             yield from known_metrics(model.name, service.engine.meter, status, model.version)
         if service is not None and service.custom is not None:
-            yield from self._workers(service.custom.status())
+            yield from self._workers(service.custom.pool)
 
     def _http(self) -> Iterable[Metric]:
         requests = CounterMetricFamily(
@@ -115,11 +115,11 @@ class Metrics(Collector):
         yield _gauge("slipway_engine_waiting", "Sequences that wait for the engine.", status.waiting_requests)
         yield _gauge("slipway_kv_cache_usage_ratio", "Share of the KV cache in use.", status.kv_cache_usage)
 
-    def _workers(self, status: PoolStatus) -> Iterable[Metric]:
-        yield _gauge("slipway_workers", "Worker processes of the custom handler that can serve.", status.ready)
-        yield _gauge("slipway_workers_busy", "Worker processes that have a call.", status.busy)
-        yield _gauge("slipway_queue_length", "Calls that wait for a worker.", status.queue_length)
-        yield _counter("slipway_worker_failures", "Crashes and hangs of worker processes.", status.failures)
+    def _workers(self, pool: Pool) -> Iterable[Metric]:
+        yield _gauge("slipway_workers", "Worker processes of the custom handler that can serve.", pool.ready)
+        yield _gauge("slipway_workers_busy", "Worker processes that have a call.", pool.busy)
+        yield _gauge("slipway_queue_length", "Calls that wait for a worker.", pool.queue_length)
+        yield _counter("slipway_worker_failures", "Crashes and hangs of worker processes.", pool.failures)
 
 
 def known_metrics(model: str, meter: Meter, status: EngineStatus, version: str | None = None) -> Iterable[Metric]:

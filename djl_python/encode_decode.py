@@ -7,8 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from djl_python.body_readers import Kind, kind_of, read_csv_text
-from djl_python.inputs import Input
+from djl_python.inputs import Input, kind_of, read_csv_text
 from djl_python.lazy_import import require
 from djl_python.outputs import Output
 
@@ -23,42 +22,35 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
         ValueError: the body is broken.
         ImportError: the package that reads such a body is not installed.
     """
-    match kind_of(content_type):
-        case Kind.UNKNOWN:
+    match kind := kind_of(content_type):
+        case "":
             return inputs.get_as_json(key=key) if inputs.get_as_bytes(key=key) else {"inputs": ""}
-        case Kind.JSON:
+        case "application/json":
             return inputs.get_as_json(key=key)
-        case Kind.CSV:
+        case "text/csv":
             which = {"key": key} if key else {}
             return decode_csv(inputs, require_headers=require_csv_headers, **which)
-        case Kind.PLAIN:
+        case "text/plain":
             return {"inputs": [inputs.get_as_string(key=key)]}
-        case Kind.FORM:
-            return {"inputs": inputs.get_as_string(key=key)}
-        case Kind.IMAGE:
-            return {"inputs": inputs.get_as_image(key=key)}
-        case Kind.NPZ:
-            return {"inputs": inputs.get_as_npz(key=key)}
-        case Kind.ND_LIST | Kind.NPY:
-            return {"inputs": inputs.get_as_numpy(key=key)}
-        case _:
+        case "text/":
             return {"inputs": inputs.get_as_bytes(key=key)}
+        case _:
+            return {"inputs": inputs.read_as(kind, key)}
 
 
 def encode(outputs: Output, prediction: Any, content_type: str | None, key: str | None = None) -> None:
     """Adds a prediction as JSON, CSV or npz if that is the content type, else as NDList.
 
-    Raises:
-        ValueError, TypeError: the prediction cannot be written in that form.
+    Raises ValueError, TypeError: the prediction cannot be written in that form.
     """
     match kind_of(content_type):
-        case Kind.UNKNOWN | Kind.JSON:
+        case "" | "application/json":
             outputs.add_as_json(prediction, key=key)
             outputs.add_property("Content-Type", "application/json")
-        case Kind.CSV:
+        case "text/csv":
             outputs.add_as_string(encode_csv(prediction), key=key)
             outputs.add_property("Content-Type", "text/csv")
-        case Kind.NPZ:
+        case "tensor/npz":
             outputs.add_as_npz(prediction, key=key)
             outputs.add_property("Content-Type", "tensor/npz")
         case _:
@@ -89,8 +81,7 @@ def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = No
 def encode_csv(content: Any) -> str:
     """CSV of a list of mappings, which a header with all their keys precedes, or of rows of values.
 
-    Raises:
-        ValueError: the content is neither.
+    Raises ValueError: the content is neither.
     """
     rows = [content] if isinstance(content, Mapping) else content.tolist() if hasattr(content, "tolist") else content
     if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from djl_python import wire
 from djl_python.encode_decode import encode
@@ -19,28 +17,16 @@ from djl_python.rolling_batch.rolling_batch import RollingBatch
 from djl_python.streaming_utils import StreamingUtils
 from djl_python.utils import get_input_details, rolling_batch_inference
 
+if TYPE_CHECKING:
+    from djl_python.properties_manager.hf_properties import HuggingFaceProperties
+
 _PURPOSE = "HuggingFaceService"
-_TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off", ""}
-_DTYPES = {
-    "fp32": "float32",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "auto": "auto",
-}
-_BITS = {"bitsandbytes8": 8, "bitsandbytes4": 4}
 _NO_ROLLING_BATCH = {"", "disable"}
 TEXT_GENERATION = "text-generation"
 TEXT_TO_TEXT = "text2text-generation"
-QUESTION_ANSWERING = "question-answering"
 _TASK_OF_SUFFIX = {
-    "TapasForQuestionAnswering": "table-question-answering",
-    "ForQuestionAnswering": QUESTION_ANSWERING,
     "ForTokenClassification": "token-classification",
     "ForSequenceClassification": "text-classification",
-    "ForMultipleChoice": "multiple-choice",
     "ForMaskedLM": "fill-mask",
     "ForCausalLM": TEXT_GENERATION,
     "LMHeadModel": TEXT_GENERATION,
@@ -50,14 +36,12 @@ _TASK_OF_SUFFIX = {
     "EncoderDecoderModel": TEXT_TO_TEXT,
     "T5WithLMHeadModel": TEXT_TO_TEXT,
 }
-_MAX_ANSWER_TOKENS = 15
 
 
 def get_rolling_batch_class_from_str(rolling_batch_type: str) -> Callable[..., RollingBatch]:
     """The class of a rolling batch, called with the model and its properties; tests put their own function here.
 
-    Raises:
-        ValueError: always; rolling batches run in the server's engine.
+    Raises ValueError: always; rolling batches run in the server's engine.
     """
     raise ValueError(f"The rolling batch {rolling_batch_type!r} runs in the server's engine, not in a handler")
 
@@ -71,7 +55,7 @@ class HuggingFaceService:
         self.model: Any = None
         self.tokenizer: Any = None
         self.rolling_batch: RollingBatch | None = None
-        self.hf_configs: HuggingFaceSettings | None = None
+        self.hf_configs: HuggingFaceProperties | None = None
         self.input_format_args: dict[str, Any] = {}
         """What `parse_input_with_formatter` and custom input formatters are given."""
 
@@ -83,15 +67,17 @@ class HuggingFaceService:
             ImportError: transformers or torch is not installed.
             OSError: the model cannot be read.
         """
-        settings = read_settings(properties)
-        self.hf_configs = settings
-        if settings.rolling_batch:
-            self.rolling_batch = get_rolling_batch_class_from_str(settings.rolling_batch)(settings.model, properties)
+        from djl_python.properties_manager.hf_properties import HuggingFaceProperties
+
+        settings = self.hf_configs = HuggingFaceProperties(**properties)
+        model, rolling_batch = settings.model_id_or_path, str(settings.rolling_batch).lower()
+        if rolling_batch not in _NO_ROLLING_BATCH:
+            self.rolling_batch = get_rolling_batch_class_from_str(rolling_batch)(model, properties)
             self.tokenizer = self.rolling_batch.get_tokenizer()
-        elif settings.streaming != "false":
+        elif settings.enable_streaming != "false":
             self.model, self.tokenizer = load(_streaming_model_class(settings), settings)
         else:
-            self.hf_pipeline = self.get_pipeline(settings.task or infer_task(settings), settings.model, {})
+            self.hf_pipeline = self.get_pipeline(settings.task or infer_task(settings), model, {})
             self.model, self.tokenizer = self.hf_pipeline.model, self.hf_pipeline.tokenizer
         self.input_format_args = self.get_input_format_args()
         self.initialized = True
@@ -171,7 +157,7 @@ class HuggingFaceService:
         if len(requests) != 1:
             raise NotImplementedError("Dynamic batch not supported for generic streaming")
         request = requests[0]
-        if self.hf_configs is not None and self.hf_configs.streaming == "huggingface":
+        if self.hf_configs is not None and self.hf_configs.enable_streaming == "huggingface":
             stream = StreamingUtils.use_hf_default_streamer
         else:
             stream = StreamingUtils.get_stream_generator("Accelerate")
@@ -194,134 +180,23 @@ class StopWord:
         return re.search(self.stop_seq, self.tokenizer.decode(input_ids[0][-len(self.stop_seq) :])) is not None
 
 
-def _streaming_model_class(settings: HuggingFaceSettings) -> Any:
+def _streaming_model_class(settings: HuggingFaceProperties) -> Any:
     transformers = require("transformers", _PURPOSE)
     is_causal = (settings.task or infer_task(settings)) == "text-generation"
     return transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForSeq2SeqLM
 
 
 def _accepted(item: Input) -> str:
-    """The content type of the answer."""
     accept, content_type = item.get_property("Accept"), item.get_property("Content-Type") or ""
     if not accept:
         return content_type if content_type.startswith("tensor/") else "application/json"
     return "application/json" if "*/*" in accept else str(accept)
 
 
-@dataclass(frozen=True, slots=True)
-class HuggingFaceSettings:
-    """The settings of the handler."""
-
-    model: str
-    """A directory, or a name on the hub."""
-    task: str | None = None
-    device: str = "cpu"
-    streaming: str = "false"
-    """`false`, `true`, or `huggingface` for the library's own streamer."""
-    stop_strings: tuple[str, ...] = ()
-    rolling_batch: str = ""
-    """Empty: there is none."""
-    input_formatter: Callable[..., TextInput] | None = None
-    output_formatter: Callable[..., str] | str | None = None
-    tgi_compat: bool = False
-    bedrock_compat: bool = False
-    trust_remote_code: bool = False
-    revision: str | None = None
-    loading: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of `from_pretrained` for the model."""
-
-
-def read_settings(properties: Mapping[str, Any]) -> HuggingFaceSettings:
-    """The settings in a model's properties.
-
-    Raises:
-        ValueError: a value is not one of those that are allowed, or the model is not named.
-    """
-    model = properties.get("model_id") or properties.get("model_dir")
-    if not model:
-        raise ValueError("model_id or model_dir must be given")
-    streaming = str(properties.get("enable_streaming", "false")).lower()
-    streaming = streaming if streaming == "huggingface" else str(_flag("enable_streaming", streaming)).lower()
-    if streaming != "false" and int(properties.get("batch_size", 1)) > 1:
-        raise ValueError("We cannot enable streaming for dynamic batching")
-    rolling_batch = str(properties.get("rolling_batch", "")).lower()
-    return HuggingFaceSettings(
-        model=str(model),
-        task=properties.get("task") or None,
-        device=_device(properties),
-        streaming=streaming,
-        stop_strings=_stop_strings(str(properties.get("stop_sequence", "[]"))),
-        rolling_batch="" if rolling_batch in _NO_ROLLING_BATCH else rolling_batch,
-        input_formatter=formatter if callable(formatter := properties.get("input_formatter")) else None,
-        output_formatter=properties.get("output_formatter"),
-        tgi_compat=_flag("tgi_compat", properties.get("tgi_compat", "")),
-        bedrock_compat=_flag("bedrock_compat", properties.get("bedrock_compat", "")),
-        trust_remote_code=_flag("trust_remote_code", properties.get("trust_remote_code", "")),
-        revision=properties.get("revision") or None,
-        loading=_loading(properties),
-    )
-
-
-def _flag(name: str, value: Any) -> bool:
-    text = str(value).lower()
-    if text not in _TRUE | _FALSE:
-        raise ValueError(f"{name} must be true or false, not {value!r}")
-    return text in _TRUE
-
-
-def _device(properties: Mapping[str, Any]) -> str:
-    device_id = str(properties.get("device_id", "-1"))
-    if device_id == "-1" or not require("torch", _PURPOSE).cuda.is_available():
-        return "cpu"
-    return f"cuda:{int(device_id)}"
-
-
-def _stop_strings(text: str) -> tuple[str, ...]:
-    try:
-        strings = json.loads(text)
-    except ValueError:
-        # Written without quotation marks, or with single ones, as LMI takes it.
-        strings = [part.strip().strip("'\"") for part in text.strip().removeprefix("[").removesuffix("]").split(",")]
-    if not isinstance(strings, list) or not all(isinstance(each, str) for each in strings):
-        raise ValueError(f"stop_sequence must be a list of strings, not {text}")
-    return tuple(each for each in strings if each)
-
-
-def _loading(properties: Mapping[str, Any]) -> dict[str, Any]:
-    loading: dict[str, Any] = {}
-    if properties.get("device_map"):
-        loading["device_map"] = properties["device_map"]
-    dtype = properties.get("dtype") or properties.get("data_type")
-    if dtype:
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
-        loading["dtype"] = _DTYPES[dtype]
-    bits = _bits(properties)
-    if bits:
-        if "device_map" not in loading:
-            raise ValueError("quantize needs device_map")
-        configuration = require("transformers", _PURPOSE).BitsAndBytesConfig
-        loading["quantization_config"] = configuration(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
-    return loading
-
-
-def _bits(properties: Mapping[str, Any]) -> int:
-    quantize = properties.get("quantize")
-    if quantize and quantize not in _BITS:
-        raise ValueError(f"quantize must be one of {', '.join(_BITS)}, not {quantize!r}")
-    if quantize:
-        return _BITS[quantize]
-    for bits in (8, 4):
-        if _flag(f"load_in_{bits}bit", properties.get(f"load_in_{bits}bit", "")):
-            return bits
-    return 0
-
-
-def infer_task(settings: HuggingFaceSettings) -> str:
+def infer_task(settings: HuggingFaceProperties) -> str:
     """The task that the model's architecture is made for. Raises ValueError if that is not known."""
-    config = require("transformers", _PURPOSE).AutoConfig.from_pretrained(
-        settings.model, trust_remote_code=settings.trust_remote_code, revision=settings.revision
-    )
+    auto = require("transformers", _PURPOSE).AutoConfig
+    config = auto.from_pretrained(settings.model_id_or_path, **settings.source)
     architecture = next(iter(config.architectures or ()), "")
     for suffix, task in _TASK_OF_SUFFIX.items():
         if architecture.endswith(suffix):
@@ -329,54 +204,45 @@ def infer_task(settings: HuggingFaceSettings) -> str:
     raise ValueError(f"The task of the architecture {architecture!r} is not known; option.task must be given")
 
 
-def build_pipeline(task: str, settings: HuggingFaceSettings) -> Any:
+def build_pipeline(task: str, settings: HuggingFaceProperties) -> Any:
     """A callable `f(list of inputs, **parameters)` with attributes `model` and `tokenizer`.
 
-    Raises:
-        ValueError: transformers knows no such task.
+    Raises ValueError: transformers knows no such task.
     """
     transformers = require("transformers", _PURPOSE)
     if task == TEXT_GENERATION:
         return GenerationPipeline(transformers.AutoModelForCausalLM, settings, padding_side="left")
     if task == TEXT_TO_TEXT:
         return GenerationPipeline(transformers.AutoModelForSeq2SeqLM, settings, padding_side="right")
-    if task == QUESTION_ANSWERING:
-        return QuestionAnsweringPipeline(settings)
     known = transformers.pipelines.PIPELINE_REGISTRY.get_supported_tasks()
     if task not in known:
         raise ValueError(f"Unknown task {task!r}; transformers {transformers.__version__} knows {', '.join(known)}")
-    loading = dict(settings.loading)
-    place = {} if "device_map" in loading else {"device": settings.device}
-    arguments = {name: loading.pop(name) for name in ("dtype", "device_map") if name in loading}
+    loading = settings.loading
+    arguments: dict[str, Any] = {name: loading.pop(name) for name in ("dtype", "device_map") if name in loading}
+    if "device_map" not in arguments:
+        arguments["device"] = settings.device
     return transformers.pipeline(
-        task,
-        model=settings.model,
-        trust_remote_code=settings.trust_remote_code,
-        revision=settings.revision,
-        model_kwargs=loading,
-        **arguments,
-        **place,
+        task, model=settings.model_id_or_path, model_kwargs=loading, **settings.source, **arguments
     )
 
 
-def load(model_class: Any, settings: HuggingFaceSettings) -> tuple[Any, Any]:
+def load(model_class: Any, settings: HuggingFaceProperties) -> tuple[Any, Any]:
     """The model, ready for inference on its device, and its tokenizer, which can pad."""
     transformers = require("transformers", _PURPOSE)
-    source = {"trust_remote_code": settings.trust_remote_code, "revision": settings.revision}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model, **source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model_id_or_path, **settings.source)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = model_class.from_pretrained(settings.model, **source, **settings.loading)
-    return (model if "device_map" in settings.loading else model.to(settings.device)).eval(), tokenizer
+    model = model_class.from_pretrained(settings.model_id_or_path, **settings.source, **settings.loading)
+    return (model if settings.device_map else model.to(settings.device)).eval(), tokenizer
 
 
 class GenerationPipeline:
     """Text generation: all prompts as one padded batch. The text of a causal model begins with its prompt."""
 
-    def __init__(self, model_class: Any, settings: HuggingFaceSettings, padding_side: str) -> None:
+    def __init__(self, model_class: Any, settings: HuggingFaceProperties, padding_side: str) -> None:
         self.model, self.tokenizer = load(model_class, settings)
         self._padding_side = padding_side
-        self._stop = {"stop_strings": list(settings.stop_strings)} if settings.stop_strings else {}
+        self._stop = {"stop_strings": list(settings.stop_sequence)} if settings.stop_sequence else {}
 
     def __call__(self, prompts: Sequence[str], **parameters: Any) -> list[dict[str, str]]:
         """One `{"generated_text": ...}` a prompt; parameters go to `generate`, which raises ValueError."""
@@ -391,51 +257,6 @@ class GenerationPipeline:
         with torch.inference_mode():
             generated = self.model.generate(**encoded, **arguments)
         return [{"generated_text": text} for text in self.tokenizer.batch_decode(generated, skip_special_tokens=True)]
-
-
-class QuestionAnsweringPipeline:
-    """Extractive question answering, which newer versions of transformers have no pipeline for."""
-
-    def __init__(self, settings: HuggingFaceSettings) -> None:
-        model_class = require("transformers", _PURPOSE).AutoModelForQuestionAnswering
-        self.model, self.tokenizer = load(model_class, settings)
-
-    def __call__(self, inputs: Sequence[Any], max_answer_len: int = _MAX_ANSWER_TOKENS) -> Any:
-        """`{"score", "start", "end", "answer"}` of each `{"question", "context"}`; not in a list if there is one.
-
-        Raises:
-            ValueError: an input is something else.
-        """
-        answers = [self._answer(each, max_answer_len) for each in inputs]
-        return answers[0] if len(answers) == 1 else answers
-
-    def _answer(self, pair: Any, max_answer_len: int) -> dict[str, Any]:
-        torch = require("torch", _PURPOSE)
-        if not isinstance(pair, dict) or not all(isinstance(pair.get(name), str) for name in ("question", "context")):
-            raise ValueError("Question answering needs objects with the strings 'question' and 'context'")
-        encoded = self.tokenizer(
-            pair["question"],
-            pair["context"],
-            return_tensors="pt",
-            truncation="only_second",
-            return_offsets_mapping=True,
-        )
-        offsets = encoded.pop("offset_mapping")[0].tolist()
-        outside = torch.tensor([part != 1 for part in encoded.sequence_ids(0)])
-        if outside.all():
-            raise ValueError("The context is empty, or the question leaves no room for it")
-        with torch.inference_mode():
-            result = self.model(**encoded.to(self.model.device))
-        starts, ends = (
-            logits[0].float().cpu().masked_fill(outside, float("-inf")).softmax(-1)
-            for logits in (result.start_logits, result.end_logits)
-        )
-        # Of all spans that do not end before they start, and are not too long, the likeliest.
-        scores = torch.outer(starts, ends).triu().tril(max_answer_len - 1)
-        start, end = divmod(int(scores.argmax()), scores.shape[1])
-        first, last = offsets[start][0], offsets[end][1]
-        answer = pair["context"][first:last]
-        return {"score": float(scores[start, end]), "start": first, "end": last, "answer": answer}
 
 
 _service = HuggingFaceService()

@@ -1,13 +1,15 @@
-"""The input of a handler: properties, and content that it can read in several forms."""
+"""The input of a handler: properties, and content that it can read in several forms, by its content type."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from djl_python import wire
-from djl_python.body_readers import Kind, kind_of, read_csv, read_image, read_json, read_text
+from djl_python.lazy_import import require
 from djl_python.np_util import from_nd_list, from_npz
 from djl_python.pair_list import PairList
 
@@ -17,6 +19,27 @@ if TYPE_CHECKING:
 
 _INDEX = slice(6, 9)
 _NAME = slice(10, None)
+
+
+Body = bytes | bytearray
+_MISSING_CELLS = 1_000_000
+"""Cells of CSV that rows may lack. Each takes memory, although nothing was sent for it."""
+
+
+_KINDS = (
+    *("application/json", "text/csv", "text/plain", "tensor/npz", "tensor/ndlist", "application/x-npy"),
+    *("application/x-www-form-urlencoded", "text/", "image/"),
+)
+
+
+def kind_of(content_type: str | None) -> str:
+    """What a content type contains, whatever its case and parameters: the first of `_KINDS`.
+
+    "" if there is no content type, `other` if it is none of these.
+    """
+    if not content_type:
+        return ""
+    return next((kind for kind in _KINDS if kind in content_type.lower()), "other")
 
 
 class Input:
@@ -32,11 +55,9 @@ class Input:
         return "\n".join([f"properties: {self.properties}", *lines])
 
     def get_function_name(self) -> str | None:
-        """The handler function that is to be called."""
         return self.function_name
 
     def get_properties(self) -> dict[str, Any]:
-        """Headers and attributes of a request; the model's configuration in the initializing call."""
         return self.properties
 
     def get_property(self, key: str) -> Any:
@@ -44,11 +65,9 @@ class Input:
         return next((value for name, value in self.properties.items() if name.lower() == key.lower()), None)
 
     def get_content(self) -> PairList:
-        """The content entries; the body of a request is `data`."""
         return self.content
 
     def contains_key(self, key: str) -> bool:
-        """Whether there is content under the key; case matters."""
         return self.content.get(key) is not None
 
     def is_empty(self) -> bool:
@@ -56,7 +75,6 @@ class Input:
         return self.content.is_empty()
 
     def is_batch(self) -> bool:
-        """Whether this holds batched requests."""
         return "batch_size" in self.properties
 
     def get_batch_size(self) -> int:
@@ -99,16 +117,20 @@ class Input:
             ValueError: the content is broken.
             ImportError: the package that reads such content is not installed.
         """
-        match kind_of(self.get_property("content-type")):
-            case Kind.ND_LIST | Kind.NPY:
+        return self.read_as(kind_of(self.get_property("content-type")), key)
+
+    def read_as(self, kind: str, key: str | None = None) -> Any:
+        """The content in a form. Errors as for `get_data`."""
+        match kind:
+            case "tensor/ndlist" | "application/x-npy":
                 return self.get_as_numpy(key)
-            case Kind.NPZ:
+            case "tensor/npz":
                 return self.get_as_npz(key)
-            case Kind.JSON:
+            case "application/json":
                 return self.get_as_json(key)
-            case Kind.PLAIN | Kind.CSV | Kind.TEXT | Kind.FORM:
+            case "text/csv" | "text/plain" | "text/" | "application/x-www-form-urlencoded":
                 return self.get_as_string(key)
-            case Kind.IMAGE:
+            case "image/":
                 return self.get_as_image(key)
             case _:
                 return self.get_as_bytes(key)
@@ -116,8 +138,7 @@ class Input:
     def get_as_bytes(self, key: str | None = None) -> Any:
         """The bytes under the key; without a key those of `data`, else of the first entry. None without any content.
 
-        Raises:
-            KeyError: there is nothing under the key.
+        Raises KeyError: there is nothing under the key.
         """
         if self.content.is_empty():
             return None
@@ -130,15 +151,15 @@ class Input:
 
     def get_as_string(self, key: str | None = None) -> str:
         """The content as UTF-8 text. Raises KeyError, and ValueError if there is none or it is not UTF-8."""
-        return read_text(self._body(key))
+        return _read_text(self._body(key))
 
     def get_as_json(self, key: str | None = None) -> Any:
         """The content as one JSON document. Raises KeyError and ValueError."""
-        return read_json(self._body(key))
+        return _read_json(self._body(key))
 
     def get_as_image(self, key: str | None = None) -> Image:
         """The content as a Pillow image, already decoded. Raises KeyError, ValueError, and ImportError."""
-        return read_image(self._body(key))
+        return _read_image(self._body(key))
 
     def get_as_numpy(self, key: str | None = None) -> list[NDArray[Any]]:
         """Arrays of NDList, npz or npy content. Raises KeyError, ValueError, and ImportError without numpy."""
@@ -150,7 +171,7 @@ class Input:
 
     def get_as_csv(self, key: str | None = None) -> list[dict[str, str]]:
         """Rows of CSV content as mappings from the header's names. Raises KeyError and ValueError."""
-        return read_csv(self._body(key))
+        return read_csv_text(_read_text(self._body(key)))[1]
 
     def read(self, conn: socket) -> None:
         """Reads LMI's wire form. Raises ValueError if the connection ends too early."""
@@ -178,3 +199,52 @@ def _as_bytes(value: Any) -> bytes:
 
 def _is_batch_key(key: str) -> bool:
     return key.startswith("batch_") and key[_INDEX].isdecimal() and key[_INDEX].isascii() and len(key) >= 10
+
+
+def _read_text(body: Body) -> str:
+    """UTF-8 text."""
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The body is not UTF-8: byte 0x{body[error.start]:02x} at {error.start}") from error
+
+
+def _read_json(body: Body) -> Any:
+    """One JSON document."""
+    text = _read_text(body)
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("The body is not JSON that can be read: it is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"The body is not JSON: {error}") from error
+
+
+def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
+    """The names of the header, and rows by them. A cell that a row lacks is None.
+
+    Raises ValueError: it is not CSV, or too many cells are missing: short rows below a long header would fill memory.
+    """
+    try:
+        reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
+        names, rows, cells = list(reader.fieldnames or ()), [], 0
+        for row in reader:
+            cells += len(names)
+            # Each cell that was sent has at least one character, its separator.
+            if cells > len(text) + _MISSING_CELLS:
+                raise ValueError(f"The body is not CSV: rows lack too many of the header's {len(names)} columns")
+            rows.append(row)
+    except csv.Error as error:
+        raise ValueError(f"The body is not CSV: {error}") from error
+    return names, rows
+
+
+def _read_image(body: Body) -> Image:
+    """A Pillow image, decoded, because Pillow reports a broken image only when it decodes it."""
+    pillow = require("PIL.Image", "an image body", "Pillow")
+    try:
+        image: Image = pillow.open(io.BytesIO(body))
+        image.load()
+    except (OSError, SyntaxError, ValueError, EOFError, pillow.DecompressionBombError) as error:
+        raise ValueError(f"The body is not an image that can be read: {error}") from error
+    return image

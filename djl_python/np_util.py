@@ -32,8 +32,7 @@ _TYPES = _INTEGERS | {"bool", "float16", "float32", "float64", "complex64", "com
 def to_nd_list(np_list: Any) -> bytearray:
     """NDList bytes of a list of arrays, or of one array, in little-endian order.
 
-    Raises:
-        ValueError: an array holds something other than numbers.
+    Raises ValueError: an array holds something other than numbers.
     """
     numpy = require("numpy", "NDList")
     arrays = np_list if isinstance(np_list, (list, tuple)) else [np_list]
@@ -46,8 +45,7 @@ def to_nd_list(np_list: Any) -> bytearray:
 def from_nd_list(encoded: bytes | bytearray | memoryview) -> list[NDArray[Any]]:
     """Arrays of NDList bytes, or of an npz or npy file, told apart by how they begin. The arrays are writable.
 
-    Raises:
-        ValueError: the bytes are broken, or hold Python objects.
+    Raises ValueError: the bytes are broken, or hold Python objects.
     """
     data = bytes(encoded)
     if data.startswith(b"PK"):

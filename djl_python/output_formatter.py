@@ -322,12 +322,10 @@ def _3p_error(sequence: Sequence) -> dict[str, Any]:
 
 
 def _to_json(document: Any) -> str:
-    """JSON with blanks after separators and non-ASCII characters as they are."""
     return json.dumps(document, ensure_ascii=False)
 
 
 def _as_event(record: str) -> str:
-    """A line as a server-sent event; nothing stays nothing."""
     return f"data: {record}\n" if record else ""
 
 
@@ -349,7 +347,6 @@ def _error_message(sequence: Sequence) -> str | None:
 
 
 def _prompt_token_count(output: TextGenerationOutput) -> int:
-    """The length of the prompt, as far as it is known."""
     return len(output.prompt_tokens_details) or len(getattr(output.input, "input_ids", ()))
 
 
@@ -364,5 +361,3 @@ _BUILT_IN: dict[str, tuple[Formatter, str]] = {
     "3p": (_json_3p_output_formatter, _JSON),
     "3p_stream": (_jsonlines_3p_output_formatter, _JSON_LINES),
 }
-WHOLE_DOCUMENT = frozenset({_json_output_formatter, _json_chat_output_formatter, _json_3p_output_formatter})
-"""Formatters that make one document; the other built-in ones make one record in each call."""

@@ -65,12 +65,10 @@ class Output:
         return json.dumps(shown, indent=2, default=str)
 
     def set_code(self, code: int) -> Self:
-        """Sets the HTTP status."""
         self.code = code
         return self
 
     def set_message(self, message: str) -> Self:
-        """Sets the reason phrase."""
         self.message = message
         return self
 
@@ -90,7 +88,6 @@ class Output:
         return next((value for name, value in self.properties.items() if name.lower() == key.lower()), None)
 
     def get_properties(self) -> dict[str, Any]:
-        """All headers."""
         return self.properties
 
     def add(self, value: Any, key: Any = None, batch_index: int | None = None) -> Self:
@@ -110,7 +107,6 @@ class Output:
         return self
 
     def add_as_string(self, value: str, key: Any = None, batch_index: int | None = None) -> Self:
-        """Adds UTF-8 text."""
         return self.add(value, key, batch_index)
 
     def add_as_json(self, val: Any, key: Any = None, batch_index: int | None = None) -> Self:
@@ -175,8 +171,7 @@ class Output:
     def encode_value(value: Any) -> bytes:
         """The bytes of a value: a string as UTF-8, bytes as they are, anything else as JSON.
 
-        Raises:
-            ValueError, TypeError: the value cannot be written as UTF-8 or as JSON.
+        Raises ValueError, TypeError: the value cannot be written as UTF-8 or as JSON.
         """
         if isinstance(value, str):
             return value.encode("utf-8")
@@ -192,5 +187,4 @@ class Output:
 
     @staticmethod
     def write_utf8(msg: bytearray, val: str | None) -> None:
-        """Appends a length-prefixed string."""
         msg += wire.utf8(val)

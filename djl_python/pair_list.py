@@ -16,11 +16,7 @@ class PairList:
         pair_list: Iterable[tuple[str | None, Any]] | None = None,
         pair_map: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes keys and values, or pairs, or a mapping.
-
-        Raises:
-            ValueError: keys and values differ in length.
-        """
+        """Takes keys and values, or pairs, or a mapping. Raises ValueError: keys and values differ in length."""
         self.keys: list[str | None] = list(keys or ())
         self.values: list[Any] = list(values or ())
         if len(self.keys) != len(self.values):
@@ -55,11 +51,9 @@ class PairList:
             self.add(key, value)
 
     def size(self) -> int:
-        """The number of pairs."""
         return len(self.keys)
 
     def is_empty(self) -> bool:
-        """Whether there are no pairs."""
         return not self.keys
 
     def get(self, key: str | None) -> Any:
@@ -67,19 +61,15 @@ class PairList:
         return self.values[self.keys.index(key)] if key in self.keys else None
 
     def key_at(self, index: int) -> str | None:
-        """The key of one pair. Raises IndexError."""
         return self.keys[index]
 
     def value_at(self, index: int) -> Any:
-        """The value of one pair. Raises IndexError."""
         return self.values[index]
 
     def get_keys(self) -> list[str | None]:
-        """All keys, in order."""
         return self.keys
 
     def get_values(self) -> list[Any]:
-        """All values, in order."""
         return self.values
 
     def __repr__(self) -> str:

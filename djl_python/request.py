@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from djl_python.output_formatter import (
-    WHOLE_DOCUMENT,
     adapt_legacy_output_formatter,
     get_output_formatter,
     takes_request_output,
@@ -56,19 +55,16 @@ class Request:
     def get_next_token(self) -> str:
         """The text to send now; the same until `reset_next_token`.
 
-        Raises:
-            RuntimeError: a custom formatter of a streamed request does not read the next token.
+        Raises RuntimeError: a custom formatter of a streamed request does not read the next token.
         """
         if not self._next_text:
             self._next_text = self._format()
         return self._next_text
 
     def reset_next_token(self) -> None:
-        """Marks the text as sent."""
         self._next_text = ""
 
     def is_last_token(self) -> bool:
-        """Whether the request has finished."""
         return self.last_token
 
     def get_content_type(self) -> str | None:
@@ -76,29 +72,24 @@ class Request:
         return self.content_type
 
     def get_error_message(self) -> str | None:
-        """Why inference failed, if it did."""
         return self._error_message
 
     def set_error_message(self, error_message: str) -> None:
-        """Sets why inference failed."""
         self._error_message = error_message
 
     def get_error_code(self) -> int | None:
-        """The HTTP status of a failure."""
         return self._error_code
 
     def set_error_code(self, code: int) -> None:
-        """Sets the HTTP status of a failure."""
         self._error_code = code
 
     def get_client_request_id(self) -> str | None:
-        """The request id of the HTTP request."""
         return self.request_input.client_request_id
 
     def _format(self) -> str:
         if self.legacy_formatter:
             return adapt_legacy_output_formatter(self.request_output)
-        if self.output_formatter in WHOLE_DOCUMENT:
+        if self.content_type == "application/json":  # the others make one record in each call
             return self.output_formatter(self.request_output)
         is_custom = self.content_type is None
         if is_custom and not is_streaming(self.request_input.parameters):

@@ -34,7 +34,6 @@ class Token:
         return f"Token({self.id}, {self.text!r}, {self.log_prob})"
 
     def as_dict(self) -> dict[str, Any]:
-        """The token in LMI's schema."""
         shown: dict[str, Any] = {"id": self.id, "text": self.text, "log_prob": self.log_prob}
         if self.special_token:
             shown["special_token"] = self.special_token
@@ -43,7 +42,6 @@ class Token:
         return shown
 
     def as_tgi_dict(self) -> dict[str, Any]:
-        """The token in TGI's schema."""
         shown: dict[str, Any] = {"id": self.id, "text": self.text, "logprob": self.log_prob}
         if self.special_token:
             shown["special"] = self.special_token
@@ -79,20 +77,16 @@ class Sequence:
             self._last_token_index = len(self.tokens) - 1
 
     def set_next_top_tokens(self, top_tokens: list[Token]) -> None:
-        """Adds the alternatives of one token at the end."""
         self.top_tokens.append(top_tokens)
 
     @property
     def unread(self) -> int:
-        """The number of tokens that have not been read."""
         return len(self.tokens) - self._next_token
 
     def has_next_token(self) -> bool:
-        """Whether there is a token that has not been read."""
         return self.unread > 0
 
     def has_next_top_tokens(self) -> bool:
-        """Whether there are alternatives that have not been read."""
         return self._next_top_tokens < len(self.top_tokens)
 
     def advance(self) -> NextToken:
@@ -174,7 +168,6 @@ class TextGenerationOutput(RequestOutput):
 
     @property
     def best_sequence(self) -> Sequence:
-        """The sequence that the answer is about."""
         return self.sequences[self.best_sequence_index]
 
     def set_next_token(
@@ -187,27 +180,21 @@ class TextGenerationOutput(RequestOutput):
             sequence.finish_reason = finish_reason
 
     def set_next_top_tokens(self, top_tokens: list[Token], sequence_index: int = 0) -> None:
-        """Adds the alternatives of one token to a sequence."""
         self._sequence(sequence_index).set_next_top_tokens(top_tokens)
 
     def set_best_sequence_index(self, sequence_index: int) -> None:
-        """Sets the sequence that the answer is about."""
         self.best_sequence_index = sequence_index
 
     def set_finish_reason(self, finish_reason: str, sequence_index: int = 0) -> None:
-        """Sets why a sequence ended. Raises KeyError if there is no such sequence."""
         self.sequences[sequence_index].finish_reason = finish_reason
 
     def get_tokens_as_dict(self, sequence_index: int = 0) -> list[dict[str, Any]]:
-        """A sequence's tokens in the request's schema."""
         return self._as_dicts(self.sequences[sequence_index].tokens)
 
     def get_prompt_tokens_as_dict(self) -> list[dict[str, Any]]:
-        """The prompt's tokens in the request's schema."""
         return self._as_dicts(self.prompt_tokens_details)
 
     def get_top_tokens_as_dict(self, sequence_index: int = 0) -> list[list[dict[str, Any]]]:
-        """The alternatives of each token of a sequence, in the request's schema."""
         return [self._as_dicts(tokens) for tokens in self.sequences[sequence_index].top_tokens]
 
     def _as_dicts(self, tokens: list[Token]) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def load_model_service(
     path = os.path.join(model_dir, entry_point)
     if not os.path.isfile(path):
         raise ValueError(f"entry-point file not found {path}.")
-    return ModelService(_run_file(path, namespace), model_dir)
+    return ModelService(run_file(path, _name_of(path, namespace)), model_dir)
 
 
 def has_function_in_module(module: Any, function_name: str) -> bool:
@@ -95,7 +95,7 @@ def get_annotated_function(
     path = os.path.abspath(os.path.join(model_dir, MODEL_FILE))
     if not os.path.isfile(path):
         return None
-    module = _run_file(path, namespace)
+    module = run_file(path, _name_of(path, namespace))
     decorated = find_decorated_function(module, decorator_attribute)
     name, signatures = _SAGEMAKER_FUNCTIONS.get(decorator_attribute, ("", []))
     if decorated or not has_function_in_module(module, name):
@@ -104,9 +104,8 @@ def get_annotated_function(
     return function if list(inspect.signature(function).parameters) in signatures else None
 
 
-def _run_file(path: str, namespace: str | None) -> ModuleType:
-    readable = "ns_" + re.sub(r"\W", "_", namespace) if namespace else "model"
-    name = f"{readable}_{hashlib.sha256(f'{namespace} {path}'.encode()).hexdigest()[:8]}"
+def run_file(path: str, name: str) -> ModuleType:
+    """Run a file as the module `name`. Raises ValueError if it is no Python file, and whatever it raises."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
@@ -119,3 +118,8 @@ def _run_file(path: str, namespace: str | None) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _name_of(path: str, namespace: str | None) -> str:
+    readable = "ns_" + re.sub(r"\W", "_", namespace) if namespace else "model"
+    return f"{readable}_{hashlib.sha256(f'{namespace} {path}'.encode()).hexdigest()[:8]}"

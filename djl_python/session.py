@@ -61,8 +61,7 @@ class Session:
     ) -> np.memmap[Any, Any]:
         """An array that lives in the key's file; what is written to it is kept.
 
-        Raises:
-            FileNotFoundError: there is none, and `create` is not set.
+        Raises FileNotFoundError: there is none, and `create` is not set.
         """
         numpy = require("numpy", "Session.get_as_numpy")
         size = tuple(shape) if isinstance(shape, Sequence) else shape

@@ -51,9 +51,8 @@ class SessionManager:
         self.expiration = int(properties.get("sessions_expiration") or _DEFAULT_EXPIRATION_S)
         self.sessions_path = str(properties.get("sessions_path") or _default_path())
         self.sessions_s3url: str | None = properties.get("sessions_s3url") or None
-        self._backup = SessionBackup(self.sessions_s3url) if self.sessions_s3url else None
         _make_own_directory(self.sessions_path)
-        self._saver = SessionSaver(self._backup, self.sessions_path) if self._backup else None
+        self._backup = SessionBackup(self.sessions_s3url, self.sessions_path) if self.sessions_s3url else None
 
     def create_session(self) -> Session:
         """A new session; those that have expired are removed."""
@@ -63,15 +62,14 @@ class SessionManager:
         unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.sessions_path)
         Session(os.path.basename(unfinished), self.sessions_path, ends).put(EXPIRATION, ends)
         os.rename(unfinished, os.path.join(self.sessions_path, session_id))
-        if self._saver:
-            self._saver.watch(session_id)
+        if self._backup:
+            self._backup.watch(session_id)
         return Session(session_id, self.sessions_path, ends)
 
     def get_session(self, session_id: str | None) -> Session | None:
         """A session; None for no id, for `NEW_SESSION`, and for a session that has expired.
 
-        Raises:
-            ValueError: there is no such session.
+        Raises ValueError: there is no such session.
         """
         if not session_id or session_id == NEW_SESSION:
             return None
@@ -83,8 +81,8 @@ class SessionManager:
         if not session_id:
             raise ValueError(f"invalid session_id: {session_id}")
         session = self._find(session_id)
-        if self._saver:
-            self._saver.delete(session_id)
+        if self._backup:
+            self._backup.delete(session_id)
         session.remove()
 
     def remove_expired(self) -> None:
@@ -97,8 +95,8 @@ class SessionManager:
 
     def close(self) -> None:
         """Saves changed sessions to S3, and ends the background thread. May take minutes."""
-        if self._saver:
-            self._saver.close()
+        if self._backup:
+            self._backup.close()
 
     def _find(self, session_id: str) -> Session:
         if not _SESSION_ID.fullmatch(session_id):
@@ -106,8 +104,8 @@ class SessionManager:
         known = os.path.isdir(os.path.join(self.sessions_path, session_id))
         if not known and not self._restore(session_id):
             raise ValueError(f"session not found: {session_id}")
-        if self._saver:
-            self._saver.watch(session_id)
+        if self._backup:
+            self._backup.watch(session_id)
         return Session(session_id, self.sessions_path)
 
     def _restore(self, session_id: str) -> bool:
@@ -154,9 +152,12 @@ def _default_path() -> str:
 
 
 class SessionBackup:
-    """Copies the files of sessions to S3 and back, with boto3."""
+    """Copies of the sessions that this process uses, in S3, made by a thread soon after they have changed.
 
-    def __init__(self, url: str) -> None:
+    At its end a process has only a few seconds, too few to copy many sessions; so only the last changes are saved then.
+    """
+
+    def __init__(self, url: str, sessions_path: str, interval_s: float = _INTERVAL_S) -> None:
         """Raises ValueError if the URL names no bucket, and ImportError if boto3 is not installed."""
         self._bucket, _, prefix = url.removeprefix("s3://").strip("/").partition("/")
         if not self._bucket or not url.startswith("s3://"):
@@ -164,17 +165,20 @@ class SessionBackup:
         self._prefix = f"{prefix}/" if prefix else ""
         # SageMaker sets AWS_REGION, which boto3 does not read.
         self._client = require("boto3", "sessions_s3url").client("s3", region_name=os.environ.get("AWS_REGION"))
+        self._sessions_path, self._interval_s = sessions_path, interval_s
+        self._saved: dict[str, _Files] = {}
+        self._saving = threading.Lock()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="session-saver", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
-    def save(self, session_id: str, path: str) -> None:
-        """Copies one file of a session to S3. Raises OSError, and botocore's errors."""
-        with open(path, "rb") as file:
-            # `upload_file` would need new threads, which a process that ends cannot start.
-            self._client.put_object(
-                Bucket=self._bucket, Key=f"{self._prefix}{session_id}/{os.path.basename(path)}", Body=file
-            )
+    def watch(self, session_id: str) -> None:
+        """Save the session from now on, until its directory is removed."""
+        self._saved.setdefault(session_id, {})
 
     def restore(self, session_id: str, directory: str) -> bool:
-        """Copies one session from S3 into a directory; whether it was there. A failure is logged."""
+        """Copy one session from S3 into a directory; whether it was there. A failure is logged."""
         try:
             for key in self._keys(session_id):
                 self._client.download_file(self._bucket, key, os.path.join(directory, os.path.basename(key)))
@@ -184,12 +188,27 @@ class SessionBackup:
         return bool(os.listdir(directory))
 
     def delete(self, session_id: str) -> None:
-        """Deletes one session in S3, if it is there. A failure is logged."""
-        try:
-            for key in self._keys(session_id):
-                self._client.delete_object(Bucket=self._bucket, Key=key)
-        except Exception as error:
-            logging.warning("Session %s cannot be deleted in S3: %s", session_id, error)
+        """Delete the copy of a session, so that it cannot be restored once it is closed. A failure is logged."""
+        with self._saving:
+            self._saved.pop(session_id, None)
+            try:
+                for key in self._keys(session_id):
+                    self._client.delete_object(Bucket=self._bucket, Key=key)
+            except Exception as error:
+                logging.warning("Session %s cannot be deleted in S3: %s", session_id, error)
+
+    def close(self) -> None:
+        """Save what has changed, and end."""
+        atexit.unregister(self.close)
+        self._ends.set()
+        self._thread.join()
+
+    def save(self, path: str) -> None:
+        """Copy one file of a session to S3. Raises OSError, and botocore's errors."""
+        with open(path, "rb") as file:
+            # `upload_file` would need new threads, which a process that ends cannot start.
+            key = self._prefix + os.path.relpath(path, self._sessions_path)
+            self._client.put_object(Bucket=self._bucket, Key=key, Body=file)
 
     def _keys(self, session_id: str) -> list[str]:
         pages = self._client.get_paginator("list_objects_v2").paginate(
@@ -197,47 +216,15 @@ class SessionBackup:
         )
         return [item["Key"] for page in pages for item in page.get("Contents", ())]
 
-
-class SessionSaver:
-    """Saves the sessions that this process uses, in a thread, soon after they have changed.
-
-    At its end a process has only a few seconds, too few to copy many sessions; so only the last changes are saved then.
-    """
-
-    def __init__(self, backup: SessionBackup, sessions_path: str, interval_s: float = _INTERVAL_S) -> None:
-        self._backup, self._sessions_path, self._interval_s = backup, sessions_path, interval_s
-        self._saved: dict[str, _Files] = {}
-        self._saving = threading.Lock()
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="session-saver", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
-
-    def watch(self, session_id: str) -> None:
-        """Saves the session from now on, until its directory is removed."""
-        self._saved.setdefault(session_id, {})
-
-    def delete(self, session_id: str) -> None:
-        """Deletes the copy of a session, so that it cannot be restored once it is closed."""
-        with self._saving:
-            self._saved.pop(session_id, None)
-            self._backup.delete(session_id)
-
-    def close(self) -> None:
-        """Saves what has changed, and ends."""
-        atexit.unregister(self.close)
-        self._ends.set()
-        self._thread.join()
-
     def _watch(self) -> None:
         ended = False
         while not ended:
             # One more round after `close` has set the event.
             ended = self._ends.wait(self._interval_s)
             for session_id in list(self._saved):
-                self._save(session_id)
+                self._save_changes(session_id)
 
-    def _save(self, session_id: str) -> None:
+    def _save_changes(self, session_id: str) -> None:
         directory = os.path.join(self._sessions_path, session_id)
         with self._saving:
             if not os.path.isdir(directory):
@@ -250,7 +237,7 @@ class SessionSaver:
                 files = _files(directory)
                 for name in files:
                     if files[name] != saved.get(name):
-                        self._backup.save(session_id, os.path.join(directory, name))
+                        self.save(os.path.join(directory, name))
             except Exception as error:  # also botocore's
                 logging.warning("Session %s cannot be saved to S3: %s", session_id, error)
             else:
@@ -258,7 +245,6 @@ class SessionSaver:
 
 
 def _files(directory: str) -> _Files:
-    """Sizes and times of change of the files of a session."""
     with os.scandir(directory) as entries:
         states = ((entry.name, entry.stat()) for entry in entries if not entry.name.startswith(PARTIAL))
         return {name: (state.st_size, state.st_mtime_ns) for name, state in states}

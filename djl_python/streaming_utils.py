@@ -23,8 +23,7 @@ class StreamingUtils:
     def get_stream_generator(execution_engine: str) -> Callable[..., Iterator[list[str]]]:
         """`f(model, tokenizer, inputs, device, **parameters)`, which yields the texts of each step, one a prompt.
 
-        Raises:
-            ValueError: the engine is not `Accelerate`.
+        Raises ValueError: the engine is not `Accelerate`.
         """
         if execution_engine != "Accelerate":
             raise ValueError(f"{execution_engine} engine is not supported for streaming")
@@ -86,7 +85,6 @@ class _Streamer:
         self.texts.put(self._tokenizer.batch_decode(rows, skip_special_tokens=self._skip_special_tokens))
 
     def end(self) -> None:
-        """No more tokens."""
         self.texts.put(None)
 
 

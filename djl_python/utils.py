@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from djl_python import wire
 from djl_python.inputs import Input
-from djl_python.lazy_import import require
 from djl_python.outputs import Output
 
 _Result = TypeVar("_Result")
@@ -27,25 +23,21 @@ class IdCounter:
         self.id = 0
 
     def get_id(self) -> int:
-        """The next number, which is not taken."""
         return self.id
 
     def next_id(self) -> int:
-        """Takes the next number."""
         taken = self.id
         self.id = (taken + 1) % self.MAX_ID
         return taken
 
     def reset(self) -> None:
-        """Starts again at 0."""
         self.id = 0
 
 
 def find_model_file(model_dir: str, extensions: Iterable[str]) -> str | None:
     """The path of the one file with such an extension (given without its dot); None if there is none.
 
-    Raises:
-        ValueError: there are several.
+    Raises ValueError: there are several.
     """
     suffixes = {f".{extension}" for extension in extensions}
     found = sorted(str(path) for path in Path(model_dir).glob("*") if path.suffix in suffixes)
@@ -55,23 +47,8 @@ def find_model_file(model_dir: str, extensions: Iterable[str]) -> str | None:
 
 
 def profile_objects(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Logs which kinds of objects have become more after each call, where DJL_PYTHON_PROFILING is `true`.
-
-    DJL_PYTHON_PROFILING_TOP_OBJ kinds at most, 50 by default. Needs the package objgraph then.
-    """
-    if os.environ.get("DJL_PYTHON_PROFILING", "false").lower() != "true":
-        return function
-    objgraph = require("objgraph", "DJL_PYTHON_PROFILING")
-    most = int(os.environ.get("DJL_PYTHON_PROFILING_TOP_OBJ", "50"))
-
-    @functools.wraps(function)
-    def profiled(*args: Any, **kwargs: Any) -> _Result:
-        result = function(*args, **kwargs)
-        grown = "".join(f"\n{name} {count} +{more}" for name, count, more in objgraph.growth(limit=most))
-        logging.info("Function: %s in %s%s", function.__name__, function.__module__, grown)
-        return result
-
-    return profiled
+    """The function itself: LMI's decorator, which counts objects, has no effect here."""
+    return function
 
 
 def rolling_batch_inference(parsed_input: Any, inputs: Input, outputs: Output, rolling_batch: Any) -> Output:

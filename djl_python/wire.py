@@ -69,8 +69,7 @@ def string_map(entries: Mapping[Any, Any]) -> bytes:
 def read_string_map(data: bytes | bytearray) -> tuple[dict[str, str], int]:
     """The map that `string_map` has encoded, None as an empty string, and the number of its bytes.
 
-    Raises:
-        ValueError: the bytes end too early, or are not UTF-8.
+    Raises ValueError: the bytes end too early, or are not UTF-8.
     """
     texts: list[str] = []
     try:

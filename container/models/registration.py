@@ -156,7 +156,7 @@ class Registrar:
         custom = model.lifecycle.service.custom
         if custom is None:
             return (0, 0) if model.scaled_to_zero else (1, 1)
-        custom.scale(min_workers, max_workers)
+        custom.pool.scale(min_workers, max_workers)
         return min_workers, max_workers
 
     def restart(self, model: Model, reason: str) -> bool:

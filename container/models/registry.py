@@ -97,10 +97,7 @@ class Lifecycle:
     def short_of_workers(self) -> bool:
         """Whether a custom handler has fewer workers than it should, because one is being restarted."""
         custom = self.service.custom if self.service is not None else None
-        if custom is None:
-            return False
-        status = custom.status()
-        return status.ready < status.min_workers
+        return custom is not None and custom.pool.ready < custom.pool.min_workers
 
     async def start(self, place: Callable[[ModelSettings], ModelSettings] | None = None) -> None:
         """Load the model and have it generate a first token; it is ready after that.

@@ -46,11 +46,7 @@ class VLLMHandler:
         self._tokenizer: Any = None
 
     async def initialize(self, properties: Mapping[str, Any]) -> None:
-        """Loads the engine, unless it is loaded.
-
-        Raises:
-            RuntimeError: that failed, or the model has no engine.
-        """
+        """Loads the engine, unless it is loaded. Raises RuntimeError: that failed, or the model has no engine."""
         self._model = {"path": properties.get("model_id") or properties.get("model_dir")}
         for name in ("revision", "trust_remote_code"):
             if properties.get(name):
@@ -80,54 +76,30 @@ class VLLMHandler:
             self._tokenizer = auto.from_pretrained(model.pop("path"), trust_remote_code=trusted, **model)
         return self._tokenizer
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"VLLMHandler has no `{name}` here: the engine runs in the server's process. It has `initialize`, "
-            "`inference`, `initialized` and `tokenizer`"
-        )
-
     async def _call(self, inputs: Input) -> Answer:
         if _engine is None:
             raise RuntimeError("the engine can be called from async handlers only (option.async_mode=true)")
         return await _engine.call(inputs)
 
 
-class CustomHandlerService:
-    """The `handle` of the model's `model.py`."""
-
-    def __init__(self, properties: Mapping[str, Any]) -> None:
-        """Raises whatever `model.py` raises while it is run."""
-        service = load_model_service(properties.get("model_dir", "."), MODEL_FILE)
-        self.custom_handler: ModelService | None = service if has_function_in_module(service.module, "handle") else None
-
-    @property
-    def initialized(self) -> bool:
-        """Whether there is such a function."""
-        return self.custom_handler is not None
-
-    async def handle(self, inputs: Input) -> Any:
-        """What the function returns; the answer with status 424 where it raises, and None where there is none."""
-        if self.custom_handler is None:
-            return None
-        try:
-            return await self.custom_handler.invoke_handler_async("handle", inputs)
-        except Exception as error:
-            logger.exception("Custom handler failed")
-            return create_non_stream_output("", error=f"Custom handler failed: {error}", code=424)
-
-
 service = VLLMHandler()
-custom_service: CustomHandlerService | None = None
+_model: ModelService | None = None
+"""The customer's `model.py`, once it is loaded."""
 
 
 async def handle(inputs: Input) -> Any:
-    """The answer of the customer's `handle`; of the engine where that returns None."""
-    global custom_service
-    if custom_service is None:
-        custom_service = CustomHandlerService(inputs.get_properties())
-    result = await custom_service.handle(inputs)
-    if result is not None:
-        return result
+    """The answer of the customer's `handle`, with status 424 where that raises; of the engine where it returns None."""
+    global _model
+    if _model is None:
+        _model = load_model_service(inputs.get_properties().get("model_dir", "."), MODEL_FILE)
+    if has_function_in_module(_model.module, "handle"):
+        try:
+            result = await _model.invoke_handler_async("handle", inputs)
+        except Exception as error:
+            logger.exception("Custom handler failed")
+            return create_non_stream_output("", error=f"Custom handler failed: {error}", code=424)
+        if result is not None:
+            return result
     if not service.initialized:
         await service.initialize(inputs.get_properties())
     return None if inputs.is_empty() else await service.inference(inputs)

@@ -39,7 +39,7 @@ def is_streaming_enabled(enable_streaming: StreamingEnum) -> bool:
 
 def is_rolling_batch_enabled(rolling_batch: RollingBatchEnum) -> bool:
     """Whether the handler is called for each step with all requests."""
-    return rolling_batch is not RollingBatchEnum.disable
+    return rolling_batch != RollingBatchEnum.disable
 
 
 class Properties(BaseModel):
@@ -76,8 +76,8 @@ class Properties(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def set_model_id_or_path(cls, properties: Mapping[str, Any]) -> dict[str, Any]:
-        """Names the model."""
-        return {**properties, "model_id_or_path": properties.get("model_id") or properties.get("model_dir")}
+        named = {"model_id_or_path": properties.get("model_id") or properties.get("model_dir")}
+        return {"dtype": properties.get("data_type"), **properties, **named}
 
     @field_validator("enable_streaming", mode="before")
     @classmethod

@@ -33,7 +33,6 @@ class RollingBatch(ABC):
         """One step, for the active and the new requests; a result for each of them, in that order."""
 
     def add_new_requests(self, requests: list[Request]) -> None:
-        """Takes requests into the batch."""
         self.active_requests.extend(requests)
 
     def postprocess_results(self) -> Results:
@@ -43,7 +42,6 @@ class RollingBatch(ABC):
         return results
 
     def reset(self) -> None:
-        """Drops all requests."""
         self.active_requests = []
         self.req_id_counter.reset()
 

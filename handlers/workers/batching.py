@@ -7,14 +7,14 @@ import logging
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
 from handlers.contracts.protocol import Reply
 from handlers.workers.reply import HandlerReply, decode_part, reply_of
-from handlers.workers.runtime.channel import WINDOW, InputMessage, OutputMessage, Properties, data_of
-from handlers.workers.worker import Receiver, Worker
+from handlers.workers.runtime.channel import CREDIT, Contents, Kind, Message, Properties
+from handlers.workers.worker import Worker
 
 logger = logging.getLogger("handlers.workers")
 
@@ -22,7 +22,8 @@ MAX_BATCH = 999
 """Entries are numbered with three digits, from 0."""
 
 _KEY = re.compile(r"batch_([0-9]{1,9})\.(.*)", re.DOTALL)
-_CREDIT_SIZE = WINDOW // 2
+CLIENT_PATIENCE = 120.0
+"""Seconds for which a client may take nothing of its stream; then its call is cancelled."""
 _CANCEL_PATIENCE = 5.0
 """Seconds in which an async handler has to end a cancelled call; after them the worker counts as hung."""
 
@@ -31,19 +32,22 @@ _CANCEL_PATIENCE = 5.0
 class Request:
     """One request for a handler; implements `Running`."""
 
-    message: InputMessage
+    message: Message
     reply: HandlerReply
     priority: int
     """Lower ones leave the queue earlier."""
     number: int = 0
     """Order of arrival."""
+    arrived_at: float = 0.0
+    """On the event loop's clock."""
     forget: Callable[[Request], None] | None = None
-    """Takes the request out of the queue, or the call that it is in."""
+    """Takes the request out of the queue, or the call that it is in; None where it runs on."""
 
     def cancel(self) -> None:
-        if self.reply.open and self.forget is not None:
+        if self.reply.open:
             self.reply.open = False
-            self.forget(self)
+            if self.forget is not None:
+                self.forget(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +59,6 @@ class CallSettings:
     overload_status: int
     unavailable_status: int
     predict_timeout: float
-    client_patience: float
-    """Time for which a client may take nothing of its stream."""
     async_mode: bool
     concurrency: int
     """Calls that one worker has at a time."""
@@ -70,90 +72,45 @@ class CallSettings:
         return f"did not answer within {self.predict_timeout:g} seconds (predict_timeout)"
 
 
-class _Timed:
-    """What both batchers have: a worker, and a timer."""
+class CallBatcher:
+    """A call has one request, or up to `batch_size`. A worker has one call at a time, in async mode `concurrency`.
 
-    def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
-        """`on_free` is called when there is a place for a request, and when there is no request any more."""
-        self.worker, self._settings, self._on_free = worker, settings, on_free
-        self._timer: asyncio.TimerHandle | None = None
-
-    def _start_timer(self, seconds: float, expired: Callable[[], None]) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, expired)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-class CallBatcher(_Timed):
-    """A call has one request, or those that come within `max_batch_delay`, up to `batch_size`.
-
-    A worker has one call at a time, or `concurrency` of them in async mode. A batch of one runs as without batching.
+    A batch of one runs as without batching.
     """
 
     def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
-        super().__init__(worker, settings, on_free)
-        self._gathered: list[Request] = []
-        self._calls: dict[Request, _Call] = {}
+        """`on_free` is called when a call or a step has ended."""
+        self.worker, self._settings, self._on_free = worker, settings, on_free
+        self._calls: set[_Call] = set()
 
     @property
-    def free(self) -> bool:
-        """Whether it takes another request now."""
-        return len(self._calls) < self._settings.concurrency
+    def load(self) -> int:
+        """Calls, or requests, that it has; the batcher with the fewest gets the next request."""
+        return len(self._calls)
 
     @property
-    def busy(self) -> bool:
-        """Whether it has any request."""
-        return bool(self._calls or self._gathered)
+    def room(self) -> int:
+        """How many requests it takes now."""
+        return self._settings.batch_size if len(self._calls) < self._settings.concurrency else 0
 
-    @property
-    def rank(self) -> int:
-        """The batcher with the lowest rank gets the next request: of those that gather a batch, the fullest."""
-        return len(self._calls) - len(self._gathered)
+    places = room
+    """How many requests it takes now or with its next step."""
 
-    def take(self, request: Request) -> None:
-        """Begin with a request."""
-        self._gathered.append(request)
-        if len(self._gathered) == self._settings.batch_size:
-            self._begin()
-        elif self._timer is None:
-            self._start_timer(self._settings.max_batch_delay, self._begin)
-
-    def cancel(self, request: Request) -> None:
-        """Do without a request: its client has gone."""
-        if request in self._calls:
-            self._calls[request].cancel_if_unwanted()  # its place is free when the handler has ended the call
-        elif request in self._gathered:
-            self._gathered.remove(request)
-            if not self._gathered:
-                self._stop_timer()
-                self._on_free()
-
-    def recall(self) -> list[Request]:
-        """Give back the requests that the worker has not been sent."""
-        self._stop_timer()
-        gathered, self._gathered = self._gathered, []
-        return gathered
-
-    def _begin(self) -> None:
-        requests = self.recall()
+    def begin(self, requests: list[Request]) -> None:
+        """Begin with requests, at most as many as there is room for."""
         kind = _Call if len(requests) == 1 else _BatchCall
-        call = kind(self.worker, requests, self._settings, lambda: self._finished(requests))
-        self._calls.update(dict.fromkeys(requests, call))
+        self._calls.add(kind(self.worker, requests, self._settings, self._finished))
 
-    def _finished(self, requests: list[Request]) -> None:
-        for request in requests:
-            del self._calls[request]
+    def _finished(self, call: _Call) -> None:
+        self._calls.discard(call)
         self._on_free()
 
 
-class _Call(Receiver):
+class _Call:
     """A call for one request."""
 
     def __init__(
-        self, worker: Worker, requests: list[Request], settings: CallSettings, on_finished: Callable[[], None]
+        self, worker: Worker, requests: list[Request], settings: CallSettings, on_finished: Callable[[_Call], None]
     ) -> None:
         self._worker, self._requests, self._settings = worker, requests, settings
         self._on_finished = on_finished
@@ -164,19 +121,31 @@ class _Call(Receiver):
         self._draining: asyncio.Task[None] | None = None
         self._call = worker.call(self._message(), self)
         self._timeout = IdleTimeout(settings.predict_timeout, self._on_timeout, self._waits_for_client)
+        for request in requests:
+            request.forget = lambda _: self._cancel_if_unwanted()
 
-    def cancel_if_unwanted(self) -> None:
+    def _cancel_if_unwanted(self) -> None:
         """Have the handler end the call once no client waits for it any more."""
         if not any(request.reply.open for request in self._requests):
             self._cancelled = True
             self._worker.cancel(self._call)
 
-    def on_output(self, output: OutputMessage, size: int) -> None:
+    def on_message(self, message: Message) -> None:
         self._timeout.restart()
-        part = None
-        if self._settings.async_mode:
-            self._received(size)
-            part = decode_part(output.data) if output.code == 200 else None
+        if message.kind is Kind.OUTPUT:
+            self._on_output(message)
+        elif message.kind is Kind.CHUNK:
+            self._reply.write(message.data)
+        elif message.kind is Kind.STREAM_END or self._reply.started:
+            self._reply.end()
+        if message.kind is Kind.DONE:
+            self._fail(FAILED_DEPENDENCY, "the handler ended without an answer")  # unless it has answered
+            self._close()
+        else:
+            self._received(message.size)
+
+    def _on_output(self, output: Message) -> None:
+        part = decode_part(output.data) if self._settings.async_mode and output.code == 200 else None
         if output.error is not None:
             self._reply.reply(reply_of(output), self._midway(output.code, output.error))
         elif part is not None:
@@ -188,46 +157,32 @@ class _Call(Receiver):
         else:
             self._reply.reply(reply_of(output))
 
-    def on_chunk(self, chunk: bytes) -> None:
-        self._timeout.restart()
-        self._reply.write(chunk)
-        self._received(len(chunk))
-
-    def on_stream_end(self) -> None:
-        self._reply.end()
-
-    def on_done(self) -> None:
-        if self._reply.started:
-            self._reply.end()
-        self._fail(FAILED_DEPENDENCY, "the handler ended without an answer")  # unless it has answered
-        self._close()
-
     def on_lost(self, reason: str) -> None:
         self._fail(self._settings.unavailable_status, f"the handler's worker {reason} during the request")
         self._close()
 
-    def _message(self) -> InputMessage:
+    def _message(self) -> Message:
         return self._requests[0].message
 
     def _received(self, size: int) -> None:
-        """Count received bytes; from time to time the worker gets credit for them."""
+        """Count received bytes; as its client takes them, the worker gets credit for more."""
         self._uncredited += size
-        if self._uncredited >= _CREDIT_SIZE and self._draining is None and not self._cancelled:
+        if self._uncredited >= CREDIT and self._draining is None and not self._cancelled:
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         try:
-            while self._uncredited >= _CREDIT_SIZE:
-                size, self._uncredited = self._uncredited, 0
-                async with asyncio.timeout(self._settings.client_patience):
+            while self._uncredited >= CREDIT:
+                async with asyncio.timeout(CLIENT_PATIENCE):
                     await self._reply.writer.drain()
-                self._worker.credit(self._call, size)
+                self._uncredited -= CREDIT
+                self._worker.credit(self._call)
         except TimeoutError:
             # A client that does not read must not keep the worker from others.
-            message = f"the client took nothing for {self._settings.client_patience:g} seconds"
+            message = f"the client took nothing for {CLIENT_PATIENCE:g} seconds"
             logger.warning("%s: %s", self._worker.name, message, extra={"worker": self._worker.name})
             self._fail(self._settings.unavailable_status, message)
-            self.cancel_if_unwanted()
+            self._cancel_if_unwanted()
         finally:
             self._draining = None
 
@@ -240,7 +195,7 @@ class _Call(Receiver):
         logger.warning("%s: a call %s", self._worker.name, overdue, extra={"worker": self._worker.name})
         if self._settings.async_mode and not self._cancelled:
             # The worker's other calls go on, unless the handler's event loop itself hangs.
-            self.cancel_if_unwanted()
+            self._cancel_if_unwanted()
             self._timeout = IdleTimeout(_CANCEL_PATIENCE, self._end_worker)
         else:
             self._end_worker()
@@ -260,25 +215,25 @@ class _Call(Receiver):
         self._timeout.stop()
         if self._draining is not None:
             self._draining.cancel()
-        self._on_finished()
+        self._on_finished(self)
 
 
 class _BatchCall(_Call):
     """A call for several requests, which is not answered with a stream."""
 
-    def on_output(self, output: OutputMessage, size: int) -> None:
+    def _on_output(self, output: Message) -> None:
         try:
             answers = split_output(output, len(self._requests))
         except BatchMismatch as error:
             self._fail(400, str(error), "TranslateException")
-            self.cancel_if_unwanted()
+            self._cancel_if_unwanted()
             return
         for request, answer in zip(self._requests, answers, strict=True):
             request.reply.reply(reply_of(answer))
 
-    def _message(self) -> InputMessage:
-        entries = (prefixed(index, request.message) for index, request in enumerate(self._requests))
-        return joined(entries, len(self._requests))
+    def _message(self) -> Message:
+        messages = (request.message for request in self._requests)
+        return joined([prefixed(i, message.properties, message.contents) for i, message in enumerate(messages)])
 
 
 class IdleTimeout:
@@ -315,28 +270,27 @@ class BatchMismatch(Exception):
     """The handler did not answer each request of a batch once."""
 
 
-def prefixed(index: int, message: InputMessage) -> InputMessage:
+def prefixed(index: int, properties: Properties, contents: Contents) -> Message:
     """One request's entries as they appear in a batch."""
     prefix = f"batch_{index:03d}."
-    return InputMessage(
-        tuple((prefix + name, value) for name, value in message.properties),
-        tuple((prefix + (key or "data"), value) for key, value in message.contents),
+    return Message(
+        properties=tuple((prefix + name, value) for name, value in properties),
+        contents=tuple((prefix + (key or "data"), value) for key, value in contents),
     )
 
 
-def joined(messages: Iterable[InputMessage], size: int, *more: tuple[str, str]) -> InputMessage:
+def joined(messages: Sequence[Message], *more: tuple[str, str]) -> Message:
     """One message of several, with properties of the whole batch."""
-    parts = list(messages)
-    properties = [pair for part in parts for pair in part.properties]
-    contents = [pair for part in parts for pair in part.contents]
-    return InputMessage((*more, ("batch_size", str(size)), *properties), tuple(contents))
+    properties = [pair for message in messages for pair in message.properties]
+    contents = [pair for message in messages for pair in message.contents]
+    whole = (*more, ("batch_size", str(len(messages))), *properties)
+    return Message(properties=whole, contents=tuple(contents))
 
 
-def split_output(output: OutputMessage, size: int) -> list[OutputMessage]:
+def split_output(output: Message, size: int) -> list[Message]:
     """One output for each request. An error, and an output without content, is the answer to all of them.
 
-    Raises:
-        BatchMismatch: it does not answer each request once.
+    Raises BatchMismatch: it does not answer each request once.
     """
     if output.streams:
         raise BatchMismatch("a batch of requests cannot be answered with a stream")
@@ -344,15 +298,13 @@ def split_output(output: OutputMessage, size: int) -> list[OutputMessage]:
         return [output] * size
     if len(output.contents) != size:
         raise BatchMismatch(f"Batch output size mismatch, expected: {size}, actual: {len(output.contents)}")
-    answers: dict[int, OutputMessage] = {}
+    answers: dict[int, Message] = {}
     for key, value in output.contents:
         match = _KEY.fullmatch(key or "")
         index = int(match[1]) if match else -1
         if match is None or index >= size or index in answers:
             raise BatchMismatch(f"Unexpected batch output key: {key}")
-        answers[index] = OutputMessage(
-            code=output.code, message=output.message, properties=output.properties, contents=((match[2], value),)
-        )
+        answers[index] = replace(output, contents=((match[2], value),))
     return [answers[index] for index in range(size)]
 
 
@@ -376,131 +328,118 @@ class _Active:
     """The answer is complete."""
     seed: str = field(default_factory=lambda: str(random.getrandbits(31)))
 
-    def entry(self, index: int) -> InputMessage:
+    def entry(self, index: int) -> Message:
         """Its entries in a step's input: all of them the first time, empty data later."""
         if self.seen:
-            return prefixed(index, InputMessage((), (("data", b""),)))
+            return prefixed(index, (), (("data", b""),))
         message = self.request.message
-        contents = (("data", data_of(message.contents)), ("seed", self.seed.encode()))
-        return prefixed(index, InputMessage(message.properties, contents))
+        return prefixed(index, message.properties, (("data", message.data), ("seed", self.seed.encode())))
 
 
-class RollingBatcher(_Timed, Receiver):
-    """Each step is a call.
+class RollingBatcher:
+    """Each step is a call for all active requests; new ones come in between two steps.
 
     A request stays in the handler's batch until the handler marks its last part; it cannot be taken out earlier. So the
     requests of clients that have gone run on, until all clients of the batch have gone. The batch waits for no client.
     """
 
     def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
-        super().__init__(worker, settings, on_free)
+        self.worker, self._settings, self._on_free = worker, settings, on_free
         self._limit = min(settings.max_rolling_batch_size, MAX_BATCH)
         self._active: list[_Active] = []
-        self._call: int | None = None
-        """The running step."""
-        self._in_step = 0
-        """How many of the active requests the step has, the first ones."""
+        self._step: int | None = None
+        """The call of the running step."""
+        self._timeout: IdleTimeout | None = None
         self._answered = False
         self._reset = False
         """The next step tells the handler to forget all requests."""
 
     @property
-    def free(self) -> bool:
-        return len(self._active) < self._limit
+    def load(self) -> int:
+        return max(len(self._active), self._step is not None)
 
     @property
-    def busy(self) -> bool:
-        return bool(self._active) or self._call is not None
+    def room(self) -> int:
+        return self.places if self._step is None else 0
 
     @property
-    def rank(self) -> int:
-        return len(self._active)
+    def places(self) -> int:
+        return self._limit - len(self._active)
 
-    def take(self, request: Request) -> None:
-        self._active.append(_Active(request))
-        self._step()
+    def begin(self, requests: list[Request]) -> None:
+        for request in requests:
+            request.forget = None  # it runs on
+            self._active.append(_Active(request))
+        more = (_RESET,) if self._reset else ()
+        entries = [active.entry(index) for index, active in enumerate(self._active)]
+        self._answered = self._reset = False
+        self._step = self.worker.call(joined(entries, *more), self)
+        self._timeout = IdleTimeout(self._settings.predict_timeout, self._on_timeout)
 
-    def cancel(self, request: Request) -> None:
-        if self._call is None:
-            self._forget_if_unwanted()
+    def on_message(self, message: Message) -> None:
+        if message.kind is Kind.OUTPUT:
+            self._on_output(message)
+        elif message.kind is Kind.DONE:
+            self._on_done()
 
-    def recall(self) -> list[Request]:
-        self._stop_timer()
-        waiting, self._active = self._active[self._in_step :], self._active[: self._in_step]
-        return [active.request for active in waiting]
-
-    def on_output(self, output: OutputMessage, size: int) -> None:
+    def _on_output(self, output: Message) -> None:
         self._answered = True
         parts = [part for _, content in output.contents if (part := decode_part(content)) is not None]
-        if output.code != 200 or output.streams or not len(parts) == len(output.contents) == self._in_step:
+        if output.code != 200 or output.streams or not len(parts) == len(output.contents) == len(self._active):
             self._fail_step(output)
             return
         headers = _headers_by_request(output.properties)
-        for index, (active, part) in enumerate(zip(self._active[: self._in_step], parts, strict=True)):
+        for index, (active, part) in enumerate(zip(self._active, parts, strict=True)):
             active.seen, active.last = True, part.last
             named = (("Content-Type", part.content_type),) if part.content_type else ()
             active.request.reply.accept(part, (*named, *headers.get(index, ())))
-        unfinished = [active for active in self._active[: self._in_step] if not active.last]
-        self._active[: self._in_step] = unfinished
-        self._in_step = len(unfinished)
+        self._active = [active for active in self._active if not active.last]
 
-    def on_done(self) -> None:
+    def _on_done(self) -> None:
         if not self._answered:
-            self._fail_step(OutputMessage(code=FAILED_DEPENDENCY, message="no answer"))
-        self._stop_timer()
-        self._in_step = 0
-        self._forget_if_unwanted()
-        self._on_free()  # requests that come in here join the next step
-        self._call = None
-        self._step()
-        if not self.busy:
-            self._on_free()  # once more, now that it is idle
+            self._fail_step(Message(code=FAILED_DEPENDENCY, message="no answer"))
+        self._end()
+        if self._active and not any(active.request.reply.open for active in self._active):
+            self._active.clear()
+            self._reset = True  # the handler forgets them with the next step
+        self._on_free()
+        if self._step is None and self._active:
+            self.begin([])
 
     def on_lost(self, reason: str) -> None:
+        self._end()
         status = self._settings.unavailable_status
         message = f"the handler's worker {reason} during the request"
-        self._end_step(front_end_reply(status, "EngineException", message), payload_error(message, status))
+        self._fail(front_end_reply(status, "EngineException", message), payload_error(message, status))
 
-    def _step(self) -> None:
-        if self._call is not None or not self._active:
-            return
-        more = (_RESET,) if self._reset else ()
-        entries = (active.entry(index) for index, active in enumerate(self._active))
-        self._in_step, self._answered, self._reset = len(self._active), False, False
-        self._call = self.worker.call(joined(entries, self._in_step, *more), self)
-        self._start_timer(self._settings.predict_timeout, self._on_timeout)
+    def _end(self) -> None:
+        self._step = None
+        if self._timeout is not None:
+            self._timeout.stop()
 
     def _on_timeout(self) -> None:
         failure = payload_error(f"the handler {self._settings.overdue}")
-        self._end_step(Reply(FAILED_DEPENDENCY, JSON, failure), failure)
+        self._fail(Reply(FAILED_DEPENDENCY, JSON, failure), failure)
         self.worker.end(f"was ended because it {self._settings.overdue}")
 
-    def _fail_step(self, output: OutputMessage) -> None:
-        """Fail all requests of the step: the handler has given up on the batch."""
+    def _fail_step(self, output: Message) -> None:
+        """Fail all requests: the handler has given up on the batch."""
         logger.error(
             "%s: the rolling batch failed with code %s and %s entries for %s requests: %s",
-            *(self.worker.name, output.code, len(output.contents), self._in_step, output.message),
+            *(self.worker.name, output.code, len(output.contents), len(self._active), output.message),
             extra={"worker": self.worker.name},
         )
-        if output.streams and self._call is not None:
-            self.worker.cancel(self._call)  # nobody reads the stream
+        if output.streams and self._step is not None:
+            self.worker.cancel(self._step)  # nobody reads the stream
         code = output.code if output.code >= 300 else FAILED_DEPENDENCY
         body = _BATCH_FAILED.replace("CODE", str(code)).encode()
-        self._end_step(Reply(code, "", body), body)
+        self._fail(Reply(code, "", body), body)
 
-    def _end_step(self, reply: Reply, midway: bytes) -> None:
-        for active in self._active[: self._in_step]:
+    def _fail(self, reply: Reply, midway: bytes) -> None:
+        for active in self._active:
             active.request.reply.reply(reply, midway)
-        self._active = self._active[self._in_step :]
-        self._in_step = 0
+        self._active.clear()
         self._reset = True
-
-    def _forget_if_unwanted(self) -> None:
-        """Drop all requests once all their clients have gone; the handler forgets them with the next step."""
-        if self._active and not any(active.request.reply.open for active in self._active):
-            self._reset = self._reset or any(active.seen for active in self._active)
-            self._active.clear()
-            self._on_free()
 
 
 Batcher = CallBatcher | RollingBatcher

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import os
 from collections.abc import Callable, Collection, Container
 
@@ -16,10 +16,10 @@ from handlers.errors import AdapterError, AdapterFailed, NoRoomForAdapter, Unkno
 from handlers.model_settings import ModelSettings
 from handlers.workers.batching import MAX_BATCH, CallBatcher, CallSettings, Request, RollingBatcher
 from handlers.workers.packages import prepare_interpreter, requirements_dir, variables_of
-from handlers.workers.pool import Pool, PoolStatus
+from handlers.workers.pool import Pool
 from handlers.workers.reply import HandlerReply
-from handlers.workers.runtime.channel import InputMessage, LoadOrder, OutputMessage
-from handlers.workers.worker import LoadedEngine, Receiver, Worker, WorkerPlan
+from handlers.workers.runtime.channel import Kind, LoadOrder, Message
+from handlers.workers.worker import LoadedEngine, Worker, WorkerPlan
 
 
 class CustomHandler:
@@ -36,11 +36,10 @@ class CustomHandler:
         overload_status: int,
         unavailable_status: int = 503,
         grace: float = 5.0,
-        client_patience: float = 120.0,
         engine: LoadedEngine | None = None,
     ) -> None:
-        """`grace`: seconds that `stop` gives a worker to finish its calls. `client_patience`: seconds that a client may
-        take nothing of its stream before its call is cancelled. `engine`: what the handler's calls to an engine go to.
+        """`grace`: seconds that `stop` gives a worker to finish its calls. `engine`: what the handler's calls to an
+        engine go to.
 
         Raises ValueError if the settings name no handler."""
         if settings.handler is None:
@@ -48,12 +47,11 @@ class CustomHandler:
         self._settings, self._handler = settings, settings.handler
         # Async and rolling-batch handlers get each request as it comes.
         gathers = not self._handler.async_mode and not self._handler.rolling_batch
-        self._calls = CallSettings(
+        calls = CallSettings(
             queue_size=queue_size,
             overload_status=overload_status,
             unavailable_status=unavailable_status,
             predict_timeout=settings.predict_timeout,
-            client_patience=client_patience,
             async_mode=self._handler.async_mode,
             # An async handler runs all calls at once, as many as the queue would hold.
             concurrency=max(queue_size, 1) if self._handler.async_mode else 1,
@@ -62,9 +60,16 @@ class CustomHandler:
             max_rolling_batch_size=settings.rolling_batch_size,
         )
         self._grace, self._engine = grace, engine
-        self._pool: Pool | None = None
-        self.adapter_host = WorkerAdapters(
-            lambda: self._pool.workers if self._pool is not None else (), settings.predict_timeout
+        self.adapter_host = WorkerAdapters(lambda: self.pool.serving, settings.predict_timeout)
+        rolling = self._handler.rolling_batch and not self._handler.async_mode
+        batcher = RollingBatcher if rolling else CallBatcher
+        self.pool = Pool(self._handler, calls, batcher, self.adapter_host.introduce)
+        self._order = LoadOrder(
+            model_dir=os.path.abspath(settings.model_dir),
+            entry_point=self._handler.entry_point,
+            function=self._handler.function,
+            async_mode=self._handler.async_mode,
+            properties=dict(self._handler.properties),
         )
         self.adapters: Container[str] | None = None
         """Names that a call's `adapter` may have; None: not checked."""
@@ -76,13 +81,10 @@ class CustomHandler:
             EngineStartError: the handler cannot be loaded; the message has the cause, with the file and line of the
                 customer's code where that is at fault.
         """
-        directory = requirements_dir(self._settings.model_dir, self._handler)
-        python = await prepare_interpreter(directory, self._handler)
-        rolling = self._handler.rolling_batch and not self._handler.async_mode
-        batcher = RollingBatcher if rolling else CallBatcher
-        pool = Pool(self._worker_plan(python), self._handler, self._calls, batcher, self.adapter_host.introduce)
-        await pool.start()
-        self._pool = pool
+        handler = self._handler
+        python = await prepare_interpreter(requirements_dir(self._settings.model_dir, handler), handler)
+        timeout = self._settings.model_loading_timeout
+        await self.pool.start(WorkerPlan(python, variables_of(handler), self._order, timeout, self._engine))
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Request:
         # A long form takes seconds to read.
@@ -92,51 +94,20 @@ class CustomHandler:
         if name and self.adapters is not None and name not in self.adapters:
             error = UnknownAdapter(name)
             raise ContractError(unknown_adapter(error), error.message)
-        request = Request(InputMessage(given.properties, given.contents), HandlerReply(writer), priority_of(given))
-        self._running_pool().submit(request)
+        request = Request(
+            Message(properties=given.properties, contents=given.contents), HandlerReply(writer), priority_of(given)
+        )
+        self.pool.submit(request)
         return request
 
     def health(self) -> EngineHealth:
         """Not alive once workers have died or hung more often than `retry_threshold` allows."""
-        failed = self._pool.failed if self._pool is not None else "the handler is not loaded"
-        return EngineHealth(not failed, failed)
-
-    def status(self) -> PoolStatus:
-        """The state of the workers and of the queue."""
-        return self._running_pool().status()
-
-    def scale(self, min_workers: int, max_workers: int) -> None:
-        """Change the numbers of workers."""
-        self._running_pool().scale(min_workers, max_workers)
+        return EngineHealth(not self.pool.failed, self.pool.failed)
 
     async def stop(self) -> None:
         """End all workers and all that they started; running calls have a few seconds to finish."""
-        if self._pool is not None:
-            await self._pool.stop(self._grace)
+        await self.pool.stop(self._grace)
 
-    def _running_pool(self) -> Pool:
-        if self._pool is None:
-            raise RuntimeError("the handler has not been started")
-        return self._pool
-
-    def _worker_plan(self, python: str) -> WorkerPlan:
-        handler = self._handler
-        return WorkerPlan(
-            python=python,
-            environment=variables_of(handler),
-            order=LoadOrder(
-                model_dir=os.path.abspath(self._settings.model_dir),
-                entry_point=handler.entry_point,
-                function=handler.function,
-                async_mode=handler.async_mode,
-                properties=dict(handler.properties),
-            ),
-            load_timeout=self._settings.model_loading_timeout,
-            engine=self._engine,
-        )
-
-
-logger = logging.getLogger("handlers.workers")
 
 REGISTER, UPDATE, UNREGISTER = "register_adapter", "update_adapter", "unregister_adapter"
 """Functions of the customer's module."""
@@ -160,25 +131,10 @@ class WorkerAdapters:
         """One order at a time: no worker starts to take requests in the middle of one."""
 
     async def register(self, adapter: Adapter) -> str:
-        async with self._telling:
-            try:
-                message = await self._tell_all(REGISTER, adapter)
-            except AdapterError:
-                former = self._known.get(adapter.name)
-                await self._take_back((UNREGISTER, adapter), *([(REGISTER, former)] if former is not None else []))
-                raise
-            self._known[adapter.name] = adapter
-        return message
+        return await self._order(REGISTER, adapter)
 
     async def update(self, adapter: Adapter) -> str:
-        async with self._telling:
-            try:
-                message = await self._tell_all(UPDATE, adapter)
-            except AdapterError:
-                await self._take_back((UPDATE, self._known[adapter.name]))
-                raise
-            self._known[adapter.name] = adapter
-        return message
+        return await self._order(UPDATE, adapter)
 
     async def unregister(self, adapter: Adapter) -> str:
         async with self._telling:
@@ -190,11 +146,7 @@ class WorkerAdapters:
         """Do nothing: there is no background work."""
 
     async def introduce(self, worker: Worker) -> None:
-        """Tell a worker that has just started of all adapters.
-
-        Raises:
-            EngineStartError: it has refused one.
-        """
+        """Tell a worker that has just started of all adapters. Raises EngineStartError: it has refused one."""
         async with self._telling:
             try:
                 for adapter in self._known.values():
@@ -202,12 +154,24 @@ class WorkerAdapters:
             except AdapterError as error:
                 raise EngineStartError(f"{worker.name} did not take the model's adapters: {error.message}") from None
 
-    async def _tell_all(self, function: str, adapter: Adapter) -> str:
-        """Tell all workers; returns the first message.
+    async def _order(self, function: str, adapter: Adapter) -> str:
+        """Tell all workers of an adapter; if one fails, undo what others may have carried out."""
+        async with self._telling:
+            try:
+                message = await self._tell_all(function, adapter)
+            except AdapterError:
+                undo = [(UNREGISTER, adapter)] if function == REGISTER else []
+                if (former := self._known.get(adapter.name)) is not None:
+                    undo.append((function, former))
+                for undoing, undone in undo:
+                    with contextlib.suppress(AdapterError):
+                        await self._tell_all(undoing, undone)
+                raise
+            self._known[adapter.name] = adapter
+        return message
 
-        Raises:
-            AdapterError: the first failure.
-        """
+    async def _tell_all(self, function: str, adapter: Adapter) -> str:
+        """Tell all workers; returns the first message. Raises AdapterError, the first failure."""
         orders = (self._tell(worker, function, adapter) for worker in self._workers())
         answers = await asyncio.gather(*orders, return_exceptions=True)
         said = ""
@@ -216,14 +180,6 @@ class WorkerAdapters:
                 raise answer
             said = said or answer
         return said
-
-    async def _take_back(self, *orders: tuple[str, Adapter]) -> None:
-        """Undo with these orders what some workers may have carried out."""
-        for function, adapter in orders:
-            try:
-                await self._tell_all(function, adapter)
-            except AdapterError as error:
-                logger.info("adapter %s: %s", adapter.name, error)
 
     async def _tell(self, worker: Worker, function: str, adapter: Adapter) -> str:
         receiver = _AnswerReceiver()
@@ -247,18 +203,17 @@ class WorkerAdapters:
         return said
 
 
-class _AnswerReceiver(Receiver):
+class _AnswerReceiver:
     """Waits for one answer."""
 
     def __init__(self) -> None:
-        self.answer: asyncio.Future[OutputMessage] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
-    def on_output(self, output: OutputMessage, size: int) -> None:
-        if not self.answer.done():
-            self.answer.set_result(output)
-
-    def on_done(self) -> None:
-        self._fail(AdapterFailed("the handler's worker ended without an answer"))
+    def on_message(self, message: Message) -> None:
+        if message.kind is Kind.DONE:
+            self._fail(AdapterFailed("the handler's worker ended without an answer"))
+        elif message.kind is Kind.OUTPUT and not self.answer.done():
+            self.answer.set_result(message)
 
     def on_lost(self, reason: str) -> None:
         self._fail(_WorkerLost(f"the handler's worker {reason}"))
@@ -272,9 +227,9 @@ class _WorkerLost(AdapterFailed):
     """The worker has ended before it answered."""
 
 
-def _message(function: str, adapter: Adapter) -> InputMessage:
+def _message(function: str, adapter: Adapter) -> Message:
     named = (("name", adapter.name), ("alias", adapter.alias or adapter.name), ("src", adapter.src))
     loaded = (("preload", str(adapter.preload).lower()), ("pin", str(adapter.pin).lower()))
     options = {**dict(named), **dict(loaded), **adapter.options}
     contents = tuple((name, value.encode("utf-8", "replace")) for name, value in options.items())
-    return InputMessage((("handler", function), *named), contents)
+    return Message(properties=(("handler", function), *named), contents=contents)

@@ -12,11 +12,10 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -38,11 +37,9 @@ _DESCRIBE = (
     "print(json.dumps([sys.executable, sys.version, [p for p in sys.path if p.endswith('-packages')]]))"
 )
 _COMPLETE = "complete"
-_FORMAT = "1"
-"""Of the environments; another one makes all of them anew."""
+_PIP_FILES = frozenset({".txt", ".whl", ".gz", ".zip", ".toml"})
 _LAST_LINES = 5
 """Of pip's output, in the error message."""
-_WORD = re.compile(r"[^\s=@]+")
 
 
 def variables_of(settings: HandlerSettings) -> Mapping[str, str]:
@@ -70,82 +67,55 @@ def requirements_dir(model_dir: Path, settings: HandlerSettings) -> Path:
 async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str:
     """The interpreter for the model's workers. Installs the requirements, unless that has been done before.
 
-    Raises:
-        EngineStartError: the interpreter cannot be run, or cannot make an environment, or pip fails.
+    Raises EngineStartError: the interpreter cannot be run, or cannot make an environment, or pip fails.
     """
     python = settings.python_executable or sys.executable
     if not settings.enable_venv and not needs_packages(model_dir, settings):
         return python
-    if not await asyncio.to_thread(model_dir.is_dir):
-        raise EngineStartError(
-            f"packages are to be installed (STANDARD_PIP_ARGS), but there is no directory {model_dir}"
-        )
     variables = {**variables_of(settings), **_PIP_VARIABLES}
     answer = await _run([python, "-c", _DESCRIBE], model_dir, variables)
     if answer.returncode:
         raise EngineStartError(f"{python} cannot be used for the handler: {answer.stdout}")
-    executable, version, packages = json.loads(answer.stdout.splitlines()[-1])
+    *interpreter, packages = json.loads(answer.stdout.splitlines()[-1])
     arguments = _pip_arguments(model_dir, settings)
-    key = await asyncio.to_thread(_requirements_key, model_dir, (executable, version, *packages, *arguments))
-    environments = cache_dir() / "environments"
+    key = await asyncio.to_thread(_requirements_key, model_dir, (*interpreter, *packages, *arguments))
+    folder = cache_dir() / "environments" / key
     try:
-        environments.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise EngineStartError(f"there is no place for the handler's packages: {error}") from None
-    folder = environments / key
+    own_python = str(folder / "bin" / "python")
     async with AsyncFileLock(f"{folder}.lock"):
         if (folder / _COMPLETE).is_file():
-            return str(folder / "bin" / "python")
-        return await _build(folder, python, packages, model_dir, arguments, variables)
+            return own_python
+        await asyncio.to_thread(shutil.rmtree, folder, True)
+        made = await _run([python, "-m", "venv", "--without-pip", str(folder)], model_dir, variables)
+        if made.returncode:
+            raise EngineStartError(f"{python} cannot make an environment for the handler's packages: {made.stdout}")
+        site = next((folder / "lib").glob("python*/site-packages"))
+        lines = [f"import site; site.addsitedir({path!r})" for path in packages]
+        (site / "slipway_parent.pth").write_text("\n".join(lines) + "\n")
+        if arguments:
+            await _install(own_python, model_dir, arguments, variables)
+        (folder / _COMPLETE).touch()
+    return own_python
 
 
 def _pip_arguments(model_dir: Path, settings: HandlerSettings) -> list[str]:
     """The arguments of `pip install`; empty where nothing is to be installed."""
     if not needs_packages(model_dir, settings):
         return []
-    if settings.pip_arguments:
-        arguments = list(settings.pip_arguments)
-    else:
-        arguments = ["-r", REQUIREMENTS]
-        if (model_dir / "requirements").is_dir():
-            arguments += ["--find-links", str(model_dir / "requirements")]
+    arguments = list(settings.pip_arguments) or ["-r", REQUIREMENTS]
+    if not settings.pip_arguments and (model_dir / "requirements").is_dir():
+        arguments += ["--find-links", str(model_dir / "requirements")]
     return arguments + (["--no-index", "--no-build-isolation"] if settings.offline else [])
 
 
-async def _build(
-    folder: Path,
-    python: str,
-    packages: list[str],
-    model_dir: Path,
-    arguments: Sequence[str],
-    variables: Mapping[str, str],
-) -> str:
-    """Make the environment; it is valid once the file `complete` exists. Returns its interpreter."""
-    await asyncio.to_thread(shutil.rmtree, folder, True)
-    made = await _run([python, "-m", "venv", "--without-pip", str(folder)], model_dir, variables)
-    if made.returncode:
-        raise EngineStartError(f"{python} cannot make an environment for the handler's packages: {made.stdout}")
-    own_python = str(folder / "bin" / "python")
-    site = next((folder / "lib").glob("python*/site-packages"))
-    lines = [f"import site; site.addsitedir({path!r})" for path in packages]
-    (site / "slipway_parent.pth").write_text("\n".join(lines) + "\n")
-    if arguments:
-        try:
-            await _install(own_python, model_dir, arguments, variables)
-        except EngineStartError:
-            await asyncio.to_thread(shutil.rmtree, folder)
-            raise
-    (folder / _COMPLETE).touch()
-    return own_python
-
-
 async def _install(python: str, model_dir: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-    if (await _run([python, "-m", "pip", "--version"], model_dir, variables)).returncode:
-        ensured = await _run([python, "-m", "ensurepip", "--default-pip"], model_dir, variables)
-        if ensured.returncode:
-            raise EngineStartError(f"{python} has no pip, so {REQUIREMENTS} cannot be installed: {ensured.stdout}")
+    """Run the server's own pip for another interpreter, which may have none."""
     logger.info("installing the packages of %s", model_dir)
-    result = await _run([python, "-m", "pip", "install", *arguments], model_dir, variables)
+    command = [sys.executable, "-m", "pip", "--python", python, "install", *arguments]
+    result = await _run(command, model_dir, variables)
     if result.returncode:
         logger.error("pip could not install the packages of %s:\n%s", model_dir, result.stdout)
         last = "; ".join(line.strip() for line in result.stdout.splitlines()[-_LAST_LINES:] if line.strip())
@@ -178,34 +148,10 @@ async def _run(command: list[str], directory: Path, variables: Mapping[str, str]
 
 
 def _requirements_key(model_dir: Path, interpreter: Iterable[str]) -> str:
-    """A name for the environment: it changes with the interpreter, the requirements, and every local file they name."""
-    digest = hashlib.sha256(_FORMAT.encode())
-    for text in interpreter:
-        digest.update(text.encode() + b"\0")
-    for path in sorted(_files(model_dir)):
-        digest.update(str(path.relative_to(model_dir)).encode() + b"\0")
+    """A name for the environment: it changes with the interpreter and with every file that pip may be told to read."""
+    digest = hashlib.sha256("\0".join(interpreter).encode())
+    for path in sorted(path for path in model_dir.rglob("*") if path.suffix in _PIP_FILES and path.is_file()):
+        digest.update(f"\0{path.relative_to(model_dir)}\0".encode())
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:32]
-
-
-def _files(model_dir: Path) -> set[Path]:
-    """The requirements, the folder of wheels, and all files of the model's folder that the requirements name."""
-    seen: set[Path] = set()
-    pending = [model_dir / REQUIREMENTS, model_dir / "requirements"]
-    while pending:
-        path = pending.pop()
-        files = {path} if path.is_file() else {file for file in path.rglob("*") if file.is_file()}
-        for file in files - seen:
-            if file.suffix == ".txt":
-                pending += _named_in(file, model_dir)
-        seen |= files
-    return seen
-
-
-def _named_in(requirements: Path, model_dir: Path) -> Iterator[Path]:
-    root = model_dir.resolve()
-    for word in _WORD.findall(requirements.read_text("utf-8", "replace")):
-        path = (requirements.parent / word.partition("[")[0].removeprefix("file:")).resolve()
-        if path != root and path.is_relative_to(root) and os.path.exists(path):
-            yield model_dir / path.relative_to(root)

@@ -8,14 +8,14 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from handlers.contracts.lmi.errors import refused
 from handlers.contracts.protocol import ContractError
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import HandlerSettings
 from handlers.workers.batching import Batcher, CallSettings, Request
-from handlers.workers.worker import Worker, WorkerPlan, WorkerState
+from handlers.workers.worker import Worker, WorkerPlan
 
 logger = logging.getLogger("handlers.workers")
 
@@ -33,41 +33,15 @@ Introduce = Callable[[Worker], Awaitable[None]]
 """Called with a worker that has loaded the handler, before it gets requests; may raise EngineStartError."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolStatus:
-    """All workers of a model."""
-
-    workers: tuple[Worker, ...]
-    """In the order of their start; some may be starting."""
-    busy: int
-    """Workers that have a request."""
-    min_workers: int
-    max_workers: int
-    queue_length: int
-    """Requests that wait."""
-    failures: int
-    """Crashes, hangs and failed restarts since the start."""
-
-    @property
-    def ready(self) -> int:
-        """Workers that can serve."""
-        return sum(worker.state == WorkerState.READY for worker in self.workers)
-
-
 class Pool:
     """Starts workers, gives them requests, and replaces those that die."""
 
     def __init__(
-        self,
-        plan: WorkerPlan,
-        settings: HandlerSettings,
-        calls: CallSettings,
-        batcher: type[Batcher],
-        introduce: Introduce,
+        self, settings: HandlerSettings, calls: CallSettings, batcher: type[Batcher], introduce: Introduce
     ) -> None:
-        self._plan, self._settings, self._calls = plan, settings, calls
+        self._settings, self._calls = settings, calls
         self._batcher, self._introduce = batcher, introduce
-        self._min_workers, self._max_workers = settings.min_workers, max(settings.min_workers, settings.max_workers)
+        self.min_workers, self.max_workers = settings.min_workers, max(settings.min_workers, settings.max_workers)
         self._queue: list[Request] = []
         """Requests that wait, ordered by priority, then by arrival."""
         self._batchers: dict[Worker, Batcher] = {}
@@ -77,43 +51,42 @@ class Pool:
         """Workers that start or wait for their start."""
         self._worker_ids = itertools.count(1)
         self._arrivals = itertools.count(1)
-        self._failures = 0
+        self.failures = 0
+        """Crashes, hangs and failed restarts since the start."""
         self._streak = 0
         """Failures since a worker last lived for a while."""
-        self.failed = ""
+        self.failed = "the handler is not loaded"
         """Why the model counts as failed, which is final; workers that live serve nevertheless."""
         self._down = ""
         """Why there is no worker, after one could not be started again."""
         self._stopping = False
-        self._idle_timers: dict[Worker, asyncio.TimerHandle] = {}
+        self._gathering: asyncio.TimerHandle | None = None
+        """Runs once a batch that is not full has waited for long enough."""
         self._starts: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
+    async def start(self, plan: WorkerPlan) -> None:
         """Start the smallest number of workers.
 
-        Raises:
-            EngineStartError: one of them cannot be started; none is left.
+        Raises EngineStartError: one of them cannot be started; none is left.
         """
+        self._plan = plan
         parallel = self._settings.properties.get("parallel_loading", "").lower() == "true"
         try:
-            while len(self._batchers) < self._min_workers:
-                starts = (self._start_worker() for _ in range(self._min_workers if parallel else 1))
+            while len(self._batchers) < self.min_workers:
+                starts = (self._start_worker() for _ in range(self.min_workers if parallel else 1))
                 for failure in await asyncio.gather(*starts, return_exceptions=True):
                     if failure is not None:
                         raise failure
         except BaseException:
             await self.stop(0)
             raise
+        self.failed = ""
 
     async def stop(self, grace: float) -> None:
         """End all workers; requests that run have `grace` seconds to finish."""
         self._stopping = True
-        for batcher in self._batchers.values():
-            self._recall(batcher)
         self._refuse_all(_STOPPING)
-        for worker in tuple(self._idle_timers):
-            self._stop_idle_timer(worker)
         for task in self._starts:
             task.cancel()
         await asyncio.gather(*self._starts, return_exceptions=True)
@@ -122,64 +95,86 @@ class Pool:
 
     def scale(self, min_workers: int, max_workers: int) -> None:
         """Change the numbers of workers. Surplus ones end as they become idle."""
-        self._min_workers, self._max_workers = min_workers, max_workers
+        self.min_workers, self.max_workers = min_workers, max_workers
         for _ in range(min_workers - len(self._batchers) - self._to_come):
             self._add_worker()
         surplus = len(self._batchers) - max_workers
-        idle = [worker for worker, batcher in self._batchers.items() if not batcher.busy]
+        idle = [worker for worker, batcher in self._batchers.items() if not batcher.load]
         for worker in idle[: max(surplus, 0)]:
             self._end_idle(worker)
 
     def submit(self, request: Request) -> None:
         """Give a request to a worker, or have it wait for one.
 
-        Raises:
-            ContractError: the queue is full, or there will be no worker.
+        Raises ContractError: the queue is full, or there will be no worker.
         """
         if self._stopping:
             raise self._unavailable(_STOPPING)
         if self._down:
             raise self._unavailable(self._down)
         if not self._batchers and not self._to_come:
-            if self._max_workers < 1:
+            if self.max_workers < 1:
                 raise self._unavailable("the model has no workers: it is scaled to 0")
             self._add_worker()
-        if len(self._queue) >= self._calls.queue_size and not self._best_batcher():
+        if len(self._queue) >= self._calls.queue_size + self._places():
             message = f"every worker is busy and {len(self._queue)} calls wait already; try again later"
             raise refused(self._calls.overload_status, "WlmCapacityException", message)
         request.number = next(self._arrivals)
-        self._enqueue(request)
+        request.arrived_at = asyncio.get_running_loop().time()
+        request.forget = self._queue.remove
+        bisect.insort(self._queue, request, key=lambda one: (one.priority, one.number))
         self._dispatch()
 
     @property
-    def workers(self) -> tuple[Worker, ...]:
+    def serving(self) -> tuple[Worker, ...]:
         """The workers that take requests."""
         return tuple(self._batchers)
 
-    def status(self) -> PoolStatus:
-        """The state of the workers and of the queue."""
-        return PoolStatus(
-            workers=tuple(sorted((*self._batchers, *self._starting), key=lambda worker: worker.id)),
-            busy=sum(batcher.busy for batcher in self._batchers.values()),
-            min_workers=self._min_workers,
-            max_workers=self._max_workers,
-            queue_length=len(self._queue),
-            failures=self._failures,
-        )
+    @property
+    def workers(self) -> list[Worker]:
+        """All workers, in the order of their start; some may be starting."""
+        return sorted((*self._batchers, *self._starting), key=lambda worker: worker.id)
+
+    @property
+    def ready(self) -> int:
+        """The number of workers that can serve."""
+        return sum(worker.ready for worker in self.workers)
+
+    @property
+    def busy(self) -> int:
+        """The number of workers that have a request."""
+        return sum(batcher.load > 0 for batcher in self._batchers.values())
+
+    @property
+    def queue_length(self) -> int:
+        """The number of requests that wait."""
+        return len(self._queue)
 
     def _dispatch(self) -> None:
         while self._queue and (batcher := self._best_batcher()) is not None:
-            request = self._queue.pop(0)
-            request.forget = batcher.cancel
-            self._stop_idle_timer(batcher.worker)
-            batcher.take(request)
-        enough = len(self._batchers) + self._to_come >= self._max_workers
-        if len(self._queue) > 2 * self._calls.batch_size and not self._to_come and not enough:
+            if len(self._queue) < self._calls.batch_size and self._waits_for_more():
+                return
+            requests, self._queue[: batcher.room] = self._queue[: batcher.room], []
+            batcher.begin(requests)
+        enough = len(self._batchers) + self._to_come >= self.max_workers
+        if len(self._queue) - self._places() > 2 * self._calls.batch_size and not self._to_come and not enough:
             self._add_worker()
 
     def _best_batcher(self) -> Batcher | None:
-        ready = (batcher for batcher in self._batchers.values() if batcher.free)
-        return min(ready, key=lambda batcher: batcher.rank, default=None)
+        ready = (batcher for batcher in self._batchers.values() if batcher.room)
+        return min(ready, key=lambda batcher: batcher.load, default=None)
+
+    def _places(self) -> int:
+        return sum(batcher.places for batcher in self._batchers.values())
+
+    def _waits_for_more(self) -> bool:
+        """Whether a batch that is not full waits for others: `max_batch_delay` from its first request's arrival."""
+        loop = asyncio.get_running_loop()
+        end = min(request.arrived_at for request in self._queue) + self._calls.max_batch_delay
+        if self._gathering is not None:
+            self._gathering.cancel()
+        self._gathering = loop.call_at(end, self._dispatch) if loop.time() < end else None
+        return self._gathering is not None
 
     async def _start_worker(self) -> None:
         self._to_come += 1
@@ -207,60 +202,45 @@ class Pool:
             return
         self._dispatch()
         batcher = self._batchers.get(worker)
-        if batcher is not None and not batcher.busy and len(self._batchers) > self._min_workers:
-            self._stop_idle_timer(worker)
+        if batcher is not None and not batcher.load and len(self._batchers) > self.min_workers:
             later = asyncio.get_running_loop().call_later
-            self._idle_timers[worker] = later(self._settings.max_idle_time, self._end_surplus, worker)
+            later(self._settings.max_idle_time, self._end_surplus, worker, worker.calls)
 
-    def _end_surplus(self, worker: Worker) -> None:
-        if len(self._batchers) > self._min_workers:
-            logger.info("%s has nothing to do and ends", worker.name, extra={"worker": worker.name})
-            self._end_idle(worker)
+    def _end_surplus(self, worker: Worker, calls: int) -> None:
+        """End a worker that has had no call since it had so many, unless it is needed."""
+        if worker not in self._batchers or worker.calls != calls or len(self._batchers) <= self.min_workers:
+            return
+        if self._queue:  # a batch is being gathered
+            self._on_free(worker)
+            return
+        logger.info("%s has nothing to do and ends", worker.name, extra={"worker": worker.name})
+        self._end_idle(worker)
 
     def _end_idle(self, worker: Worker) -> None:
-        self._stop_idle_timer(worker)
         del self._batchers[worker]
         _spawn(self._ends, worker.stop(_IDLE_GRACE))
-
-    def _stop_idle_timer(self, worker: Worker) -> None:
-        if (timer := self._idle_timers.pop(worker, None)) is not None:
-            timer.cancel()
 
     def _on_end(self, worker: Worker, reason: str) -> None:
         """A worker has died."""
         batcher = self._batchers.pop(worker, None)
-        self._stop_idle_timer(worker)
-        if batcher is None:
-            return
-        self._recall(batcher)
-        if self._stopping:
-            self._refuse_all(_STOPPING)
+        if batcher is None or self._stopping:
             return
         if time.time() - worker.started > _HEALTHY_SECONDS:
             self._streak = 0
         self._count_failure(f"{worker.name} {reason}")
         self._replace()
 
-    def _recall(self, batcher: Batcher) -> None:
-        """Have the requests that the worker has not been sent wait again."""
-        for request in batcher.recall():
-            self._enqueue(request)
-
-    def _enqueue(self, request: Request) -> None:
-        request.forget = self._queue.remove
-        bisect.insort(self._queue, request, key=lambda one: (one.priority, one.number))
-
     def _count_failure(self, reason: str) -> None:
         """Count a failure. After too many the health check fails, as in LMI; SageMaker then replaces the container."""
-        self._failures += 1
+        self.failures += 1
         self._streak += 1
-        if self._failures > self._settings.retry_threshold:
+        if self.failures > self._settings.retry_threshold:
             limit = self._settings.retry_threshold
-            self.failed = f"the handler failed {self._failures} times (retry_threshold: {limit}); at last {reason}"
+            self.failed = f"the handler failed {self.failures} times (retry_threshold: {limit}); at last {reason}"
             logger.error("%s", self.failed)
 
     def _replace(self) -> None:
-        missing = self._min_workers - len(self._batchers) - self._to_come
+        missing = self.min_workers - len(self._batchers) - self._to_come
         wanted = missing > 0 or (self._queue and not self._batchers and not self._to_come)
         if wanted and not self._stopping:
             self._add_worker(min(_FIRST_BACKOFF * 2.0 ** min(self._streak - 1, 20), _LONGEST_BACKOFF))

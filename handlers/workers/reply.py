@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from djl_python.wire import read_string_map
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, handler_failure, payload_error
 from handlers.contracts.protocol import WITHOUT_BODY, Reply, ReplyWriter
-from handlers.workers.runtime.channel import OutputMessage, Properties
+from handlers.workers.runtime.channel import Message, Properties
 
 logger = logging.getLogger("handlers.workers")
 
@@ -37,9 +37,9 @@ class HandlerReply:
         self.open = True
         """The client waits for more."""
         self.started = False
-        self._head = OutputMessage()
+        self._head = Message()
 
-    def prepare(self, head: OutputMessage) -> None:
+    def prepare(self, head: Message) -> None:
         """Set status and headers; without effect once the reply has started."""
         self._head = head
         if head.code not in _STATUSES:
@@ -69,7 +69,7 @@ class HandlerReply:
         """Send a part of an answer; one without data only adds headers."""
         if not self.started:
             merged = dict(self._head.properties) | dict(properties)
-            self.prepare(OutputMessage(properties=tuple(merged.items())))
+            self.prepare(Message(properties=tuple(merged.items())))
         if not part.data and not part.last:
             return
         if part.code is not None:
@@ -87,7 +87,7 @@ class HandlerReply:
         self.reply(reply_of(self._head, data))
 
 
-def reply_of(output: OutputMessage, body: bytes | None = None) -> Reply:
+def reply_of(output: Message, body: bytes | None = None) -> Reply:
     """The reply for an output: its code, its properties as headers, and `body` or else its content."""
     if output.code not in _STATUSES:
         return Reply(FAILED_DEPENDENCY, JSON, handler_failure(f"Invalid status code: {output.code}"))

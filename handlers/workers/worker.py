@@ -15,29 +15,19 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlencode
 
 import djl_python
 from handlers.contracts.lmi.errors import JSON, front_end_reply, payload_error
 from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
+from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import RequestError
 from handlers.workers import runtime
-from handlers.workers.runtime.channel import (
-    HEADER_SIZE,
-    WINDOW,
-    Frame,
-    InputMessage,
-    Kind,
-    LoadOrder,
-    OutputMessage,
-    data_of,
-    decode_header,
-    decode_message,
-    encode_message,
-)
+from handlers.workers.runtime.channel import CREDIT, SIZES, Kind, LoadOrder, Message
 
 logger = logging.getLogger("handlers.workers")
 
@@ -49,7 +39,6 @@ _TERMINATION_PATIENCE = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 _PIPE_PATIENCE = 0.5
 """Seconds for the rest of the output after the process has ended."""
-_REAPINGS, _REAPING_SECONDS = 100, 0.02
 _TAIL_LINES = 20
 _MAX_LINE = 32 * 1024
 """Bytes after which a line is logged although it has not ended."""
@@ -62,107 +51,83 @@ _TEXT, _FORM = "text/plain", "application/x-www-form-urlencoded"
 _NO_HEADERS = frozenset({"content-type", "requestid", "handler", "model_dir", "device_id"})
 
 
-class EngineCalls:
-    """The calls of one worker to the engine."""
-
-    def __init__(self, engine: LoadedEngine | None, send: Callable[[Kind, int, bytes], None]) -> None:
-        """`engine`: None where the model has none. `send`: sends a frame to the worker."""
-        self._engine, self._send = engine, send
-        self._open: dict[int, asyncio.Task[None]] = {}
-        """Calls that have not reached the engine."""
-        self._running: dict[int, Running] = {}
-
-    def take(self, frame: Frame) -> None:
-        """Take a frame: a call, or the cancellation of one."""
-        if frame.kind is Kind.CALL:
-            task = asyncio.create_task(self._answer(frame.call, decode_message(InputMessage, frame.body)))
-            self._open[frame.call] = task
-            task.add_done_callback(lambda _: self._open.pop(frame.call, None))
-        else:
-            self._cancel(frame.call)
-
-    def stop(self) -> None:
-        """Cancel all calls: the worker has ended."""
-        for number in (*self._open, *self._running):
-            self._cancel(number)
-
-    def _cancel(self, number: int) -> None:
-        if (task := self._open.get(number)) is not None:
-            task.cancel()
-        if (running := self._running.pop(number, None)) is not None:
-            running.cancel()
-
-    async def _answer(self, number: int, message: InputMessage) -> None:
-        writer = _FrameWriter(
-            lambda kind, body: self._send(kind, number, body), lambda: self._running.pop(number, None)
-        )
-        try:
-            if self._engine is None:
-                raise EngineStartError(_NO_ENGINE)
-            handler = await self._engine()
-            if not message.contents:
-                writer.reply(Reply(200, "", b""))
-                return
-            running = await handler.handle(_call_of(message), writer)
-            if running is not None and not writer.ended:
-                self._running[number] = running
-        except ContractError as error:
-            writer.reply(error.reply)
-        except (RequestError, EngineStartError) as error:
-            text = str(error)
-            loading = not message.contents
-            writer.reply(Reply(424, _TEXT, text.encode()) if loading else Reply(424, JSON, payload_error(text)))
-        except Exception as error:
-            logger.exception("a handler's call to the engine failed")
-            writer.reply(front_end_reply(500, "InternalServerException", f"internal error: {error}"))
-
-
-class _FrameWriter:
-    """Implements `ReplyWriter`: sends a reply to the worker.
+class EngineCall:
+    """A call of the worker to the engine. Implements `ReplyWriter`: the reply goes to the worker.
 
     A handler that reads its stream slowly holds back nobody; what waits for it is at most one answer.
     """
 
-    def __init__(self, send: Callable[[Kind, bytes], None], on_end: Callable[[], object]) -> None:
-        self._send, self._on_end = send, on_end
-        self.ended = False
+    def __init__(
+        self,
+        engine: LoadedEngine | None,
+        message: Message,
+        send: Callable[[Message], None],
+        on_end: Callable[[], object],
+    ) -> None:
+        """`engine`: None where the model has none. `on_end` is called when it has been answered."""
+        self._message, self._send_message, self._on_end = message, send, on_end
+        self._running: Running | None = None
+        self._task = asyncio.create_task(self._answer(engine))
+
+    def cancel(self) -> None:
+        """End it: nobody waits for the answer any more."""
+        self._task.cancel()
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _answer(self, engine: LoadedEngine | None) -> None:
+        loading = not self._message.contents
+        try:
+            if engine is None:
+                raise EngineStartError(_NO_ENGINE)
+            handler = await engine()
+            if loading:
+                self.reply(Reply(200, "", b""))
+                return
+            self._running = await handler.handle(_call_of(self._message), self)
+        except ContractError as error:
+            self.reply(error.reply)
+        except (RequestError, EngineStartError) as error:
+            text = str(error)
+            self.reply(Reply(424, _TEXT, text.encode()) if loading else Reply(424, JSON, payload_error(text)))
+        except Exception as error:
+            logger.exception("a handler's call to the engine failed")
+            self.reply(front_end_reply(500, "InternalServerException", f"internal error: {error}"))
 
     def reply(self, reply: Reply) -> None:
-        contents = (("data", reply.body),)
-        self._head(OutputMessage(code=reply.status, contents=contents), reply.content_type, reply.headers)
-        self._end()
+        self._head(Message(code=reply.status, contents=(("data", reply.body),)), reply.content_type, reply.headers)
+        self._on_end()
 
     def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        self._head(OutputMessage(code=status, streams=True), content_type, headers)
+        self._head(Message(code=status, streams=True), content_type, headers)
 
     def write(self, data: bytes) -> None:
-        self._send(Kind.CHUNK, data)
+        self._send(Message(kind=Kind.CHUNK, contents=(("data", data),)))
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
         self.write(part())
 
     def end(self, data: bytes) -> None:
-        self._send(Kind.STREAM_END, data)
-        self._end()
+        self._send(Message(kind=Kind.STREAM_END, contents=(("data", data),)))
+        self._on_end()
 
     async def drain(self) -> None:
         return
 
-    def _head(self, output: OutputMessage, content_type: str, headers: tuple[tuple[str, str], ...]) -> None:
+    def _head(self, head: Message, content_type: str, headers: tuple[tuple[str, str], ...]) -> None:
         properties = (*headers, ("Content-Type", content_type)) if content_type else headers
-        self._send(Kind.OUTPUT, encode_message(replace(output, properties=properties)))
+        self._send(replace(head, properties=properties))
 
-    def _end(self) -> None:
-        self.ended = True
-        self._on_end()
+    def _send(self, message: Message) -> None:
+        self._send_message(replace(message, call=self._message.call))
 
 
-def _call_of(message: InputMessage) -> Call:
+def _call_of(message: Message) -> Call:
     """The call that an `Input` stands for: its properties are headers, and content beside the body is the query."""
     named = {name.lower(): value for name, value in message.properties}
     fields = tuple((key or "data", value.decode("utf-8", "replace")) for key, value in message.contents)
     query = tuple(field for field in fields if field[0] != "data")
-    body, content_type = data_of(message.contents), named.get("content-type", "")
+    body, content_type = message.data, named.get("content-type", "")
     if query == fields:  # those of a form, which has no body of its own
         body, content_type, query = urlencode(fields).encode(), _FORM, ()
     return Call(
@@ -174,16 +139,7 @@ def _call_of(message: InputMessage) -> Call:
     )
 
 
-class WorkerState(StrEnum):
-    """The phase of a worker's life."""
-
-    STARTING = "STARTING"
-    READY = "READY"
-    STOPPING = "STOPPING"
-    ENDED = "ENDED"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """How to start a worker's process, and what it is to serve."""
 
@@ -196,20 +152,11 @@ class WorkerPlan:
     """The model's engine, where the handler may call one."""
 
 
-class Receiver:
-    """Takes what a worker sends for one call; ignores what is not overridden."""
+class Receiver(Protocol):
+    """Takes what a worker sends for one call."""
 
-    def on_output(self, output: OutputMessage, size: int) -> None:
-        """An output has come, which counts as `size` bytes of the call's window."""
-
-    def on_chunk(self, chunk: bytes) -> None:
-        """A part of the last output's stream has come."""
-
-    def on_stream_end(self) -> None:
-        """The stream has ended; an output with an error has come before, if it has failed."""
-
-    def on_done(self) -> None:
-        """The worker has finished the call."""
+    def on_message(self, message: Message) -> None:
+        """An output, a part of its stream, the stream's end, or the end of the call has come."""
 
     def on_lost(self, reason: str) -> None:
         """The worker has ended before it finished the call."""
@@ -223,63 +170,92 @@ class Worker:
         self.id = id_
         self.name = f"worker {id_}"
         self.device = device
-        self.state = WorkerState.STARTING
+        self.ready = False
+        """It has loaded the handler, and neither ends nor is to end."""
         self.started = time.time()
         """Seconds since the epoch."""
         self.pid: int | None = None
         self._plan = plan
         self._on_end = on_end
         self._receivers: dict[int, Receiver] = {}
-        self._engine_calls = EngineCalls(plan.engine, self._send)
-        self._last_call = 0
+        self._engine_calls: dict[int, EngineCall] = {}
+        self.calls = 0
+        """How many calls it has been sent."""
         self._loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why the handler could not be loaded; empty if it was."""
+        self._ended = False
         self._patience = _EXIT_PATIENCE
         self._reason = ""
-        self._process: _Process | None = None
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        """The last lines of its output."""
+        self._writer: asyncio.StreamWriter | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the process and have it load the handler. If this fails or is cancelled, the worker is to be killed.
 
-        Raises:
-            EngineStartError: that failed, or took too long.
+        Raises EngineStartError: that failed, or took too long.
         """
-        try:
-            self._process = await _Process.spawn(self._plan, self.name)
-        except OSError as error:
-            raise EngineStartError(f"cannot run {self._plan.python}: {error}") from error
-        self.pid = self._process.pid
-        self._watching = asyncio.create_task(self._watch(self._process))
-        self._send(Kind.LOAD, body=json.dumps(dataclasses.asdict(self._plan.order)).encode())
+        await self._spawn()
+        self._send(
+            Message(kind=Kind.LOAD, contents=((None, json.dumps(dataclasses.asdict(self._plan.order)).encode()),))
+        )
         await asyncio.wait({self._loaded}, timeout=self._plan.load_timeout)
         if not self._loaded.done():
             seconds = f"{self._plan.load_timeout:g} seconds (model_loading_timeout)"
             raise EngineStartError(f"the handler did not load within {seconds}")
         if failure := self._loaded.result():
             raise EngineStartError(failure)
-        self.state = WorkerState.READY
+        self.ready = True
 
-    def call(self, message: InputMessage, receiver: Receiver) -> int:
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        output, pipe = os.pipe()
+        # A thread reads it, as asyncio would wait for the end of all that the handler has started.
+        log = asyncio.ensure_future(in_daemon_thread(partial(self._log_output, output)))
+        try:
+            reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=CREDIT)
+            process = await asyncio.create_subprocess_exec(
+                *(self._plan.python, "-u", "-X", "faulthandler", _LAUNCH, str(theirs.fileno()), _SDK),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                cwd=self._plan.order.model_dir,
+                env=dict(self._plan.environment),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._close_connection()
+            raise EngineStartError(f"cannot run {self._plan.python}: {error}") from error
+        except BaseException:
+            self._close_connection()
+            raise
+        finally:
+            theirs.close()
+            os.close(pipe)
+        self.pid = process.pid
+        self._watching = asyncio.create_task(self._watch(process, reader, log))
+
+    def call(self, message: Message, receiver: Receiver) -> int:
         """Have the worker run a call; returns the call's number."""
-        self._last_call += 1
-        self._receivers[self._last_call] = receiver
-        self._send(Kind.CALL, self._last_call, encode_message(message))
-        return self._last_call
+        self.calls += 1
+        self._receivers[self.calls] = receiver
+        self._send(replace(message, kind=Kind.CALL, call=self.calls))
+        return self.calls
 
-    def credit(self, call: int, size: int) -> None:
-        """Allow the worker to send `size` more bytes of a call's answer."""
-        self._send(Kind.CREDIT, call, b"%d" % size)
+    def credit(self, call: int) -> None:
+        """Allow the worker to send CREDIT more bytes of a call's answer."""
+        self._send(Message(kind=Kind.CREDIT, call=call))
 
     def cancel(self, call: int) -> None:
-        """Cancel a call; `on_done` follows as soon as the handler ends it."""
-        self._send(Kind.CANCEL, call)
+        """Cancel a call; DONE follows as soon as the handler ends it."""
+        self._send(Message(kind=Kind.CANCEL, call=call))
 
     def end(self, reason: str) -> None:
         """Kill the process and all that it started; its receivers and `on_end` are called soon after."""
         self._reason = self._reason or reason
-        if self._process is not None and self.state is not WorkerState.ENDED:
-            self._process.signal_group(signal.SIGKILL)
+        self._signal_group(signal.SIGKILL)
 
     async def kill(self, reason: str) -> None:
         """Kill the process, and wait for its end."""
@@ -289,15 +265,15 @@ class Worker:
 
     async def stop(self, grace: float) -> None:
         """Let the worker finish its calls for up to `grace` seconds, then end it."""
-        if self._watching is None or self._process is None or self.state is WorkerState.ENDED:
+        if self._watching is None or self._watching.done():
             return
-        self.state = WorkerState.STOPPING
+        self.ready = False
         self._reason = "was stopped"
         self._patience = grace + _EXIT_PATIENCE
-        self._send(Kind.STOP)
+        self._send(Message(kind=Kind.STOP))
         await asyncio.wait({self._watching}, timeout=grace)
         if not self._watching.done():
-            self._process.signal_group(signal.SIGTERM)
+            self._signal_group(signal.SIGTERM)
             await asyncio.wait({self._watching}, timeout=_TERMINATION_PATIENCE)
         await self.kill("was stopped")
 
@@ -305,197 +281,86 @@ class Worker:
         """Take what the worker sends, until it sends nothing more."""
         try:
             while True:
-                length, kind, call = decode_header(await stream.readexactly(HEADER_SIZE))
-                self._on_frame(Frame(kind, call, await stream.readexactly(length)))
+                header, contents = SIZES.unpack(await stream.readexactly(SIZES.size))
+                message = Message.decode(await stream.readexactly(header), await stream.readexactly(contents))
+                try:
+                    self._on_message(message)
+                except Exception:
+                    # Our own mistake: it must not end the connection, and with it all calls of the worker.
+                    logger.exception("%s: an answer could not be passed on", self.name, extra={"worker": self.name})
+                    self.cancel(message.call)
         except (asyncio.IncompleteReadError, OSError):
             return  # the connection is closed
-        except ValueError as error:
-            self._reason = self._reason or f"sent something that is no frame: {error}"
 
-    def _on_frame(self, frame: Frame) -> None:
-        if frame.kind is Kind.LOADED:
-            self._settle_load("")
-        elif frame.kind is Kind.LOAD_FAILED:
-            self._settle_load(frame.body.decode())
-        elif frame.kind in (Kind.CALL, Kind.CANCEL):
-            self._engine_calls.take(frame)
-        elif frame.call in self._receivers:
-            try:
-                self._pass_on(frame, self._receivers[frame.call])
-            except Exception:
-                # Our own mistake: it must not end the connection, and with it all calls of the worker.
-                logger.exception("%s: an answer could not be passed on", self.name, extra={"worker": self.name})
-                self.cancel(frame.call)
+    def _on_message(self, message: Message) -> None:
+        if message.kind is Kind.LOADED:
+            self._settle_load(message.error or "")
+        elif message.kind is Kind.CALL:
+            on_end = partial(self._engine_calls.pop, message.call, None)
+            self._engine_calls[message.call] = EngineCall(self._plan.engine, message, self._send, on_end)
+        elif message.kind is Kind.CANCEL:
+            if (call := self._engine_calls.pop(message.call, None)) is not None:
+                call.cancel()
+        elif (receiver := self._receivers.get(message.call)) is not None:
+            if message.kind is Kind.DONE:
+                del self._receivers[message.call]
+            receiver.on_message(message)
 
-    def _pass_on(self, frame: Frame, receiver: Receiver) -> None:
-        if frame.kind is Kind.OUTPUT:
-            receiver.on_output(decode_message(OutputMessage, frame.body), len(frame.body))
-        elif frame.kind is Kind.CHUNK:
-            receiver.on_chunk(frame.body)
-        elif frame.kind is Kind.STREAM_END:
-            receiver.on_stream_end()
-        elif frame.kind is Kind.DONE:
-            del self._receivers[frame.call]
-            receiver.on_done()
+    def _send(self, message: Message) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(message.encode())
 
-    def _send(self, kind: Kind, call: int = 0, body: bytes = b"") -> None:
-        if self._process is not None:
-            self._process.send(Frame(kind, call, body))
+    def _close_connection(self) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        """Send a signal to the process and to all that it started and that stayed in its group."""
+        if self.pid is not None and not self._ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
 
     def _settle_load(self, failure: str) -> None:
         if not self._loaded.done():
             self._loaded.set_result(failure)
 
-    async def _watch(self, process: _Process) -> None:
+    async def _watch(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, log: asyncio.Future[None]
+    ) -> None:
         """Wait until the process has ended or closed its connection, clean up, and report."""
         exit_ = asyncio.create_task(process.wait())
-        reading = asyncio.create_task(self._read(process.reader))
+        reading = asyncio.create_task(self._read(reader))
         await asyncio.wait({exit_, reading}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({exit_}, timeout=self._patience)
-        process.signal_group(signal.SIGKILL)  # what it started must not outlive it
-        ending = await exit_
+        self._signal_group(signal.SIGKILL)  # what it started must not outlive it
+        code = await exit_
         await asyncio.wait({reading}, timeout=_EXIT_PATIENCE)  # its last answers may still be unread
         reading.cancel()
-        await process.close()
-        self._finish(process, ending)
+        # A process that has left the group may still hold the pipe.
+        await asyncio.wait({log}, timeout=_PIPE_PATIENCE)
+        self._close_connection()
+        self._finish(f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}")
 
-    def _finish(self, process: _Process, ending: str) -> None:
-        was_ready, self.state = self.state is WorkerState.READY, WorkerState.ENDED
+    def _finish(self, ending: str) -> None:
+        was_ready, self.ready, self._ended = self.ready, False, True
         reason = self._reason or ending
-        output = "".join(f"\n  {line}" for line in process.output.tail)
+        output = "".join(f"\n  {line}" for line in self._tail)
         self._settle_load(
             f"the worker {reason} before the handler was loaded{'; its last output:' if output else ''}{output}"
         )
         if was_ready:
             logger.error("%s (pid %s) %s", self.name, self.pid, reason, extra={"worker": self.name})
             self._on_end(reason)  # first, so that this worker gets no more requests
-        self._engine_calls.stop()
+        for call in self._engine_calls.values():
+            call.cancel()
         receivers, self._receivers = self._receivers, {}
         for receiver in receivers.values():
             receiver.on_lost(reason)
 
-
-class _Process:
-    """A worker's process, the connection to it, and the pipe of its output; made by `spawn`."""
-
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        connection: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        output: _OutputLog,
-    ) -> None:
-        self.pid = process.pid
-        self.reader, self._writer = connection
-        self.output = output
-        self._process = process
-
-    @classmethod
-    async def spawn(cls, plan: WorkerPlan, name: str) -> _Process:
-        """Start a process.
-
-        Raises:
-            OSError: the interpreter cannot be run.
-        """
-        ours, theirs = socket.socketpair()
-        command = (plan.python, "-u", "-X", "faulthandler", _LAUNCH, str(theirs.fileno()), str(os.getpid()), _SDK)
-        with theirs:
-            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=WINDOW)
-            try:
-                output = _OutputLog(name)
-                pipe = await output.open()
-                try:
-                    process = await asyncio.create_subprocess_exec(
-                        *command,
-                        stdin=asyncio.subprocess.DEVNULL,
-                        stdout=pipe,
-                        stderr=pipe,
-                        cwd=plan.order.model_dir,
-                        env=dict(plan.environment),
-                        pass_fds=(theirs.fileno(),),
-                        start_new_session=True,
-                    )
-                finally:
-                    os.close(pipe)
-            except BaseException:
-                writer.transport.abort()
-                raise
-        return cls(process, (reader, writer), output)
-
-    def send(self, frame: Frame) -> None:
-        """Send a frame, unless the process has gone."""
-        if not self._writer.is_closing():
-            self._writer.write(frame.encode())
-
-    async def wait(self) -> str:
-        """Wait for the end; returns how it came about, as the end of a sentence."""
-        code = await self._process.wait()
-        if code >= 0:
-            return f"exited with code {code}"
-        return f"was killed by {signal.Signals(-code).name}"
-
-    def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to the process and to all that it started and that stayed in its group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
-
-    async def close(self) -> None:
-        """Log the last lines, and free everything, after the end of the process."""
-        await self.output.finish()
-        await self._reap_orphans()
-        self._writer.transport.abort()
-
-    async def _reap_orphans(self) -> None:
-        """Reap the killed children of the ended process, which would stay as zombies.
-
-        They are ours only where this is the first process of a container.
-        """
-        with contextlib.suppress(ChildProcessError):  # none is ours
-            for _ in range(_REAPINGS):
-                if os.waitpid(-self.pid, os.WNOHANG)[0] == 0:  # noqa: ASYNC222 - it does not wait
-                    await asyncio.sleep(_REAPING_SECONDS)
-
-
-class _OutputLog:
-    """Logs what a worker prints, by line. The pipe is always read, so that printing never blocks it for good."""
-
-    def __init__(self, worker: str) -> None:
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        """The last lines."""
-        self._worker = worker
-        self._stream = asyncio.StreamReader()
-
-    async def open(self) -> int:
-        """Begin to read; returns the descriptor to write to."""
-        reader, writer = os.pipe()
-        protocol = asyncio.StreamReaderProtocol(self._stream)
-        loop = asyncio.get_running_loop()
-        try:
-            self._pipe, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(reader, "rb", 0))
-        except BaseException:  # such as the end of a load that is given up
-            os.close(writer)
-            raise
-        self._reading = asyncio.create_task(self._read())
-        return writer
-
-    async def finish(self) -> None:
-        """Close the pipe once all is read, or after a moment: a process that has left the group may still hold it."""
-        await asyncio.wait({self._reading}, timeout=_PIPE_PATIENCE)
-        self._pipe.close()
-        await self._reading
-
-    async def _read(self) -> None:
-        rest = b""
-        while data := await self._stream.read(_MAX_LINE):
-            *lines, rest = (rest + data).split(b"\n")
-            if len(rest) > _MAX_LINE:
-                lines.append(rest)
-                rest = b""
-            for line in lines:
-                self._log(line)
-        if rest:
-            self._log(rest)
-
-    def _log(self, line: bytes) -> None:
-        text = line.decode("utf-8", "replace").rstrip("\r")
-        self.tail.append(text)
-        logger.info("%s: %s", self._worker, text, extra={"worker": self._worker})
+    def _log_output(self, pipe: int) -> None:
+        """Log what the worker prints, by line. It is always read, so that printing never blocks it for good."""
+        with open(pipe, "rb") as stream:
+            while line := stream.readline(_MAX_LINE):
+                text = line.decode("utf-8", "replace").rstrip("\r\n")
+                self._tail.append(text)
+                logger.info("%s: %s", self.name, text, extra={"worker": self.name})

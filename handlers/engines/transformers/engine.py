@@ -32,7 +32,7 @@ from handlers.engines.protocol import (
 )
 from handlers.engines.start_failure import failure_of
 from handlers.engines.texts import PromptTokenizer, split_text
-from handlers.engines.transformers.generate import Batch, BatchRunner, GeneratedSequence, Job, Row, Step, beam_deltas
+from handlers.engines.transformers.generate import Batch, BatchRunner, GeneratedSequence, Job, Row, beam_deltas
 from handlers.engines.transformers.model import load_model, warn_of_arguments_without_effect
 from handlers.engines.transformers.sampling import MAX_TOP_TOKENS, check_request, random_numbers
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
@@ -246,10 +246,12 @@ class BatchEngine:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _deliver(self, step: Step) -> None:
-        for row in step.rows:
-            self._count(row, step.at)
-        for job, outcome in step.outcomes:
+    def _deliver(
+        self, at: float, rows: Sequence[Row], outcomes: Sequence[tuple[Job, TokenDelta | RequestError]]
+    ) -> None:
+        for row in rows:
+            self._count(row, at)
+        for job, outcome in outcomes:
             if isinstance(outcome, RequestError):
                 self.fail(job, outcome)
             elif not job.ended:

@@ -67,14 +67,8 @@ class Job:
     """It shall end with what there is. The engine's thread reads it before each step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The result of one step."""
-
-    at: float
-    rows: Sequence[Row]
-    """Those that got a token."""
-    outcomes: Sequence[tuple[Job, TokenDelta | RequestError]]
+Post = Callable[[float, Sequence[Row], Sequence[tuple[Job, TokenDelta | RequestError]]], None]
+"""Takes the result of a step: when it was, the sequences that got a token, and what there is to tell."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +83,7 @@ class Batch:
 class BatchRunner:
     """Runs batches on one model; `post` hands each step to the event loop."""
 
-    def __init__(self, model: TransformersModel, post: Callable[[Step], None]) -> None:
+    def __init__(self, model: TransformersModel, post: Post) -> None:
         self._model, self._post = model, post
         self.pads = "attention_mask" in inspect.signature(model.model.forward).parameters
         """Prompts of different lengths can run together. A model without a mask would take padding for text."""
@@ -106,8 +100,7 @@ class BatchRunner:
     def run(self, batch: Batch) -> None:
         """Run a batch to its end; every job of it ends with its last delta or an error.
 
-        Raises:
-            DeviceLost: nothing can be run any more.
+        Raises DeviceLost: nothing can be run any more.
         """
         self._attempt(batch, [row for job in batch.jobs for row in job.rows])
 
@@ -141,7 +134,7 @@ class BatchRunner:
     def _fail(self, row: Row, reason: str) -> None:
         for sibling in row.job.rows:
             sibling.finished = True
-        self._post(Step(time.monotonic(), (), ((row.job, GenerationFailed(reason)),)))
+        self._post(time.monotonic(), (), [(row.job, GenerationFailed(reason))])
 
     def _generate(self, batch: Batch, rows: list[Row]) -> None:
         for row in rows:
@@ -225,13 +218,13 @@ class BatchRunner:
             own = beams[place * options.width : (place + 1) * options.width]
             outcomes += [(row.job, delta) for delta in beam_deltas(row.job, own, model)]
             row.finished = True
-        self._post(Step(time.monotonic(), (), outcomes))
+        self._post(time.monotonic(), (), outcomes)
 
 
 class _Steps:
     """The logits processor (`choose`) and stopping criterion (`stopped`) of one call of `generate`."""
 
-    def __init__(self, batch: Batch, rows: list[Row], model: TransformersModel, post: Callable[[Step], None]) -> None:
+    def __init__(self, batch: Batch, rows: list[Row], model: TransformersModel, post: Post) -> None:
         self._batch, self._rows, self._model, self._post = batch, rows, model, post
         self._sampler = Sampler(
             rows[0].job.request,
@@ -263,7 +256,7 @@ class _Steps:
             if outcome is not None:
                 outcomes.append((row.job, outcome))
         self._batch.moved_at = time.monotonic()
-        self._post(Step(self._batch.moved_at, got, outcomes))
+        self._post(self._batch.moved_at, got, outcomes)
         return scores.fill_(-torch.inf).scatter_(1, torch.tensor(chosen, device=scores.device)[:, None], 0.0)
 
     def stopped(self, input_ids: Any, scores: Any, **_: Any) -> Any:
@@ -445,8 +438,7 @@ class StopStrings:
     """Finds the first stop string in a growing text, and says how much of the text is safe to show."""
 
     def __init__(self, stop: Sequence[str], include: bool) -> None:
-        self._stop = tuple(stop)
-        self._include = include
+        self._stop, self._include = tuple(stop), include
         self._reach = max(map(len, self._stop), default=1) - 1
         self._tail = ""
 
@@ -455,36 +447,23 @@ class StopStrings:
 
         Without `count` the text is taken note of, but a stop string that ends in it does not.
         """
-        if not self._stop or not text:
-            return None
-        whole = self._tail + text
-        surplus = self._surplus(whole, len(self._tail)) if count else None
+        old, whole = len(self._tail), self._tail + text
         self._tail = whole[-self._reach :] if self._reach else ""
-        return surplus
-
-    def held(self) -> int:
-        """Return how many characters at the end of the text could be the beginning of a stop string."""
-        if self._include:
-            return 0
-        longest = min(self._reach, len(self._tail))
-        for length in range(longest, 0, -1):
-            end = self._tail[-length:]
-            if any(stop.startswith(end) and len(stop) > length for stop in self._stop):
-                return length
-        return 0
-
-    def _surplus(self, whole: str, old: int) -> int | None:
-        """Return what `add` does, for the earliest end of a stop string beyond the first `old` characters."""
-        ends: list[tuple[int, int]] = []
-        for stop in self._stop:
-            start = whole.find(stop, max(old - len(stop) + 1, 0))
-            if start >= 0:
-                ends.append((start + len(stop), start))
+        found = ((whole.find(stop, max(old - len(stop) + 1, 0)), len(stop)) for stop in self._stop if text and count)
+        ends = [(start + length, start) for start, length in found if start >= 0]
         if not ends:
             return None
         # The first of those that end at the same place is the request's first, as in vLLM.
         end, start = min(ends, key=lambda place: place[0])
         return len(whole) - (end if self._include else start)
+
+    def held(self) -> int:
+        """Return how many characters at the end of the text could be the beginning of a stop string."""
+        if self._include:
+            return 0
+        ends = (self._tail[-length:] for length in range(len(self._tail), 0, -1))
+        begun = (end for end in ends if any(stop.startswith(end) and stop != end for stop in self._stop))
+        return len(next(begun, ""))
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -11,8 +11,9 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
@@ -23,17 +24,31 @@ from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
-LOADING_ARGUMENTS = frozenset(
-    {
-        *("max_model_len", "attn_implementation", "device_map", "tokenizer", "quantization"),
-        *("load_in_8bit", "load_in_4bit"),
-    }
-)
-"""The engine arguments that `load_model` reads."""
-_SWITCHES = {"true": True, "1": True, "false": False, "0": False, "": False}
 _BITS = {"bitsandbytes": "load_in_4bit", "bitsandbytes4": "load_in_4bit", "bitsandbytes8": "load_in_8bit"}
 _STRETCHED_ROPE = frozenset({"linear", "dynamic", "yarn"})
 """Kinds of RoPE scaling whose factor stretches the context beyond the trained one."""
+
+
+class LoadingArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine arguments that `load_model` reads."""
+
+    max_model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    attn_implementation: str = ""
+    device_map: str = ""
+    tokenizer: str = ""
+    quantization: str = ""
+    load_in_8bit: bool = False
+    load_in_4bit: bool = False
+
+
+def loading_arguments(settings: ModelSettings) -> LoadingArguments:
+    """Read the engine arguments. Raises EngineStartError: it names one that has a wrong value."""
+    given = {name: text.strip() for name, text in settings.engine_arguments.items() if text.strip()}
+    try:
+        return msgspec.convert(given, LoadingArguments, strict=False)
+    except msgspec.ValidationError as error:
+        why, _, name = str(error).removesuffix("`").partition(" - at `$.")
+        raise EngineStartError(f"{source(settings, name)}: {given[name]!r}: {why}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +71,7 @@ class TransformersModel:
 def load_model(settings: ModelSettings) -> TransformersModel:
     """Load model and tokenizer; blocks for as long as that takes.
 
-    Raises:
-        EngineStartError: it cannot be loaded, or a setting has a value that does not fit; the message says why.
+    Raises EngineStartError: it cannot be loaded, or a setting has a value that does not fit; the message says why.
     """
     arguments = model_arguments(settings)
     device = _device(settings)
@@ -65,7 +79,7 @@ def load_model(settings: ModelSettings) -> TransformersModel:
         torch.cuda.set_device(device)  # of this thread; transformers sizes the KV cache by the current device
     disable_progress_bar()  # in a log each of its steps is a line
     try:
-        name = settings.engine_arguments.get("tokenizer", "").strip()
+        name = loading_arguments(settings).tokenizer
         tokenizer = AutoTokenizer.from_pretrained(
             name or settings.model_id,
             revision=None if name else settings.revision,
@@ -100,7 +114,7 @@ def load_model(settings: ModelSettings) -> TransformersModel:
 
 def warn_of_arguments_without_effect(settings: ModelSettings) -> None:
     """Name in one warning the engine arguments that nothing here reads."""
-    unknown = [name for name in settings.engine_arguments if name not in LOADING_ARGUMENTS]
+    unknown = [name for name in settings.engine_arguments if name not in LoadingArguments.__struct_fields__]
     if unknown:
         sources = ", ".join(source(settings, name) for name in unknown)
         logger.warning("%s: no effect with option.rolling_batch=%s", sources, settings.rolling_batch)
@@ -108,22 +122,30 @@ def warn_of_arguments_without_effect(settings: ModelSettings) -> None:
 
 def model_arguments(settings: ModelSettings) -> dict[str, Any]:
     """Return the keyword arguments of `from_pretrained`."""
+    given = loading_arguments(settings)
     arguments: dict[str, Any] = {
         "revision": settings.revision,
         "trust_remote_code": settings.trust_remote_code,
         "dtype": settings.dtype if settings.dtype == "auto" else _dtype(settings.dtype),
     }
-    if attention := settings.engine_arguments.get("attn_implementation", "").strip():
-        arguments["attn_implementation"] = attention
-    if device_map := settings.engine_arguments.get("device_map", "").strip():
-        arguments["device_map"] = _device_map(settings, device_map)
-    if bits := _quantized_bits(settings):
+    if given.attn_implementation:
+        arguments["attn_implementation"] = given.attn_implementation
+    if given.device_map:
+        arguments["device_map"] = _device_map(settings, given.device_map)
+    # Models that were quantized beforehand say so in their own configuration; `quantization` only has to agree.
+    bits = _BITS.get(given.quantization.lower())
+    bits = "load_in_8bit" if given.load_in_8bit else "load_in_4bit" if given.load_in_4bit else bits
+    if bits:
         from transformers import BitsAndBytesConfig
 
         arguments["quantization_config"] = BitsAndBytesConfig(**{bits: True})
         if settings.devices:
             arguments.setdefault("device_map", {"": _device(settings)})
-    _check_parallel_degrees(settings)
+    if (settings.tensor_parallel_degree or 1) * settings.pipeline_parallel_degree > 1 and not given.device_map:
+        raise EngineStartError(
+            "option.tensor_parallel_degree: transformers runs a model on one device here; option.device_map spreads "
+            "its layers over several, option.rolling_batch=vllm shares each layer"
+        )
     return arguments
 
 
@@ -150,36 +172,6 @@ def _device_map(settings: ModelSettings, text: str) -> Any:
         raise EngineStartError(f"{source(settings, 'device_map')}: {text!r} is not JSON: {error}") from None
 
 
-def _quantized_bits(settings: ModelSettings) -> str | None:
-    """Return the switch of `BitsAndBytesConfig` that is asked for.
-
-    Models that were quantized beforehand say so in their own configuration; for them `quantization` only has to agree.
-    """
-    wanted = _BITS.get(settings.engine_arguments.get("quantization", "").strip().lower())
-    return next((name for name in ("load_in_8bit", "load_in_4bit") if boolean_argument(settings, name)), wanted)
-
-
-def _check_parallel_degrees(settings: ModelSettings) -> None:
-    degree = (settings.tensor_parallel_degree or 1) * settings.pipeline_parallel_degree
-    if degree > 1 and "device_map" not in settings.engine_arguments:
-        raise EngineStartError(
-            "option.tensor_parallel_degree: transformers runs a model on one device here; option.device_map spreads "
-            "its layers over several, option.rolling_batch=vllm shares each layer"
-        )
-
-
-def boolean_argument(settings: ModelSettings, name: str) -> bool:
-    """Read an engine argument as a switch; off if it is not set.
-
-    Raises:
-        EngineStartError: it is neither true nor false.
-    """
-    text = settings.engine_arguments.get(name, "").strip()
-    if text.lower() not in _SWITCHES:
-        raise EngineStartError(f"{source(settings, name)}: {text!r} is neither true nor false")
-    return _SWITCHES[text.lower()]
-
-
 def source(settings: ModelSettings, name: str) -> str:
     """Return where an engine argument was set, for messages."""
     return settings.engine_argument_sources.get(name, f"option.{name}")
@@ -188,8 +180,7 @@ def source(settings: ModelSettings, name: str) -> str:
 def check_kind(settings: ModelSettings, config: Any) -> None:
     """Refuse what is no causal language model, though transformers would load a part of it as one.
 
-    Raises:
-        EngineStartError: it is an encoder-decoder model, or an encoder.
+    Raises EngineStartError: it is an encoder-decoder model, or an encoder.
     """
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder model"
@@ -223,7 +214,7 @@ def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:
 
 def check_quantization(settings: ModelSettings, config: Any) -> None:
     """Refuse to quantize while loading, unless bitsandbytes does it."""
-    wanted = settings.engine_arguments.get("quantization", "").strip().lower()
+    wanted = loading_arguments(settings).quantization.lower()
     if not wanted or wanted in _BITS or getattr(config, "quantization_config", None) is not None:
         return
     raise EngineStartError(
@@ -235,16 +226,13 @@ def check_quantization(settings: ModelSettings, config: Any) -> None:
 def max_model_len(settings: ModelSettings, config: Any) -> int:
     """Return the tokens of prompt and answer together; `config`: the part of the model's about text."""
     longest = longest_context(config)
-    text = settings.engine_arguments.get("max_model_len")
-    if text is None:
+    wanted = loading_arguments(settings).max_model_len
+    if wanted is None:
         if longest is None:
             raise EngineStartError(
                 f"{settings.model_id} does not say how long its context is; set option.max_model_len"
             )
         return longest
-    wanted = int(text) if text.strip().isdecimal() else 0
-    if wanted < 1:
-        raise EngineStartError(f"{source(settings, 'max_model_len')}: {text!r} is not an integer of at least 1")
     if longest is not None and wanted > longest:
         raise EngineStartError(
             f"{source(settings, 'max_model_len')}: {wanted} is more than the model's context of {longest} tokens"

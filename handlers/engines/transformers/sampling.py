@@ -25,8 +25,6 @@ MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384
 """Of all bad words together: each is looked for at each token."""
 _LOWEST_TEMPERATURE = 0.01
 """Below it vLLM takes 0.01, since the quotients would overflow."""
-_FEW = 1024
-"""So many of the most probable tokens are looked at before the whole vocabulary is sorted."""
 _NEVER = -math.inf
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
 """Of a random number whose logarithm is taken: neither infinite nor 0."""
@@ -35,8 +33,7 @@ _LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
 def check_request(request: GenerationRequest, model: TransformersModel) -> None:
     """Refuse what cannot be done, or would be an index beyond the model's vocabulary.
 
-    Raises:
-        InvalidParameter: it names the parameter.
+    Raises InvalidParameter: it names the parameter.
     """
     s, size = request.sampling, model.vocabulary_size
     if s.constraint is not None:
@@ -202,27 +199,8 @@ def _warpers(s: SamplingParameters) -> list[transformers.LogitsProcessor]:
     if s.top_k > 0:
         warpers.append(transformers.TopKLogitsWarper(s.top_k))
     if s.top_p < 1.0:
-        warpers.append(_TopP(s.top_p))
+        warpers.append(transformers.TopPLogitsWarper(s.top_p))
     return warpers
-
-
-class _TopP:
-    """transformers' top-p, which sorts the vocabulary, the slowest part of a choice, only where it has to."""
-
-    def __init__(self, top_p: float) -> None:
-        self._top_p, self._sorting = top_p, transformers.TopPLogitsWarper(top_p)
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        values, ids = scores.topk(min(_FEW, scores.shape[-1]), dim=-1)
-        probabilities = (values - scores.logsumexp(dim=-1, keepdim=True)).exp()
-        before = probabilities.cumsum(dim=-1) - probabilities
-        kept = values.masked_fill(before >= self._top_p, _NEVER)
-        kept[:, 0] = values[:, 0]
-        cut = torch.full_like(scores, _NEVER).scatter(1, ids, kept)
-        few = before[:, -1] >= self._top_p  # false also where the scores are no numbers
-        if not bool(few.all()):
-            cut[~few] = self._sorting(input_ids, scores[~few])
-        return cut
 
 
 def _draw(scores: Any, generators: Sequence[torch.Generator]) -> Any:

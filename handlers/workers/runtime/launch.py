@@ -1,4 +1,4 @@
-"""The script that a worker's interpreter runs: `launch.py <socket fd> <server's pid> <folder of djl_python>`.
+"""The script that a worker's interpreter runs: `launch.py <socket fd> <folder of djl_python>`.
 
 It finds both packages by their location, so that nothing else beside them becomes importable.
 """
@@ -29,9 +29,9 @@ def launch(arguments: list) -> None:  # type: ignore[type-arg]  # parsed by old 
     folder = os.path.dirname(os.path.abspath(__file__))
     if sys.path and os.path.abspath(sys.path[0]) == folder:
         del sys.path[0]
-    load_package("djl_python", arguments[2])
+    load_package("djl_python", arguments[1])
     load_package("slipway_worker", folder)
-    importlib.import_module("slipway_worker.main").serve(int(arguments[0]), int(arguments[1]))
+    importlib.import_module("slipway_worker.main").serve(int(arguments[0]))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import importlib
-import importlib.util
-import inspect
 import json
 import logging
 import os
@@ -19,9 +17,11 @@ from types import ModuleType
 
 from djl_python.lmi_vllm import vllm_async_service
 from djl_python.outputs import Output
+from djl_python.service_loader import run_file
+from djl_python.wire import sendable
 
 from . import calls
-from .channel import Channel, Frame, Kind, LoadOrder, end_process_group, guard_group
+from .channel import Channel, Kind, LoadOrder, Message
 from .script import LOADS, Script
 
 _FAILED = 300
@@ -33,28 +33,22 @@ class LoadError(Exception):
     """The handler cannot be used; the message is for its author."""
 
 
-def serve(descriptor: int, parent: int) -> None:
-    """Serve over the inherited socket `descriptor` until the server, whose process is `parent`, sends STOP."""
+def serve(descriptor: int) -> None:
+    """Serve over the inherited socket `descriptor` until the server says STOP, or has gone."""
     os.set_inheritable(descriptor, False)
-    if os.getppid() != parent:
-        end_process_group()
-    guard_group(parent)
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=descriptor))
-    frames = channel.read()
-    order = LoadOrder(**json.loads(next(frames).body))
+    if (first := channel.receive()) is None:
+        return
+    order = LoadOrder(**json.loads(first.data))
     try:
         caller = calls.Caller(load_module(order), order)
         if order.async_mode:
-            _run(_serve_async(channel, frames, caller, order))
+            _run(_serve_async(channel, caller, order))
         else:
-            with _initializing(order):
-                output = calls.output_of(caller.initialize())
-            _check(output)
-            channel.send(Frame(Kind.LOADED))
-            calls.SyncMode(channel, caller).serve(frames)
+            _serve_sync(channel, caller, order)
     except LoadError as error:
-        channel.send(Frame(Kind.LOAD_FAILED, body=str(error).encode(errors="replace")))
+        channel.send(Message(kind=Kind.LOADED, error=sendable(str(error))))
     finally:
         channel.close()
 
@@ -68,15 +62,29 @@ def _run(serving: Coroutine[None, None, None]) -> None:
             calls.end_at_once(error)
 
 
-async def _serve_async(channel: Channel, frames: Iterator[Frame], caller: calls.Caller, order: LoadOrder) -> None:
-    engine = calls.ServerEngine(channel)
-    vllm_async_service.connect(engine)
-    mode = calls.AsyncMode(channel, caller, engine)
-    mode.begin(frames)
+def _serve_sync(channel: Channel, caller: calls.Caller, order: LoadOrder) -> None:
+    mode = calls.SyncMode(channel, caller)
+    channel.listen(mode.take)
+    with _initializing(order):
+        output = calls.output_of(caller.initialize())
+    _check(output)
+    channel.send(Message(kind=Kind.LOADED))
+    mode.serve()
+
+
+async def _serve_async(channel: Channel, caller: calls.Caller, order: LoadOrder) -> None:
+    mode, loop = calls.AsyncMode(channel, caller), asyncio.get_running_loop()
+    vllm_async_service.connect(mode.engine)
+
+    def take(message: Message) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
+            loop.call_soon_threadsafe(mode.take, message)
+
+    channel.listen(take)
     with _initializing(order):
         output = calls.output_of(await calls.first_of(await calls.settled(caller.initialize())))
     _check(output)
-    channel.send(Frame(Kind.LOADED))
+    channel.send(Message(kind=Kind.LOADED))
     await mode.serve()
 
 
@@ -102,8 +110,7 @@ def _check(output: Output) -> None:
 def load_module(order: LoadOrder) -> ModuleType:
     """Import the entry point, with the model's folder first on the import path.
 
-    Raises:
-        LoadError: it cannot be imported, or does not define the function.
+    Raises LoadError: it cannot be imported, or does not define the function.
     """
     sys.path.insert(0, order.model_dir)
     try:
@@ -117,7 +124,7 @@ def load_module(order: LoadOrder) -> ModuleType:
         raise LoadError(f"cannot import the handler: {described(error, order.model_dir)}") from error
     if not callable(getattr(module, order.function, None)):
         where = getattr(module, "__file__", None) or order.entry_point
-        raise LoadError(f"{where} does not define the handler function `{order.function}`{_defined(module)}")
+        raise LoadError(f"{where} does not define the handler function `{order.function}`")
     return module
 
 
@@ -127,31 +134,13 @@ def _import(order: LoadOrder) -> ModuleType:
     path = os.path.join(order.model_dir, order.entry_point)
     if (directory := os.path.dirname(path)) != order.model_dir:
         sys.path.insert(0, directory)
-    name = _module_name(path, order.model_dir)
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not os.path.isfile(path):
+    if not os.path.isfile(path):
         raise LoadError(f"the handler file {path} does not exist")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _module_name(path: str, model_dir: str) -> str:
-    """The file's own name, by which siblings and pickles find the module; another one if that name is taken."""
+    # The file's own name, by which siblings and pickles find the module; another one if that name is taken.
     stem = os.path.basename(path)[: -len(".py")]
-    if stem.isidentifier() and stem not in sys.modules and os.path.dirname(path) == model_dir:
-        return stem
-    return "model_" + hashlib.sha256(path.encode()).hexdigest()[:8]
-
-
-def _defined(module: ModuleType) -> str:
-    names = [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
-    return f"; it defines {', '.join(f'`{name}`' for name in names)}" if names else ""
+    if not stem.isidentifier() or stem in sys.modules or os.path.dirname(path) != order.model_dir:
+        stem = "model_" + hashlib.sha256(path.encode()).hexdigest()[:8]
+    return run_file(path, stem)
 
 
 def described(error: BaseException, directory: str) -> str:

@@ -100,7 +100,7 @@ async def test_a_model_is_loaded_called_described_and_unloaded() -> None:
         (model,) = described["models"]
         assert (described["workflowName"], model["status"], model["loadedAtStartup"]) == ("a", "Healthy", False)
         assert [worker["status"] for worker in model["workerGroups"][0]["workers"]] == ["READY"]
-        (pid,) = [worker.pid for worker in service(api, "a").custom.status().workers]
+        (pid,) = [worker.pid for worker in service(api, "a").custom.pool.workers]
         answer = await api.client.delete("/models/a")
         assert answer.json() == {"status": 'Model or workflow "a" unregistered'}
         assert not psutil.pid_exists(pid)
@@ -233,7 +233,7 @@ async def test_ping_has_an_entry_for_each_model_and_the_status_of_the_worst() ->
         ping = await api.client.get("/ping")
         both = b'{\n  "a": {\n    "status": "Healthy"\n  },\n  "b": {\n    "status": "Healthy"\n  }\n}\n'
         assert (ping.status_code, ping.content) == (200, both)
-        for worker in service(api, "b").custom.status().workers:
+        for worker in service(api, "b").custom.pool.workers:
             os.kill(worker.pid, signal.SIGKILL)
 
         async def has_failed() -> bool:
@@ -289,7 +289,7 @@ async def test_workers_are_scaled_to_nothing_and_back() -> None:
         assert (await api.client.get("/ping")).status_code == 200
         answer = await api.client.put("/models/a?min_worker=2&max_worker=2")
         assert answer.json()["status"].endswith("min workers:2 max workers:2")
-        await until(lambda: service(api, "a").custom.status().ready == 2, 60)
+        await until(lambda: service(api, "a").custom.pool.ready == 2, 60)
         assert (await api.client.post("/invocations", content=b"x")).content == b"x"
         assert error(await api.client.put("/models/a"))[:2] == (400, "BadRequestException")
         assert error(await api.client.put("/models/b?max_worker=1"))[:2] == (404, "ModelNotFoundException")
@@ -341,7 +341,7 @@ async def test_which_model_a_call_means() -> None:
             answer = await api.client.post("/invocations", **{**inspect, **arguments})
             return int(answer.json()["pid"])
 
-        a, b = (service(api, name).custom.status().workers[0].pid for name in "ab")
+        a, b = (service(api, name).custom.pool.workers[0].pid for name in "ab")
         assert await pid(params={"model_name": "b"}, headers={"model_name": "a"}) == b
         assert await pid(headers={"model_name": "a"}) == a
         assert await pid(headers={"X-Amzn-SageMaker-Custom-Attributes": "x=y; model_name=b"}) == b

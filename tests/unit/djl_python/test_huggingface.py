@@ -8,8 +8,9 @@ import pytest
 
 from djl_python import Input, Output, huggingface
 from djl_python.encode_decode import decode
-from djl_python.huggingface import HuggingFaceService, read_settings
+from djl_python.huggingface import HuggingFaceService
 from djl_python.np_util import from_nd_list
+from djl_python.properties_manager.hf_properties import HuggingFaceProperties
 from djl_python.request_io import TextInput
 from djl_python.test_model import TestHandler, create_concurrent_batch_request, create_json_request
 from tests.unit.djl_python.tiny_models import save_model
@@ -179,23 +180,6 @@ def test_masked_words_are_filled(tmp_path: Path) -> None:
     assert {"score", "token", "token_str", "sequence"} <= answer[0].keys()
 
 
-QUESTION = {"question": "who is it", "context": "the quick brown fox jumps over a lazy dog"}
-
-
-def test_an_answer_is_a_part_of_the_context(tmp_path: Path) -> None:
-    handler = service(save_model(tmp_path, "BertForQuestionAnswering"))
-    answer = json.loads(text(ask(handler, QUESTION)))
-    assert QUESTION["context"][answer["start"] : answer["end"]] == answer["answer"] != ""
-    assert 0 < answer["score"] <= 1
-    short = json.loads(text(ask(handler, {"inputs": [QUESTION] * 2, "parameters": {"max_answer_len": 1}})))
-    assert len(short) == 2
-    assert " " not in short[0]["answer"]
-    with pytest.raises(ValueError, match="'question' and 'context'"):
-        ask(handler, {"inputs": "the"})
-    with pytest.raises(ValueError, match="context is empty"):
-        ask(handler, {"question": "who", "context": ""})
-
-
 def test_features_come_as_arrays_where_those_are_accepted(tmp_path: Path) -> None:
     handler = service(save_model(tmp_path, "BertModel"), task="feature-extraction")
     output = ask(handler, {"inputs": "the fox"}, Accept="tensor/ndlist")
@@ -220,42 +204,34 @@ def test_the_module_is_a_handler(llama: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_settings_are_read_from_properties() -> None:
-    settings = read_settings(
-        {
-            "model_dir": "/m",
-            "dtype": "bf16",
-            "trust_remote_code": "TRUE",
-            "device_map": "auto",
-            "stop_sequence": "['a', b]",
-            "rolling_batch": "disable",
-            "revision": "main",
-        }
-    )
-    assert (settings.model, settings.device, settings.rolling_batch, settings.revision) == ("/m", "cpu", "", "main")
+    properties = {"model_dir": "/m", "data_type": "bf16", "trust_remote_code": "TRUE", "device_map": "auto"}
+    properties |= {"stop_sequence": "['a', b]", "rolling_batch": "disable", "revision": "main"}
+    settings = HuggingFaceProperties(**properties)
+    assert (settings.model_id_or_path, settings.device, settings.revision) == ("/m", "cpu", "main")
     assert settings.trust_remote_code
-    assert settings.stop_strings == ("a", "b")
+    assert settings.stop_sequence == ("a", "b")
     assert settings.loading == {"dtype": "bfloat16", "device_map": "auto"}
 
 
 def test_bits_make_a_quantization_that_needs_a_device_map() -> None:
     for properties in ({"quantize": "bitsandbytes8"}, {"load_in_8bit": "true"}):
-        loading = read_settings({"model_id": "m", "device_map": "auto", **properties}).loading
+        loading = HuggingFaceProperties(**{"model_id": "m", "device_map": "auto", **properties}).loading
         assert loading["quantization_config"].load_in_8bit is True
     with pytest.raises(ValueError, match="needs device_map"):
-        read_settings({"model_id": "m", "quantize": "bitsandbytes4"})
+        _ = HuggingFaceProperties.model_validate({"model_id": "m", "quantize": "bitsandbytes4"}).loading
 
 
 @pytest.mark.parametrize(
     ("properties", "wrong"),
     [
-        ({}, "model_id or model_dir"),
-        ({"model_id": "m", "dtype": "int3"}, "dtype must be one of"),
-        ({"model_id": "m", "quantize": "awq"}, "quantize must be one of"),
-        ({"model_id": "m", "trust_remote_code": "maybe"}, "trust_remote_code must be true or false"),
-        ({"model_id": "m", "stop_sequence": "[1]"}, "must be a list of strings"),
-        ({"model_id": "m", "enable_streaming": "always"}, "enable_streaming must be true or false"),
+        ({}, "model_id_or_path"),
+        ({"model_id": "m", "dtype": "int3"}, "dtype"),
+        ({"model_id": "m", "quantize": "awq"}, "quantize"),
+        ({"model_id": "m", "trust_remote_code": "maybe"}, "trust_remote_code"),
+        ({"model_id": "m", "stop_sequence": "[1]"}, "stop_sequence"),
+        ({"model_id": "m", "enable_streaming": "always"}, "enable_streaming"),
     ],
 )
 def test_a_property_with_a_wrong_value_is_named(properties: dict[str, str], wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong):
-        read_settings(properties)
+        HuggingFaceProperties(**properties)

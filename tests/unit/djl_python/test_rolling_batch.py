@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from djl_python.rolling_batch.rolling_batch import (
     stop_on_any_exception,
 )
 from djl_python.test_model import TestHandler, create_concurrent_batch_request, decode_encoded_output_binary
-from djl_python.utils import get_input_details, profile_objects, rolling_batch_inference
+from djl_python.utils import get_input_details, rolling_batch_inference
 
 
 class Spelling(RollingBatch):
@@ -149,20 +147,13 @@ def test_stream_in_the_body_wins_over_the_parameters() -> None:
     assert parse_lmi_default_request_rolling_batch(body) == ("a", {"stream": False, "top_k": 1})
 
 
-class Chatting:
-    """A tokenizer with a chat template."""
-
-    def apply_chat_template(self, turns: list[dict[str, str]], **_: Any) -> str:
-        return "|".join(f"{turn['role']}:{turn['content']}" for turn in turns)
-
-
 class Service:
     """A handler with a rolling batch of its own, written as LMI's handlers are."""
 
     def __init__(self, **properties: Any) -> None:
         configs = Properties(**{"model_dir": "/m", **properties})
         self.rolling_batch = Spelling(configs.model_id_or_path, configs)
-        self.arguments: dict[str, Any] = {"configs": configs, "tokenizer": Chatting()}
+        self.arguments: dict[str, Any] = {"configs": configs, "tokenizer": None}
         self.arguments |= {"rolling_batch": self.rolling_batch, "adapter_registry": {"red": "the red one"}}
 
     def __call__(self, inputs: Input) -> Output:
@@ -188,29 +179,6 @@ def test_a_handler_after_lmis_pattern_serves_each_step_of_its_own_rolling_batch(
     (second,) = chunks(service(create_concurrent_batch_request([b""])))
     assert (second["last"], second["data"]) == ("True", '{"generated_text": "ab"}')
     assert [request.id for request in service.parsed({"inputs": "c"}, {"inputs": "d"})] == [1, 2]
-
-
-def test_a_chat_is_a_prompt_of_the_tokenizers_template() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": parts}]
-    body = {"messages": messages, "max_tokens": 3, "temperature": 0, "model": "m", "n": 2}
-    (request,) = Service().parsed(body)
-    assert request.input_text == "system:be|user:a\nb"
-    assert request.content_type == "application/json"
-    assert request.request_input.parameters["output_formatter"] == "json_chat"
-    expected = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "temperature": 0, "top_p": 1.0}
-    assert request.parameters == expected | {"max_new_tokens": 3, "do_sample": False}
-    assert Service().parsed(body | {"stream": True})[0].content_type == "application/jsonlines"
-
-
-@pytest.mark.parametrize(
-    "content", [None, {}, [{"type": "image_url", "image_url": {"url": "http://x"}}], [{"type": "text"}], ["a"]]
-)
-def test_a_chat_that_is_no_text_is_refused(content: Any) -> None:
-    service, messages = Service(), [{"role": "user", "content": content}]
-    parsed = parse_input_with_formatter(create_concurrent_batch_request([{"messages": messages}]), **service.arguments)
-    assert parsed.errors[0].startswith("Input Parsing failed. ")
-    assert parsed.requests == []
 
 
 def test_bedrocks_requests_have_their_own_schema() -> None:
@@ -273,26 +241,6 @@ def test_parameters_that_a_backend_lacks_may_be_removed(caplog: pytest.LogCaptur
     assert filter_unused_generation_params({"a": 1, "b": 2}, {"a"}, "mine") == {"a": 1, "b": 2}
     assert "mine with rolling batch does not support the parameters b" in caplog.text
     assert filter_unused_generation_params({"a": 1, "b": 2}, {"a"}, "mine", remove_unused_params=True) == {"a": 1}
-
-
-def test_objects_are_profiled_where_the_environment_asks_for_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def step(self: object, value: int) -> int:
-        return value + 1
-
-    assert profile_objects(step)(None, 1) == 2
-    asked: list[int] = []
-    growth = ModuleType("objgraph")
-    growth.growth = lambda limit: asked.append(limit) or [("Request", 7, 2)]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "objgraph", growth)
-    monkeypatch.setenv("DJL_PYTHON_PROFILING", "TRUE")
-    monkeypatch.setenv("DJL_PYTHON_PROFILING_TOP_OBJ", "9")
-    with caplog.at_level("INFO"):
-        assert profile_objects(step)(None, 1) == 2
-    assert asked == [9]
-    assert "Function: step in" in caplog.text
-    assert "Request 7 +2" in caplog.text
 
 
 def test_a_stop_word_is_looked_for_at_the_end_of_the_sequence() -> None:

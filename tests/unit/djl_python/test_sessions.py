@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import boto3
 import numpy as np
 import pytest
 
 from djl_python import Session, SessionManager
-from djl_python.session_manager import SessionBackup, SessionSaver
+from djl_python.session_manager import SessionBackup
 from tests.s3 import BUCKET, CREDENTIALS, gate_to, moto, put, slow
 from tests.waiting import wait_until
 
@@ -184,17 +184,17 @@ def with_sessions_in_s3(s3: Bucket, path: Path, code: str) -> str:
 
 
 @contextmanager
-def saving(s3: Bucket, path: Path) -> Iterator[SessionSaver]:
-    """A saver that looks often."""
-    saver = SessionSaver(SessionBackup(s3.url), str(path), interval_s=0.05)
-    yield saver
-    saver.close()
+def saving(s3: Bucket, path: Path) -> Iterator[SessionBackup]:
+    """A backup that looks often."""
+    backup = SessionBackup(s3.url, str(path), interval_s=0.02)
+    yield backup
+    backup.close()
 
 
 def test_what_changes_is_saved_while_the_process_goes_on(tmp_path: Path, s3: Bucket) -> None:
     session = manager(tmp_path / "sessions").create_session()
-    with saving(s3, tmp_path / "sessions") as saver:
-        saver.watch(session.session_id)
+    with saving(s3, tmp_path / "sessions") as backup:
+        backup.watch(session.session_id)
         session.put("k", 1)
         wait_until(lambda: s3.value(session.session_id, "k") == 1)
         session.put("k", 2)
@@ -206,17 +206,18 @@ def test_what_changes_is_saved_while_the_process_goes_on(tmp_path: Path, s3: Buc
         wait_until(lambda: s3.read(session.session_id, "a.array") == array.tobytes())
 
 
-def test_only_files_that_have_changed_are_saved(tmp_path: Path) -> None:
+def test_only_files_that_have_changed_are_saved(tmp_path: Path, s3: Bucket) -> None:
     session = manager(tmp_path / "sessions").create_session()
-    backup = Mock(SessionBackup)
-    saver = SessionSaver(backup, str(tmp_path / "sessions"), interval_s=0.01)
-    saver.watch(session.session_id)
-    session.put("k", 1)
-    wait_until(lambda: backup.save.call_count >= 2)
-    session.put("k", "longer")
-    wait_until(lambda: backup.save.call_count >= 3)
-    saver.close()
-    saved = [Path(call.args[1]).name for call in backup.save.call_args_list]
+    with (
+        patch.object(SessionBackup, "save", autospec=True) as save,
+        saving(s3, tmp_path / "sessions") as backup,
+    ):
+        backup.watch(session.session_id)
+        session.put("k", 1)
+        wait_until(lambda: save.call_count >= 2)
+        session.put("k", "longer")
+        wait_until(lambda: save.call_count >= 3)
+    saved = [Path(call.args[1]).name for call in save.call_args_list]
     assert saved.count(".expiration_ts.value") == 1
     assert saved[-1] == "k.value"
 
@@ -225,9 +226,9 @@ def test_a_session_that_is_removed_is_no_longer_saved(tmp_path: Path, s3: Bucket
     sessions = manager(tmp_path / "sessions")
     gone, other = sessions.create_session(), sessions.create_session()
     gone.remove()
-    with saving(s3, tmp_path / "sessions") as saver:
-        saver.watch(gone.session_id)
-        saver.watch(other.session_id)
+    with saving(s3, tmp_path / "sessions") as backup:
+        backup.watch(gone.session_id)
+        backup.watch(other.session_id)
     assert s3.sessions() == {other.session_id}
 
 
@@ -317,17 +318,19 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
         manager(tmp_path / "theirs")
 
 
-def test_a_failure_to_copy_is_logged_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_to_copy_is_logged_and_tried_again(
+    tmp_path: Path, s3: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
     session = manager(tmp_path / "sessions").create_session()
-    backup = Mock(SessionBackup)
-    backup.save.side_effect = OSError("no network")
-    saver = SessionSaver(backup, str(tmp_path / "sessions"), interval_s=0.01)
-    saver.watch(session.session_id)
-    wait_until(lambda: f"Session {session.session_id} cannot be saved to S3: no network" in caplog.text)
-    backup.save.side_effect = None
-    tries = backup.save.call_count
-    wait_until(lambda: backup.save.call_count > tries)
-    saver.close()
+    with (
+        patch.object(SessionBackup, "save", autospec=True, side_effect=OSError("no network")) as save,
+        saving(s3, tmp_path / "sessions") as backup,
+    ):
+        backup.watch(session.session_id)
+        wait_until(lambda: f"Session {session.session_id} cannot be saved to S3: no network" in caplog.text)
+        save.side_effect = None
+        tries = save.call_count
+        wait_until(lambda: save.call_count > tries)
 
 
 def test_a_session_that_cannot_be_read_from_s3_is_not_there(

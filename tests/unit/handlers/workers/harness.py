@@ -104,7 +104,7 @@ class Client:
 
     @property
     def pids(self) -> list[int]:
-        return [worker.pid for worker in self.handler.status().workers if worker.pid is not None]
+        return [worker.pid for worker in self.handler.pool.workers if worker.pid is not None]
 
 
 def settings_for(model: str | Path, **more: Any) -> ModelSettings:
@@ -123,7 +123,7 @@ def settings_for(model: str | Path, **more: Any) -> ModelSettings:
 
 @contextlib.asynccontextmanager
 async def serving(
-    model: str | Path, *, queue_size: int = 100, grace: float = 2.0, client_patience: float = 120.0, **more: Any
+    model: str | Path, *, queue_size: int = 100, grace: float = 2.0, **more: Any
 ) -> AsyncIterator[Client]:
     """A started handler; afterwards none of its processes may be left."""
     handler = CustomHandler(
@@ -131,7 +131,6 @@ async def serving(
         queue_size=queue_size,
         overload_status=529,
         grace=grace,
-        client_patience=client_patience,
     )
     await handler.start()
     client = Client(handler)

@@ -110,7 +110,7 @@ async def test_a_call_is_cancelled_when_its_client_goes_away() -> None:
         for writer, running in writers:
             await writer.progress.wait()
             running.cancel()
-        await until(lambda: client.handler.status().busy == 0)
+        await until(lambda: client.handler.pool.busy == 0)
         state = (await ask(client, do="state")).body.decode()
     assert state.startswith("0 ")
     assert state.count("c") == 100
@@ -125,7 +125,7 @@ async def test_a_call_that_takes_too_long_fails_alone() -> None:
         assert late.status == 503
         assert b"predict_timeout" in late.body
         assert (await ask(client, do="echo", text="x")).body == b"x"
-        assert (client.pids, client.handler.status().failures) == (pids, 0)
+        assert (client.pids, client.handler.pool.failures) == (pids, 0)
 
 
 async def test_a_crash_fails_all_calls_that_the_worker_had() -> None:
@@ -162,16 +162,16 @@ async def test_stopping_lets_running_calls_finish() -> None:
 async def test_calls_cancelled_before_they_begin_leave_nothing_behind() -> None:
     async with serving("async_echo", async_mode=True, predict_timeout=1.5) as client:
         blocking = asyncio.ensure_future(ask(client, do="block", seconds=0.5))
-        await until(lambda: client.handler.status().busy)
+        await until(lambda: client.handler.pool.busy)
         for _ in range(20):
             _, running = await client.send(json.dumps({"do": "echo", "text": "x"}))
             running.cancel()
         assert (await blocking).body == b"blocked"
         await asyncio.sleep(2)  # beyond predict_timeout
         assert (await ask(client, do="echo", text="on")).body == b"on"
-        assert client.handler.status().failures == 0
+        assert client.handler.pool.failures == 0
         # The word that a call has ended comes after its last bytes.
-        await until(lambda: not client.handler.status().busy)
+        await until(lambda: not client.handler.pool.busy)
 
 
 @pytest.mark.parametrize("do", ["exit", "exit_later", "background_exit"])

@@ -150,7 +150,7 @@ async def test_a_rolling_batch_that_nobody_waits_for_is_dropped() -> None:
         writer, running = await client.send(json.dumps({"text": "x", "tokens": 1_000_000}))
         await writer.progress.wait()
         running.cancel()
-        await until(lambda: client.handler.status().busy == 0)
+        await until(lambda: client.handler.pool.busy == 0)
         assert (await roll(client, text="y", tokens=1)).body == b"y1s/1 "
 
 
@@ -175,7 +175,7 @@ async def test_a_surplus_worker_of_a_rolling_batch_ends_when_it_is_idle() -> Non
         "rolling", rolling_batch=True, min_workers=1, max_workers=2, max_idle_time=0.3, max_rolling_batch_size=1
     ) as client:
         calls = [await client.send(json.dumps({"text": "a", "tokens": 20})) for _ in range(6)]
-        await until(lambda: client.handler.status().ready == 2)
+        await until(lambda: client.handler.pool.ready == 2)
         for writer, _ in calls:
             assert (await writer.done()).status == 200
-        await until(lambda: client.handler.status().ready == 1)
+        await until(lambda: client.handler.pool.ready == 1)

@@ -10,66 +10,43 @@ from hypothesis import strategies as st
 
 from djl_python.outputs import Output
 from handlers.workers.reply import decode_part
-from handlers.workers.runtime.channel import (
-    Channel,
-    Frame,
-    InputMessage,
-    Kind,
-    OutputMessage,
-    decode_header,
-    decode_message,
-    encode_message,
-)
+from handlers.workers.runtime.channel import Channel, Kind, Message
 
 pairs = st.lists(st.tuples(st.text(), st.text()), max_size=5).map(tuple)
 contents = st.lists(st.tuples(st.none() | st.text(), st.binary(max_size=100)), max_size=5).map(tuple)
-frames = st.builds(Frame, st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(max_size=200))
+messages = st.builds(
+    Message,
+    kind=st.sampled_from(Kind),
+    call=st.integers(0, 2**32 - 1),
+    code=st.integers(200, 599),
+    message=st.text(),
+    properties=pairs,
+    contents=contents,
+    streams=st.booleans(),
+    error=st.none() | st.text(),
+)
 
 
-@given(st.lists(frames, max_size=10))
-def test_a_worker_reads_the_frames_that_it_was_sent(sent: list[Frame]) -> None:
+@given(st.lists(messages, max_size=10))
+def test_a_worker_reads_the_messages_that_it_was_sent(sent: list[Message]) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(b"".join(frame.encode() for frame in sent))
+        ours.sendall(b"".join(message.encode() for message in sent))
         ours.close()
-        assert list(Channel(theirs).read()) == sent
+        channel = Channel(theirs)
+        assert [channel.receive() for _ in sent] == sent
+        assert channel.receive() is None
 
 
-def test_a_frame_that_is_cut_short_by_the_servers_end_is_none() -> None:
+def test_a_message_that_is_cut_short_by_the_servers_end_is_none() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(Frame(Kind.STOP).encode() + Frame(Kind.CALL, 1, b"whole").encode()[:-1])
+        call = Message(kind=Kind.CALL, call=1, contents=(("data", b"whole"),))
+        ours.sendall(Message(kind=Kind.STOP).encode() + call.encode()[:-1])
         ours.close()
-        assert list(Channel(theirs).read()) == [Frame(Kind.STOP)]
-
-
-@pytest.mark.parametrize("header", [b"\x00" * 13, b"\xff" * 13, b"\x00" * 7 + b"\x05\xc8\x00\x00\x00\x00"])
-def test_what_is_no_frame_is_recognized(header: bytes) -> None:
-    with pytest.raises(ValueError, match=r"frame|Kind"):
-        decode_header(header)
-
-
-@given(pairs, contents)
-def test_inputs_come_back_as_they_were(
-    properties: tuple[tuple[str, str], ...], entries: tuple[tuple[str | None, bytes], ...]
-) -> None:
-    message = InputMessage(properties, entries)
-    assert decode_message(InputMessage, encode_message(message)) == message
-
-
-@given(st.integers(200, 599), st.text(), pairs, contents, st.booleans(), st.none() | st.text())
-def test_outputs_come_back_as_they_were(
-    code: int,
-    text: str,
-    properties: tuple[tuple[str, str], ...],
-    entries: tuple[tuple[str | None, bytes], ...],
-    streams: bool,
-    error: str | None,
-) -> None:
-    message = OutputMessage(
-        code=code, message=text, properties=properties, contents=entries, streams=streams, error=error
-    )
-    assert decode_message(OutputMessage, encode_message(message)) == message
+        channel = Channel(theirs)
+        assert channel.receive() == Message(kind=Kind.STOP)
+        assert channel.receive() is None
 
 
 @given(st.text(), st.booleans(), st.none() | st.integers(100, 599))

@@ -145,7 +145,7 @@ async def test_requests_of_a_batch_are_answered_one_by_one() -> None:
             "def model_fn(model_dir): ...\ndef transform_fn(m, b, c, a): ...\ndef input_fn(b, c): ...",
             "transform_fn cannot be used together with input_fn",
         ),
-        ("def predict_fn(data, model): ...", "does not define the handler function `handle`; it defines `predict_fn`"),
+        ("def predict_fn(data, model): ...", "does not define the handler function `handle`"),
     ],
 )
 async def test_a_script_that_cannot_be_used_fails_the_load(tmp_path: Path, code: str, why: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from handlers.contracts.protocol import ContractError
+from handlers.workers import batching
 from tests.unit.handlers.workers.harness import MODELS, Recorder, serving
 from tests.waiting import until
 
@@ -61,7 +62,7 @@ async def test_what_the_handler_does_decides_status_and_body(
         answer = await client.ask(query=switch)
         assert (answer.status, answer.content_type, answer.body.decode()) == (status, content_type, body)
         assert (await client.ask(b"next")).body == b"next"
-        assert client.handler.status().failures == 0
+        assert client.handler.pool.failures == 0
 
 
 async def test_streams_come_in_order_with_the_outputs_headers() -> None:
@@ -197,9 +198,9 @@ async def test_a_client_that_goes_away_while_it_waits_costs_nothing() -> None:
     async with serving("echo") as client:
         first, _ = await client.send(query={"sleep": "0.5"})
         waiting, running = await client.send(b"never read")
-        assert client.handler.status().queue_length == 1
+        assert client.handler.pool.queue_length == 1
         running.cancel()
-        assert client.handler.status().queue_length == 0
+        assert client.handler.pool.queue_length == 0
         await first.done()
         assert (await client.ask(b"next")).body == b"next"
     assert waiting.status == 0
@@ -214,13 +215,16 @@ async def test_a_hundred_clients_that_leave_mid_stream_leave_nothing_running(tmp
             await writer.progress.wait()
             running.cancel()
         assert (await client.ask(b"next")).body == b"next"
-        await until(lambda: client.handler.status().busy == 0)
+        await until(lambda: client.handler.pool.busy == 0)
         assert sum((tmp_path / f"{index}.closed").exists() for index in range(100)) == 100
-        assert (client.pids, client.handler.status().failures) == (pids, 0)
+        assert (client.pids, client.handler.pool.failures) == (pids, 0)
 
 
-async def test_a_client_that_takes_nothing_for_too_long_frees_its_worker(tmp_path: Path) -> None:
-    async with serving("echo", client_patience=0.5) as client:
+async def test_a_client_that_takes_nothing_for_too_long_frees_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batching, "CLIENT_PATIENCE", 0.5)
+    async with serving("echo") as client:
         stalled = Recorder()
         stalled.taking.clear()
         query = {"endless": "100000", "journal": str(tmp_path / "journal")}
@@ -229,7 +233,7 @@ async def test_a_client_that_takes_nothing_for_too_long_frees_its_worker(tmp_pat
         assert b"the client took nothing for 0.5 seconds" in stalled.body
         assert (await client.ask(b"next")).body == b"next"
         assert (tmp_path / "journal.closed").exists()
-        assert client.handler.status().failures == 0
+        assert client.handler.pool.failures == 0
 
 
 @pytest.mark.parametrize(
@@ -244,14 +248,14 @@ async def test_an_exception_whose_text_cannot_be_sent_is_an_answer_like_any_othe
         assert answer.status == 424
         assert error in answer.body
         assert (await client.ask(b"next", query={"fine": "1"})).status == 200
-        assert client.handler.status().failures == 0
+        assert client.handler.pool.failures == 0
 
 
 async def test_a_stream_that_is_cancelled_from_within_ends_its_call_alone() -> None:
     async with serving("echo") as client:
         assert (await client.ask(query={"cancelled_stream": "1"})).body.startswith(b"t-0\n")
         assert (await client.ask(b"next")).body == b"next"
-        assert client.handler.status().failures == 0
+        assert client.handler.pool.failures == 0
 
 
 async def test_a_status_without_body_has_none_even_if_the_handler_streams() -> None:
@@ -280,12 +284,13 @@ async def test_a_client_cannot_make_its_request_look_like_a_batch_or_the_initial
         assert json.loads(answer.body)["told"] == ["", ""]
 
 
-async def test_a_stalled_client_does_not_hide_a_handler_that_hangs() -> None:
-    async with serving("stalling", client_patience=0.3, predict_timeout=1) as client:
+async def test_a_stalled_client_does_not_hide_a_handler_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "CLIENT_PATIENCE", 0.3)
+    async with serving("stalling", predict_timeout=1) as client:
         stalled = Recorder()
         stalled.taking.clear()
         _, running = await client.send(query={"stall": "1"}, writer=stalled)
         await stalled.done()
         running.cancel()
         assert (await client.ask(b"next")).body == b"next"
-        assert client.handler.status().failures == 1
+        assert client.handler.pool.failures == 1

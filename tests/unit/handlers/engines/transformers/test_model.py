@@ -12,10 +12,10 @@ from transformers import BartConfig, BertConfig, LlamaConfig
 
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.transformers.model import (
-    boolean_argument,
     check_kind,
     check_quantization,
     check_weights,
+    loading_arguments,
     longest_context,
     max_model_len,
     model_arguments,
@@ -35,17 +35,17 @@ def test_an_integer_is_read_with_blanks_around_it(text: str, value: int) -> None
     assert max_model_len(settings({"max_model_len": text}), SimpleNamespace(n_positions=64)) == value
 
 
-@pytest.mark.parametrize("text", ["0", "x", "", "4.0"])
+@pytest.mark.parametrize("text", ["0", "x", "4.5"])
 def test_what_is_no_integer_of_that_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(EngineStartError, match=r"option\.max_model_len"):
         max_model_len(settings({"max_model_len": text}), SimpleNamespace(n_positions=64))
 
 
 def test_a_switch_is_true_or_false_or_refused() -> None:
-    read = [boolean_argument(settings({"load_in_8bit": text}), "load_in_8bit") for text in ("True", "0")]
-    assert read == [True, False]
+    read = [loading_arguments(settings({"load_in_8bit": text})).load_in_8bit for text in ("True", "0", "")]
+    assert read == [True, False, False]
     with pytest.raises(EngineStartError, match=r"option\.load_in_8bit"):
-        boolean_argument(settings({"load_in_8bit": "maybe"}), "load_in_8bit")
+        loading_arguments(settings({"load_in_8bit": "maybe"}))
 
 
 def test_loading_arguments_become_those_of_from_pretrained() -> None:

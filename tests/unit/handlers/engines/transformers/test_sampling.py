@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
-from handlers.engines.transformers import sampling
 from handlers.engines.transformers.sampling import Choice, Sampler, check_request, random_numbers
 from handlers.errors import GenerationFailed, InvalidParameter
 from handlers.request import Constraint, GenerationRequest, SamplingParameters
@@ -78,20 +77,6 @@ def test_the_cuts_are_those_of_transformers_one_after_the_other() -> None:
     assert 2 <= len(found) < 12
     assert found.keys() <= set(expected.nonzero().flatten().tolist())
     assert all(count / 2000 == pytest.approx(expected[i].item(), abs=0.05) for i, count in found.items())
-
-
-def test_top_p_is_that_of_transformers_whether_few_tokens_have_its_mass_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_FEW", 8)
-    peaked, flat = logits(4), logits(3) / 8
-    batch = Sequences((1,), (2,), seeds=(5, 6), temperature=1.0, top_p=0.7)
-    drawn_ids: tuple[set[int], set[int]] = (set(), set())
-    for _ in range(1500):
-        for seen, choice in zip(drawn_ids, batch.choose(peaked, flat), strict=True):
-            seen.add(choice.token_id)
-    for seen, row, fewest in zip(drawn_ids, (peaked, flat), (2, 9), strict=True):
-        allowed = TopPLogitsWarper(0.7)(None, row[None])[0].isfinite().nonzero().flatten().tolist()
-        assert fewest <= len(seen)
-        assert seen <= set(allowed)
 
 
 def test_penalties_are_vllms() -> None:

@@ -1,0 +1,65 @@
+"""The settings of the Hugging Face handler as a pydantic model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from djl_python.lazy_import import require
+from djl_python.properties_manager.properties import Properties
+
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+class HuggingFaceProperties(Properties):
+    """What `HuggingFaceService` reads."""
+
+    rolling_batch: Any = "disable"
+    """The name of a rolling batch of the handler's own."""
+    device_id: int = -1
+    task: str | None = None
+    dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
+    device_map: Any = None
+    quantize: Literal["bitsandbytes8", "bitsandbytes4"] | None = None
+    load_in_8bit: bool = False
+    load_in_4bit: bool = False
+    stop_sequence: tuple[str, ...] = ()
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def validate_dtype(cls, dtype: Any) -> Any:
+        return _DTYPES.get(dtype, dtype)
+
+    @field_validator("stop_sequence", mode="before")
+    @classmethod
+    def validate_stop_sequence(cls, text: Any) -> Any:
+        """Takes JSON, or as LMI a list without quotation marks or with single ones."""
+        try:
+            strings = json.loads(text)
+        except ValueError:
+            strings = [part.strip().strip("'\"") for part in text.strip("[] ").split(",")]
+        return [each for each in strings if each] if isinstance(strings, list) else strings
+
+    @property
+    def device(self) -> str:
+        has_gpu = self.device_id >= 0 and require("torch", "HuggingFaceService").cuda.is_available()
+        return f"cuda:{self.device_id}" if has_gpu else "cpu"
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """Arguments of every `from_pretrained`."""
+        return {"trust_remote_code": self.trust_remote_code, "revision": self.revision}
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Further arguments of `from_pretrained` for the model. Raises ValueError for a quantization without a map."""
+        loading = {"device_map": self.device_map, "dtype": self.dtype}
+        eight, four = (getattr(self, f"load_in_{bits}bit") or self.quantize == f"bitsandbytes{bits}" for bits in (8, 4))
+        if eight or four:
+            if not self.device_map:
+                raise ValueError("quantize needs device_map")
+            configuration = require("transformers", "HuggingFaceService").BitsAndBytesConfig
+            loading["quantization_config"] = configuration(load_in_8bit=eight, load_in_4bit=four and not eight)
+        return {name: value for name, value in loading.items() if value}
