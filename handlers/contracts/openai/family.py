@@ -242,7 +242,7 @@ def refuse_adapter(error: RequestError) -> Reply:
         case NoRoomForAdapter():
             return error_reply(error.message, "ServiceUnavailableError", 503)
         case AdapterError():
-            return error_reply(error.message, "BadRequestError", 400)
+            return error_reply(error.message, "InternalServerError", 500)
         case _:
             return refuse(error)
 
