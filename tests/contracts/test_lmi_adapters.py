@@ -255,7 +255,9 @@ def test_vllms_routes_answer_as_vllm_does() -> None:
         b'{"error":{"message":"The lora adapter \'a\' cannot be found.","type":"NotFoundError","param":null,'
         b'"code":404}}'
     )
-    assert vllm.refuse_adapter(AdapterFailed("m")).status == 400
+    assert vllm.refuse_adapter(AdapterFailed("m")).body == (
+        b'{"error":{"message":"m","type":"InternalServerError","param":null,"code":500}}'
+    )
     assert vllm.refuse_adapter(AdapterMissing("m")).status == 404
     assert vllm.refuse_adapter(AdapterConflict("m")).status == 400
     assert vllm.refuse_adapter(InvalidParameter("src", "cannot be fetched: m")).body == (

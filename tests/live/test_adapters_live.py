@@ -377,7 +377,7 @@ def test_what_cannot_be_loaded_is_refused_by_name_and_leaves_nothing_behind(
         tmp_path / "cut": "file not fully covered",
         tmp_path / "dora": "DoRA",
         tmp_path / "bad_model": "nonsense_that_is_not_there",
-        made / "wide": "r is 16; option.max_lora_rank is 8",
+        made / "wide": "r 16 is greater than max_lora_rank 8",
     }
     for src, why in cases.items():
         response = register(lora, "guest", src)
@@ -399,6 +399,9 @@ def test_vllms_own_routes_load_replace_and_unload(lora: Server, made: Path, alon
     assert (again.status_code, again.json()["error"]["type"]) == (400, "InvalidUserInput")
     assert "has already been loaded" in again.json()["error"]["message"]
     assert order("load", lora_name="none", lora_path=str(made / "none")).json()["error"]["type"] == "NotFoundError"
+    wide = order("load", lora_name="wide", lora_path=str(made / "wide"))
+    message = "adapter_config.json: r 16 is greater than max_lora_rank 8"
+    assert wide.json() == {"error": {"message": message, "type": "InternalServerError", "param": None, "code": 500}}
     assert order("load", lora_name="guest", lora_path=str(made / "blue"), load_inplace=True).status_code == 200
     assert text(lora, PROMPTS[0], "guest") == alone["blue"][0]
     unloaded = order("unload", lora_name="guest")

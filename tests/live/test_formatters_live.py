@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.live.lora import make_adapter
 from tests.live.server import Server, copy_model, hosted, records, start_copy
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -273,6 +274,41 @@ def test_a_handle_with_a_model_of_its_own_loads_the_engine_when_it_first_calls_i
         called = server.client.post("/invocations", json={"do": "call", **GREEDY})
         assert "generated_text" in called.json()
         assert server.ping() == 200
+
+
+def test_each_adapter_brings_its_own_formatters_in_the_asynchronous_mode(
+    host: Server, tmp_path: Path, small_options: dict[str, object]
+) -> None:
+    lora = {"enable_lora": "true", "max_loras": 2, "max_lora_rank": 8, "async_mode": "true"}
+    model = copy_model(FORMATTERS / "payload", tmp_path / "model", **lora, **small_options)
+    code = (model / "model.py").read_text()
+    for seed, name in enumerate(("red", "blue"), start=1):
+        adapter = make_adapter(model / "adapters" / name, Path(str(small_options["model_id"])), seed, scale=0.9)
+        (adapter / "model.py").write_text(code.replace("'payload'", f"'{name}'").replace('"payload"', f'"{name}"'))
+    with hosted(host, model) as server:
+
+        def ask(adapter: str, stream: bool) -> tuple[str, set[str]]:
+            """The text, and the marks of the formatters that have seen it."""
+            body = {"ask": "Say yes", "max_tokens": 12, "temperature": 0, "adapters": adapter, "stream": stream}
+            response = server.client.post("/invocations", json=body)
+            assert response.status_code == 200, response.text
+            answers = records(response.text.replace("data: [DONE]", ""))
+            choices = [choice for answer in answers for choice in answer["choices"]]
+            texts = [choice["delta" if stream else "message"].get("content") or "" for choice in choices]
+            return "".join(texts), {answer["processed_by"] for answer in answers}
+
+        whole = {name: ask(name, stream=False) for name in ("", "red", "blue")}
+        assert {name: marks for name, (_, marks) in whole.items()} == {
+            "": {"payload"},
+            "red": {"red"},
+            "blue": {"blue"},
+        }
+        assert len({text for text, _ in whole.values()}) == 3, "an adapter says what the model says"
+        assert {name: ask(name, stream=True) for name in whole} == whole
+        assert server.client.delete(f"/models/{server.name}/adapters/red").status_code == 200
+        body = {"ask": "Say yes", "max_tokens": 4, "adapters": "red"}
+        assert server.client.post("/invocations", json=body).status_code == 424
+        assert ask("blue", stream=False) == whole["blue"]
 
 
 def test_formatters_that_cannot_be_imported_fail_the_load(tmp_path: Path, engine_options: dict[str, object]) -> None:

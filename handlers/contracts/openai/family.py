@@ -224,7 +224,7 @@ def refuse_adapter(error: errors.RequestError) -> Reply:
         case errors.NoRoomForAdapter():
             return error_reply(error.message, "ServiceUnavailableError", 503)
         case errors.AdapterError():
-            return error_reply(error.message, "BadRequestError", 400)
+            return error_reply(error.message, "InternalServerError", 500)
         case _:
             return refuse(error)
 

@@ -53,7 +53,7 @@ def check_adapter(directory: Path, max_rank: int) -> None:
     patterns = {f"rank_pattern.{layer}": rank for layer, rank in (config.rank_pattern or {}).items()}
     for name, rank in {"r": config.r, **patterns}.items():
         if rank > max_rank:
-            raise AdapterFailed(f"{CONFIG}: {name} is {rank}; option.max_lora_rank is {max_rank}")
+            raise AdapterFailed(f"{CONFIG}: {name} {rank} is greater than max_lora_rank {max_rank}")
     _weights(directory)
 
 
@@ -104,7 +104,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], max_rank: int, base: Shapes) ->
             continue
         rank, size = tensor.shape if half == _HALVES[0] else tensor.shape[::-1]
         if rank > max_rank:
-            raise AdapterFailed(f"{name} has rank {rank}; option.max_lora_rank is {max_rank}")
+            raise AdapterFailed(f"{name}: rank {rank} is greater than max_lora_rank {max_rank}")
         weight = base.get(name.removeprefix(_PREFIX).removesuffix(half) + ".weight")
         if weight is None or len(weight) != 2:
             continue

@@ -48,7 +48,7 @@ def test_an_adapter_that_fits_passes(tmp_path: Path) -> None:
         ({"inner": 3}, r"lora_A.weight has shape \[2, 3\]; the base model's weight asks for \[2, 4\]"),
         ({"inner": 5}, r"lora_A.weight has shape \[2, 5\]"),
         ({"outer": 5}, r"lora_B.weight has shape \[5, 2\]; the base model's weight asks for \[6, 2\]"),
-        ({"rank": 16}, "has rank 16; option.max_lora_rank is 8"),
+        ({"rank": 16}, "rank 16 is greater than max_lora_rank 8"),
     ],
 )
 def test_weights_for_another_model_are_refused_though_vllm_would_take_them(
@@ -66,8 +66,8 @@ def test_weights_for_another_model_are_refused_though_vllm_would_take_them(
         ({"r": True}, "got `bool`"),
         ({"r": "8"}, "got `str`"),
         ({"r": 2, "rank_pattern": {"q_proj": 0}}, "rank_pattern"),
-        ({"r": 9}, "r is 9; option.max_lora_rank is 8"),
-        ({"r": 2, "rank_pattern": {"q_proj": 32}}, "rank_pattern.q_proj is 32"),
+        ({"r": 9}, "r 9 is greater than max_lora_rank 8"),
+        ({"r": 2, "rank_pattern": {"q_proj": 32}}, "rank_pattern.q_proj 32 is greater"),
         ([], "Expected `object`, got `array`"),
     ],
 )
@@ -150,7 +150,7 @@ def test_tensors_that_are_no_halves_of_a_pair_are_left_to_the_engine(tmp_path: P
 
 def test_an_adapter_that_is_loaded_later_is_checked_without_its_weights(tmp_path: Path) -> None:
     check_adapter(write(tmp_path / "a", inner=3), 8)
-    with pytest.raises(AdapterFailed, match=r"r is 2; option\.max_lora_rank is 1"):
+    with pytest.raises(AdapterFailed, match="r 2 is greater than max_lora_rank 1"):
         check_adapter(tmp_path / "a", 1)
     (tmp_path / "a" / FILES[0]).unlink()
     with pytest.raises(AdapterFailed, match="has no weights"):
@@ -232,7 +232,7 @@ def test_weights_that_torch_has_saved_in_its_old_format_are_checked_as_well(tmp_
     [
         ({"inner": 3}, r"lora_A.weight has shape \[2, 3\]; the base model's weight asks for \[2, 4\]"),
         ({"outer": 5}, r"lora_B.weight has shape \[5, 2\]; the base model's weight asks for \[6, 2\]"),
-        ({"rank": 16}, "has rank 16; option.max_lora_rank is 8"),
+        ({"rank": 16}, "rank 16 is greater than max_lora_rank 8"),
     ],
 )
 def test_pickled_weights_for_another_model_are_refused_though_vllm_would_take_them(
