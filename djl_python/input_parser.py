@@ -19,6 +19,20 @@ from djl_python.request_io import TextInput
 SAGEMAKER_ADAPTER_IDENTIFIER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 """The request header that names a LoRA adapter."""
 
+_CHAT_PARAMETERS: dict[str, Any] = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "stream": False,
+    "top_logprobs": None,
+    "max_tokens": None,
+    "seed": None,
+    "stop": None,
+}
+"""What a chat may have, with the defaults; anything else is left out."""
+_CHAT_NAMES = {"top_logprobs": "logprobs", "max_tokens": "max_new_tokens"}
+"""Names of a chat's parameters for the engine, where they are others."""
 _STREAMING_CALL = "InvokeEndpointWithResponseStream"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -86,14 +100,16 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
 
 
 def format_input(input_item: Input, **kwargs: Any) -> TextInput:
-    """A request in LMI's schema, or with `configs.bedrock_compat` Amazon Bedrock's.
+    """A request in LMI's schema, a chat, or with `configs.bedrock_compat` Amazon Bedrock's.
 
     Raises ValueError: the body is malformed, or names an adapter that is not registered.
     """
     document = decode(input_item, input_item.get_property("Content-Type"))
     configs = kwargs.get("configs")
     rolling = bool(kwargs.get("is_rolling_batch"))
-    if getattr(configs, "bedrock_compat", False):
+    if rolling and isinstance(document, dict) and "messages" in document:
+        request = _parse_chat(document, kwargs.get("tokenizer"))
+    elif getattr(configs, "bedrock_compat", False):
         request = _parse_bedrock(document, input_item)
     elif rolling:
         prompt, parameters = parse_lmi_default_request_rolling_batch(document)
@@ -146,6 +162,30 @@ def _parse_dynamic(document: Any) -> TextInput:
     parameters = _object(document.get("parameters") or {})
     rest = {name: value for name, value in document.items() if name != "parameters"}
     return TextInput(input_text=document.get("inputs", rest), parameters=parameters)
+
+
+def _parse_chat(document: Mapping[str, Any], tokenizer: Any) -> TextInput:
+    if not hasattr(tokenizer, "apply_chat_template"):
+        raise ValueError(f"chat completions need a tokenizer with a chat template, not {type(tokenizer).__name__}")
+    turns = [_turn(message) for message in document["messages"]]
+    prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    given = {name: document.get(name, default) for name, default in _CHAT_PARAMETERS.items()}
+    parameters = {_CHAT_NAMES.get(name, name): value for name, value in given.items() if value is not None}
+    parameters["do_sample"] = (given["temperature"] or 0.0) > 0.0
+    parameters |= {"details": True, "output_formatter": "jsonlines_chat" if given["stream"] else "json_chat"}
+    return TextInput(input_text=prompt, parameters=parameters)
+
+
+def _turn(message: Any) -> dict[str, str]:
+    """A chat's turn; its text may be in parts."""
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        raise ValueError("each of 'messages' must be an object with 'role' and 'content'")
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
+    if not texts or not all(isinstance(part.get("text"), str) for part in parts):
+        raise ValueError("the 'content' of a message must be text, or a list of texts; images are not read here")
+    return {"role": message["role"], "content": "\n".join(part["text"] for part in parts)}
 
 
 def _parse_bedrock(document: Any, item: Input) -> TextInput:
