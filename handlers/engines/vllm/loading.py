@@ -98,13 +98,6 @@ class VllmLoader:
         if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
             limits = memory_limits(config.parallel_config.local_world_size)
             config.cache_config.kv_cache_memory_bytes = kv_cache_size(cache_demand(config), limits)
-        llm = self._start(config)
-        if self._abandoned:
-            end_processes(llm, SHUTDOWN_SECONDS)
-            forget_tokenizers()
-        return LoadedModel(llm, frontend, refusal)
-
-    def _start(self, config: VllmConfig) -> AsyncLLM:
         with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:
             try:
                 llm: AsyncLLM = AsyncLLM.from_vllm_config(config)
@@ -112,7 +105,10 @@ class VllmLoader:
                 if (failure := first_failure(reports)) is None:
                     raise
                 raise failure.error(self._cannot) from error
-        return llm
+        if self._abandoned:
+            end_processes(llm, SHUTDOWN_SECONDS)
+            forget_tokenizers()
+        return LoadedModel(llm, frontend, refusal)
 
 
 async def shut_down(llm: AsyncLLM) -> None:
