@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ _VERSION_1, _VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("m
 """Files of a control group: its limit and its use."""
 _NODE_PARTS = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
 """What vLLM counts as available on a NUMA node (`utils/cpu_resource_utils.py`)."""
+_REFUSED = re.compile(r"Available memory on node \S+ \(([\d.]+)/[\d.]+ GiB\) on kv cache allocation is less than")
+"""The message of `CPUWorker.determine_available_memory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,14 @@ def kv_cache_size(demand: Demand, limits: Collection[Limit]) -> int:
     return size
 
 
+def smaller_size(demand: Demand, message: str) -> int | None:
+    """Choose a size below the figure that vLLM names where it refuses one; None where there is none."""
+    found = _REFUSED.search(message)
+    offered = int(float(found[1]) * _GIB) if found is not None else 0
+    size = max(int(offered * _SHARE), demand.sequence, _LEAST_BYTES)
+    return size if size < offered else None
+
+
 def _gib(size: float) -> str:
     return f"{size / _GIB:.2f} GiB"
 
@@ -99,7 +110,8 @@ def _gib(size: float) -> str:
 def memory_limits(workers: int, root: Path = _ROOT) -> list[Limit]:
     """Read the limits of `machine_limits`, and what NUMA nodes have for an engine with so many workers.
 
-    vLLM binds each worker to a node; these are taken for the roomiest ones.
+    vLLM binds each worker to a node. Here they get the roomiest ones; where it takes others, it refuses the size and
+    says what they have.
     """
     nodes = []
     for path in root.glob("sys/devices/system/node/node[0-9]*/meminfo"):

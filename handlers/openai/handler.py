@@ -187,11 +187,8 @@ class OpenAIHandler:
                 return running
             except RequestError:
                 pass  # vLLM's front end says why
-        if adapter is not None and call.body:
-            call = with_model(call, adapter or self._model)
-        held = OpenAICall(self._queue, any_model)
-        call = without_nulls(call, path)
-        return _RunningCall(self._vllm, held, call, writer, path)
+        model = (adapter or self._model) if adapter is not None and call.body else None
+        return _RunningCall(self._vllm, OpenAICall(self._queue, any_model), call, writer, path, model)
 
     async def _understood(self, call: Call, path: str, any_model: bool, adapter: str | None) -> Exchange | None:
         if self._contract is None:
@@ -232,8 +229,12 @@ class _RunningCall:
     Implements `Running`.
     """
 
-    def __init__(self, vllm: VllmApp, held: OpenAICall, call: Call, writer: ReplyWriter, path: str) -> None:
+    def __init__(
+        self, vllm: VllmApp, held: OpenAICall, call: Call, writer: ReplyWriter, path: str, model: str | None
+    ) -> None:
+        """`model`: takes the place of the body's."""
         self._vllm, self._held, self._call, self._writer, self._path = vllm, held, call, writer, path
+        self._model = model
         self._gone = asyncio.Event()
         self._body_read = False
         self._status, self._content_type = 0, ""
@@ -253,7 +254,8 @@ class _RunningCall:
             if (refusal := hopeless(call.body, path, self._held.engine.max_model_len)) is not None:
                 self._finish(refusal)
             else:
-                self._call = call = with_constraints(call, path, self._held, parses_tools=self._vllm.parses_tools)
+                tools = self._vllm.parses_tools
+                self._call = call = for_vllm(call, path, self._held, model=self._model, parses_tools=tools)
                 await self._vllm.app(scope(call, path), self._receive, self._send)
         except InvalidParameter as error:
             self._finish(refuse(error))
@@ -373,58 +375,41 @@ def hopeless(body: bytes, path: str, max_model_len: int) -> Reply | None:
     )
 
 
-def with_model(call: Call, name: str) -> Call:
-    """The call with another `model`; what is no JSON object is left to vLLM to refuse."""
-    try:
-        document = _decode(call.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return call
-    document["model"] = msgspec.Raw(msgspec.json.encode(name))
-    return replace(call, body=msgspec.json.encode(document))
+def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = None, parses_tools: bool = False) -> Call:
+    """The call as vLLM's serving classes are to read it; a body that cannot be read is left to them to refuse.
 
-
-def with_constraints(call: Call, path: str, held: OpenAICall, *, parses_tools: bool) -> Call:
-    """The call with its constraints as vLLM enforces them; what cannot be read is left to vLLM to refuse.
-
-    `held` gets the name of the form that the text is to have, for the engine's refusals.
+    `model` takes the place of the body's. Constraints get the form in which vLLM enforces them, and `held` the name of
+    the one that the text is to have, for the engine's refusals. Null fields of a chat's messages are absent: TGI's
+    Python client sends every field, and TGI takes null for absent, as our contracts do.
 
     Raises:
-        InvalidParameter: vLLM would not enforce one of them.
+        InvalidParameter: vLLM would not enforce one of the constraints.
     """
     try:
         document = _decode(call.body)
         given = {name: msgspec.json.decode(document[name]) for name in FIELDS.intersection(document)}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return call
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given:
-        return call
-    changes = enforceable(given, path, parses_tools=parses_tools)
-    held.form_name = form_name(given, path)
+    changes: dict[str, Any] = {} if model is None else {"model": model}
+    if given := {name: value for name, value in given.items() if value is not None}:
+        changes |= enforceable(given, path, parses_tools=parses_tools)
+        held.form_name = form_name(given, path)
+    if path == CHAT and b"null" in call.body:
+        changes |= _without_nulls(document)
     if not changes:
         return call
     fields = {name: value for name, value in (document | changes).items() if value is not None}
     return replace(call, body=msgspec.json.encode(fields))
 
 
-def without_nulls(call: Call, path: str) -> Call:
-    """The call without the null fields of its chat messages; what cannot be read is left to vLLM to refuse.
-
-    TGI's Python client sends every field of a message, and TGI takes null for absent, as our contracts do; vLLM does
-    not. A null `content` stays: a message with tool calls may have it.
-    """
-    if path != CHAT or b"null" not in call.body:
-        return call
+def _without_nulls(document: dict[str, msgspec.Raw]) -> dict[str, Any]:
+    """The field to replace; a null `content` stays, since a message with tool calls may have it."""
     try:
-        document = _decode(call.body)
         messages = _decode_messages(document["messages"])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
-        return call
+        return {}
     kept = [
         {name: value for name, value in message.items() if name == "content" or bytes(value) != b"null"}
         for message in messages
     ]
-    if kept == messages:
-        return call
-    document["messages"] = msgspec.Raw(msgspec.json.encode(kept))
-    return replace(call, body=msgspec.json.encode(document))
+    return {} if kept == messages else {"messages": kept}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from handlers.daemon_thread import LastingThread
-from handlers.engines.cpu_memory import Limit, memory_limits
+from handlers.engines.cpu_memory import Demand, Limit, memory_limits, smaller_size
 from handlers.engines.protocol import EngineOutOfMemory
 from handlers.model_settings import ModelSettings
 
@@ -32,6 +33,19 @@ def test_a_node_has_what_vllm_says_it_has(resources: Any, monkeypatch: pytest.Mo
     total = nodes[0].total
     assert abs(sum(node.total_memory for node in theirs) - total) <= total / 4
     assert abs(sum(node.available_memory for node in theirs) - nodes[0].available) <= total / 4
+
+
+def test_what_vllm_refuses_names_a_figure_that_a_second_try_is_below(resources: Any) -> None:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    worker: Any = SimpleNamespace(
+        _should_warm_up_model=lambda: False, cache_config=SimpleNamespace(kv_cache_memory_bytes=1 << 60)
+    )
+    with pytest.raises(ValueError) as refused:
+        CPUWorker.determine_available_memory(worker)
+    size = smaller_size(Demand("m", 0, 0), str(refused.value))
+    assert size is not None
+    assert 0 < size < resources.get_memory_node_info(0).total_memory
 
 
 def test_vllm_looks_for_the_function_that_a_worker_of_ours_replaces(

@@ -26,7 +26,7 @@ from handlers.contracts.protocol import Answer, Call, Exchange, Reply
 from handlers.contracts.vllm_parameters import VllmParameters, read_vllm_parameters
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
-from handlers.request import Constraint, FinishReason, Token, TokenDelta
+from handlers.request import Constraint, FinishReason, GeneratedSequence, Token, TokenDelta
 
 _FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
 RENAMED = {
@@ -213,7 +213,7 @@ class _Answer(Answer):
 
     def __init__(self, prompt: str, parameters: AsyncParameters, overload_status: int) -> None:
         self._parameters, self._overload_status = parameters, overload_status
-        self._text = [prompt] if parameters.full_text else []
+        self._sequence = GeneratedSequence(text=[prompt] if parameters.full_text else [])
         seed = parameters.vllm.request.sampling.seed
         self._seed = "null" if seed is None else str(seed)
 
@@ -233,23 +233,17 @@ class WholeAnswer(_Answer):
 
     content_type = JSON
 
-    def __init__(self, prompt: str, parameters: AsyncParameters, overload_status: int) -> None:
-        super().__init__(prompt, parameters, overload_status)
-        self._tokens: list[Token] = []
-        self._prompt_tokens: list[Token] = []
-
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        self._text.append(delta.text)
-        self._tokens += delta.tokens
-        self._prompt_tokens = delta.prompt_tokens or self._prompt_tokens
+        sequence = self._sequence
+        sequence.add(delta)
         if not delta.last:
             return b""
-        text = f'{{"generated_text": {quote("".join(self._text))}'
+        text = f'{{"generated_text": {quote("".join(sequence.text))}'
         if self._parameters.details:
             text += (
                 f', "details": {{"finish_reason": {_reason(delta.finish_reason)}, '
                 f'"generated_tokens": {delta.token_count}, "seed": {self._seed}, '
-                f'"prefill": {_tokens(self._prompt_tokens)}, "tokens": {_tokens(self._tokens)}}}'
+                f'"prefill": {_tokens(sequence.prompt_tokens)}, "tokens": {_tokens(sequence.tokens)}}}'
             )
         return (text + "}\n").encode()
 
@@ -261,7 +255,7 @@ class StreamAnswer(_Answer):
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """A line for each token. The hot path: called for each token of each stream."""
-        self._text.append(delta.text)
+        self._sequence.text.append(delta.text)
         if not delta.last:
             return "".join([_record(token) for token in delta.tokens]).encode()
         *earlier, final = delta.tokens or [_NO_TOKEN]
@@ -272,7 +266,7 @@ class StreamAnswer(_Answer):
                 f'"generated_tokens": {delta.token_count}, "input_length": {delta.prompt_token_count}}}'
             )
         records = [_record(token) for token in earlier]
-        records.append(_record(final, quote("".join(self._text)), details))
+        records.append(_record(final, quote("".join(self._sequence.text)), details))
         return "".join(records).encode() + _STREAM_END
 
 

@@ -39,7 +39,7 @@ class _ForkServer:
         """
         if self._wanted is None:
             # Looked at once: vLLM sets the variable itself when it is configured for a CPU.
-            self._wanted = not os.environ.get(_METHOD)
+            self._wanted = not os.environ.get(_METHOD) and not _needs_spawn()
         if not self._wanted:
             return
         multiprocessing.set_forkserver_preload([_PRELOAD])
@@ -133,3 +133,14 @@ def _environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _needs_spawn() -> bool:
+    """Tell whether something matters that a process reads only as it is executed, so that it cannot be forked.
+
+    On WSL the NVIDIA driver's library does not work after a fork; vLLM spawns there as well. CUDA's libraries for older
+    drivers are found through LD_LIBRARY_PATH, which vLLM sets. Intel's OpenMP binds its threads as it is loaded.
+    """
+    compatibility = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "0") not in ("", "0")
+    intel = any(name in os.environ.get("LD_PRELOAD", "") for name in ("libiomp", "libomp"))
+    return compatibility or intel or "microsoft" in " ".join(os.uname()).lower()

@@ -20,8 +20,8 @@ from vllm.utils import func_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from handlers.daemon_thread import LastingThread
-from handlers.engines.cpu_memory import Demand, kv_cache_size, memory_limits
-from handlers.engines.protocol import EngineStartError
+from handlers.engines.cpu_memory import Demand, kv_cache_size, memory_limits, smaller_size
+from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
 from handlers.engines.vllm.constraints import choose_backend
@@ -96,9 +96,9 @@ class VllmLoader:
         choose_backend(config)
         refusal = load_typical(config)
         if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
-            limits = memory_limits(config.parallel_config.local_world_size)
-            config.cache_config.kv_cache_memory_bytes = kv_cache_size(cache_demand(config), limits)
-        llm = self._start(config)
+            llm = self._start_on_cpu(config)
+        else:
+            llm = self._start(config)
         if self._abandoned:
             end_processes(llm, SHUTDOWN_SECONDS)
             forget_tokenizers()
@@ -113,6 +113,21 @@ class VllmLoader:
                     raise
                 raise failure.error(self._cannot) from error
         return llm
+
+    def _start_on_cpu(self, config: VllmConfig) -> AsyncLLM:
+        """Choose the size of the KV cache, and choose once more where vLLM refuses it and says what it has."""
+        demand = cache_demand(config)
+        limits = memory_limits(config.parallel_config.local_world_size)
+        config.cache_config.kv_cache_memory_bytes = kv_cache_size(demand, limits)
+        try:
+            return self._start(config)
+        except EngineOutOfMemory as error:
+            smaller = smaller_size(demand, str(error))
+            if smaller is None or self._abandoned:
+                raise
+            logger.warning("%s; trying once more with a KV cache of %.2f GiB", error, smaller / (1 << 30))
+        config.cache_config.kv_cache_memory_bytes = smaller
+        return self._start(config)
 
 
 async def shut_down(llm: AsyncLLM) -> None:

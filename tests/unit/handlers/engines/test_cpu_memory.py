@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.engines.cpu_memory import Demand, Limit, kv_cache_size, machine_limits, memory_limits
+from handlers.engines.cpu_memory import Demand, Limit, kv_cache_size, machine_limits, memory_limits, smaller_size
 from handlers.engines.protocol import EngineOutOfMemory
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -184,3 +184,23 @@ def test_whatever_the_figures_the_cache_fits_each_limit_and_is_of_use(
     assert not weights or chosen <= max(4 * weights, sequence)
     assert chosen >= min(sequence, 32 * MIB, 4 * weights or 32 * MIB)
     assert kv_cache_size(demand, limits(*(size + GIB for size in available))) >= chosen
+
+
+@given(st.floats(1.01, 4096).map(lambda size: round(size, 2)))
+def test_a_second_try_is_below_what_vllm_offers_and_enough_for_one_sequence(offered: float) -> None:
+    refusal = (
+        f"vLLM cannot load m: Available memory on node 0 ({offered}/7.21 GiB) on kv cache allocation is less than "
+        "requested memory for kv (6.63 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, or reduce CPU "
+        "memory used by other processes."
+    )
+    size = smaller_size(DEMAND, refusal)
+    assert size is not None
+    assert DEMAND.sequence <= size < offered * GIB
+
+
+def test_there_is_no_second_try_for_another_reason_or_with_next_to_nothing() -> None:
+    assert smaller_size(DEMAND, "vLLM cannot load m: No available memory for the cache blocks.") is None
+    assert (
+        smaller_size(DEMAND, "Available memory on node 0 (0.1/7 GiB) on kv cache allocation is less than requested")
+        is None
+    )

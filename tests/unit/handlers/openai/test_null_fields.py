@@ -7,10 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.openai.handler import without_nulls
+from handlers.contracts.protocol import Call
+from handlers.engine_handler import EngineQueue
+from handlers.openai.current_call import OpenAICall
+from handlers.openai.handler import for_vllm
 from tests.contracts.exchange import call
+from tests.unit.handlers.test_engine_handler import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
+
+
+def without_nulls(given: Call, path: str) -> Call:
+    return for_vllm(given, path, OpenAICall(EngineQueue(ScriptedEngine(), 1)))
 
 
 def test_null_fields_of_messages_are_absent_and_all_else_stays() -> None:

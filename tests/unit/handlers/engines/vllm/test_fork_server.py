@@ -92,8 +92,12 @@ def test_where_a_fork_would_not_be_safe_processes_are_spawned_and_the_log_says_w
     assert said in log
 
 
-def test_the_environment_can_ask_for_spawned_processes(tmp_path: Path) -> None:
-    assert outcome(tmp_path, "", VLLM_WORKER_MULTIPROC_METHOD="spawn")[0] == "spawned"
+@pytest.mark.parametrize(
+    "variables",
+    [{"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, {"VLLM_ENABLE_CUDA_COMPATIBILITY": "1"}, {"LD_PRELOAD": "libiomp5.so"}],
+)
+def test_the_environment_can_ask_for_spawned_processes(tmp_path: Path, variables: dict[str, str]) -> None:
+    assert outcome(tmp_path, "", **variables)[0] == "spawned"
 
 
 def test_a_fork_server_that_was_killed_is_noticed_and_started_again(tmp_path: Path) -> None:
