@@ -96,7 +96,9 @@ class ModelSettings:
     """LoRA adapters can be registered; requests name the one they want."""
     dtype: str = "auto"
     tensor_parallel_degree: int | None = None
-    """GPUs that share each layer; None: as many as the model allows."""
+    """GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the most."""
+    tensor_parallel_max: bool = False
+    """"max" was asked for: as many GPUs as the model allows."""
     pipeline_parallel_degree: int = 1
     devices: tuple[int, ...] | None = None
     """GPUs that the engine may use, as CUDA numbers those that this process sees; it uses the first ones, as many as it

@@ -110,7 +110,7 @@ def _spread(model: ModelSettings, gpus: int) -> tuple[Sequence[int], int]:
     if model.tensor_parallel_degree is not None or not gpus:
         return (stages * (model.tensor_parallel_degree or 1),), copies
     most = max(gpus // stages, 1)
-    return [stages * size for size in range(1, most + 1)], copies
+    return [stages * size for size in range(most if model.tensor_parallel_max else 1, most + 1)], copies
 
 
 def _needed(settings: Settings, count: int, copies: int) -> int:

@@ -169,7 +169,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     fields["served_model_names"] = names(str(fields.pop("served_model_name") or ""))
     fields["stop_sequences"] = tuple(json.loads(fields.pop("stop_sequence") or "[]"))
     if fields["tensor_parallel_degree"] == "max":
-        fields["tensor_parallel_degree"] = None
+        fields["tensor_parallel_degree"], fields["tensor_parallel_max"] = None, True
     _choose_engine(layer, fields, lookup)
     _set_formatters(layer, fields, code, lookup)
     for option in options.NOT_SERVED:

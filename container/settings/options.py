@@ -284,7 +284,7 @@ SERVED = (
         "option.tensor_parallel_degree",
         integer_or("max", 1),
         None,
-        "GPUs that share each layer; `max`, as without it: as many as the model allows",
+        "GPUs that share each layer; `max`: as many as the model allows; without it, the fewest that hold the model",
         aliases=("option.tensor_parallel_size",),
         variables=("TENSOR_PARALLEL_DEGREE",),
     ),

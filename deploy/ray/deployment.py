@@ -115,6 +115,10 @@ def _gpus(startup: Startup) -> int:
         return 0
     needed = 0
     for model in (one.settings.model for one in startup.models):
+        if model.tensor_parallel_max:
+            raise ValueError(
+                "option.tensor_parallel_degree=max: the option `gpus` has to say how many each replica gets"
+            )
         copies = int(model.engine_arguments.get("data_parallel_size") or 1)
         needed += (model.tensor_parallel_degree or 1) * model.pipeline_parallel_degree * copies
     return needed

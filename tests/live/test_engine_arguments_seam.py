@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,9 +15,12 @@ from typing import Any, NoReturn
 import pytest
 
 from handlers.daemon_thread import LastingThread
+from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
 
+ROOT = Path(__file__).parents[2]
+MODELS: dict[str, Any] = json.loads((ROOT / "tests" / "fixtures" / "model_configs.json").read_bytes())
 ON_CPU = {"enforce_eager"}
 """What is set on a CPU where `vllm serve` has another default."""
 GIB = 1 << 30
@@ -126,33 +132,43 @@ def test_batches_on_a_gpu_are_as_large_as_those_of_vllm_serve(
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "arguments", "size"),
+    ("arguments", "most", "memory", "size", "reason"),
     [
-        (32, 8, {}, 8),
-        (32, 2, {}, 8),
-        (28, 4, {}, 4),
-        (40, 10, {}, 2),
-        (9, 3, {}, 1),
-        (32, 8, {"pipeline_parallel_size": 4}, 2),
-        (32, 8, {"data_parallel_size": 2}, 4),
-        (32, 8, {"data_parallel_size": 8}, 1),
+        ({}, False, 22.0, 1, "the fewest that hold the weights (0.3 GiB) and a useful KV cache"),
+        ({}, True, 22.0, 3, "the most that the model allows; the model allows 1, 3"),
+        ({}, False, 2.0, 3, "which may be too few for the weights"),
+        ({"pipeline_parallel_size": 4}, True, 22.0, 1, "(4 pipeline stages, 1 replicas)"),
+        ({"data_parallel_size": 2}, True, 22.0, 3, "(1 pipeline stages, 2 replicas)"),
+        ({"data_parallel_size": 8}, True, 22.0, 1, None),
+        ({"max_model_len": -1}, False, 22.0, 1, "the fewest that hold"),
     ],
 )
-def test_as_many_gpus_share_each_layer_as_the_heads_allow(
-    tmp_path: Path, heads: int, kv_heads: int, arguments: dict[str, Any], size: int
+def test_gpus_that_share_each_layer_are_as_few_as_hold_the_model_or_as_many_as_it_allows(
+    sample_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    arguments: dict[str, Any],
+    most: bool,
+    memory: float,
+    size: int,
+    reason: str | None,
 ) -> None:
+    import vllm.platforms
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from handlers.engines.vllm.arguments import serve_defaults
     from handlers.engines.vllm.loading import share_layers
 
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "num_hidden_layers": 4}
-    config |= {"hidden_size": 64 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    given = {"model": str(tmp_path), "skip_tokenizer_init": True}
-    engine_args = AsyncEngineArgs(**serve_defaults() | given | arguments)
-    share_layers(engine_args, 8)
+    platform = vllm.platforms.current_platform
+    monkeypatch.setattr(platform, "get_device_total_memory", lambda gpu: int(memory * GIB))
+    engine_args = AsyncEngineArgs(**serve_defaults() | {"model": str(sample_model)} | arguments)
+    with caplog.at_level(logging.INFO):
+        share_layers(engine_args, range(8), most)
     assert engine_args.tensor_parallel_size == size
+    if reason is None:
+        assert not caplog.messages  # each replica has one GPU
+    else:
+        assert reason in caplog.text
 
 
 def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> None:
@@ -181,3 +197,23 @@ def test_an_argument_that_is_not_the_engines_is_warned_of(
     assert name not in engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
     assert f"option.{name} is none of LMI's and not of vLLM's engine; it has no effect" in caplog.text
     assert "hidden" not in caplog.text
+
+
+def test_sizes_are_those_that_vllm_accepts(tmp_path: Path) -> None:
+    """vLLM's own checks, and its own layers, decide on every size from 1 to 8 of every model of the table."""
+    configs = tmp_path / "configs.json"
+    configs.write_text(json.dumps({name: model["config"] for name, model in MODELS.items()}))
+    command = [sys.executable, "-m", "tests.live.accepted_sizes", str(configs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: answer["sizes"] for name, answer in found.items()} == {
+        name: model["sizes"] for name, model in MODELS.items()
+    }
+    for name, answer in found.items():
+        # vLLM's config of the model has more than the file, and may call things otherwise.
+        assert list(tensor_parallel_sizes(answer["config"], 8)) == answer["sizes"], name
+        model = MODELS[name]
+        need = ModelMemory(answer["config"], model["weight_bytes"])
+        size, _ = need.fewest(answer["sizes"], int(79.1 * GIB))
+        assert size <= model["default"]["80"][-1], name

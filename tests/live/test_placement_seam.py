@@ -92,7 +92,9 @@ def test_without_a_number_the_allowed_gpus_are_counted(gpus: Any, tmp_path: Path
 
     config = LLAMA | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for devices, ids in (((5, 4, 3, 2), [2, 3, 4, 5]), ((5, 4, 3), [4, 5]), ((5,), [5])):
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(100 * GIBIBYTE)  # takes no room on the disk
+    for devices, most, ids in (((5, 4, 3, 2), False, [4, 5]), ((5, 4, 3, 2), True, [2, 3, 4, 5]), ((5,), False, [5])):
         given = AsyncEngineArgs(model=str(tmp_path), skip_tokenizer_init=True)
-        choose_devices(given, settings(devices))
+        choose_devices(given, settings(devices, tensor_parallel_max=most))
         assert given.device_ids == ids

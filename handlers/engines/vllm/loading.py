@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from handlers.daemon_thread import LastingThread
 from handlers.engines.cpu_memory import Demand, kv_cache_size, memory_limits, smaller_size
+from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
@@ -183,7 +184,7 @@ def choose_devices(engine_args: AsyncEngineArgs, settings: ModelSettings) -> Non
     if settings.devices == ():
         raise EngineStartError("load_on_devices is cpu, but this vLLM is built for GPUs")
     if settings.tensor_parallel_degree is None:
-        share_layers(engine_args, len(devices))
+        share_layers(engine_args, devices, settings.tensor_parallel_max)
     if settings.devices is None or engine_args.device_ids:
         return
     replicas = engine_args.data_parallel_size_local or engine_args.data_parallel_size
@@ -197,19 +198,41 @@ def choose_devices(engine_args: AsyncEngineArgs, settings: ModelSettings) -> Non
         logger.info("GPUs of this model: %s of %d", ", ".join(map(str, chosen)), len(visible))
 
 
-def share_layers(engine_args: AsyncEngineArgs, gpus: int) -> None:
-    """Have as many GPUs share each layer as its attention heads allow: a power of two, as vLLM's other layers do."""
+def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: bool) -> None:
+    """Set the tensor-parallel size: the fewest GPUs that hold the model or, with `most`, as many as it allows."""
+    platform = vllm.platforms.current_platform
+    gpus = len(devices)
+    stages = engine_args.pipeline_parallel_size
     replicas = engine_args.data_parallel_size_local or engine_args.data_parallel_size
-    most = gpus // (engine_args.pipeline_parallel_size * replicas)
-    if most <= 1:
+    if gpus // (stages * replicas) <= 1:
         return
-    model = engine_args.create_model_config().model_arch_config
-    heads, kv_heads = model.total_num_attention_heads, model.total_num_kv_heads or 1
-    size = 1
-    while 2 * size <= most and heads % (2 * size) == 0 and 0 in (kv_heads % (2 * size), 2 * size % kv_heads):
-        size *= 2
-    engine_args.tensor_parallel_size = size
-    logger.info("%d of %d GPUs share each layer; option.tensor_parallel_degree sets it by hand", size, gpus)
+    model = engine_args.create_model_config()
+    config = model.hf_config.to_dict()
+    sizes = tensor_parallel_sizes(config, gpus // (stages * replicas))
+    if most:
+        engine_args.tensor_parallel_size, why = sizes[-1], "the most that the model allows"
+    else:
+        memory = ModelMemory(
+            config,
+            weight_bytes(model.model) or hub_weight_bytes(model.model, model.revision),
+            stages=stages,
+            memory_share=engine_args.gpu_memory_utilization,
+            # With -1 vLLM itself fits the length to the memory.
+            max_model_len=0 if engine_args.max_model_len == -1 else model.max_model_len,
+            cache_element_bytes=1 if "fp8" in engine_args.kv_cache_dtype else model.dtype.itemsize,
+        )
+        smallest = min(platform.get_device_total_memory(gpu) for gpu in devices)
+        engine_args.tensor_parallel_size, why = memory.fewest(sizes, smallest)
+    logger.info(
+        "%d of %d GPUs share each layer (%d pipeline stages, %d replicas): %s; the model allows %s; "
+        "option.tensor_parallel_degree sets it by hand",
+        engine_args.tensor_parallel_size,
+        gpus,
+        stages,
+        replicas,
+        why,
+        ", ".join(map(str, sizes)),
+    )
 
 
 def cache_demand(config: VllmConfig) -> Demand:
@@ -219,11 +242,16 @@ def cache_demand(config: VllmConfig) -> Demand:
     stored = getattr(getattr(model.hf_config, "dtype", None), "itemsize", item)
     files = weight_bytes(model.model) or hub_weight_bytes(model.model, model.revision)
     weights = files if model.quantization else files * item // stored
-    element = 1 if config.cache_config.cache_dtype.startswith("fp8") else item
-    per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size() * element
+    memory = ModelMemory(
+        model.hf_config.to_dict(),
+        weights,
+        stages=parallel.pipeline_parallel_size,
+        max_model_len=model.max_model_len,
+        cache_element_bytes=1 if config.cache_config.cache_dtype.startswith("fp8") else item,
+    )
     return Demand(
         model.model,
         weights // parallel.world_size,
-        per_token * model.max_model_len,
+        memory.sequence_bytes(parallel.tensor_parallel_size),
         parallel.local_world_size * max(parallel.data_parallel_size_local, 1),
     )

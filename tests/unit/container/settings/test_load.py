@@ -84,6 +84,7 @@ def test_nothing_given_means_defaults(model_dir: Path) -> None:
         ("option.tensor_parallel_degree=2", "tensor_parallel_degree", 2),
         ("option.tensor_parallel_size=2", "tensor_parallel_degree", 2),
         ("option.tensor_parallel_degree=max", "tensor_parallel_degree", None),
+        ("option.tensor_parallel_degree=max", "tensor_parallel_max", True),
         ("option.pipeline_parallel_degree=2", "pipeline_parallel_degree", 2),
         ("option.predict_timeout=1.5", "predict_timeout", 1.5),
         ("option.model_loading_timeout=60", "model_loading_timeout", 60.0),
@@ -103,7 +104,7 @@ def test_a_model_option_reaches_its_field(model_dir: Path, properties: str, fiel
     [
         ({"TENSOR_PARALLEL_DEGREE": "2"}, "tensor_parallel_degree", 2),
         ({"SM_NUM_GPUS": "4"}, "tensor_parallel_degree", 4),
-        ({"TENSOR_PARALLEL_DEGREE": "max"}, "tensor_parallel_degree", None),
+        ({"TENSOR_PARALLEL_DEGREE": "max"}, "tensor_parallel_max", True),
         ({"TENSOR_PARALLEL_DEGREE": "2", "OPTION_TENSOR_PARALLEL_SIZE": "4"}, "tensor_parallel_degree", 4),
         ({"PIPELINE_PARALLEL_DEGREE": "2"}, "pipeline_parallel_degree", 2),
         ({"PREDICT_TIMEOUT": "9"}, "predict_timeout", 9.0),

@@ -71,6 +71,8 @@ def test_gpus_are_those_of_the_parallel_degrees_where_the_cluster_has_any(
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8.0})
     assert deployed(tmp_path, **degrees).ray_actor_options["num_gpus"] == 4
     assert deployed(tmp_path, {"gpus": 1}, **degrees).ray_actor_options["num_gpus"] == 1
+    with pytest.raises(ValueError, match="option `gpus`"):
+        deployed(tmp_path, tensor_parallel_degree="max")
     spread = deployed(tmp_path, distributed_executor_backend="ray", **degrees)
     assert spread._replica_config.placement_group_bundles == [{"CPU": 1, "GPU": 1}, *[{"GPU": 1}] * 3]
     assert not spread.ray_actor_options.get("num_gpus")

@@ -1,0 +1,234 @@
+"""The number of GPUs that share each layer of a model: the sizes that vLLM accepts, and the GPUs that a model needs.
+
+All of it is arithmetic on a model's config.json, so that it is known before an engine, and vLLM itself, is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Config = Mapping[str, Any]
+
+_GIB = 1 << 30
+MEMORY_SHARE = 0.92
+"""Of a GPU's memory, what vLLM takes by default (`gpu_memory_utilization`)."""
+_CACHE_SHARE = 0.2
+"""Of what vLLM takes, what the KV cache is to have at least. With less, few sequences run together."""
+_OVERHEAD_BYTES = 2 << 30
+_OVERHEAD_SHARE = 0.04
+"""Of a GPU's memory, for activations, CUDA graphs and the CUDA context: vLLM's batches are larger on larger GPUs."""
+_VOCABULARY_PADDING = 64
+"""vLLM pads the vocabulary to a multiple of this before it is shared out."""
+_LEAST_REFINED_BLOCK = 32
+"""vLLM splits the blocks of FP8 scales of experts down to this size where the blocks straddle two GPUs."""
+
+_TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+_VISION = ("vision_config", "vit_config")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+_KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+_WIDTHS = ("intermediate_size", "ffn_hidden_size", "n_inner", "moe_intermediate_size", "expert_dim")
+_SHARED_WIDTHS = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "linear_num_key_heads", "linear_num_value_heads")
+_STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
+_WINDOWED = frozenset({"sliding_attention", "chunked_attention"})
+_WITHOUT_CACHE = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"})
+"""Kinds of layers that keep a state of fixed size for a sequence, or nothing."""
+_SLIDING_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+"""One layer in so many sees the whole context, in families whose config.json does not list its layers."""
+
+
+def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:
+    """Return the sizes from 1 to `gpus` that vLLM accepts for a model with this config.json, ascending.
+
+    Every size counts as accepted where the config says nothing.
+    """
+    return tuple(size for size in range(1, gpus + 1) if size == 1 or _accepted(config, size))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """Memory that a model needs on each of the GPUs that share its layers.
+
+    A KV cache is useful if it holds one sequence of the context length, without which vLLM does not start, and is at
+    least a fifth of the memory that vLLM takes.
+    """
+
+    config: Config
+    """The model's config.json."""
+    weight_bytes: int
+    """Size of all weights; 0 if unknown."""
+    stages: int = 1
+    """Pipeline stages."""
+    memory_share: float = MEMORY_SHARE
+    """Of a GPU's memory, what vLLM may take."""
+    max_model_len: int | None = None
+    """The longest sequence; None: the model's own context length."""
+    cache_element_bytes: int = 2
+    """Bytes of one number in the KV cache."""
+
+    def fewest(self, sizes: Sequence[int], gpu_bytes: int) -> tuple[int, str]:
+        """Return the first of these sizes that holds the model, or else the last, and the reason in words.
+
+        `gpu_bytes`: total memory of the smallest GPU; 0 if unknown.
+        """
+        if not self.weight_bytes or not gpu_bytes:
+            unknown = "the GPUs' memory" if self.weight_bytes else "the size of its weights"
+            return sizes[-1], f"the most that the model allows, since {unknown} is not known"
+        weights = f"the weights ({self.weight_bytes / _GIB:.1f} GiB) and a useful KV cache"
+        for size in sizes:
+            if self.fits(size, gpu_bytes):
+                return size, f"the fewest that hold {weights}"
+        return sizes[-1], f"the most that the model allows, which may be too few for {weights}"
+
+    def fits(self, size: int, gpu_bytes: int) -> bool:
+        """Tell whether so many GPUs of this memory hold the weights and a useful KV cache."""
+        taken = int(gpu_bytes * self.memory_share)
+        overhead = max(_OVERHEAD_BYTES, int(gpu_bytes * _OVERHEAD_SHARE))
+        left = taken - overhead - self.weight_bytes // (size * self.stages)
+        return left >= max(self.sequence_bytes(size), int(taken * _CACHE_SHARE))
+
+    def sequence_bytes(self, size: int) -> int:
+        """Return the bytes of KV cache of the longest sequence, on each of `size` GPUs; 0 if unknown.
+
+        Layers with a sliding window hold that much of it, layers with a recurrent state nothing.
+        """
+        text = _text(self.config)
+        length = _first(text, _CONTEXT) if self.max_model_len is None else self.max_model_len
+        if (rank := text.get("kv_lora_rank")) is not None:
+            per_layer = rank + (text.get("qk_rope_head_dim") or 0)  # latent attention: the same on every GPU
+        else:
+            per_layer = 2 * -(-_kv_heads(text) // size) * _head_size(text)
+        tokens = sum(_tokens(text, _first(text, _LAYERS), length))
+        return int(per_layer * self.cache_element_bytes * tokens) // self.stages
+
+
+def _tokens(text: Config, layers: int, length: int) -> Iterator[int]:
+    """Yield the tokens that each layer keeps of a sequence of this length."""
+    window = min(length, text.get("sliding_window") or text.get("attention_chunk_size") or length)
+    kinds = text.get("layer_types") or text.get("layers_block_type")
+    if kinds:
+        for kind in kinds:
+            yield window if kind in _WINDOWED else 0 if kind in _WITHOUT_CACHE else length
+        return
+    sliding = text.get("sliding_window_pattern") or _SLIDING_EVERY.get(text.get("model_type", ""))
+    recurrent = text.get("full_attention_interval")
+    every, others = (recurrent, 0) if recurrent else (sliding, window)
+    for layer in range(1, layers + 1):
+        yield others if isinstance(every, int) and layer % every else length
+
+
+def _accepted(config: Config, size: int) -> bool:
+    text = _text(config)
+    quantization = _quantization(config)
+    blocks = -(-_first(text, ("vocab_size", "padded_vocab_size")) // _VOCABULARY_PADDING)
+    return all(
+        (
+            _heads_fit(text, size),
+            _widths_fit(text, size),
+            _state_fits(text, size),
+            blocks * _VOCABULARY_PADDING % size == 0,
+            _blocks_fit(text, quantization, size),
+            all(_vision_fits(config[name], size) for name in _VISION if isinstance(config.get(name), Mapping)),
+        )
+    )
+
+
+def _heads_fit(text: Config, size: int) -> bool:
+    """Attention heads are shared out evenly; so are KV heads, or each is copied to equally many GPUs."""
+    heads, kv_heads = _first(text, _HEADS), _kv_heads(text)
+    if heads % size or not kv_heads:
+        return not heads % size
+    return kv_heads % size == 0 if kv_heads >= size else size % kv_heads == 0
+
+
+def _widths_fit(text: Config, size: int) -> bool:
+    """The feed-forward layers are shared out evenly: dense, of each expert, and of the experts all tokens use."""
+    widths = [text.get(name) for name in (*_WIDTHS, *_SHARED_WIDTHS)]
+    return all(width % size == 0 for width in _numbers(widths))
+
+
+def _state_fits(text: Config, size: int) -> bool:
+    """Recurrent layers: heads are shared out evenly; so are groups, unless there is one."""
+    heads = _numbers([text.get(name) for name in _STATE_HEADS])
+    groups = _first(text, _STATE_GROUPS)
+    return all(count % size == 0 for count in heads) and (groups in (0, 1) or groups % size == 0)
+
+
+def _vision_fits(vision: Config, size: int) -> bool:
+    heads = _first(vision, _HEADS)
+    widths = [vision.get("intermediate_size")]
+    return heads % size == 0 and all(width % size == 0 for width in _numbers(widths))
+
+
+def _blocks_fit(text: Config, quantization: Config, size: int) -> bool:
+    """Quantized weights: no block or group of numbers with one scale straddles two GPUs."""
+    block = _scale_block(quantization)
+    if block <= 1:
+        return True
+    hidden = _first(text, _HIDDEN)
+    experts = _first(text, _EXPERTS)
+    attention = _first(text, _HEADS) * (text.get("v_head_dim") or _head_size(text))
+    has_dense_layers = not experts or text.get("first_k_dense_replace") or text.get("mlp_only_layers")
+    rows = [*_numbers([text.get("intermediate_size")] if has_dense_layers else []), attention]
+    if any((width // size) % block for width in rows if width > block):
+        return False
+    expert = text.get("moe_intermediate_size") or text.get("intermediate_size") or 0
+    return not experts or math.gcd(block, expert // size, hidden) >= min(block, _LEAST_REFINED_BLOCK)
+
+
+def _scale_block(quantization: Config) -> int:
+    """Return how many inputs of a layer share one scale; 0 where that does not matter."""
+    if blocks := quantization.get("weight_block_size"):
+        return int(blocks[-1])
+    sizes = [quantization.get("group_size"), quantization.get("q_group_size")]
+    for group in (quantization.get("config_groups") or {}).values():
+        weights = (group.get("weights") if isinstance(group, Mapping) else None) or {}
+        sizes += [weights.get("group_size"), *(weights.get("block_structure") or [])]
+    return max(_numbers(sizes), default=0)
+
+
+def _quantization(config: Config) -> Config:
+    for part in (config, _text(config)):
+        for name in ("quantization_config", "compression_config"):
+            if isinstance(part.get(name), Mapping):
+                return dict(part[name])
+    return {}
+
+
+def _text(config: Config) -> Config:
+    """Return the part of the config that is about the language model."""
+    for name in _TEXT:
+        if isinstance(config.get(name), Mapping):
+            return _text(config[name])
+    return config
+
+
+def _kv_heads(text: Config) -> int:
+    heads = _first(text, _HEADS)
+    attention = text.get("attn_config")
+    if isinstance(attention, Mapping) and "kv_n_heads" in attention:
+        return int(attention["kv_n_heads"])
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):
+        return 1
+    return _first(text, _KV_HEADS) or heads
+
+
+def _head_size(text: Config) -> int:
+    return int(text.get("head_dim") or _first(text, _HIDDEN) // max(1, _first(text, _HEADS)))
+
+
+def _first(part: Config, names: tuple[str, ...]) -> int:
+    return next(iter(_numbers([part.get(name) for name in names])), 0)
+
+
+def _numbers(values: list[Any]) -> list[int]:
+    """Return the whole numbers above 0 among the values, and those in lists among them."""
+    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    return [item for item in flat if isinstance(item, int) and not isinstance(item, bool) and item > 0]
