@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from xml.etree import ElementTree
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +21,15 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CPU = frozenset({"cpu", "-1"})
 _QUERY_SECONDS = 30.0
 _MEBIBYTE = 1 << 20
+_LISTED = re.compile(r"GPU \d+:")
 
 
 class GpusUnknown(Exception):
     """The GPUs or their memory cannot be found out; the message says why."""
+
+
+class SliceNotChosen(Exception):
+    """Several GPUs are visible and one of them is divided into MIG slices: CUDA would decide which one is used."""
 
 
 def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
@@ -44,27 +50,42 @@ def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
 def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
     """Free bytes of each GPU that this process sees, in the order in which CUDA counts them.
 
-    They come from nvidia-smi, since asking the driver in this process would leave a context on each GPU.
+    A MIG slice counts as a GPU. They come from nvidia-smi, since asking the driver in this process would leave a
+    context on each GPU.
 
     Raises:
-        GpusUnknown: nvidia-smi is missing or fails, or does not tell the memory of a GPU, as with MIG slices.
+        GpusUnknown: nvidia-smi is missing, fails, or does not tell the memory of a GPU or of the slice that is named.
+        SliceNotChosen: CUDA_VISIBLE_DEVICES has to say which GPU or slice is meant.
     """
-    return visible_memory(_nvidia_smi(), environ.get(_VISIBLE))
+    return visible_memory(_nvidia_smi("-q", "-x"), environ.get(_VISIBLE))
 
 
 def visible_memory(report: str, visible: str | None) -> tuple[int, ...]:
-    """Read the result of `gpu_memory` from nvidia-smi's output; `visible`: CUDA_VISIBLE_DEVICES."""
-    gpus = [line.split(", ") for line in report.splitlines() if line]
+    """Read the result of `gpu_memory` from the output of `nvidia-smi -q -x`; `visible`: CUDA_VISIBLE_DEVICES."""
+    try:
+        gpus = ElementTree.fromstring(report).findall("gpu")
+    except ElementTree.ParseError as error:
+        raise GpusUnknown(f"the output of nvidia-smi -q -x is not XML: {error}") from None
     names = [str(index) for index in range(len(gpus))] if visible is None else visible.split(",")
-    free: list[int] = []
+    chosen: list[ElementTree.Element] = []
     for name in map(str.strip, names):
-        if (found := _gpu(gpus, name)) is None:
+        if name.startswith("MIG-"):
+            raise GpusUnknown(f"nvidia-smi does not tell the memory of the slice {name}")
+        if (gpu := _gpu(gpus, name)) is None:
             break  # as in CUDA, those after an unknown name are not visible
-        uuid, text = found
-        if not text.isdecimal():
-            raise GpusUnknown(f"nvidia-smi does not tell the memory of {uuid}: {text}")
-        free.append(int(text) * _MEBIBYTE)
-    return tuple(free)
+        chosen.append(gpu)
+    divided = [gpu for gpu in chosen if gpu.findtext("mig_mode/current_mig", "").strip() == "Enabled"]
+    if divided and len(chosen) > 1:
+        raise SliceNotChosen(
+            f"{len(chosen)} GPUs are visible, and {len(divided)} of them are divided into MIG slices; "
+            "set CUDA_VISIBLE_DEVICES to one slice (MIG-..., see nvidia-smi -L) or to GPUs that are not divided"
+        )
+    if divided:
+        first = divided[0].find("mig_devices/mig_device")  # CUDA takes the first one
+        if first is None:
+            raise GpusUnknown("MIG is on, but the GPU has no MIG slice")
+        return (_memory(first, "MIG slice 0"),)
+    return tuple(_memory(gpu, f"GPU {index}") for index, gpu in enumerate(chosen))
 
 
 def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
@@ -103,29 +124,40 @@ def _index(name: str, gpus: int) -> int:
 @cache
 def _listed_gpus() -> int:
     try:
-        return len(_nvidia_smi().splitlines())
+        return len(_LISTED.findall(_nvidia_smi("-L")))
     except GpusUnknown as error:
         logger.warning("this is WSL2 with /dev/dxg, but no NVIDIA GPU is used: %s", error)
         return 0
 
 
-def _nvidia_smi() -> str:
-    """UUID and free MiB of each GPU, a line each."""
-    command = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
+def _nvidia_smi(*arguments: str) -> str:
+    command = " ".join(("nvidia-smi", *arguments))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False
+        )
+    except FileNotFoundError:
+        raise GpusUnknown("there is no program nvidia-smi") from None
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise GpusUnknown(f"nvidia-smi failed: {error}") from None
+        raise GpusUnknown(f"{command} failed: {error}") from None
     if done.returncode:
         said = " ".join((done.stdout + done.stderr).split())
-        raise GpusUnknown(f"nvidia-smi failed with {done.returncode}: {said}")
+        raise GpusUnknown(f"{command} failed with {done.returncode}: {said}")
     return done.stdout
 
 
-def _gpu(gpus: list[list[str]], name: str) -> list[str] | None:
+def _gpu(gpus: list[ElementTree.Element], name: str) -> ElementTree.Element | None:
     """The GPU of an entry of CUDA_VISIBLE_DEVICES: its number, or its UUID or the beginning of it."""
     if name.isdecimal():
         return gpus[int(name)] if int(name) < len(gpus) else None
-    if name.startswith("MIG-"):
-        raise GpusUnknown(f"nvidia-smi does not tell the memory of the slice {name}")
-    return next((gpu for gpu in gpus if name.startswith("GPU-") and gpu[0].startswith(name)), None)
+    if not name.startswith("GPU-"):
+        return None
+    return next((gpu for gpu in gpus if gpu.findtext("uuid", "").strip().startswith(name)), None)
+
+
+def _memory(device: ElementTree.Element, name: str) -> int:
+    text = device.findtext("fb_memory_usage/free", "").strip()
+    try:
+        return int(text.removesuffix(" MiB")) * _MEBIBYTE
+    except ValueError:
+        raise GpusUnknown(f"nvidia-smi does not tell the memory of {name}: {text or 'nothing'}") from None

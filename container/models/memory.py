@@ -36,7 +36,11 @@ class Free:
 
 
 def free_memory() -> tuple[Free, ...]:
-    """Return what is free now on each GPU that this process sees, in CUDA's order, and last in main memory."""
+    """Return what is free now on each GPU that this process sees, in CUDA's order, and last in main memory.
+
+    Raises:
+        SliceNotChosen: it is not clear which GPU or MIG slice would be used.
+    """
     main = min(limit.available for limit in machine_limits())
     return (*_gpus(), Free(main, gpu=False))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from container.devices import SliceNotChosen
 from container.models.memory import Free, OutOfMemory, check_room, free_memory, placed
 from container.models.registry import AlreadyRegistered, Lifecycle, Model, Models, State, until_none
 from container.settings.settings import ServerSettings, Settings
@@ -216,8 +217,16 @@ class Registrar:
             self._reads.discard(read)
 
     def _place(self, model: ModelSettings, check: Settings | None = None) -> ModelSettings:
-        """Return the settings with the GPUs that have the most room now; `check`: refuse a model that does not fit."""
-        memory = self._free()
+        """Return a model's settings with the GPUs that have the most room now.
+
+        Raises:
+            OutOfMemory: `check` is given, which has all settings of the model, and it does not fit.
+            EngineStartError: the settings ask for GPUs that it cannot have.
+        """
+        try:
+            memory = self._free()
+        except SliceNotChosen as error:
+            raise EngineStartError(str(error)) from None
         if check is not None:
             check_room(check, memory)
         return placed(model, memory)

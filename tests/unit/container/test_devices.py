@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from container import devices as container_devices
 from container.devices import (
     GpusUnknown,
+    SliceNotChosen,
     allowed_devices,
     device_groups,
     gpu_count,
@@ -80,6 +81,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
         tool.write_text(f"#!/bin/sh\n{script}\n")
         tool.chmod(0o755)
 
+    container_devices._listed_gpus.cache_clear()
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return write
 
@@ -93,19 +95,44 @@ def test_under_wsl2_the_drivers_tool_counts_the_gpus(
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "dxg").touch()
     monkeypatch.setattr(container_devices, "_DEVICE_FILES", tmp_path / "dev")
-    container_devices._listed_gpus.cache_clear()
-    nvidia_smi("echo 'GPU-a, 20000'; echo 'GPU-b, 1900'")
+    nvidia_smi("echo 'GPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-a)'; echo 'GPU 1: NVIDIA T400 (UUID: GPU-b)'")
     assert gpu_count({}) == 2
     assert gpu_count({"CUDA_VISIBLE_DEVICES": "1"}) == 1
     assert caplog.text == ""
     container_devices._listed_gpus.cache_clear()
     nvidia_smi("echo 'Failed to initialize NVML: GPU access blocked'; exit 17")
     assert gpu_count({}) == 0
-    assert "WSL2 with /dev/dxg, but no NVIDIA GPU is used: nvidia-smi failed with 17: Failed to ini" in caplog.text
+    assert "WSL2 with /dev/dxg, but no NVIDIA GPU is used: nvidia-smi -L failed with 17: Failed to ini" in caplog.text
 
 
 SLICES = ("MIG-11111111-aaaa", "MIG-22222222-bbbb")
-WHOLE, OLDER = "GPU-aaaa, 80000", "GPU-cccc, 100"
+
+
+def usage(free: str, total: str) -> str:
+    return f"<fb_memory_usage><total>{total}</total><used>5 MiB</used><free>{free}</free></fb_memory_usage>"
+
+
+def gpu(uuid: str, free: str, total: str, mig: str = "N/A", slices: str = "None") -> str:
+    return (
+        f"<gpu id='0'><mig_mode><current_mig>{mig}</current_mig></mig_mode><mig_devices>{slices}</mig_devices>"
+        f"<uuid>{uuid}</uuid>{usage(free, total)}</gpu>"
+    )
+
+
+def report(*gpus: str) -> str:
+    return (
+        '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">\n<nvidia_smi_log>'
+        f"<attached_gpus>{len(gpus)}</attached_gpus>{''.join(gpus)}</nvidia_smi_log>"
+    )
+
+
+MIG_DEVICES = "".join(
+    f"<mig_device><index>{index}</index>{usage(free, total)}</mig_device>"
+    for index, (free, total) in enumerate([("19000 MiB", "20096 MiB"), ("9000 MiB", "9984 MiB")])
+)
+DIVIDED = gpu("GPU-abbb", "N/A", "81559 MiB", "Enabled", MIG_DEVICES)
+WHOLE = gpu("GPU-aaaa", "80000 MiB", "81559 MiB", "Disabled")
+OLDER = gpu("GPU-cccc", "100 MiB", "23034 MiB")
 MEBIBYTE = 1 << 20
 
 
@@ -119,23 +146,37 @@ MEBIBYTE = 1 << 20
         ((WHOLE, OLDER), "0,7,1", (80000,)),
         ((WHOLE, OLDER), "", ()),
         ((WHOLE, OLDER), "-1", ()),
-        ((WHOLE, "GPU-bbbb, [N/A]"), "0", (80000,)),
+        ((WHOLE, DIVIDED), "0", (80000,)),
+        ((WHOLE, DIVIDED), "1", (19000,)),
+        ((DIVIDED,), None, (19000,)),
         ((), None, ()),
     ],
 )
 def test_the_memory_of_what_is_visible_is_read_in_the_order_of_cuda(
     gpus: tuple[str, ...], visible: str | None, free: tuple[int, ...]
 ) -> None:
-    found = visible_memory("".join(f"{gpu}\n" for gpu in gpus), visible)
+    found = visible_memory(report(*gpus), visible)
     assert tuple(one // MEBIBYTE for one in found) == free
+
+
+def test_a_slice_has_the_memory_of_the_slice_alone() -> None:
+    assert visible_memory(report(DIVIDED), None) == (19000 * MEBIBYTE,)
+
+
+@pytest.mark.parametrize("visible", [None, "0,1", "GPU-abbb,GPU-aaaa"])
+def test_a_divided_gpu_beside_others_has_to_be_chosen(visible: str | None) -> None:
+    with pytest.raises(SliceNotChosen, match=r"2 GPUs are visible, and 1 of them are divided .* set CUDA_VISIBLE_DEV"):
+        visible_memory(report(WHOLE, DIVIDED), visible)
 
 
 @pytest.mark.parametrize(
     ("text", "visible", "message"),
     [
-        ("GPU-a, [N/A]", None, "does not tell the memory of GPU-a: .N/A"),
-        ("GPU-a, [Insufficient Permissions]", None, "GPU-a: .Insufficient Permissions"),
-        (WHOLE, "MIG-3", "does not tell the memory of the slice MIG-3"),
+        ("NVIDIA-SMI has failed", None, "is not XML"),
+        (report(gpu("GPU-a", "N/A", "N/A")), None, "does not tell the memory of GPU 0: N/A"),
+        (report(gpu("GPU-a", "[Insufficient Permissions]", "1 MiB")), None, "GPU 0: .Insufficient Permissions"),
+        (report(gpu("GPU-a", "N/A", "9 MiB", "Enabled")), None, "MIG is on, but the GPU has no MIG slice"),
+        (report(WHOLE, DIVIDED), "MIG-3", "does not tell the memory of the slice MIG-3"),
     ],
 )
 def test_what_cannot_be_read_is_said(text: str, visible: str | None, message: str) -> None:
@@ -143,13 +184,14 @@ def test_what_cannot_be_read_is_said(text: str, visible: str | None, message: st
         visible_memory(text, visible)
 
 
-def test_the_drivers_tool_is_asked_and_its_failures_are_said(nvidia_smi: Callable[[str], None]) -> None:
-    with pytest.raises(GpusUnknown, match="nvidia-smi"):
+def test_the_drivers_tool_is_asked_and_its_failures_are_said(tmp_path: Path, nvidia_smi: Callable[[str], None]) -> None:
+    with pytest.raises(GpusUnknown, match="there is no program nvidia-smi"):
         gpu_memory({})
     nvidia_smi("echo 'No devices were found'; exit 6")
-    with pytest.raises(GpusUnknown, match="nvidia-smi failed with 6: No devices were found"):
+    with pytest.raises(GpusUnknown, match="nvidia-smi -q -x failed with 6: No devices were found"):
         gpu_memory({})
-    nvidia_smi(f"echo '{WHOLE}'")
+    (tmp_path / "report").write_text(report(WHOLE, DIVIDED))
+    nvidia_smi(f"cat {tmp_path}/report")
     assert gpu_memory({"CUDA_VISIBLE_DEVICES": "0"}) == (80000 * MEBIBYTE,)
 
 

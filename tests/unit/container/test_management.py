@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from container.app import Applications, create_app
+from container.devices import SliceNotChosen
 from container.models import registration, registry
 from container.models.memory import Free
 from container.models.registration import Registrar
@@ -180,7 +181,9 @@ async def test_an_engine_gets_the_gpus_with_room_and_is_507_where_too_few_have_i
         assert await api.names() == []
 
 
-async def test_models_that_a_server_starts_with_are_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot_be_say_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     loaded: list[ModelSettings] = []
 
@@ -188,13 +191,17 @@ async def test_models_that_a_server_starts_with_are_placed(tmp_path: Path, monke
         loaded.append(settings)
         raise EngineStartError("enough is known")
 
+    def divided() -> tuple[Free, ...]:
+        raise SliceNotChosen("set CUDA_VISIBLE_DEVICES")
+
     monkeypatch.setattr(registry, "load_service", load)
     room = (Free(1 << 30, gpu=True), Free(2 << 30, gpu=True), PLENTY)
     settings = further_settings(Value(str(tmp_path), "startup"), "a", {}, {})
-    model = Model(Lifecycle(settings), str(tmp_path))
-    with pytest.raises(EngineStartError, match="enough is known"):
-        await Registrar(Models([model]), settings.server, Mock(), free=lambda: room).start()
-    assert model.lifecycle.reason == "enough is known"
+    for free, message in ((lambda: room, "enough is known"), (divided, "set CUDA_VISIBLE_DEVICES")):
+        model = Model(Lifecycle(settings), str(tmp_path))
+        with pytest.raises(EngineStartError, match=message):
+            await Registrar(Models([model]), settings.server, Mock(), free=free).start()
+        assert model.lifecycle.reason == message
     assert [one.devices for one in loaded] == [(1, 0)], "what it needs is not compared: the engine knows it better"
 
 
