@@ -23,7 +23,8 @@ from huggingface_hub import InferenceClient
 from openai import OpenAI
 
 from tests.live.lora import make_adapter
-from tests.live.server import Server, records, write_model
+from tests.live.server import Server, free_port, records, write_model
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 ECHO = ROOT / "tests" / "fixtures" / "handlers" / "echo"
@@ -71,9 +72,34 @@ def container(
         server.stop()
 
 
-@pytest.fixture
-def url(container: Server) -> str:
-    return container.url
+@pytest.fixture(scope="module", params=["serve", "local"])
+def url(request: pytest.FixtureRequest, container: Server) -> Iterator[str]:
+    """Where the API is: in the container, or before it as `slipway local`."""
+    if request.param == "serve":
+        yield container.url
+        return
+    with local(container.url) as before_it:
+        yield before_it
+
+
+@contextlib.contextmanager
+def local(container: str) -> Iterator[str]:
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    options = ["--container", container, "--port", str(port), "--adapter", "red", "--adapter", "blue"]
+    process = subprocess.Popen([sys.executable, "-m", "deploy", "local", *options])
+    try:
+        wait_until(lambda: answers(url), 60)
+        yield url
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/endpoints/nope").status_code == 404
+    except httpx.TransportError:
+        return False
 
 
 @pytest.fixture
@@ -278,6 +304,16 @@ def test_the_containers_own_routes_are_there_too(container: Server, url: str) ->
         assert client.get("/ping").json() == container.client.get("/ping").json()
         assert "slipway_ready 1" in client.get("/metrics").text
         assert client.get("/endpoints/nope").headers["x-amzn-errortype"] == "UnknownOperationException"
+
+
+def test_a_container_that_is_not_there_yet_is_said_to_be_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    with local(f"http://127.0.0.1:{free_port()}") as url:
+        assert httpx.get(f"{url}/ping").status_code == 503
+        for name, value in environment(url).items():
+            monkeypatch.setenv(name, value)
+        with contextlib.closing(runtime_client()) as client, pytest.raises(ClientError) as caught:
+            invoke(client, document())
+        assert caught.value.response["Error"]["Code"] == "ModelNotReadyException"
 
 
 def test_64_threads_stream_at_a_time_and_one_that_leaves_ends_its_own_generation_alone(

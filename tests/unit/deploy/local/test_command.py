@@ -27,6 +27,21 @@ def test_options_that_cannot_be_meant_are_refused(arguments: list[str], message:
     assert message in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Missing option '--container'"),
+        (["--container", "localhost:8080"], "expected http://host:port"),
+        (["--container", "http://x", "--endpoint-name", "a_b"], "Value 'a_b' at 'endpointName' failed"),
+        (["--container", "http://x", "--max-payload-mb", "0"], "Input should be greater than or equal to 1"),
+    ],
+)
+def test_before_a_container_of_its_own_they_are_refused_as_well(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["local", *arguments], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize("entry", ["container.cli import serve_command", "deploy.cli import main"])
 def test_each_command_that_serves_has_the_containers_options(entry: str) -> None:
     name = entry.split()[-1]

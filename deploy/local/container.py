@@ -1,0 +1,99 @@
+"""A container that runs elsewhere, in Docker for instance, as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import httpx
+from starlette.types import Message, Receive, Scope, Send
+
+from deploy.local.runtime import PREFIX, RuntimeApi
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_SECONDS, _WRITE_SECONDS = 30.0, 60.0
+_IDLE_SECONDS = 4.0
+"""Shorter than servers commonly keep an idle connection (uvicorn: 5 s), so that it is closed from this side."""
+_MAX_CONNECTIONS = 512
+_OWN = (b"connection", b"keep-alive", b"transfer-encoding")
+"""Headers of one connection."""
+
+
+class RemoteContainer:
+    """Passes each request on, and its reply back as it comes."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS, write=_WRITE_SECONDS),
+            limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, keepalive_expiry=_IDLE_SECONDS),
+            trust_env=False,
+        )
+        # The container gets the caller's headers, as on the platform, and none of httpx's.
+        for name in ("accept", "accept-encoding", "user-agent"):
+            del self._http.headers[name]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. A client that leaves takes its connection to the container with it."""
+        body, message = bytearray(), await receive()
+        while message["type"] == "http.request":
+            body += message.get("body", b"")
+            if not message.get("more_body", False):
+                break
+            message = await receive()
+        else:
+            return
+        passing = asyncio.create_task(self._pass_on(scope, bytes(body), send))
+        leaving = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if passing.done():
+                await passing
+        finally:
+            passing.cancel()
+            leaving.cancel()
+
+    async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
+        query = scope["query_string"]
+        target = scope["raw_path"] + (b"?" + query if query else b"")
+        headers = [(name, value) for name, value in scope["headers"] if name not in (b"host", *_OWN)]
+        begun = False
+        try:
+            async with self._http.stream(scope["method"], target.decode(), headers=headers, content=body) as reply:
+                own = [(name.lower(), value) for name, value in reply.headers.raw if name.lower() not in _OWN]
+                await send({"type": "http.response.start", "status": reply.status_code, "headers": own})
+                begun = True
+                async for piece in reply.aiter_raw():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except httpx.TransportError as error:
+            logger.warning("the container does not answer: %s", error or type(error).__name__)
+            if begun:
+                return  # whoever reads it sees that the end is missing
+            status = 503 if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) else 502
+            await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+
+class Local:
+    """The runtime API below /endpoints/, and the container's own routes beside it."""
+
+    def __init__(self, api: RuntimeApi, container: RemoteContainer) -> None:
+        self._api, self._container = api, container
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            return
+        application = self._api if scope["path"].startswith(PREFIX) else self._container
+        await application({**scope, "app": self._container}, receive, send)
+
+
+async def _disconnected(receive: Receive) -> None:
+    message: Message = await receive()
+    while message["type"] != "http.disconnect":
+        message = await receive()
