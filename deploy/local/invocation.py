@@ -246,10 +246,15 @@ async def _check(call: Invocation, container: ContainerCall) -> None:
 
 async def _is_loading(scope: Scope, receive: Receive) -> bool:
     status = 0
+    body: list[Message] = [{"type": "http.request", "body": b""}]
+
+    async def request() -> Message:
+        return body.pop() if body else await receive()
 
     async def note(message: Message) -> None:
         nonlocal status
         status = message.get("status", status)
 
-    await scope["app"]({**scope, "method": "GET", "path": "/ping", "raw_path": b"/ping"}, receive, note)
+    ping = {"method": "GET", "path": "/ping", "raw_path": b"/ping", "query_string": b"", "headers": []}
+    await scope["app"]({**scope, **ping}, request, note)
     return status in _LOADING

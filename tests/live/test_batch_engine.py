@@ -266,12 +266,12 @@ async def test_a_model_that_is_unloaded_leaves_no_formatter_and_no_thread_for_th
     )
     given = replace(settings(sample_model, rolling_batch="disable", formatters=code), name="unloaded")
     service = await load_service(given, Limits(queue_size=8, overload_status=503, unavailable_status=503))
-    before = {thread for thread in threading.enumerate() if thread.name == "formatters"}
+    before = set(threading.enumerate())
     [module] = (name for name in sys.modules if name.startswith("ns_unloaded_"))
     reply = CollectedReply()
     await service.invocations.handle(Call(body=b'{"inputs": "The capital of France is"}', request_id="r"), reply)
     await until(lambda: reply.ended, 60)
-    [formatting] = {thread for thread in threading.enumerate() if thread.name == "formatters"} - before
+    [formatting] = [t for t in threading.enumerate() if t.name.startswith("formatters") and t not in before]
     await service.stop()
     await asyncio.to_thread(formatting.join, 5)
     assert not formatting.is_alive()
