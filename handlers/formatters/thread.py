@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,8 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from handlers.errors import GenerationFailed
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -104,10 +107,12 @@ class FormatterQueue(Generic[T]):
             if len(self._waiting) <= _MOST_WAITING:
                 self._room.set()
             try:
-                done, error = await self._thread.run(partial(self._formatted, items))
+                self._take(*await self._thread.run(partial(self._formatted, items)))
             except GenerationFailed as failure:
-                done, error = [], failure
-            self._take(done, error)
+                self._take([], failure)
+            except Exception as failure:
+                logger.exception("a formatted reply cannot be continued")
+                self._take([], failure)
         self._task = None
 
     def _formatted(self, items: list[T]) -> tuple[list[tuple[T, bytes]], Exception | None]:
