@@ -6,8 +6,9 @@ import asyncio
 import logging
 
 import httpx
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from container.http.endpoint import disconnected
 from deploy.local.runtime import PREFIX, RuntimeApi
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class RemoteContainer:
         else:
             return
         passing = asyncio.create_task(self._pass_on(scope, bytes(body), send))
-        leaving = asyncio.create_task(_disconnected(receive))
+        leaving = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if passing.done():
@@ -91,9 +92,3 @@ class Local:
             return
         application = self._api if scope["path"].startswith(PREFIX) else self._container
         await application({**scope, "app": self._container}, receive, send)
-
-
-async def _disconnected(receive: Receive) -> None:
-    message: Message = await receive()
-    while message["type"] != "http.disconnect":
-        message = await receive()
