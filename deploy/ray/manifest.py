@@ -12,8 +12,17 @@ HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 """Serve's variable for HAProxy as its proxy, of all processes of a cluster."""
 _HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 """KubeRay has these only where no port is named."""
-CLUSTER = {HAPROXY: "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-"""The environment of a cluster, where it says nothing else. Ray's workers have a niceness of 15 otherwise."""
+CLUSTER = {
+    HAPROXY: "1",
+    # When replicas come or go, a new HAProxy takes over, and the old one breaks off what still runs after two minutes.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+    # A replica that is killed before it has answered at all: another one gets the request, once.
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    "RAY_SERVE_HAPROXY_RETRIES": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # 15 otherwise
+}
+"""The environment of a cluster, where it says nothing else."""
 
 
 def serve_configuration(

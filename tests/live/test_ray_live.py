@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 HANDLERS = ROOT / "tests" / "fixtures" / "handlers"
 START = 300.0
 """Seconds for replicas to come and go, on a busy machine."""
-STREAMS, TOKENS = 32, 2000
+STREAMS, WHOLE, TOKENS = 32, 8, 5000
 
 
 class Cluster(Server):
@@ -110,19 +110,32 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, A
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     model = write_model(directory / "model", enable_lora=True, max_loras=1, **small_options)
-    running = Cluster(
-        model, directory / "cluster.log", environment, program=("deploy", "ray"),
-        arguments=("--replicas", "2", "--cpus", "0.1"),
-    )  # fmt: skip
+    running = start_cluster(model, directory / "cluster.log", environment)
     running.client.timeout = httpx.Timeout(START)  # Serve holds requests back until there is a replica
     try:
-        wait_until(lambda: "is served on" in running.log_text() or running.process.poll() is not None, START)
-        assert running.process.poll() is None, running.log_text()[-4000:]
         running.wait_for_replicas(2)
         yield running
     finally:
         running.stop()
         shutil.rmtree(own, ignore_errors=True)
+
+
+def start_cluster(model: Path, log: Path, environment: dict[str, str]) -> Cluster:
+    """Start it; again where the machine is so busy that Ray's own processes are not there within its 30 seconds."""
+    for _ in range(3):
+        running = Cluster(
+            model, log, environment, program=("deploy", "ray"), arguments=("--replicas", "2", "--cpus", "0.1")
+        )
+        try:
+            wait_until(lambda: "is served on" in running.log_text() or running.process.poll() is not None, START)  # noqa: B023
+        finally:
+            said = running.log_text()
+            if ended := "is served on" not in said:
+                running.stop()
+        if not ended:
+            return running
+        assert "The current node timed out during startup" in said, said[-4000:]
+    pytest.fail(said[-4000:])
 
 
 def test_clients_of_all_contracts_are_answered_and_both_replicas_have_part_in_it(cluster: Cluster) -> None:
@@ -205,13 +218,15 @@ def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next_one_h
     cluster: Cluster,
 ) -> None:
     begun = threading.Semaphore(0)
+    parameters = {"max_new_tokens": TOKENS, "ignore_eos_token": True, "details": True}
+    document = {"inputs": "Once", "parameters": parameters}
 
     def stream(_: int) -> str:
-        parameters = {"max_new_tokens": TOKENS, "ignore_eos_token": True}
-        document = {"inputs": "Once", "stream": True, "parameters": parameters}
         text = ""
         try:
-            with httpx.stream("POST", f"{cluster.url}/invocations", json=document, timeout=START) as response:
+            with httpx.stream(
+                "POST", f"{cluster.url}/invocations", json=document | {"stream": True}, timeout=START
+            ) as response:
                 assert response.status_code == 200
                 for part in response.iter_text():
                     if not text:
@@ -221,21 +236,30 @@ def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next_one_h
             return "broken off"
         return "complete" if len(records(text)) == TOKENS else text[-200:]
 
+    def whole(_: int) -> str:
+        answer = httpx.post(f"{cluster.url}/invocations", json=document, timeout=START)
+        made = answer.is_success and answer.json()["details"]["generated_tokens"]
+        return "complete" if made == TOKENS else answer.text[-200:]
+
+    def running() -> dict[str, float]:
+        return cluster.each("slipway_open_requests")
+
     wanted = completion(cluster, "loud")
-    with ThreadPoolExecutor(STREAMS) as threads:
+    with ThreadPoolExecutor(STREAMS + WHOLE) as threads:
         streams = threads.map(stream, range(STREAMS))
         for _ in range(STREAMS):
             assert begun.acquire(timeout=START)
-        running = cluster.each("slipway_engine_running")
-        name = max(running, key=lambda replica: running[replica])
+        name, count = max(running().items(), key=lambda pair: pair[1])
+        answers = threads.map(whole, range(WHOLE))
+        wait_until(lambda: sum(running().values()) == STREAMS + WHOLE, START, about=running)
         os.kill(cluster.processes()[name], 9)
         killed = time.monotonic()
         wait_until(lambda: len(cluster.replicas() - {name}) == 2, START, about=cluster.replicas)
         seconds = time.monotonic() - killed
         ended = collections.Counter(streams)
-    print(f"{dict(ended)}; two replicas after {seconds:.1f} s")
-    assert set(ended) == {"complete", "broken off"}, running
-    assert ended["broken off"] <= running[name]
+        assert set(answers) == {"complete"}, "another replica answers them"
+    print(f"{dict(ended)}; two replicas after {seconds:.1f} s, all ended after {time.monotonic() - killed:.1f} s")
+    assert ended == {"broken off": count, "complete": STREAMS - count}
     before = cluster.requests("/v1/completions")
     assert {completion(cluster, "loud") for _ in range(6)} == {wanted}
     assert len(cluster.requests("/v1/completions")) == 2 >= len(before)
