@@ -62,7 +62,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     client_cpu_s: float
     """CPU time of the process that made the load."""
     refused: int = 0
-    """Answers of status 429 or 503, where `LoadSpec.pause` says that clients come again; no errors then."""
+    """Answers of status 429 or 503, where clients come again (`LoadSpec.come_again`); no errors then."""
     refused_p50_ms: float = math.nan
     refused_p99_ms: float = math.nan
     client_real_time: bool = False
@@ -159,6 +159,8 @@ class ResponseReader:
     def __init__(self, marker: bytes = b"") -> None:
         self.status = 0
         self.keep_alive = True
+        self.retry_after = 0
+        """Seconds, as the header says."""
         self.body_bytes = 0
         self.markers = 0
         """How often the marker has occurred in the body so far."""
@@ -193,7 +195,10 @@ class ResponseReader:
         self.tail = (self.tail + body)[-TAIL_BYTES:]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._delimited |= name.lower() in (b"content-length", b"transfer-encoding")
+        name = name.lower()
+        self._delimited |= name in (b"content-length", b"transfer-encoding")
+        if name == b"retry-after":
+            self.retry_after = int(value)
 
     def on_headers_complete(self) -> None:
         if not self._delimited:
@@ -227,9 +232,9 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Must occur in the end of the body."""
     exact_records: bool = False
     """A complete answer has exactly as many records as tokens."""
-    pause: float = 0.0
-    """Seconds after which a client comes again whom a full queue refused, give or take a half; each client sends as
-    many requests as it can then. 0: a refusal is an error."""
+    come_again: bool = False
+    """A client whom a full queue refused comes again when Retry-After says, or up to a quarter later; each client sends
+    as many requests as it can then. Otherwise a refusal is an error."""
 
     def requests(self) -> list[bytes]:
         """Whole HTTP requests, one for each body."""
@@ -248,7 +253,7 @@ class Load:
         self.marker = spec.marker.encode()
         self.tally = Tally()
         self._end_marker = spec.end_marker.encode()
-        self._waves = Waves(spec.seconds, together=not spec.pause)
+        self._waves = Waves(spec.seconds, together=not spec.come_again)
         self._made: Counter[int] = Counter()
         self._clients: dict[int, Client] = {}
         self._idle = asyncio.Event()
@@ -256,7 +261,7 @@ class Load:
     async def run(self) -> Figures:
         clients = await asyncio.gather(*(self._connect(number) for number in range(self.spec.concurrency)))
         self.tally = Tally()
-        self._waves = Waves(self.spec.seconds, together=not self.spec.pause)
+        self._waves = Waves(self.spec.seconds, together=not self.spec.come_again)
         self._clients = {client.number: client for client in clients if client}
         for client in clients:
             if client:
@@ -273,9 +278,9 @@ class Load:
 
     def answered(self, client: Client, answer: ResponseReader, first_s: float, total_s: float) -> None:
         """The client has read its answer."""
-        if self.spec.pause and answer.status in _REFUSALS:
+        if self.spec.come_again and answer.status in _REFUSALS:
             self.tally.refused(total_s)
-            pause = self.spec.pause * random.uniform(0.5, 1.5)
+            pause = answer.retry_after * random.uniform(1.0, 1.25)
             if clock() + pause >= self._waves.deadline:  # nobody waits for one who would come too late
                 client.close()
                 return

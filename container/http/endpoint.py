@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl
 
 from container.error_rates import CLIENT_GONE, ErrorRates
 from container.http.protocol import BREAK_OFF
-from container.http.reply import Headers, HttpReply, OpenStreams, Send
+from container.http.reply import Headers, HttpReply, OpenStreams, RetryAfter, Send
 from container.logs import access_log
 from container.models.registry import Model, ModelNotNamed, Models, NoWorkers
 from container.settings.settings import ServerSettings
@@ -87,7 +87,7 @@ class AppState:
             refusals=frozenset({settings.throttle_error_http_code, settings.wlm_error_http_code}),
         )
         self.id_header = settings.request_id_header.lower().encode()
-        self.streams = OpenStreams()
+        self.streams, self.retry_after = OpenStreams(), RetryAfter()
         cors = {
             b"access-control-allow-origin": settings.cors_allowed_origin,
             b"access-control-allow-methods": settings.cors_allowed_methods,
@@ -130,7 +130,8 @@ class Endpoint:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         identity = request_id(headers.get(state.id_header) or headers.get(INFERENCE_ID))
         reply_headers = [(b"x-request-id", identity.encode()), *self._headers]
-        reply = HttpReply(send, reply_headers, state.streams, scope.get("extensions", {}).get(BREAK_OFF))
+        break_off = scope.get("extensions", {}).get(BREAK_OFF)
+        reply = HttpReply(send, reply_headers, state.streams, state.retry_after, break_off)
         state.models.open_calls += 1
         try:
             await self._serve(scope, headers, identity, receive, reply)

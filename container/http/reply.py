@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from typing import Any
@@ -20,15 +22,34 @@ Headers = list[tuple[bytes, bytes]]
 MAX_UNSENT = 16 * 1024 * 1024
 """Bytes of a stream that wait for its client, beside as many in the connection; a single part may be larger."""
 
-_RETRY_AFTER = (b"retry-after", b"1")
-"""Of a reply to which something else belongs in a moment. A place in the queue may be free with the next token."""
 _LATER = (429, 503)
+_COME_AGAIN = 64
+"""Refused clients that are to come again in each second. More of them take time from the engine."""
+_MOST_SECONDS = 30
 
 NO_CACHE: Headers = [
     (b"pragma", b"no-cache"),
     (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
     (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
 ]
+
+
+class RetryAfter:
+    """When a refused client is to come again: in a second, or later where a crowd is refused."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seconds, self._refused, self._since = 1, 0, clock()
+
+    def header(self) -> tuple[bytes, bytes]:
+        """Count a refusal; returns its header. A crowd that does as it is told comes once in that many seconds."""
+        now = self._clock()
+        if (passed := now - self._since) >= self._seconds:
+            crowd = self._refused * self._seconds / passed
+            self._seconds = min(max(1, math.ceil(crowd / _COME_AGAIN)), _MOST_SECONDS)
+            self._since, self._refused = now, 0
+        self._refused += 1
+        return (b"retry-after", b"%d" % self._seconds)
 
 
 class OpenStreams(Cork):
@@ -56,10 +77,16 @@ class HttpReply:
     """Implements `ReplyWriter` on ASGI's `send`."""
 
     def __init__(
-        self, send: Send, headers: Headers, streams: OpenStreams, break_off: Callable[[], None] | None = None
+        self,
+        send: Send,
+        headers: Headers,
+        streams: OpenStreams,
+        retry_after: RetryAfter,
+        break_off: Callable[[], None] | None = None,
     ) -> None:
         """`headers`: beside those that a reply brings, which go before. `break_off`: drops the connection."""
         self._send, self.headers, self._streams, self._break_off = send, headers, streams, break_off
+        self._retry_after = retry_after
         self._held: list[bytes] = []
         self._streaming = self._broken = False
         self.on_close: Callable[[], None] | None = None
@@ -83,7 +110,7 @@ class HttpReply:
                 framing.append((b"content-type", reply.content_type.encode("latin-1")))
             framing.append((b"content-length", str(len(reply.body)).encode()))
         if reply.status in _LATER and not any(name == b"retry-after" for name, _ in self.headers):
-            self.headers = [*self.headers, _RETRY_AFTER]  # a handler's own goes before
+            self.headers = [*self.headers, self._retry_after.header()]  # a handler's own goes before
         self._start(reply.status, framing, reply.headers)
         self.end(b"" if reply.status in WITHOUT_BODY else reply.body)
 

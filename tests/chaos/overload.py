@@ -1,6 +1,7 @@
-"""Overload: ten times as many clients as the server has places, each of whom comes again after a refusal.
+"""Overload: ten times as many clients as the server has places, each of whom comes again when a refusal's
+`Retry-After` says.
 
-    python -m tests.chaos.overload --minutes 2
+    python -m tests.chaos.overload --minutes 7
 
 The server has as many places to wait as places in its batch. The load client and the server each have processors of
 their own, where there are two. Answers have from a half to one and a half times the mean number of tokens: if all had
@@ -38,11 +39,9 @@ from tests.chaos.watch import Subject, clock
 _BATCH = _QUEUE = 16
 _PLACES = _BATCH + _QUEUE
 _FACTOR = 10
-_ROUNDS = 4
+_ROUNDS = 2
 _TOKENS = 32
 _VARIED = range(_TOKENS // 2, _TOKENS + _TOKENS // 2 + 1)
-_PAUSE = 1.0
-"""Seconds after which a client comes again, as a refusal's Retry-After says."""
 _PROCESSES = ("container", "VLLM::EngineCore", "VLLM::Worker")
 _MEASURED = ("lmi", "lmi jsonlines stream", "tgi", "triton", "happy_vllm", "openai chat", "openai completions")
 _REFUSALS = 300
@@ -95,7 +94,7 @@ def load(
         concurrency=clients,
         seconds=seconds,
         tokens=_TOKENS,
-        pause=_PAUSE,
+        come_again=True,
     )
     program = ["taskset", "--cpu-list", ",".join(map(str, cores)), *command(spec)]
     began, before = clock(), _cpu_seconds(tested)
@@ -209,7 +208,7 @@ def _is_full(answer: object) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=2.0, help="for all contracts together")
+    parser.add_argument("--minutes", type=float, default=7.0, help="for all contracts together")
     parser.add_argument("--contracts", default=",".join(_MEASURED))
     parser.add_argument("--alike", action="store_true", help="all answers have as many tokens")
     parser.add_argument("--json", type=Path, help="where to write the results")

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from container.http.endpoint import AppState, Endpoint, HttpCounts
 from container.http.protocol import BREAK_OFF, Cork, CorkedTransport, HttpProtocol, check_uvicorn
-from container.http.reply import HttpReply, OpenStreams
+from container.http.reply import HttpReply, OpenStreams, RetryAfter
 from container.models.registry import Models
 from container.server import http_server
 from container.settings.settings import ServerSettings
@@ -37,7 +37,7 @@ class Application:
         self.paused = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        reply = HttpReply(send, [], OpenStreams(0))
+        reply = HttpReply(send, [], OpenStreams(0), RetryAfter())
         reply.start(200, "application/octet-stream")
         for number in range(PIECES):
             reply.write(PIECE)
@@ -241,7 +241,7 @@ async def test_a_client_that_never_reads_loses_its_connection_and_its_call_hears
 
     async def flooding(scope: Any, receive: Any, send: Any) -> None:
         await receive()
-        reply = HttpReply(send, [], OpenStreams(0), scope["extensions"][BREAK_OFF])
+        reply = HttpReply(send, [], OpenStreams(0), RetryAfter(), scope["extensions"][BREAK_OFF])
         reply.start(200, "application/octet-stream")
         for _ in range(1000):
             reply.write(PIECE)
@@ -387,7 +387,7 @@ async def test_a_client_that_goes_on_sending_a_body_that_nobody_reads_and_stops_
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 async def test_only_a_client_that_knows_chunks_gets_them(version: bytes) -> None:
     async def streaming(scope: Any, receive: Any, send: Any) -> None:
-        reply = HttpReply(send, [], OpenStreams(0))
+        reply = HttpReply(send, [], OpenStreams(0), RetryAfter())
         reply.start(200, "text/plain")
         reply.write(b"one")
         reply.end(b"two")
@@ -454,7 +454,7 @@ async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
 async def push_much(scope: Any, receive: Any, send: Any) -> None:
     """Pushes 6 MB, less than what a client may leave unread."""
     await receive()
-    reply = HttpReply(send, [], OpenStreams(0), scope["extensions"][BREAK_OFF])
+    reply = HttpReply(send, [], OpenStreams(0), RetryAfter(), scope["extensions"][BREAK_OFF])
     reply.start(200, "application/octet-stream")
     for _ in range(100):
         reply.write(PIECE)
@@ -754,7 +754,7 @@ async def test_a_refusal_waits_for_a_client_that_has_not_taken_the_reply_before_
         if scope["path"] == "/refused":
             await refusals(scope, receive, send)
             return
-        HttpReply(send, [], OpenStreams(0)).reply(Reply(200, "", b"x" * 8_000_000))
+        HttpReply(send, [], OpenStreams(0), RetryAfter()).reply(Reply(200, "", b"x" * 8_000_000))
         await _until_left(receive)
 
     async with served(application) as (_, address):
