@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 HANDLERS = ROOT / "tests" / "fixtures" / "handlers"
 START = 300.0
 """Seconds for replicas to come and go, on a busy machine."""
-STREAMS, WHOLE, TOKENS = 32, 8, 5000
+STREAMS, WHOLE, TOKENS = 32, 8, 4000
 
 
 class Cluster(Server):
