@@ -63,8 +63,7 @@ def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = No
 
     With a header, the column `inputs` alone is taken if there is one, else whole rows.
 
-    Raises:
-        ValueError: the header names no column that is needed, or what should be a number is none.
+    Raises ValueError: the header names no column that is needed, or what should be a number is none.
     """
     text = (inputs.get_as_string(key=key) if key else inputs.get_as_string()).removeprefix("\ufeff")
     if not require_headers:

@@ -97,8 +97,7 @@ class HuggingFaceService:
 
         A request that cannot be parsed gets LMI's error body; a single one with status 424.
 
-        Raises:
-            ValueError: the requests of a batch have different parameters, or the model refuses them.
+        Raises ValueError: the requests of a batch have different parameters, or the model refuses them.
         """
         parsed = parse_input_with_formatter(inputs, **(self.input_format_args or self.get_input_format_args()))
         if self.rolling_batch is not None:

@@ -87,8 +87,7 @@ class Input:
         A key is `batch_NNN.name`, where any one character may stand for the dot. Properties without such a prefix
         belong to the batch and are left out.
 
-        Raises:
-            ValueError: a content key has no such prefix, or a number is not below the batch size.
+        Raises ValueError: a content key has no such prefix, or a number is not below the batch size.
         """
         if not self.is_batch():
             return [self]

@@ -62,9 +62,8 @@ def from_nd_list(encoded: bytes | bytearray | memoryview) -> list[NDArray[Any]]:
 def from_npz(data: bytes | bytearray) -> list[NDArray[Any]]:
     """The arrays of an npz file, in the file's order.
 
-    Raises:
-        ValueError: the file is broken, holds something other than arrays, or is larger than `MAX_NPZ_BYTES` once
-            decompressed.
+    Raises ValueError: the file is broken, holds something other than arrays, or is larger than `MAX_NPZ_BYTES` once
+    decompressed.
     """
     numpy = require("numpy", "an npz body")
     try:

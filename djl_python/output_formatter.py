@@ -60,8 +60,7 @@ def takes_request_output(function: Callable[..., Any]) -> bool:
     The annotation of its first parameter decides, which may be text. A function of one parameter cannot be of the
     legacy kind.
 
-    Raises:
-        ValueError, TypeError: the callable has no signature.
+    Raises ValueError, TypeError: the callable has no signature.
     """
     parameters = list(inspect.signature(function).parameters.values())
     if len(parameters) < 2:

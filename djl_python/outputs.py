@@ -95,8 +95,7 @@ class Output:
 
         `batch_index` is the request that the content answers: it goes before the key, as `batch_<i>.<key>`.
 
-        Raises:
-            ValueError, TypeError: the value cannot be written as JSON; NaN and infinity cannot.
+        Raises ValueError, TypeError: the value cannot be written as JSON; NaN and infinity cannot.
         """
         if key is not None and not isinstance(key, str):
             logging.warning("Output key should be str type, got %s", type(key))

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from djl_python.output_formatter import (
-    adapt_legacy_output_formatter,
-    get_output_formatter,
-    takes_request_output,
-)
+from djl_python.output_formatter import adapt_legacy_output_formatter, get_output_formatter, takes_request_output
 from djl_python.request_io import TextGenerationOutput, TextInput, Token
 from djl_python.utils import is_streaming
 

@@ -102,8 +102,7 @@ class Sequence:
 
         With `SLIPWAY_NEXT_TOKEN_ARITY=3` in the environment, `(token, is_first, is_last)` as in LMI up to 0.31.
 
-        Raises:
-            ValueError: the environment variable is neither 3 nor 4.
+        Raises ValueError: the environment variable is neither 3 nor 4.
         """
         arity = os.environ.get(NEXT_TOKEN_ARITY, "4")
         if arity not in {"3", "4"}:

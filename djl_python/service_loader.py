@@ -89,8 +89,7 @@ def get_annotated_function(
 
     No `model.py` means no function. A counterpart whose parameters are not named as they must be is none.
 
-    Raises:
-        Exception: whatever the file raises while it is run.
+    Raises Exception: whatever the file raises while it is run.
     """
     path = os.path.abspath(os.path.join(model_dir, MODEL_FILE))
     if not os.path.isfile(path):

@@ -45,8 +45,7 @@ def stream_tokens(
     Takes `max_new_tokens` (50), `do_sample`, `temperature`, `top_k`, `top_p`, `typical_p`, `repetition_penalty` and
     `manual_seed`.
 
-    Raises:
-        ValueError: there are no prompts, or a parameter is out of its range.
+    Raises ValueError: there are no prompts, or a parameter is out of its range.
     """
     if parameters.get("manual_seed") is not None:
         require("torch", "manual_seed").manual_seed(int(parameters["manual_seed"]))

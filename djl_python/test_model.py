@@ -119,8 +119,7 @@ class TestHandler:
 
         After the first call requests come without data and properties, as the server sends them.
 
-        Raises:
-            RuntimeError: the handler failed, or answered another number of requests.
+        Raises RuntimeError: the handler failed, or answered another number of requests.
         """
         texts = dict.fromkeys(range(len(inputs)), "")
         active = list(texts)
@@ -181,11 +180,10 @@ async def _completed(answer: Any) -> Any:
 def create_request(input_files: Sequence[str], parameters: Iterable[str] | None = None) -> Input:
     """A request from `[key=]file-or-text` entries and `k=v` properties.
 
-    The content type is that of the entry `data`, or else of the first: by the file's extension; text in braces is
-    JSON, and other text is plain.
+    The content type is that of the entry `data`, or else of the first: by the file's extension; text in braces is JSON,
+    and other text is plain.
 
-    Raises:
-        ValueError: a property has no `=`.
+    Raises ValueError: a property has no `=`.
     """
     request = _request(None)
     for parameter in parameters or ():

@@ -71,8 +71,7 @@ def get_input_details(
     """A dynamic batch: all inputs, how many of them each request has (0 where it could not be parsed), the parameters,
     and the adapters, None where no request has any. Makes a list of each request's `input_text`.
 
-    Raises:
-        ValueError: the requests have different parameters.
+    Raises ValueError: the requests have different parameters.
     """
     parameters: dict[str, Any] = requests[0].request_input.server_parameters
     inputs: list[Any] = []

@@ -138,11 +138,7 @@ class AdapterRegistry:
         return tuple(self._adapters.values())
 
     def get(self, name: str, alias: str = "") -> Adapter:
-        """The adapter of this name. `alias`: its name in messages.
-
-        Raises:
-            UnknownAdapter: no adapter has this name.
-        """
+        """The adapter of this name. `alias`: its name in messages. Raises UnknownAdapter: no adapter has this name."""
         if (adapter := self._adapters.get(name)) is None:
             raise UnknownAdapter(alias or name)
         return adapter
@@ -150,8 +146,7 @@ class AdapterRegistry:
     async def preload(self, model_dirs: Sequence[Path]) -> None:
         """Register the adapters in `adapters/` below these directories.
 
-        Raises:
-            AdapterError, InvalidRequest: one of them, which is named, cannot be used or is not allowed.
+        Raises AdapterError, InvalidRequest: one of them, which is named, cannot be used or is not allowed.
         """
         found: dict[str, Path] = {}
         for directory in model_dirs:
@@ -301,8 +296,7 @@ class AdapterRegistry:
     def _path(self, src: str) -> Path:
         """The directory that `src` names; where it names none, one that does not exist.
 
-        Raises:
-            InvalidParameter: the host needs a directory, and `src` is a URL that names none.
+        Raises InvalidParameter: the host needs a directory, and `src` is a URL that names none.
         """
         if self._is_remote(src) and self._downloads is not None:
             return Path()  # until it is downloaded

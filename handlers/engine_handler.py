@@ -149,8 +149,7 @@ class RunningCall:
     async def submit(self) -> None:
         """Give its prompts to the engine.
 
-        Raises:
-            RequestError: one of them is refused before anything has been answered. The call has ended.
+        Raises RequestError: one of them is refused before anything has been answered. The call has ended.
         """
         requests, engine = self._exchange.requests, self._queue.engine
         places = sum([request.sequences_in_engine for request in requests])

@@ -98,8 +98,7 @@ class Service:
 async def load_service(settings: ModelSettings, limits: Limits, times: StartupTimes | None = None) -> Service:
     """Choose the handler and the engine that the settings ask for, and load the model; `times` takes each phase.
 
-    Raises:
-        EngineStartError: the model cannot be loaded.
+    Raises EngineStartError: the model cannot be loaded.
     """
     times = times or StartupTimes()
     async with contextlib.AsyncExitStack() as held:
@@ -270,8 +269,7 @@ class _EngineBehindHandler:
     async def start(self) -> Service | None:
         """Start the handler; returns the engine's service if the handler's first call has loaded it.
 
-        Raises:
-            EngineStartError: the handler or the engine cannot be loaded.
+        Raises EngineStartError: the handler or the engine cannot be loaded.
         """
         try:
             await self.custom.start()

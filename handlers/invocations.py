@@ -12,12 +12,7 @@ import msgspec
 from handlers.contracts.lmi.adapters import adapter_query, adapters_in, adapters_of
 from handlers.contracts.lmi.body import media_type
 from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape, Shape, error_of, events, is_error
-from handlers.contracts.lmi.errors import (
-    FAILED_DEPENDENCY,
-    JSON,
-    payload_refused,
-    unknown_adapter,
-)
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_refused, unknown_adapter
 from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
 from handlers.contracts.protocol import (
     LONG_BODY,

@@ -62,8 +62,7 @@ class Sessions:
     async def check(self, call: Call) -> None:
         """Check that the session that a call names exists; a call that names none passes.
 
-        Raises:
-            ContractError: 424; there is no such session, it has expired, or sessions are off.
+        Raises ContractError: 424; there is no such session, it has expired, or sessions are off.
         """
         if not (session_id := session_of(call)):
             return
@@ -73,9 +72,8 @@ class Sessions:
     async def answer(self, call: Call) -> Reply:
         """The reply to a body with a `requestType`.
 
-        Raises:
-            ContractError: 424, as for `check` or because the body is wrong; or the status of overload if there are
-                too many sessions.
+        Raises ContractError: 424, as for `check` or because the body is wrong; or the status of overload if there are
+        too many sessions.
         """
         action = action_of(call.body)
         manager = self._on("`requestType` asks for a session, but ")
@@ -132,8 +130,7 @@ class Sessions:
 async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessions:
     """The sessions of a model with these settings. They are off if they cannot be kept in the default place.
 
-    Raises:
-        EngineStartError: they cannot be kept in the place that the settings name.
+    Raises EngineStartError: they cannot be kept in the place that the settings name.
     """
     if not settings.enable_stateful_sessions:
         return Sessions(None, overload_status)
@@ -172,8 +169,7 @@ def _close(manager: SessionManager, session_id: str) -> None:
 def session_of(call: Call) -> str:
     """The session that the call's header names; empty if it names none or asks for a new one.
 
-    Raises:
-        ContractError: 424; the header is not an id.
+    Raises ContractError: 424; the header is not an id.
     """
     given = dict(call.headers).get(SESSION_ID, "").strip()
     if given in ("", NEW_SESSION):
@@ -186,8 +182,7 @@ def session_of(call: Call) -> str:
 def action_of(body: bytes) -> str:
     """The action that a body with a `requestType` asks for.
 
-    Raises:
-        ContractError: 424; it is another, or the body has further fields.
+    Raises ContractError: 424; it is another, or the body has further fields.
     """
     try:
         fields = _decode_fields(body)

@@ -190,11 +190,7 @@ def check_body(call: Call) -> None:
 
 
 def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:
-    """The text, which is the parameter `name` or made of it.
-
-    Raises:
-        InvalidParameter: it is too long.
-    """
+    """The text, which is the parameter `name` or made of it. Raises InvalidParameter: it is too long."""
     size = len(text) if len(text) > most or text.isascii() else len(text.encode("utf-8", "surrogatepass"))
     if size > most:
         raise InvalidParameter(name, f"may have at most {most} bytes of text, got {size}")

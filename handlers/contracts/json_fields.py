@@ -35,11 +35,7 @@ class JsonError(ValueError):
 
 
 def decode_json(text: bytes | str) -> Any:
-    """The document that a JSON text holds.
-
-    Raises:
-        JsonError: it holds none, or is nested too deeply.
-    """
+    """The document that a JSON text holds. Raises JsonError: it holds none, or is nested too deeply."""
     try:
         return _decode(text)
     except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, and numbers too long to read, as well

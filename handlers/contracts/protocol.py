@@ -75,8 +75,7 @@ class Answer(Protocol):
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The bytes that this delta adds to the body; empty if there is nothing to send yet.
 
-        Raises:
-            RequestError: the call ends here, with this error.
+        Raises RequestError: the call ends here, with this error.
         """
 
     def fail(self, error: RequestError) -> Reply:
@@ -159,8 +158,7 @@ class Handler(Protocol):
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
         """Answer a call through `writer`; returns what cancels it, None if the reply is complete.
 
-        Raises:
-            ContractError: the call was refused before inference; the error holds the reply.
+        Raises ContractError: the call was refused before inference; the error holds the reply.
         """
 
 

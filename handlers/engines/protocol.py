@@ -144,8 +144,7 @@ class EngineAdapters(Protocol):
     async def change(self, adapter: Adapter) -> None:
         """Pin an adapter that was added, or load it now, as `pin` and `preload` say.
 
-        Raises:
-            AdapterFailed, NoRoomForAdapter: as in `add`; it stays as it was.
+        Raises AdapterFailed, NoRoomForAdapter: as in `add`; it stays as it was.
         """
 
     async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
@@ -169,11 +168,7 @@ class Engine(LoadedModel, Protocol):
         """None where the engine has none, or `option.enable_lora` is off; known once it has started."""
 
     async def start(self) -> None:
-        """Load the model.
-
-        Raises:
-            EngineStartError: it cannot be loaded; the message says why.
-        """
+        """Load the model. Raises EngineStartError: it cannot be loaded; the message says why."""
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         """Begin generating; the answer goes to `sink`.
@@ -189,8 +184,7 @@ class Engine(LoadedModel, Protocol):
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         """Return the request's prompt as token ids, truncated as it asks.
 
-        Raises:
-            InvalidRequest: it is empty, or too long for the model.
+        Raises InvalidRequest: it is empty, or too long for the model.
         """
 
     def health(self) -> EngineHealth:
@@ -224,8 +218,7 @@ class _FirstDelta:
 async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
     """Return the first delta of an answer, which ends there; the only one of a single sequence without a stream.
 
-    Raises:
-        RequestError: the request was refused or has failed.
+    Raises RequestError: the request was refused or has failed.
     """
     sink = _FirstDelta()
     generation = await submit(request, sink)

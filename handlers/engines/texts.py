@@ -16,11 +16,7 @@ from handlers.segments import LONG_TEXT
 
 
 def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabulary_size: int) -> None:
-    """Refuse too many of them, and those that no token has.
-
-    Raises:
-        InvalidParameter: naming the parameter.
-    """
+    """Refuse too many of them, and those that no token has. Raises InvalidParameter: naming the parameter."""
     if len(token_ids) > limit:
         raise InvalidParameter(name, f"must hold at most {limit} token ids, got {len(token_ids)}")
     # An id beyond the vocabulary would be an index beyond the logits in the engine's process.
@@ -34,8 +30,7 @@ def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabular
 def check_beams(sampling: SamplingParameters) -> None:
     """Refuse what a beam search, which knows the model's own probabilities alone, would not keep to.
 
-    Raises:
-        InvalidParameter: naming the parameter.
+    Raises InvalidParameter: naming the parameter.
     """
     if sampling.constraint is not None:
         raise InvalidParameter(sampling.constraint.parameter, _NOT_WITH_BEAMS)
@@ -191,8 +186,7 @@ class PromptTokenizer:
     async def token_ids(self, request: GenerationRequest) -> list[int]:
         """Return the request's prompt as token ids, truncated as it asks.
 
-        Raises:
-            InvalidRequest: it is empty, or too long for the model.
+        Raises InvalidRequest: it is empty, or too long for the model.
         """
         ids = list(request.prompt) if isinstance(request.prompt, tuple) else await self._encode(request.prompt, request)
         if request.truncate_prompt_tokens is not None:

@@ -119,8 +119,7 @@ def _type_names(annotation: Any) -> set[str]:
 async def add_packages(settings: ModelSettings, imports: ModelImports) -> None:
     """Install the model's `requirements.txt`, and make the packages importable that this process does not have itself.
 
-    Raises:
-        EngineStartError: the environment for them cannot be made, or pip fails.
+    Raises EngineStartError: the environment for them cannot be made, or pip fails.
     """
     handler = HandlerSettings(
         entry_point=str(settings.formatters or ""),
@@ -138,9 +137,8 @@ async def add_packages(settings: ModelSettings, imports: ModelImports) -> None:
 def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatters | None:
     """Import the model's `model.py`; None where it has no formatters. They can be used until `imports` are removed.
 
-    Raises:
-        EngineStartError: it cannot be imported, with file and line; it has no function of the name in
-            `option.output_formatter`; or a formatter is not of the kind that the model's mode calls.
+    Raises EngineStartError: it cannot be imported, with file and line; it has no function of the name in
+    `option.output_formatter`; or a formatter is not of the kind that the model's mode calls.
     """
     path = settings.formatters
     if path is None:

@@ -28,11 +28,7 @@ class Formatting:
     """vLLM's object for the body of an answer on a path of its front end; needed where there is an output formatter."""
 
     async def of_call(self, change: Callable[[Call], Call], call: Call) -> Call:
-        """The call as one of the formatters' methods changes it.
-
-        Raises:
-            ContractError: the call is refused.
-        """
+        """The call as one of the formatters' methods changes it. Raises ContractError: the call is refused."""
         try:
             return await self.thread.run(partial(change, call))
         except RequestError as error:

@@ -36,8 +36,7 @@ class FormatterThread:
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` after all that was given before, and return its result.
 
-        Raises:
-            GenerationFailed: it took too long, or would have ended the server.
+        Raises GenerationFailed: it took too long, or would have ended the server.
         """
         async with self._turn:
             if self._executor is None:

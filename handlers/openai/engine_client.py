@@ -20,13 +20,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import (
-    GenerationError,
-    GracefulHTTPError,
-    VLLMClientError,
-    VLLMNotFoundError,
-    VLLMValidationError,
-)
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError, VLLMNotFoundError, VLLMValidationError
 from vllm.outputs import STREAM_FINISHED
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -58,8 +52,7 @@ _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prom
 def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) -> None:
     """Refuse sampling parameters that would harm the engine or have no effect; `params`: vLLM's `SamplingParams`.
 
-    Raises:
-        InvalidParameter: the parameter is named.
+    Raises InvalidParameter: the parameter is named.
     """
     if params.prompt_logprobs is not None and not limits.prompt_logprobs:
         raise InvalidParameter("prompt_logprobs", f"cannot be given: {NO_PROMPT_LOGPROBS}")
@@ -224,11 +217,7 @@ class _Request:
         self._open = True
 
     def watch(self, request_id: str) -> None:
-        """Find the request's sequences.
-
-        Raises:
-            RuntimeError: vLLM keeps them elsewhere than it did.
-        """
+        """Find the request's sequences. Raises RuntimeError: vLLM keeps them elsewhere than it did."""
         output_processor = self._llm.output_processor
         states = [output_processor.request_states[i] for i in output_processor.external_req_ids.get(request_id, ())]
         own = [state for state in states if state.queue is self._queue]  # ids are the clients', who may use one twice
@@ -276,8 +265,7 @@ class _Request:
 def _check_end(output: Any, params: Any) -> None:
     """Say it where the engine has ended a request for what its parameters leave no token.
 
-    Raises:
-        VLLMValidationError: that is so.
+    Raises VLLMValidationError: that is so.
     """
     if params.structured_outputs is None or all(sequence.finish_reason != "error" for sequence in output.outputs):
         return

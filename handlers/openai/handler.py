@@ -30,15 +30,7 @@ from handlers.contracts.openai.constraints import (
 )
 from handlers.contracts.openai.contract import OpenAIContract
 from handlers.contracts.openai.family import ALIASED, error_reply, refuse
-from handlers.contracts.protocol import (
-    LONG_BODY,
-    Call,
-    Exchange,
-    Reply,
-    ReplyWriter,
-    Running,
-    adapter_header,
-)
+from handlers.contracts.protocol import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
 from handlers.engine_handler import EngineQueue, RunningCall
 from handlers.engines.choice import is_vllm
 from handlers.errors import InvalidParameter, Overloaded, RequestError, UnknownAdapter
@@ -82,8 +74,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
 
     `aliases`: further names that a request may call the model by.
 
-    Raises:
-        EngineStartError: vLLM's front end refuses an option of the model.
+    Raises EngineStartError: vLLM's front end refuses an option of the model.
     """
     if not is_vllm(settings):
         return None
@@ -171,8 +162,7 @@ class OpenAIHandler:
         `any_model`: no `model` in its body is refused. `adapter`: takes the place of that `model`; "" is the model
         itself.
 
-        Raises:
-            UnknownAdapter: it is not registered.
+        Raises UnknownAdapter: it is not registered.
         """
         if adapter and call.body and adapter not in self._adapters:
             raise UnknownAdapter(adapter)
@@ -382,8 +372,7 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
     the one that the text is to have, for the engine's refusals. Null fields of a chat's messages are absent: TGI's
     Python client sends every field, and TGI takes null for absent, as our contracts do.
 
-    Raises:
-        InvalidParameter: vLLM would not enforce one of the constraints.
+    Raises InvalidParameter: vLLM would not enforce one of the constraints.
     """
     try:
         document = _decode(call.body)

@@ -77,9 +77,8 @@ class CustomHandler:
     async def start(self) -> None:
         """Install the model's requirements, start `min_workers` workers and have them load the handler.
 
-        Raises:
-            EngineStartError: the handler cannot be loaded; the message has the cause, with the file and line of the
-                customer's code where that is at fault.
+        Raises EngineStartError: the handler cannot be loaded; the message has the cause, with the file and line of the
+        customer's code where that is at fault.
         """
         handler = self._handler
         python = await prepare_interpreter(requirements_dir(self._settings.model_dir, handler), handler)

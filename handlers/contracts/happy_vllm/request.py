@@ -16,12 +16,7 @@ from handlers.contracts.family import MOST_IDS
 from handlers.contracts.happy_vllm.errors import WrongBody, not_json
 from handlers.contracts.json_fields import JsonError, Kind, ParameterReader, decode_json, json_kind
 from handlers.contracts.protocol import Call
-from handlers.contracts.vllm_parameters import (
-    TextReader,
-    VllmParameters,
-    number_of_text,
-    read_vllm_parameters,
-)
+from handlers.contracts.vllm_parameters import TextReader, VllmParameters, number_of_text, read_vllm_parameters
 from handlers.errors import InvalidParameter, InvalidRequest
 from handlers.request import Constraint
 
@@ -36,11 +31,7 @@ _LONGEST_NAME = 80
 
 
 def document(call: Call) -> dict[str, Any]:
-    """The call's JSON object.
-
-    Raises:
-        WrongBody: there is none.
-    """
+    """The call's JSON object. Raises WrongBody: there is none."""
     body = call.body.removeprefix(codecs.BOM_UTF8)
     if not body.strip():
         raise WrongBody("the body is empty", "missing", "Field required")
@@ -111,9 +102,8 @@ class Generation:
 def read_generation(values: dict[str, Any]) -> Generation:
     """Validate and translate a body.
 
-    Raises:
-        InvalidRequest: the prompt is missing, or keywords exclude each other; as InvalidParameter, a keyword has the
-            wrong type or value, or is unknown.
+    Raises InvalidRequest: the prompt is missing, or keywords exclude each other; as InvalidParameter, a keyword has the
+    wrong type or value, or is unknown.
     """
     read = BodyReader(values)
     prompt = read.required_string("prompt")

@@ -64,8 +64,7 @@ def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
 
     `given`: the body's `adapters`, one for all prompts or a list with one for each.
 
-    Raises:
-        InvalidRequest: it is of another kind, or the list is not as long as that of the prompts.
+    Raises InvalidRequest: it is of another kind, or the list is not as long as that of the prompts.
     """
     if (header := adapter_header(call)) is not None:
         given = header
@@ -99,8 +98,7 @@ def adapter_query(call: Call) -> str | None:
 def registration(call: Call) -> AdapterOrder:
     """The order of `POST .../adapters`.
 
-    Raises:
-        InvalidRequest: `name` or `src` is missing, or a value is of the wrong kind.
+    Raises InvalidRequest: `name` or `src` is missing, or a value is of the wrong kind.
     """
     given = _given(call)
     order = _order(given, _text(given, "name", required=True), call)
@@ -109,11 +107,7 @@ def registration(call: Call) -> AdapterOrder:
 
 
 def change(call: Call) -> AdapterOrder:
-    """The order of `POST .../adapters/<name>/update`.
-
-    Raises:
-        InvalidRequest: a value is of the wrong kind.
-    """
+    """The order of `POST .../adapters/<name>/update`. Raises InvalidRequest: a value is of the wrong kind."""
     return _order(_given(call), call.path_parameters["adapter"], call)
 
 
@@ -141,8 +135,7 @@ def described(adapter: Adapter) -> Reply:
 def listed(call: Call, adapters: Sequence[Adapter]) -> Reply:
     """The answer to `GET .../adapters`: at most `limit` of them, and the token of the next page.
 
-    Raises:
-        InvalidRequest: `limit` or `next_page_token` is not a number.
+    Raises InvalidRequest: `limit` or `next_page_token` is not a number.
     """
     query = dict(call.query)
     limit = _number(query, "limit", MOST_LISTED)

@@ -87,8 +87,7 @@ class LmiAsyncContract:
     def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
         """The same request as one to vLLM's completions, which is what LMI makes of it, and notes for the log.
 
-        Raises:
-            ContractError: as `parse`.
+        Raises ContractError: as `parse`.
         """
         try:
             document, prompt, stream, parameters = self._read(call)
@@ -170,8 +169,7 @@ def read_async_parameters(
 
     `model_defaults`: vLLM's default sampling parameters for the model. `strict`: unknown names are refused.
 
-    Raises:
-        InvalidParameter: naming the parameter, its value and what is allowed.
+    Raises InvalidParameter: naming the parameter, its value and what is allowed.
     """
     given = {name: value for name, value in values.items() if value is not None}
     own = ParameterReader({name: value for name, value in given.items() if name in _OWN})

@@ -76,8 +76,7 @@ def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: 
 
     `prompts_of`: reads `inputs` that are not simply one prompt. `wanted`: what the body should have, for the message.
 
-    Raises:
-        InvalidRequest: it is no object that could be a request, or has a constraint outside its parameters.
+    Raises InvalidRequest: it is no object that could be a request, or has a constraint outside its parameters.
     """
     try:
         document = _decode_json(call.body) if call.content_type == JSON else decode(call.body, call.content_type)
@@ -99,12 +98,11 @@ def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: 
 def decode(body: bytes, content_type: str) -> Any:
     """The JSON document that the body is or stands for.
 
-    text/plain is the prompt itself, and text/csv has prompts in its column `inputs`; a form has the prompt in
-    `inputs`, else in `data`, else in its first field of another name than `parameters`, `stream` and `adapters`. JSON
-    is also taken where the content type is absent, application/octet-stream, or the one that curl sets by default.
+    text/plain is the prompt itself, and text/csv has prompts in its column `inputs`; a form has the prompt in `inputs`,
+    else in `data`, else in its first field of another name than `parameters`, `stream` and `adapters`. JSON is also
+    taken where the content type is absent, application/octet-stream, or the one that curl sets by default.
 
-    Raises:
-        InvalidRequest: the body is not of its content type, or the type cannot hold a prompt.
+    Raises InvalidRequest: the body is not of its content type, or the type cannot hold a prompt.
     """
     kind = media_type(content_type)
     if "application/json" in kind or kind in ("", "application/octet-stream"):
@@ -162,11 +160,7 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
 
 
 def stream_of(value: Any) -> bool:
-    """The field `stream` of a body; false where it is absent or null.
-
-    Raises:
-        InvalidRequest: it is not a boolean.
-    """
+    """The field `stream` of a body; false where it is absent or null. Raises InvalidRequest: it is not a boolean."""
     if value is not None and not isinstance(value, bool):
         raise InvalidRequest(f"`stream` must be true or false, got {json_kind(value)}")
     return bool(value)
@@ -190,8 +184,7 @@ def notes_of(document: dict[str, Any], fields: Iterable[str], ignored: Iterable[
 def input_of(call: Call) -> HandlerInput:
     """Query parameters and body as contents; headers, SageMaker's attributes and the request's id as properties.
 
-    Raises:
-        ContractError: 400; the form is broken, or the request names a handler function.
+    Raises ContractError: 400; the form is broken, or the request names a handler function.
     """
     given: list[tuple[str, str]] = []
     for name, value in call.headers:
@@ -212,11 +205,7 @@ def input_of(call: Call) -> HandlerInput:
 
 
 def priority_of(given: HandlerInput) -> int:
-    """The property `x-priority`; lower ones are served first.
-
-    Raises:
-        ContractError: 400; it is not an integer.
-    """
+    """The property `x-priority`; lower ones are served first. Raises ContractError: 400; it is not an integer."""
     text = next((value for name, value in given.properties if name.lower() == "x-priority"), "")
     try:
         return int(text) if text else DEFAULT_PRIORITY
@@ -253,11 +242,7 @@ def is_form(content_type: str) -> bool:
 
 
 def form_fields(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
-    """All fields and files of a form in order, without file names.
-
-    Raises:
-        FormError: the form is broken.
-    """
+    """All fields and files of a form in order, without file names. Raises FormError: the form is broken."""
     return _urlencoded(body) if media_type(content_type) == _URLENCODED else _multipart(body, content_type)
 
 

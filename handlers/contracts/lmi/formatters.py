@@ -26,14 +26,7 @@ from djl_python.request_io import RequestInput, TextGenerationOutput, TextInput
 from djl_python.request_io import Token as FormatterToken
 from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.lmi.body import decode, input_of, is_form, media_type, read_body
-from handlers.contracts.lmi.errors import (
-    JSON,
-    failed_dependency,
-    failure,
-    payload_error,
-    payload_refused,
-    status_of,
-)
+from handlers.contracts.lmi.errors import JSON, failed_dependency, failure, payload_error, payload_refused, status_of
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
 from handlers.contracts.protocol import Answer, Call, Contract, Exchange, Reply
 from handlers.errors import GenerationFailed, InvalidRequest, RequestError
@@ -221,8 +214,7 @@ class FormatterAnswer(Answer):
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The formatter's text.
 
-        Raises:
-            GenerationFailed: the formatter raised an error, or returned something else than text.
+        Raises GenerationFailed: the formatter raised an error, or returned something else than text.
         """
         self._take(delta)
         try:
@@ -304,8 +296,7 @@ class PayloadFormatters:
 
         As in LMI the formatter does not see `adapters`, which has been taken out by then.
 
-        Raises:
-            ContractError: the body cannot be decoded, or the formatter failed.
+        Raises ContractError: the body cannot be decoded, or the formatter failed.
         """
         if self._read is None:
             return call
@@ -326,8 +317,7 @@ class PayloadFormatters:
     def as_completion(self, call: Call) -> Call:
         """A call with `inputs` as one to vLLM's completions, so that its answer is vLLM's.
 
-        Raises:
-            ContractError: the call is refused.
+        Raises ContractError: the call is refused.
         """
         completion, notes = self._contract.as_completion(call)
         for note in notes:
@@ -337,8 +327,7 @@ class PayloadFormatters:
     def written(self, response: Any) -> bytes:
         """What the output formatter makes of vLLM's response, or of one event of its stream, as a line.
 
-        Raises:
-            GenerationFailed: the formatter raised an error, or returned something that cannot be sent.
+        Raises GenerationFailed: the formatter raised an error, or returned something that cannot be sent.
         """
         assert self._write is not None
         try:

@@ -94,8 +94,7 @@ def read_registration(call: Call) -> Registration:
 
     Unknown parameters are ignored.
 
-    Raises:
-        ContractError: 400; a parameter is missing or wrong, and is named.
+    Raises ContractError: 400; a parameter is missing or wrong, and is named.
     """
     in_json = media_type(call.content_type) == JSON
     given = _json_parameters(call.body) if in_json else dict(call.query)
@@ -116,8 +115,7 @@ def read_registration(call: Call) -> Registration:
 def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
     """`min_worker` and `max_worker` of a PUT; one that is not given keeps its value as far as the other allows.
 
-    Raises:
-        ContractError: 400; none is given, or one is wrong.
+    Raises ContractError: 400; none is given, or one is wrong.
     """
     given = dict(call.query)
     least, most = (
@@ -137,8 +135,7 @@ def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
 def read_page(call: Call) -> tuple[int, int]:
     """The first place and the greatest length of a list, from `next_page_token` and `limit`.
 
-    Raises:
-        ContractError: 400; one of them is not an integer in its range.
+    Raises ContractError: 400; one of them is not an integer in its range.
     """
     given = dict(call.query)
     limit = _integer("limit", given.get("limit", str(MAX_LISTED)), 1)

@@ -70,8 +70,7 @@ def read_parameters(
 ) -> LmiParameters:
     """Validate and translate `parameters`. The API description asks with a `reader` of its own.
 
-    Raises:
-        InvalidParameter: naming the parameter, its value and what is allowed.
+    Raises InvalidParameter: naming the parameter, its value and what is allowed.
     """
     # TensorRT-LLM's table calls `stop` a boolean, to which LMI gives no meaning; elsewhere it is a list of strings.
     stop_ignored = rules.trtllm and isinstance(values.get("stop"), bool)

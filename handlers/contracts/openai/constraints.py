@@ -41,8 +41,7 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
 
     `body`: its `FIELDS` at least. `parses_tools`: the model has a parser of tool calls.
 
-    Raises:
-        InvalidParameter: naming what vLLM would ignore, or what is wrong.
+    Raises InvalidParameter: naming what vLLM would ignore, or what is wrong.
     """
     if path not in _READ:
         return {}
@@ -83,11 +82,7 @@ def form_name(body: Mapping[str, Any], path: str) -> str:
 
 
 def _forms(body: Mapping[str, Any], path: str) -> list[str]:
-    """The names of the forms that a body asks for.
-
-    Raises:
-        InvalidParameter: it has none on this route.
-    """
+    """The names of the forms that a body asks for. Raises InvalidParameter: it has none on this route."""
     given = [name for name in FORMS if asks(name, body.get(name))]
     if path == RESPONSES and (form := _text_format(body)) is not None:
         given.append(form)

@@ -18,14 +18,7 @@ from handlers.contracts.tgi.answer import (
     StreamAnswer,
     stream_headers,
 )
-from handlers.contracts.tgi.errors import (
-    EVENTS,
-    JSON,
-    does_not_fit,
-    error_document,
-    refuse,
-    refuse_stream,
-)
+from handlers.contracts.tgi.errors import EVENTS, JSON, does_not_fit, error_document, refuse, refuse_stream
 from handlers.contracts.tgi.model import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens, templated
 from handlers.contracts.tgi.request import (
     Body,

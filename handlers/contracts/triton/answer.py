@@ -95,8 +95,7 @@ class CollectedAnswer(_Answer):
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The response, with the last delta.
 
-        Raises:
-            SeveralResponses: this is a second step, and there is room for one.
+        Raises SeveralResponses: this is a second step, and there is room for one.
         """
         if self._steps and self._fed:
             raise SeveralResponses

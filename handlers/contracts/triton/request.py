@@ -332,11 +332,7 @@ def _vllm(values: Mapping[str, Any], constraint: Constraint | None, stream: bool
 
 
 def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values under today's names, without the prefix.
-
-    Raises:
-        InvalidParameter: two of them have one name.
-    """
+    """The same values under today's names, without the prefix. Raises InvalidParameter: two of them have one name."""
     plain: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for given, value in values.items():
@@ -351,8 +347,7 @@ def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
 def to_vllm(plain: Mapping[str, Any], eos_token_ids: frozenset[int]) -> tuple[dict[str, Any], Constraint | None]:
     """vLLM's names and values, and the constraint.
 
-    Raises:
-        InvalidParameter: naming the one that is wrong, and what is allowed.
+    Raises InvalidParameter: naming the one that is wrong, and what is allowed.
     """
     values = {name: value for name, value in plain.items() if name not in _WITHOUT_EFFECT}
     for name in _REFUSED_IF_TRUE:

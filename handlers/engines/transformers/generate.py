@@ -314,8 +314,7 @@ def check_device(device: Any) -> None:
 
     To be called once the pass's exception is gone, whose traceback holds tensors.
 
-    Raises:
-        DeviceLost: the device computes no more.
+    Raises DeviceLost: the device computes no more.
     """
     release_memory()
     try:

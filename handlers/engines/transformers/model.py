@@ -198,8 +198,7 @@ def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:
 
     `loading`: what `from_pretrained` gives with `output_loading_info`; it counts tied weights as loaded.
 
-    Raises:
-        EngineStartError: it names some of the weights.
+    Raises EngineStartError: it names some of the weights.
     """
     mismatched = [key if isinstance(key, str) else key[0] for key in loading.get("mismatched_keys") or ()]
     for what, names in (

@@ -176,8 +176,7 @@ class VllmEngine:
     ) -> EngineCoreRequest:
         """Return vLLM's request for the first sequence, checked by vLLM.
 
-        Raises:
-            InvalidRequest: vLLM refuses it, or it would harm the engine.
+        Raises InvalidRequest: vLLM refuses it, or it would harm the engine.
         """
         constraint = await self.constraints.structured_outputs(request.sampling)
         params = self.sampling.sampling_params(request, len(token_ids), constraint)

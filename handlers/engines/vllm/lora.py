@@ -32,14 +32,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.adapters import Adapter
 from handlers.engines.vllm.lora_files import Shapes, base_shapes, check_adapter, read_ahead
-from handlers.errors import (
-    AdapterFailed,
-    AdapterUnusable,
-    EngineDead,
-    NoRoomForAdapter,
-    Overloaded,
-    UnknownAdapter,
-)
+from handlers.errors import AdapterFailed, AdapterUnusable, EngineDead, NoRoomForAdapter, Overloaded, UnknownAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -236,8 +229,7 @@ class VllmAdapters:
     async def _make_place(self) -> None:
         """Drop the adapter that was not used for the longest time, unless there is a place.
 
-        Raises:
-            NoRoomForAdapter: all are pinned, or in use for as long as it may take.
+        Raises NoRoomForAdapter: all are pinned, or in use for as long as it may take.
         """
         deadline = time.monotonic() + self._patience
         while len(resident := [held for held in self._held.values() if held.resident]) >= self._places:

@@ -44,8 +44,7 @@ class _Config(msgspec.Struct, frozen=True):
 def check_adapter(directory: Path, max_rank: int) -> None:
     """Refuse a directory that is no adapter, or one of too large a rank. Reads its configuration; may block.
 
-    Raises:
-        AdapterFailed: the file that is missing or broken is named.
+    Raises AdapterFailed: the file that is missing or broken is named.
     """
     if not os.path.isdir(directory):
         raise AdapterMissing(f"src: there is no directory {directory}")
@@ -64,8 +63,7 @@ def read_ahead(directory: Path, max_rank: int, base: Shapes) -> None:
 
     `base`: shapes of the base model's weights, as far as they are known.
 
-    Raises:
-        AdapterFailed: as `check_adapter`, or the weights cannot be used; the tensor is named.
+    Raises AdapterFailed: as `check_adapter`, or the weights cannot be used; the tensor is named.
     """
     check_adapter(directory, max_rank)
     path = _weights(directory)
