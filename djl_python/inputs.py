@@ -22,8 +22,7 @@ _NAME = slice(10, None)
 
 
 Body = bytes | bytearray
-_MISSING_CELLS = 1_000_000
-"""Cells of CSV that rows may lack. Each takes memory, although nothing was sent for it."""
+_MISSING_CELLS = 1_000_000  # Cells of CSV that rows may lack. Each takes memory, although nothing was sent for it.
 
 
 _KINDS = (

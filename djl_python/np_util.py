@@ -19,12 +19,9 @@ if TYPE_CHECKING:
 
 MAGIC_NUMBER = "NDAR"
 VERSION = 3
-MAX_NPZ_BYTES = 1 << 30
-"""The most bytes that the arrays of an npz body may take once decompressed."""
-_MAX_RANK = 32
-"""What every version of numpy can hold."""
-_SHOWN_TEXT = 32
-"""Characters of a client's string that an error repeats."""
+MAX_NPZ_BYTES = 1 << 30  # The most bytes that the arrays of an npz body may take once decompressed.
+_MAX_RANK = 32  # What every version of numpy can hold.
+_SHOWN_TEXT = 32  # Characters of a client's string that an error repeats.
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _TYPES = _INTEGERS | {"bool", "float16", "float32", "float64", "complex64", "complex128"}
 

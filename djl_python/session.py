@@ -15,10 +15,8 @@ from djl_python.lazy_import import require
 if TYPE_CHECKING:
     import numpy as np
 
-EXPIRATION = ".expiration_ts"
-"""The key under which a session's end is kept, in seconds since the epoch."""
-PARTIAL = ".put-"
-"""Prefix of the files in which a value is being written."""
+EXPIRATION = ".expiration_ts"  # The key under which a session's end is kept, in seconds since the epoch.
+PARTIAL = ".put-"  # Prefix of the files in which a value is being written.
 # An array may hold a client's bytes. Arrays have an ending of their own, so that they are never unpickled.
 _VALUE, _ARRAY = ".value", ".array"
 

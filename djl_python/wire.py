@@ -12,8 +12,7 @@ from typing import Any
 
 MORE_CHUNKS = b"\1"
 LAST_CHUNK = b"\0"
-STREAMED_CONTENT = -1
-"""In place of the number of content entries: chunks follow."""
+STREAMED_CONTENT = -1  # In place of the number of content entries: chunks follow.
 
 
 def read_exactly(connection: socket, size: int) -> bytearray:

@@ -27,13 +27,11 @@ from handlers.errors import (
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY = "adapters"
-"""Directory of a model in which its own adapters are, each in a directory."""
+DIRECTORY = "adapters"  # Directory of a model in which its own adapters are, each in a directory.
 
 _NAME = re.compile(r"(?!\.{1,2}\Z)[^/\x00-\x1f\x7f]{1,200}")
 """Not `.` or `..`: clients resolve them in a path, so that such an adapter could never be removed."""
-_SHOWN = 200
-"""Characters of a client's text that a message repeats."""
+_SHOWN = 200  # Characters of a client's text that a message repeats.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _ON_S3 = re.compile(r"s3://", re.IGNORECASE)
 
@@ -61,12 +59,9 @@ class Adapter:
     """A registered adapter."""
 
     name: str
-    src: str
-    """As the client gave it."""
-    path: Path
-    """Its directory; none need be there where the host reads `src`."""
-    id: int
-    """At least 1, and unique among all adapters of the model, former ones included."""
+    src: str  # As the client gave it.
+    path: Path  # Its directory; none need be there where the host reads `src`.
+    id: int  # At least 1, and unique among all adapters of the model, former ones included.
     preload: bool = True
     pin: bool = False
     alias: str = ""

@@ -31,8 +31,7 @@ class EngineAdapterHost:
 
     def __init__(self, engine: EngineAdapters, formatters: AdapterFormatters) -> None:
         self._engine, self._formatters = engine, formatters
-        self._current: dict[str, int] = {}
-        """Ids by names."""
+        self._current: dict[str, int] = {}  # Ids by names.
 
     async def register(self, adapter: Adapter) -> str:
         loaded = await self._formatters.load(adapter)

@@ -30,14 +30,10 @@ from handlers.request import TokenDelta
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 15.0
-"""Between the comments of a stream that has nothing to say; TGI's interval."""
-_SUBMITS_PER_TURN = 16
-"""After so many prompts of one call others get their turn on the event loop."""
-_LONG = 64 * 1024
-"""Bytes; parts of a cumulative answer up to this length come as often as there is something new."""
-_BYTES_PER_SECOND = 32 * 1024 * 1024
-"""What one cumulative answer makes of longer parts."""
+KEEP_ALIVE_SECONDS = 15.0  # Between the comments of a stream that has nothing to say; TGI's interval.
+_SUBMITS_PER_TURN = 16  # After so many prompts of one call others get their turn on the event loop.
+_LONG = 64 * 1024  # Bytes; parts of a cumulative answer up to this length come as often as there is something new.
+_BYTES_PER_SECOND = 32 * 1024 * 1024  # What one cumulative answer makes of longer parts.
 
 
 class EngineQueue:
@@ -46,13 +42,11 @@ class EngineQueue:
     At most `limit` sequences are in the engine at a time, running or waiting; further calls are refused at once.
     """
 
-    def __init__(self, engine: Engine, limit: int) -> None:
-        self.engine = engine
-        self.limit = limit
-        self.open_sequences = 0
-        """Places that are taken."""
-        self.running: dict[str, RunningCall] = {}
-        """By their ids."""
+    def __init__(self, engine: Engine, limit: int, overload_status: int = 503) -> None:
+        """`overload_status`: what LMI's clients get where there is no place."""
+        self.engine, self.limit, self.overload_status = engine, limit, overload_status
+        self.open_sequences = 0  # Places that are taken.
+        self.running: dict[str, RunningCall] = {}  # By their ids.
 
     def admit(self, sequences: int) -> None:
         """Take places for a call.
@@ -69,7 +63,8 @@ class EngineQueue:
 
     def overloaded(self) -> Overloaded:
         """What a call is refused with that gets no place."""
-        return Overloaded(f"the queue is full: {self.open_sequences} of {self.limit} places are taken; try again later")
+        message = f"the queue is full: {self.open_sequences} of {self.limit} places are taken; try again later"
+        return Overloaded(message, self.overload_status)
 
     def abort(self, request_id: str) -> None:
         """End the call with this id, if it is running: its client gets what there is of the answer, as aborted."""
@@ -114,6 +109,8 @@ class EngineHandler:
         try:
             await running.submit()
         except RequestError as error:
+            if isinstance(error, Overloaded):  # the engine may have no place for something else
+                error = Overloaded(error.message, queue.overload_status)
             queue.engine.meter.calls.count(0.0, failed=True)
             raise ContractError(exchange.answer.fail(error), error.message) from None
         return running
@@ -136,14 +133,11 @@ class RunningCall:
         self._begun_at = time.monotonic()
         self._generations: list[Generation] = []
         self._open_prompts = len(exchange.requests)
-        self._places = 0
-        """Of the queue, that the call still has."""
+        self._places = 0  # Of the queue, that the call still has.
         self._keep_alive: _KeepAlive | None = None
         self._aborted = False
-        self.begun = False
-        """The reply has begun as a stream."""
-        self.answered = False
-        """The reply is complete."""
+        self.begun = False  # The reply has begun as a stream.
+        self.answered = False  # The reply is complete.
         queue.running[request_id] = self
 
     async def submit(self) -> None:
@@ -281,8 +275,7 @@ class _KeepAlive:
 
     def __init__(self, comment: bytes, writer: ReplyWriter) -> None:
         self._comment, self._writer = comment, writer
-        self.spoken = True
-        """Set by whoever writes to the stream: cheaper for each token than a look at the clock."""
+        self.spoken = True  # Set by whoever writes to the stream: cheaper for each token than a look at the clock.
         self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
 
     def _tick(self) -> None:
@@ -309,8 +302,7 @@ class _CumulativeCall(RunningCall):
         self._cumulative = answer
         self._single = sum([request.sequences for request in exchange.requests]) == 1
         self._timer: asyncio.Handle | None = None
-        self._length = 0
-        """Of the last part, in bytes."""
+        self._length = 0  # Of the last part, in bytes.
         self._unsent = False
 
     def on_delta(self, delta: TokenDelta, prompt: int = 0) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from handlers.adapters import AdapterDownloads, AdapterHost, AdapterRegistry
@@ -147,16 +146,15 @@ async def _serving(
     sessions: Sessions,
     held: contextlib.AsyncExitStack,
 ) -> Service:
-    queue = EngineQueue(engine, engine.max_sequences + limits.queue_size)
+    queue = EngineQueue(engine, engine.max_sequences + limits.queue_size, limits.overload_status)
     openai = await openai_handler(queue, settings, limits.model_aliases)
     thread = FormatterThread(settings.predict_timeout)
     held.callback(thread.stop)
 
     def formatted(given: Formatters | None) -> Handler:
         """What answers `/invocations` with these formatters, which are the model's or an adapter's."""
-        contract = _contract(settings, limits, engine)
-        refuse_unread = partial(overloaded, status=limits.overload_status)
-        lmi, formatting = EngineHandler(queue, contract, refuse_unread=refuse_unread), None
+        contract = _contract(settings, engine)
+        lmi, formatting = EngineHandler(queue, contract, refuse_unread=overloaded), None
         if given is not None and isinstance(contract, LmiAsyncContract):
             formatting = _formatting(contract, given, engine, openai, thread)
         elif given is not None:
@@ -167,9 +165,8 @@ async def _serving(
                 write=given.output,
                 writes_tokens=given.output_takes_tokens,
                 tokenizer=engine.tokenizer,
-                overload_status=limits.overload_status,
             )
-            lmi = EngineHandler(queue, contract, thread, refuse_unread=refuse_unread)
+            lmi = EngineHandler(queue, contract, thread, refuse_unread=overloaded)
             if given.input is not None:
                 return lmi  # it reads bodies of any form
         return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status, formatting)
@@ -329,9 +326,9 @@ async def _load_custom(settings: ModelSettings, limits: Limits, held: contextlib
     return Service(settings, custom, custom, custom=custom, adapters=adapters)
 
 
-def _contract(settings: ModelSettings, limits: Limits, engine: Engine) -> Contract:
+def _contract(settings: ModelSettings, engine: Engine) -> Contract:
     if settings.async_mode:
-        return LmiAsyncContract(settings, limits.overload_status, getattr(engine, "default_sampling", None))
+        return LmiAsyncContract(settings, getattr(engine, "default_sampling", None))
     if settings.rolling_batch == "disable":
-        return LmiDynamicContract(settings, limits.overload_status, pad_text=engine.tokenizer.pad_token or "")
-    return LmiContract(settings, limits.overload_status)
+        return LmiDynamicContract(settings, pad_text=engine.tokenizer.pad_token or "")
+    return LmiContract(settings)

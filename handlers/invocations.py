@@ -112,8 +112,7 @@ class Body:
     """What a body was found to be."""
 
     kind: Kind
-    field: str = ""
-    """The field that says so."""
+    field: str = ""  # The field that says so.
     has_inputs: bool = True
     stop_token_ids: frozenset[int] = frozenset()
 

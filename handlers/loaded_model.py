@@ -15,8 +15,7 @@ from handlers.request import Token
 from handlers.segments import by_segments, encode_all
 
 _LONG_IDS = 4096
-_CHARACTERS_PER_TOKEN = 256
-"""The most characters that a token has, where the tokenizer does not say it."""
+_CHARACTERS_PER_TOKEN = 256  # The most characters that a token has, where the tokenizer does not say it.
 
 
 def fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
@@ -123,18 +122,15 @@ class EngineStatus:
 
     running_requests: int
     waiting_requests: int
-    kv_cache_usage: float
-    """Share of the KV cache in use, 0 to 1."""
+    kv_cache_usage: float  # Share of the KV cache in use, 0 to 1.
 
 
 class LoadedModel(Protocol):
     """A model, loaded."""
 
     meter: Meter
-    max_model_len: int
-    """Tokens of prompt and answer together."""
-    max_top_tokens: int
-    """The most alternatives that a token may carry."""
+    max_model_len: int  # Tokens of prompt and answer together.
+    max_top_tokens: int  # The most alternatives that a token may carry.
     eos_token_ids: frozenset[int]
 
     @property

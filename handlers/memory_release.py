@@ -14,14 +14,11 @@ import sys
 import threading
 from collections.abc import Iterator
 
-_THRESHOLDS = (20_000, 50, 50)
-"""Requests leave no reference cycles behind, so there is little to look for."""
+_THRESHOLDS = (20_000, 50, 50)  # Requests leave no reference cycles behind, so there is little to look for.
 
 _collecting = threading.Lock()
-_loaded = False
-"""Objects of a model were loaded into this process."""
-_models_exempt = False
-"""Some of them are exempt as well, because something was imported after that."""
+_loaded = False  # Objects of a model were loaded into this process.
+_models_exempt = False  # Some of them are exempt as well, because something was imported after that.
 
 
 @contextlib.contextmanager

@@ -66,8 +66,7 @@ class CallCounts:
     failed: int = 0
     succeeded_seconds: float = 0.0
     failed_seconds: float = 0.0
-    last_at: float = 0.0
-    """Seconds since the epoch; 0 if there was none."""
+    last_at: float = 0.0  # Seconds since the epoch; 0 if there was none.
 
     def count(self, seconds: float, *, failed: bool) -> None:
         """Count a call that took so long. One whose client went away counts as neither."""

@@ -15,11 +15,9 @@ OutputFormatter = Literal["json", "jsonlines", "sse"]
 Streaming = Literal["false", "true", "huggingface"]
 ChatFormat = Literal["lmi", "openai"]
 
-DEFAULT_MAX_LORAS = 4
-"""LMI's default of `option.max_loras`, where vLLM's is 1."""
+DEFAULT_MAX_LORAS = 4  # LMI's default of `option.max_loras`, where vLLM's is 1.
 
-LMI_ROLLING_BATCH_SIZE = 256
-"""LMI's default of `option.max_rolling_batch_size`."""
+LMI_ROLLING_BATCH_SIZE = 256  # LMI's default of `option.max_rolling_batch_size`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

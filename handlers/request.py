@@ -15,16 +15,11 @@ import msgspec
 class FinishReason(Enum):
     """Why a sequence ended, in terms that every contract can translate."""
 
-    LENGTH = "length"
-    """The limit on new tokens, or the model's context, was reached."""
-    EOS = "eos"
-    """The model produced its end-of-sequence token."""
-    STOP = "stop"
-    """A stop string or a stop token of the request was produced."""
-    ABORT = "abort"
-    """The request was cancelled."""
-    ERROR = "error"
-    """The engine failed."""
+    LENGTH = "length"  # The limit on new tokens, or the model's context, was reached.
+    EOS = "eos"  # The model produced its end-of-sequence token.
+    STOP = "stop"  # A stop string or a stop token of the request was produced.
+    ABORT = "abort"  # The request was cancelled.
+    ERROR = "error"  # The engine failed.
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,17 +49,13 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """The union of the contracts' sampling parameters. A contract has validated the values."""
 
-    max_tokens: int | None = None
-    """Limit on new tokens, at least 1; None: the rest of the context."""
+    max_tokens: int | None = None  # Limit on new tokens, at least 1; None: the rest of the context.
     min_tokens: int = 0
-    temperature: float = 0.0
-    """0 is greedy decoding; anything above is sampling."""
-    top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    temperature: float = 0.0  # 0 is greedy decoding; anything above is sampling.
+    top_k: int = 0  # 0 keeps the whole vocabulary.
     top_p: float = 1.0
     min_p: float = 0.0
-    typical_p: float = 1.0
-    """Locally typical sampling; 1 is off."""
+    typical_p: float = 1.0  # Locally typical sampling; 1 is off.
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

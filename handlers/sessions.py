@@ -33,15 +33,13 @@ T = TypeVar("T")
 SESSION_ID = "X-Amzn-SageMaker-Session-Id"
 NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
 CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
-NEW_SESSION = "NEW_SESSION"
-"""What SageMaker's client sends as an id when it has no session yet."""
+NEW_SESSION = "NEW_SESSION"  # What SageMaker's client sends as an id when it has no session yet.
 CLOSE = "CLOSE"
 MOST_SESSIONS = 2_000
 """Each is a directory with a small file, 4 KiB of disk or shared memory. A new session looks at all of them, which
 takes less than 0.1 s of a thread with this many."""
 _THREADS = 4
-_MOST_WAITING = 256
-"""Calls whose sessions are looked up at a time."""
+_MOST_WAITING = 256  # Calls whose sessions are looked up at a time.
 _SECONDS = 30.0
 _LAST_SAVE_SECONDS = 5.0
 _ID = re.compile(r"[A-Za-z0-9-]{1,256}")
@@ -124,7 +122,7 @@ class Sessions:
             self._open -= 1
 
     def _full(self, message: str) -> ContractError:
-        return ContractError(overloaded(Overloaded(message), self._overload_status), message)
+        return ContractError(overloaded(Overloaded(message, self._overload_status)), message)
 
 
 async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessions:

@@ -83,8 +83,7 @@ class VLLMHandler:
 
 
 service = VLLMHandler()
-_model: ModelService | None = None
-"""The customer's `model.py`, once it is loaded."""
+_model: ModelService | None = None  # The customer's `model.py`, once it is loaded.
 
 
 async def handle(inputs: Input) -> Any:

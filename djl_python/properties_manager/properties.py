@@ -50,8 +50,7 @@ class Properties(BaseModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
-    model_id_or_path: str
-    """`model_id`, else `model_dir`."""
+    model_id_or_path: str  # `model_id`, else `model_dir`.
     model_dir: str | None = None
     rolling_batch: RollingBatchEnum = RollingBatchEnum.auto
     tensor_parallel_degree: int = 1

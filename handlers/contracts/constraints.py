@@ -15,8 +15,7 @@ from handlers.contracts.json_fields import JsonError, Kind, ParameterReader, dec
 from handlers.errors import InvalidParameter
 from handlers.request import Constraint
 
-MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000
-"""The engine makes one grammar of them before it begins."""
+MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000  # The engine makes one grammar of them before it begins.
 
 FORMS: Mapping[str, Kind] = {
     "structured_outputs": "object",

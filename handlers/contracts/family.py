@@ -144,10 +144,8 @@ class Forwards:
 
     path: str
     methods: tuple[str, ...] = ("POST",)
-    prefix: str = ""
-    """The part of `path` that vLLM's own path does not have."""
-    own_handler: bool = False
-    """A custom handler gets such calls as it gets those of `/invocations`."""
+    prefix: str = ""  # The part of `path` that vLLM's own path does not have.
+    own_handler: bool = False  # A custom handler gets such calls as it gets those of `/invocations`.
 
 
 Route = Generates | Tells | Forwards

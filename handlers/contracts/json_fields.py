@@ -12,13 +12,10 @@ import msgspec
 
 from handlers.errors import InvalidParameter
 
-MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
-"""What engines can carry; no parameter means anything beyond."""
-MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000
-"""Engines look for each of them after each token."""
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # What engines can carry; no parameter means anything beyond.
+MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000  # Engines look for each of them after each token.
 
-Kind = str | list[str]
-"""`type` of a JSON schema, such as "integer"."""
+Kind = str | list[str]  # `type` of a JSON schema, such as "integer".
 
 _KINDS = {str: "a string", int: "a number", float: "a number", list: "an array", dict: "an object", bool: "a boolean"}
 _DIGITS = re.compile("[0-9]{1,19}").fullmatch

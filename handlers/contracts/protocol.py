@@ -15,10 +15,8 @@ from djl_python.input_parser import SAGEMAKER_ADAPTER_IDENTIFIER_HEADER
 from handlers.errors import RequestError
 from handlers.request import GenerationRequest, TokenDelta
 
-WITHOUT_BODY = frozenset({204, 304})
-"""RFC 9110, 8.6: statuses that have neither body nor length."""
-LONG_BODY = 256 * 1024
-"""Bytes above which a body is read in a thread, so that nothing else waits for it."""
+WITHOUT_BODY = frozenset({204, 304})  # RFC 9110, 8.6: statuses that have neither body nor length.
+LONG_BODY = 256 * 1024  # Bytes above which a body is read in a thread, so that nothing else waits for it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +56,7 @@ class ContractError(Exception):
     def __init__(self, reply: Reply, reason: str) -> None:
         super().__init__(reason)
         self.reply = reply
-        self.reason = reason
-        """For the log; says what was wrong, without the prompt."""
+        self.reason = reason  # For the log; says what was wrong, without the prompt.
 
 
 class Answer(Protocol):

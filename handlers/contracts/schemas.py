@@ -162,8 +162,7 @@ class _Asked(ParameterReader):
         return default
 
 
-_OF_THE_STRUCT = ("title", "description")
-"""A struct's name and docstring, which are not for clients."""
+_OF_THE_STRUCT = ("title", "description")  # A struct's name and docstring, which are not for clients.
 
 
 def struct(shape: type[msgspec.Struct], name: str = "") -> Schema:

@@ -20,10 +20,8 @@ from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 
 DEFAULT_MAX_TOKENS = 16
-MAX_SEQUENCES = 16384
-"""vLLM's own limit on `n` (VLLM_MAX_N_SEQUENCES)."""
-GREEDY_BELOW = 1e-5
-"""vLLM's epsilon: a temperature below it is greedy decoding."""
+MAX_SEQUENCES = 16384  # vLLM's own limit on `n` (VLLM_MAX_N_SEQUENCES).
+GREEDY_BELOW = 1e-5  # vLLM's epsilon: a temperature below it is greedy decoding.
 _NOT_FOR_CLIENTS = {
     "logits_processors": "is not allowed: a request cannot bring code into the engine",
     **dict.fromkeys(

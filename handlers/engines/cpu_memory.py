@@ -25,12 +25,10 @@ _ROOT = Path("/")
 _GIB = 1 << 30
 _PROCESS_BYTES, _WORKER_BYTES = 500 << 20, 700 << 20
 """Memory of vLLM's engine process, and of a worker beside its model and KV cache."""
-_LEAST_BYTES = 64 << 20
-"""The smallest KV cache worth a try."""
+_LEAST_BYTES = 64 << 20  # The smallest KV cache worth a try.
 _SHARE = 0.5
 """Of what is left, for the KV cache; activations, files that are read again and other programs need memory too."""
-_LARGEST_SHARE = 0.9
-"""The same where one sequence would not fit otherwise."""
+_LARGEST_SHARE = 0.9  # The same where one sequence would not fit otherwise.
 _TIMES_WEIGHTS = 4
 """A step of the engine reads all weights once, and the cache of every sequence. With a cache of this size it gets four
 fifths of the throughput that any cache could give it; a larger one takes longer to start, as vLLM writes all of it."""
@@ -47,8 +45,7 @@ class Limit:
     """A limit on the memory that processes get. Bytes."""
 
     name: str
-    available: int
-    """Memory for new allocations, with the files that the kernel can drop from memory."""
+    available: int  # Memory for new allocations, with the files that the kernel can drop from memory.
     total: int
 
     def __str__(self) -> str:
@@ -60,12 +57,9 @@ class Demand:
     """The memory that vLLM needs. Bytes, except where it says otherwise."""
 
     model: str
-    weights: int
-    """Of each worker; 0 where they are not known."""
-    sequence: int
-    """KV cache of the longest sequence, of each worker; 0 where it is not known."""
-    workers: int = 1
-    """Number of workers."""
+    weights: int  # Of each worker; 0 where they are not known.
+    sequence: int  # KV cache of the longest sequence, of each worker; 0 where it is not known.
+    workers: int = 1  # Number of workers.
 
 
 def kv_cache_size(demand: Demand, limits: Collection[Limit]) -> int:

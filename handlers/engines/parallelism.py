@@ -13,15 +13,12 @@ from typing import Any
 Config = Mapping[str, Any]
 
 _GIB = 1 << 30
-MEMORY_SHARE = 0.92
-"""Of a GPU's memory, what vLLM takes by default (`gpu_memory_utilization`)."""
-_CACHE_SHARE = 0.2
-"""Of what vLLM takes, what the KV cache is to have at least. With less, few sequences run together."""
+MEMORY_SHARE = 0.92  # Of a GPU's memory, what vLLM takes by default (`gpu_memory_utilization`).
+_CACHE_SHARE = 0.2  # Of what vLLM takes, what the KV cache is to have at least. With less, few sequences run together.
 _OVERHEAD_BYTES = 2 << 30
 _OVERHEAD_SHARE = 0.04
 """Of a GPU's memory, for activations, CUDA graphs and the CUDA context: vLLM's batches are larger on larger GPUs."""
-_VOCABULARY_PADDING = 64
-"""vLLM pads the vocabulary to a multiple of this before it is shared out."""
+_VOCABULARY_PADDING = 64  # vLLM pads the vocabulary to a multiple of this before it is shared out.
 _LEAST_REFINED_BLOCK = 32
 """vLLM splits the blocks of FP8 scales of experts down to this size where the blocks straddle two GPUs."""
 
@@ -60,18 +57,12 @@ class ModelMemory:
     least a fifth of the memory that vLLM takes.
     """
 
-    config: Config
-    """The model's config.json."""
-    weight_bytes: int
-    """Size of all weights; 0 if unknown."""
-    stages: int = 1
-    """Pipeline stages."""
-    memory_share: float = MEMORY_SHARE
-    """Of a GPU's memory, what vLLM may take."""
-    max_model_len: int | None = None
-    """The longest sequence; None: the model's own context length."""
-    cache_element_bytes: int = 2
-    """Bytes of one number in the KV cache."""
+    config: Config  # The model's config.json.
+    weight_bytes: int  # Size of all weights; 0 if unknown.
+    stages: int = 1  # Pipeline stages.
+    memory_share: float = MEMORY_SHARE  # Of a GPU's memory, what vLLM may take.
+    max_model_len: int | None = None  # The longest sequence; None: the model's own context length.
+    cache_element_bytes: int = 2  # Bytes of one number in the KV cache.
 
     def fewest(self, sizes: Sequence[int], gpu_bytes: int) -> tuple[int, str]:
         """Return the first of these sizes that holds the model, or else the last, and the reason in words.

@@ -31,8 +31,7 @@ class Progress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked_at = clock, clock()
-        self.mark = 0.0
-        """The number that the last look saw; it changes with every sign of life."""
+        self.mark = 0.0  # The number that the last look saw; it changes with every sign of life.
         self.quiet_seconds = 0.0
         """Seconds with work since the last sign of life.
 
@@ -64,8 +63,7 @@ class Watchdog:
         """`look`: ends what waits for ever; returns False when there is nothing more to watch."""
         self._look = look
         self._task: asyncio.Task[None] | None = None
-        self.failure = ""
-        """Why the engine must not serve any more; "" while it may."""
+        self.failure = ""  # Why the engine must not serve any more; "" while it may.
 
     def start(self) -> None:
         """Begin to watch."""
@@ -112,8 +110,7 @@ class Generation(Protocol):
         """
 
 
-Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]
-"""A function with the signature of `Engine.submit`."""
+Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]  # A function with the signature of `Engine.submit`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +119,8 @@ class EngineHealth:
 
     alive: bool
     reason: str = ""
-    quiet_seconds: float = 0.0
-    """Seconds with work since the last sign of life (`Progress`)."""
-    mark: float = 0.0
-    """A number that changes with every sign of life."""
+    quiet_seconds: float = 0.0  # Seconds with work since the last sign of life (`Progress`).
+    mark: float = 0.0  # A number that changes with every sign of life.
 
 
 class EngineAdapters(Protocol):

@@ -15,8 +15,7 @@ from pydantic import ValidationError
 
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 
-_SHOWN = 800
-"""Characters: what is sent from a process must fit into a pipe at once."""
+_SHOWN = 800  # Characters: what is sent from a process must fit into a pipe at once.
 _OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})
 """Python's and PyTorch's, by name: PyTorch is not imported here."""
 _SIGNS = re.compile(

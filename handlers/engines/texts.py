@@ -40,10 +40,8 @@ def check_beams(sampling: SamplingParameters) -> None:
 
 
 _NOT_WITH_BEAMS = "cannot be used together with beam search"
-_PROMPT_CONTEXT = 16
-"""Tokens of the prompt in front of the answer; decoding all of a long one would take milliseconds."""
-_CONTEXT = 8
-"""Tokens that a slow tokenizer needs to see in front of the next one."""
+_PROMPT_CONTEXT = 16  # Tokens of the prompt in front of the answer; decoding all of a long one would take milliseconds.
+_CONTEXT = 8  # Tokens that a slow tokenizer needs to see in front of the next one.
 _INVALID_PREFIX = "Invalid prefix encountered"
 """The beginning of the message of `tokenizers` for a stream that has lost its place."""
 

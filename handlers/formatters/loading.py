@@ -172,8 +172,7 @@ def _import(path: Path, model: str) -> ModuleType:
         raise EngineStartError(f"{path.name} cannot be imported: {described(error, directory)}") from error
 
 
-_own_directories: list[str] = []
-"""The directories of all loaded models, each once for each model that has it."""
+_own_directories: list[str] = []  # The directories of all loaded models, each once for each model that has it.
 
 
 class ModelImports:

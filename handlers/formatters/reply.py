@@ -14,8 +14,7 @@ from handlers.contracts.protocol import Call, Reply, ReplyWriter, Running
 from handlers.errors import GenerationFailed, RequestError
 from handlers.formatters.thread import FormatterQueue, FormatterThread
 
-_END = b""
-"""In the place of an event: there are no more."""
+_END = b""  # In the place of an event: there are no more.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,7 @@ class FormattedReply:
         self._status = 0
         self._headers: tuple[tuple[str, str], ...] = ()
         self._started = self._ended = False
-        self.running: Running | None = None
-        """What ends the generation if the formatter fails."""
+        self.running: Running | None = None  # What ends the generation if the formatter fails.
 
     def reply(self, reply: Reply) -> None:
         if reply.status >= 400:

@@ -16,10 +16,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ITEMS_PER_JOB = 16
-"""Other replies' formatters have their turn after so many."""
-_MOST_WAITING = 64
-"""Items of one reply that may wait before `drain` does."""
+_ITEMS_PER_JOB = 16  # Other replies' formatters have their turn after so many.
+_MOST_WAITING = 64  # Items of one reply that may wait before `drain` does.
 
 
 class FormatterThread:

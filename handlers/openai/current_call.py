@@ -28,18 +28,13 @@ class OpenAICall:
         self._queue, self.engine = queue, queue.engine
         self._held = 0
         self._closed = False
-        self.any_model = any_model
-        """No `model` in its body is refused."""
-        self.form_name = "structured_outputs"
-        """What its body calls the form that its text is to have."""
+        self.any_model = any_model  # No `model` in its body is refused.
+        self.form_name = "structured_outputs"  # What its body calls the form that its text is to have.
         self.adapters: dict[str, Claim] = {}
         """Adapters that are kept for the call, by name; a beam search asks for its own several times."""
-        self.generates = False
-        """It was admitted to the queue."""
-        self.submitted = False
-        """Its body has been read, and something of it is to be generated."""
-        self.failed = ""
-        """Why the engine gave up on one of its requests; empty if it did not."""
+        self.generates = False  # It was admitted to the queue.
+        self.submitted = False  # Its body has been read, and something of it is to be generated.
+        self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.
 
     def take(self, sequences: int) -> None:
         """Take places for sequences of this call.

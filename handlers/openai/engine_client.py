@@ -43,8 +43,7 @@ from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall, current_call
 
 _INT64 = 2**63
-_MOST_NESTED = 32
-"""Levels of `kv_transfer_params` and of `vllm_xargs`."""
+_MOST_NESTED = 32  # Levels of `kv_transfer_params` and of `vllm_xargs`.
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
 """What goes to the engine process as 64-bit numbers."""
 

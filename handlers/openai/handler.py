@@ -40,12 +40,9 @@ from handlers.openai.current_call import OpenAICall, current_call
 logger = logging.getLogger(__name__)
 
 EVENTS = "text/event-stream"
-_LONG_CHAT = 16 * 1024
-"""Bytes; a template may be slow, so that longer ones are parsed in a thread."""
-_PREFIXES = ("chatcmpl-", "cmpl-")
-"""Before the HTTP request's id in those of vLLM's answers."""
-_ONE_OF_MANY = re.compile(r"[-_]\d+$")
-"""After it, in the requests of an answer to several prompts or conversations."""
+_LONG_CHAT = 16 * 1024  # Bytes; a template may be slow, so that longer ones are parsed in a thread.
+_PREFIXES = ("chatcmpl-", "cmpl-")  # Before the HTTP request's id in those of vLLM's answers.
+_ONE_OF_MANY = re.compile(r"[-_]\d+$")  # After it, in the requests of an answer to several prompts or conversations.
 _OURS = frozenset({b"content-length", b"transfer-encoding", b"x-request-id"})
 """Request headers that are written anew for the application."""
 _FRAMING = frozenset({"content-type", "content-length"})
@@ -54,8 +51,7 @@ _CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, f"{MESSAGES}/count_tokens", R
 _MARKS = (b"{", b"[", b",")
 """What is between the parts of a document. Texts have them too, one to a token at most, but for a few odd ones."""
 _MARKS_PER_TOKEN, _FURTHER_MARKS = 4, 10_000
-_MARKS_OF_PROMPTS = 2_000_000
-"""Token ids of many prompts; these cost a tenth of what messages do."""
+_MARKS_OF_PROMPTS = 2_000_000  # Token ids of many prompts; these cost a tenth of what messages do.
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode

@@ -18,12 +18,10 @@ from handlers.workers.worker import Worker
 
 logger = logging.getLogger("handlers.workers")
 
-MAX_BATCH = 999
-"""Entries are numbered with three digits, from 0."""
+MAX_BATCH = 999  # Entries are numbered with three digits, from 0.
 
 _KEY = re.compile(r"batch_([0-9]{1,9})\.(.*)", re.DOTALL)
-CLIENT_PATIENCE = 120.0
-"""Seconds for which a client may take nothing of its stream; then its call is cancelled."""
+CLIENT_PATIENCE = 120.0  # Seconds for which a client may take nothing of its stream; then its call is cancelled.
 _CANCEL_PATIENCE = 5.0
 """Seconds in which an async handler has to end a cancelled call; after them the worker counts as hung."""
 
@@ -54,14 +52,12 @@ class Request:
 class CallSettings:
     """How requests wait and become calls. Durations are in seconds."""
 
-    queue_size: int
-    """Requests that may wait while every worker is busy."""
+    queue_size: int  # Requests that may wait while every worker is busy.
     overload_status: int
     unavailable_status: int
     predict_timeout: float
     async_mode: bool
-    concurrency: int
-    """Calls that one worker has at a time."""
+    concurrency: int  # Calls that one worker has at a time.
     batch_size: int
     max_batch_delay: float
     max_rolling_batch_size: int
@@ -93,8 +89,7 @@ class CallBatcher:
         """How many requests it takes now."""
         return self._settings.batch_size if len(self._calls) < self._settings.concurrency else 0
 
-    places = room
-    """How many requests it takes now or with its next step."""
+    places = room  # How many requests it takes now or with its next step.
 
     def begin(self, requests: list[Request]) -> None:
         """Begin with requests, at most as many as there is room for."""
@@ -116,8 +111,7 @@ class _Call:
         self._on_finished = on_finished
         self._reply = requests[0].reply
         self._cancelled = False
-        self._uncredited = 0
-        """Bytes that the worker has sent and has got no credit for."""
+        self._uncredited = 0  # Bytes that the worker has sent and has got no credit for.
         self._draining: asyncio.Task[None] | None = None
         self._call = worker.call(self._message(), self)
         self._timeout = IdleTimeout(settings.predict_timeout, self._on_timeout, self._waits_for_client)
@@ -322,10 +316,8 @@ class _Active:
     """A request from its first step to its last."""
 
     request: Request
-    seen: bool = False
-    """A step has answered it."""
-    last: bool = False
-    """The answer is complete."""
+    seen: bool = False  # A step has answered it.
+    last: bool = False  # The answer is complete.
     seed: str = field(default_factory=lambda: str(random.getrandbits(31)))
 
     def entry(self, index: int) -> Message:
@@ -347,12 +339,10 @@ class RollingBatcher:
         self.worker, self._settings, self._on_free = worker, settings, on_free
         self._limit = min(settings.max_rolling_batch_size, MAX_BATCH)
         self._active: list[_Active] = []
-        self._step: int | None = None
-        """The call of the running step."""
+        self._step: int | None = None  # The call of the running step.
         self._timeout: IdleTimeout | None = None
         self._answered = False
-        self._reset = False
-        """The next step tells the handler to forget all requests."""
+        self._reset = False  # The next step tells the handler to forget all requests.
 
     @property
     def load(self) -> int:
@@ -442,8 +432,7 @@ class RollingBatcher:
         self._reset = True
 
 
-Batcher = CallBatcher | RollingBatcher
-"""Turns the requests of one worker into calls."""
+Batcher = CallBatcher | RollingBatcher  # Turns the requests of one worker into calls.
 
 
 def _headers_by_request(properties: Properties) -> dict[int, Properties]:

@@ -71,8 +71,7 @@ class CustomHandler:
             async_mode=self._handler.async_mode,
             properties=dict(self._handler.properties),
         )
-        self.adapters: Container[str] | None = None
-        """Names that a call's `adapter` may have; None: not checked."""
+        self.adapters: Container[str] | None = None  # Names that a call's `adapter` may have; None: not checked.
 
     async def start(self) -> None:
         """Install the model's requirements, start `min_workers` workers and have them load the handler.
@@ -111,8 +110,7 @@ class CustomHandler:
 REGISTER, UPDATE, UNREGISTER = "register_adapter", "update_adapter", "unregister_adapter"
 """Functions of the customer's module."""
 _FAILED, _OUT_OF_MEMORY = 300, 507
-_NOTHING_SAID = frozenset({"", "OK", "No content"})
-"""The default messages of an `Output`."""
+_NOTHING_SAID = frozenset({"", "OK", "No content"})  # The default messages of an `Output`.
 
 
 class WorkerAdapters:
@@ -124,10 +122,8 @@ class WorkerAdapters:
         """`workers`: those that take requests. `patience`: seconds that each may take to answer, including the calls
         that it has to finish before."""
         self._workers, self._patience = workers, patience
-        self._known: dict[str, Adapter] = {}
-        """The adapters that a starting worker is told of, by name."""
-        self._telling = asyncio.Lock()
-        """One order at a time: no worker starts to take requests in the middle of one."""
+        self._known: dict[str, Adapter] = {}  # The adapters that a starting worker is told of, by name.
+        self._telling = asyncio.Lock()  # One order at a time: no worker starts to take requests in the middle of one.
 
     async def register(self, adapter: Adapter) -> str:
         return await self._order(REGISTER, adapter)

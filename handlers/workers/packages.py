@@ -38,8 +38,7 @@ _DESCRIBE = (
 )
 _COMPLETE = "complete"
 _PIP_FILES = frozenset({".txt", ".whl", ".gz", ".zip", ".toml"})
-_LAST_LINES = 5
-"""Of pip's output, in the error message."""
+_LAST_LINES = 5  # Of pip's output, in the error message.
 
 
 def variables_of(settings: HandlerSettings) -> Mapping[str, str]:

@@ -19,12 +19,9 @@ from handlers.workers.worker import Worker, WorkerPlan
 
 logger = logging.getLogger("handlers.workers")
 
-_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 30.0
-"""Seconds between a worker's failure and the next start."""
-_HEALTHY_SECONDS = 60.0
-"""The failure of a worker that has lived this long does not delay the next start."""
-_IDLE_GRACE = 5.0
-"""Seconds that an idle worker gets to end by itself."""
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 30.0  # Seconds between a worker's failure and the next start.
+_HEALTHY_SECONDS = 60.0  # The failure of a worker that has lived this long does not delay the next start.
+_IDLE_GRACE = 5.0  # Seconds that an idle worker gets to end by itself.
 _CPU = "-1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _STOPPING = "the server is stopping"
@@ -42,23 +39,17 @@ class Pool:
         self._settings, self._calls = settings, calls
         self._batcher, self._introduce = batcher, introduce
         self.min_workers, self.max_workers = settings.min_workers, max(settings.min_workers, settings.max_workers)
-        self._queue: list[Request] = []
-        """Requests that wait, ordered by priority, then by arrival."""
-        self._batchers: dict[Worker, Batcher] = {}
-        """Of the workers that take requests."""
+        self._queue: list[Request] = []  # Requests that wait, ordered by priority, then by arrival.
+        self._batchers: dict[Worker, Batcher] = {}  # Of the workers that take requests.
         self._starting: set[Worker] = set()
-        self._to_come = 0
-        """Workers that start or wait for their start."""
+        self._to_come = 0  # Workers that start or wait for their start.
         self._worker_ids = itertools.count(1)
         self._arrivals = itertools.count(1)
-        self.failures = 0
-        """Crashes, hangs and failed restarts since the start."""
-        self._streak = 0
-        """Failures since a worker last lived for a while."""
+        self.failures = 0  # Crashes, hangs and failed restarts since the start.
+        self._streak = 0  # Failures since a worker last lived for a while.
         self.failed = "the handler is not loaded"
         """Why the model counts as failed, which is final; workers that live serve nevertheless."""
-        self._down = ""
-        """Why there is no worker, after one could not be started again."""
+        self._down = ""  # Why there is no worker, after one could not be started again.
         self._stopping = False
         self._gathering: asyncio.TimerHandle | None = None
         """Runs once a batch that is not full has waited for long enough."""

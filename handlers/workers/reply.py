@@ -34,8 +34,7 @@ class HandlerReply:
 
     def __init__(self, writer: ReplyWriter) -> None:
         self.writer = writer
-        self.open = True
-        """The client waits for more."""
+        self.open = True  # The client waits for more.
         self.started = False
         self._head = Message()
 

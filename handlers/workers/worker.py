@@ -33,15 +33,11 @@ logger = logging.getLogger("handlers.workers")
 
 _LAUNCH = str(Path(runtime.__path__[0]) / "launch.py")
 _SDK = str(Path(djl_python.__path__[0]).absolute())
-_EXIT_PATIENCE = 1.0
-"""Seconds between the end of a worker's connection and the end of its process."""
-_TERMINATION_PATIENCE = 2.0
-"""Seconds between SIGTERM and SIGKILL."""
-_PIPE_PATIENCE = 0.5
-"""Seconds for the rest of the output after the process has ended."""
+_EXIT_PATIENCE = 1.0  # Seconds between the end of a worker's connection and the end of its process.
+_TERMINATION_PATIENCE = 2.0  # Seconds between SIGTERM and SIGKILL.
+_PIPE_PATIENCE = 0.5  # Seconds for the rest of the output after the process has ended.
 _TAIL_LINES = 20
-_MAX_LINE = 32 * 1024
-"""Bytes after which a line is logged although it has not ended."""
+_MAX_LINE = 32 * 1024  # Bytes after which a line is logged although it has not ended.
 
 
 LoadedEngine = Callable[[], Awaitable[Handler]]
@@ -146,10 +142,8 @@ class WorkerPlan:
     python: str
     environment: Mapping[str, str]
     order: LoadOrder
-    load_timeout: float
-    """Seconds."""
-    engine: LoadedEngine | None = None
-    """The model's engine, where the handler may call one."""
+    load_timeout: float  # Seconds.
+    engine: LoadedEngine | None = None  # The model's engine, where the handler may call one.
 
 
 class Receiver(Protocol):
@@ -170,24 +164,20 @@ class Worker:
         self.id = id_
         self.name = f"worker {id_}"
         self.device = device
-        self.ready = False
-        """It has loaded the handler, and neither ends nor is to end."""
-        self.started = time.time()
-        """Seconds since the epoch."""
+        self.ready = False  # It has loaded the handler, and neither ends nor is to end.
+        self.started = time.time()  # Seconds since the epoch.
         self.pid: int | None = None
         self._plan = plan
         self._on_end = on_end
         self._receivers: dict[int, Receiver] = {}
         self._engine_calls: dict[int, EngineCall] = {}
-        self.calls = 0
-        """How many calls it has been sent."""
+        self.calls = 0  # How many calls it has been sent.
         self._loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why the handler could not be loaded; empty if it was."""
         self._ended = False
         self._patience = _EXIT_PATIENCE
         self._reason = ""
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        """The last lines of its output."""
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)  # The last lines of its output.
         self._writer: asyncio.StreamWriter | None = None
         self._watching: asyncio.Task[None] | None = None
 

@@ -24,8 +24,7 @@ _OWN = frozenset({"prompt", "prompt_in_response", "response_pool", "json_format"
 """Keywords of /v1/generate that are not vLLM's."""
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
-_TYPES = ("string", "integer", "boolean", "number")
-"""Types of fields in the simple form of `json_format`."""
+_TYPES = ("string", "integer", "boolean", "number")  # Types of fields in the simple form of `json_format`.
 _TYPES_IN_WORDS = ", ".join(f'"{name}"' for name in _TYPES)
 _LONGEST_NAME = 80
 
@@ -95,8 +94,7 @@ class Generation:
 
     prompt: str
     prompt_in_response: bool
-    parameters: VllmParameters
-    """With the constraint that `response_pool` or `json_format` stands for."""
+    parameters: VllmParameters  # With the constraint that `response_pool` or `json_format` stands for.
 
 
 def read_generation(values: dict[str, Any]) -> Generation:

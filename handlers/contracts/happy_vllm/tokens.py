@@ -22,12 +22,9 @@ DEFAULT_CHUNK = 200
 
 _WORD = "thisisareallybigwordisntit"
 """happy_vllm's own. How the beginning of a text is split depends on the word in front of it, so it is the same here."""
-_HEAD = 256
-"""Characters of a text on which a word is tried first; what follows them hardly ever matters."""
-_TRIES = 3
-"""Words that are tried on a whole text; the first fits all but texts that were made to defeat it."""
-_BLOCK = 32
-"""Tokens decoded together: a decoder may take quadratic time over bytes that are not text."""
+_HEAD = 256  # Characters of a text on which a word is tried first; what follows them hardly ever matters.
+_TRIES = 3  # Words that are tried on a whole text; the first fits all but texts that were made to defeat it.
+_BLOCK = 32  # Tokens decoded together: a decoder may take quadratic time over bytes that are not text.
 _CONTEXT = 16
 _LONGEST_CHARACTER = 8
 """Tokens that may together be one character: four bytes of UTF-8, and some for special ones in between."""

@@ -20,8 +20,7 @@ from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply, adapter_header
 
 ALIAS_HEADER = "X-Amzn-SageMaker-Adapter-Alias"
-MOST_LISTED = 100
-"""Adapters in one answer."""
+MOST_LISTED = 100  # Adapters in one answer.
 DISABLED = "LoRA is not enabled: set option.enable_lora=true"
 
 _FIELD = b'"adapters"'

@@ -45,8 +45,7 @@ PASSED_ON = frozenset(
 )
 _MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 """What a model's own generation config may set."""
-_STREAM_END = b"\n\n"
-"""LMI's empty lines for vLLM's usage chunk and for its `[DONE]`."""
+_STREAM_END = b"\n\n"  # LMI's empty lines for vLLM's usage chunk and for its `[DONE]`.
 _NO_TOKEN = Token(-1, "")
 
 
@@ -56,11 +55,8 @@ class LmiAsyncContract:
     `model_defaults`: vLLM's default sampling parameters for the model, from its generation config.
     """
 
-    def __init__(
-        self, settings: ModelSettings, overload_status: int = 503, model_defaults: Mapping[str, Any] | None = None
-    ) -> None:
-        self._settings, self._overload_status = settings, overload_status
-        self._model_defaults = model_defaults or {}
+    def __init__(self, settings: ModelSettings, model_defaults: Mapping[str, Any] | None = None) -> None:
+        self._settings, self._model_defaults = settings, model_defaults or {}
         self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
 
     def parse(self, call: Call) -> Exchange:
@@ -80,9 +76,8 @@ class LmiAsyncContract:
             want_prompt_tokens=parameters.prompt_details and not stream,
             adapter=adapter,
         )
-        answer = StreamAnswer if stream else WholeAnswer
-        notes = notes_of(document, self._fields, parameters.ignored)
-        return Exchange((request,), answer(prompt, parameters, self._overload_status), notes)
+        answer = (StreamAnswer if stream else WholeAnswer)(prompt, parameters)
+        return Exchange((request,), answer, notes_of(document, self._fields, parameters.ignored))
 
     def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
         """The same request as one to vLLM's completions, which is what LMI makes of it, and notes for the log.
@@ -209,8 +204,8 @@ def _named_as_sent(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmP
 class _Answer(Answer):
     """What both forms of answer share."""
 
-    def __init__(self, prompt: str, parameters: AsyncParameters, overload_status: int) -> None:
-        self._parameters, self._overload_status = parameters, overload_status
+    def __init__(self, prompt: str, parameters: AsyncParameters) -> None:
+        self._parameters = parameters
         self._sequence = GeneratedSequence(text=[prompt] if parameters.full_text else [])
         seed = parameters.vllm.request.sampling.seed
         self._seed = "null" if seed is None else str(seed)
@@ -218,7 +213,7 @@ class _Answer(Answer):
     def fail(self, error: RequestError) -> Reply:
         # In generation: vLLM's server, whose statuses LMI passes on here, says 400 or 500.
         status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
-        return failure(error, self._overload_status, payload_error(error.message, status), status)
+        return failure(error, payload_error(error.message, status), status)
 
     def fail_midway(self, error: RequestError) -> bytes:
         """vLLM's error object as the last record."""

@@ -55,8 +55,7 @@ class Body(msgspec.Struct):
 
     document: dict[str, Any]
     prompts: tuple[str, ...]
-    parameters: dict[str, Any]
-    """Empty where they are absent or null."""
+    parameters: dict[str, Any]  # Empty where they are absent or null.
 
 
 class HandlerInput(NamedTuple):

@@ -17,8 +17,7 @@ from handlers.contracts.protocol import Reply
 
 DONE = b"[DONE]"
 _EVENT = b"data: "
-_OVERLOADED = 503
-"""vLLM's status for a full queue."""
+_OVERLOADED = 503  # vLLM's status for a full queue.
 
 
 class VllmError(msgspec.Struct):
@@ -99,8 +98,7 @@ class LmiChatShape:
         self._before, self._after = ("data: ", "\n\n") if sse else ("", "\n")
         self._stop_token_ids = stop_token_ids
         self._overload_status = overload_status
-        self._chunk: dict[str, Any] = {}
-        """The fields that all records of a stream have."""
+        self._chunk: dict[str, Any] = {}  # The fields that all records of a stream have.
         self._roles: dict[int, str] = {}
 
     def reply(self, reply: Reply) -> Reply:

@@ -20,8 +20,7 @@ from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, TokenDelta
 
-STREAMED_MAX_NEW_TOKENS = 50
-"""LMI's default limit on new tokens where the answer is streamed."""
+STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on new tokens where the answer is streamed.
 
 _FIELDS = frozenset({"inputs", "parameters"})
 _WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_n_tokens")
@@ -50,8 +49,7 @@ class LmiDynamicContract:
     `pad_text`: what a streamed record holds for a prompt that has finished; the text of the model's pad token.
     """
 
-    def __init__(self, settings: ModelSettings, overload_status: int = 503, pad_text: str = "") -> None:
-        self._overload_status = overload_status
+    def __init__(self, settings: ModelSettings, pad_text: str = "") -> None:
         self._pad_text = pad_text
         self._streaming = settings.enable_streaming
         self._stop_sequences = settings.stop_sequences
@@ -66,7 +64,7 @@ class LmiDynamicContract:
             if self._streaming != "false" and parameters.beam_search is not None:
                 raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
         except RequestError as error:
-            raise ContractError(_failure(error, self._overload_status), error.message) from None
+            raise ContractError(_failure(error), error.message) from None
         requests = tuple(
             self._request(request_id, prompt, parameters)
             for request_id, prompt in zip(request_ids(call, len(prompts)), prompts, strict=True)
@@ -93,10 +91,10 @@ class LmiDynamicContract:
     def _answer(self, prompts: tuple[str, ...], values: dict[str, Any]) -> Answer:
         if self._streaming == "false":
             lead = prompts if values.get("return_full_text") is not False else ("",) * len(prompts)
-            return ListAnswer(lead, self._overload_status)
+            return ListAnswer(lead)
         # The library's own streamer, which this setting names, begins with the prompt.
         with_prompt = self._streaming == "huggingface" and values.get("return_full_text") is not False
-        return RecordListAnswer(len(prompts), self._overload_status, self._pad_text, prompts if with_prompt else ())
+        return RecordListAnswer(len(prompts), self._pad_text, prompts if with_prompt else ())
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:
@@ -131,11 +129,10 @@ class ListAnswer(Answer):
 
     content_type = JSON
 
-    def __init__(self, lead: Sequence[str], overload_status: int) -> None:
+    def __init__(self, lead: Sequence[str]) -> None:
         """`lead`: what each text begins with; the prompt, or nothing."""
         self._texts = [[text] for text in lead]
         self._open = len(lead)
-        self._overload_status = overload_status
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         if delta.sequence == 0:  # further ones are less probable
@@ -147,7 +144,7 @@ class ListAnswer(Answer):
         return ("[\n" + ",\n".join(objects) + "\n]").encode()
 
     def fail(self, error: RequestError) -> Reply:
-        return _failure(error, self._overload_status)
+        return _failure(error)
 
 
 class RecordListAnswer(Answer):
@@ -159,12 +156,11 @@ class RecordListAnswer(Answer):
 
     content_type = "application/jsonlines"
 
-    def __init__(self, prompts: int, overload_status: int, pad_text: str, first_record: Sequence[str] = ()) -> None:
+    def __init__(self, prompts: int, pad_text: str, first_record: Sequence[str] = ()) -> None:
         """`first_record`: what is sent before anything was generated; nothing if empty."""
         self._entries: list[str | None] = [None] * prompts
         self._finished = [False] * prompts
         self._missing = prompts
-        self._overload_status = overload_status
         self._pad_text = pad_text
         self._head = _record(first_record) if first_record else ""
         self._sent = bool(first_record)
@@ -182,7 +178,7 @@ class RecordListAnswer(Answer):
         return records.encode()
 
     def fail(self, error: RequestError) -> Reply:
-        return _failure(error, self._overload_status)
+        return _failure(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
         """The pending record, and the error as one without `outputs`."""
@@ -209,5 +205,5 @@ def _record(entries: Sequence[str]) -> str:
     return f'{{"outputs": [{", ".join(map(encode_basestring_ascii, entries))}]}}\n'
 
 
-def _failure(error: RequestError, overload_status: int) -> Reply:
-    return failure(error, overload_status, handler_failure(error.message, status_of(error)))
+def _failure(error: RequestError) -> Reply:
+    return failure(error, handler_failure(error.message, status_of(error)))

@@ -55,7 +55,6 @@ class FormatterContract:
         write: Formatter | None,
         writes_tokens: bool = False,
         tokenizer: Any = None,
-        overload_status: int = 503,
     ) -> None:
         """Wrap `contract`.
 
@@ -64,7 +63,6 @@ class FormatterContract:
         """
         self._contract, self._settings = contract, settings
         self._read, self._write, self._writes_tokens = read, write, writes_tokens
-        self._overload_status = overload_status
         self._tokenizer = tokenizer
         self._keywords = _accepted(read, self._offered()) if read is not None else {}
         self._ids = itertools.count()
@@ -112,7 +110,7 @@ class FormatterContract:
         asked = msgspec.structs.replace(
             exchange.requests[0], stream=True, want_tokens=True, want_logprobs=self._settings.token_logprobs
         )
-        answer = FormatterAnswer(write, request, stream, self._writes_tokens, self._overload_status)
+        answer = FormatterAnswer(write, request, stream, self._writes_tokens)
         return Exchange((asked,), answer, exchange.notes)
 
     def _read_by_formatter(self, read: Formatter, call: Call) -> RequestInput:
@@ -204,11 +202,8 @@ class FormatterAnswer(Answer):
 
     content_type = ""
 
-    def __init__(
-        self, write: Callable[..., Any], request: RequestInput, stream: bool, by_token: bool, overload_status: int
-    ) -> None:
+    def __init__(self, write: Formatter, request: RequestInput, stream: bool, by_token: bool) -> None:
         self._write, self._request, self._stream, self._by_token = write, request, stream, by_token
-        self._overload_status = overload_status
         self._output = TextGenerationOutput(request_id=request.request_id, input=request)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
@@ -224,7 +219,7 @@ class FormatterAnswer(Answer):
             raise GenerationFailed(f"{FAILED}: {error}") from None
 
     def fail(self, error: RequestError) -> Reply:
-        return failure(error, self._overload_status, payload_error(error.message, status_of(error)))
+        return failure(error, payload_error(error.message, status_of(error)))
 
     def fail_midway(self, error: RequestError) -> bytes:
         return payload_error(error.message, status_of(error))
@@ -288,8 +283,7 @@ class PayloadFormatters:
         """`read` and `write`: the input and the output formatter. `tokenizer`: what `read` gets under this name."""
         self._contract, self._read, self._write = contract, read, write
         self._keywords = _accepted(read, {"tokenizer": tokenizer}) if read is not None else {}
-        self.writes = write is not None
-        """There is an output formatter."""
+        self.writes = write is not None  # There is an output formatter.
 
     def read(self, call: Call) -> Call:
         """The call with the body that the input formatter makes of its own.

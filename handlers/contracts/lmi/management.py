@@ -20,8 +20,7 @@ from handlers.contracts.lmi.errors import HTML_SAFE, JSON, bad_request
 from handlers.contracts.protocol import Call, Reply
 
 MAX_LISTED = 100
-MAX_WORKERS = 128
-"""A process each; more than any machine can use."""
+MAX_WORKERS = 128  # A process each; more than any machine can use.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
 """Not `.` or `..`: clients resolve them in a path, and could never unload such a model."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
@@ -46,8 +45,7 @@ class Registration:
     url: str
     name: str | None
     version: str | None
-    settings: Mapping[str, str]
-    """The model's settings, by their keys in serving.properties."""
+    settings: Mapping[str, str]  # The model's settings, by their keys in serving.properties.
     synchronous: bool
 
 
@@ -66,8 +64,7 @@ class WorkerShown:
     """One worker, or the engine."""
 
     id: int
-    started: float
-    """Seconds since the epoch."""
+    started: float  # Seconds since the epoch.
     status: str
 
 
@@ -76,10 +73,8 @@ class Described(Listed):
     """A model in full."""
 
     batch_size: int
-    max_batch_delay: float
-    """Seconds."""
-    max_idle_time: float
-    """Seconds."""
+    max_batch_delay: float  # Seconds.
+    max_idle_time: float  # Seconds.
     queue_size: int
     waiting: int
     at_startup: bool

@@ -21,10 +21,8 @@ NOT_READ = (
     "stop_token_ids, bad_words, logit_bias, allowed_token_ids or min_new_tokens"
 )
 
-_SAMPLING_DEFAULTS = (1.0, 0, 1.0)
-"""Temperature, top_k and top_p."""
-_TRTLLM_SAMPLING_DEFAULTS = (1.0, 5, 0.85)
-"""The same in TensorRT-LLM's table."""
+_SAMPLING_DEFAULTS = (1.0, 0, 1.0)  # Temperature, top_k and top_p.
+_TRTLLM_SAMPLING_DEFAULTS = (1.0, 5, 0.85)  # The same in TensorRT-LLM's table.
 _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 
 

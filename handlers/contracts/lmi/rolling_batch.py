@@ -64,11 +64,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     full_text: bool = False
     prefill: bool = False
     top_tokens: bool = False
-    several: bool = False
-    """The answer has several sequences; it has details then."""
-    tgi: bool = False
-    """TGI's names of fields (`option.tgi_compat`)."""
-    overload_status: int = 503
+    several: bool = False  # The answer has several sequences; it has details then.
+    tgi: bool = False  # TGI's names of fields (`option.tgi_compat`).
 
 
 class _Plan(msgspec.Struct, frozen=True):
@@ -76,17 +73,15 @@ class _Plan(msgspec.Struct, frozen=True):
 
     formatter: str
     options: AnswerOptions
-    request: GenerationRequest
-    """Without its id and its prompt."""
+    request: GenerationRequest  # Without its id and its prompt.
     notes: tuple[str, ...]
 
 
 class LmiContract:
     """Parses LMI bodies for one model."""
 
-    def __init__(self, settings: ModelSettings, overload_status: int = 503) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
-        self._overload_status = overload_status
         self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
         self._rules = parameter_rules(settings)
         self._plans: dict[tuple[bytes, bool], _Plan] = {}
@@ -144,7 +139,6 @@ class LmiContract:
             top_tokens=parameters.top_n_tokens > 0,
             several=several,
             tgi=self._settings.tgi_compat,
-            overload_status=self._overload_status,
         )
         notes = notes_of({}, (), parameters.ignored)
         if parameters.output_formatter not in (None, formatter):
@@ -293,7 +287,7 @@ class RecordAnswer(Answer):
 def _failure(error: RequestError, options: AnswerOptions, write: Callable[[str, int, str | None], str]) -> Reply:
     if isinstance(error, UnknownAdapter):
         return unknown_adapter(error)
-    return failure(error, options.overload_status, _error(error, options, write).encode())
+    return failure(error, _error(error, options, write).encode())
 
 
 def _error(error: RequestError, options: AnswerOptions, write: Callable[[str, int, str | None], str]) -> str:

@@ -20,10 +20,8 @@ from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
 EVENTS = "text/event-stream; charset=utf-8"
 _DONE = "data: [DONE]\n\n"
-_LEAST = -9999.0
-"""In the place of minus infinity."""
-_FAULT = "Internal server error"
-"""vLLM's message when its engine has failed at a request."""
+_LEAST = -9999.0  # In the place of minus infinity.
+_FAULT = "Internal server error"  # vLLM's message when its engine has failed at a request.
 
 FINISH_REASONS = {
     None: "null",
@@ -42,33 +40,26 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     fingerprint: str | None
-    role: str = ""
-    """Of the message in a chat's answer."""
-    sequences: int = 1
-    """For each prompt."""
+    role: str = ""  # Of the message in a chat's answer.
+    sequences: int = 1  # For each prompt.
     logprobs: bool = False
-    top: int = 0
-    """Alternatives for each token of a chat."""
-    usage: bool = False
-    """A stream ends with a record of the usage."""
-    running_usage: bool = False
-    """Each of its records has the usage so far."""
+    top: int = 0  # Alternatives for each token of a chat.
+    usage: bool = False  # A stream ends with a record of the usage.
+    running_usage: bool = False  # Each of its records has the usage so far.
 
 
 class StreamAnswer(Answer):
     """A record for each step of a sequence. The sequences of all prompts are numbered through."""
 
     content_type = EVENTS
-    kind: ClassVar[str]
-    """`object` of a record."""
+    kind: ClassVar[str]  # `object` of a record.
 
     def __init__(self, options: AnswerOptions) -> None:
         self._options = options
         self._head = f'data: {{{_head(options, self.kind)},"choices":['
         self._plain = not (options.logprobs or options.running_usage)
         """A record that does not end a sequence has nothing but text."""
-        self._tokens = 0
-        """Of the sequences that have ended."""
+        self._tokens = 0  # Of the sequences that have ended.
 
     def fail(self, error: RequestError) -> Reply:
         return Reply(200, EVENTS, self.fail_midway(error))
@@ -88,10 +79,8 @@ class DocumentAnswer(Answer):
     """One JSON document when everything has finished."""
 
     content_type = "application/json"
-    kind: ClassVar[str]
-    """`object` of the document."""
-    further: ClassVar[str]
-    """Members after the usage."""
+    kind: ClassVar[str]  # `object` of the document.
+    further: ClassVar[str]  # Members after the usage.
 
     def __init__(self, options: AnswerOptions, prompts: int = 1) -> None:
         self._options = options

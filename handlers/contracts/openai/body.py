@@ -21,8 +21,7 @@ Int = Annotated[int, msgspec.Meta(ge=MIN_INT64, le=MAX_INT64)]
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]
 
-_CONSTRAINT = "structured_outputs"
-"""What an error calls a constraint, whichever field it came in."""
+_CONSTRAINT = "structured_outputs"  # What an error calls a constraint, whichever field it came in.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}").fullmatch
 _SAMPLING_DEFAULTS = {
     "repetition_penalty": 1.0,

@@ -22,15 +22,12 @@ from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.schemas import OBJECT
 
 JSON = "application/json"
-ALIASED = "/openai"
-"""Prefix of the paths on which any `model` is accepted."""
+ALIASED = "/openai"  # Prefix of the paths on which any `model` is accepted.
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 _TEXT = "text/plain; charset=utf-8"
-_SHOWN = 200
-"""Characters of a client's text that a message repeats."""
-_TOO_LARGE = "Request Entity Too Large"
-"""The phrase of 413, for which `HTTPStatus` has another from Python 3.13 on."""
+_SHOWN = 200  # Characters of a client's text that a message repeats.
+_TOO_LARGE = "Request Entity Too Large"  # The phrase of 413, for which `HTTPStatus` has another from Python 3.13 on.
 
 T = TypeVar("T")
 

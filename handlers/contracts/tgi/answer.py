@@ -34,17 +34,13 @@ Headers = tuple[tuple[str, str], ...]
 class AnswerOptions:
     """What one answer shows."""
 
-    prompt: str
-    """What each text begins with; empty unless the full text is wanted."""
+    prompt: str  # What each text begins with; empty unless the full text is wanted.
     details: bool
     top_tokens: bool
     in_array: bool
-    seeds: tuple[int | None, ...]
-    """Of each sequence; None for greedy decoding."""
-    special_texts: Mapping[int, str]
-    """Texts of special tokens, which are no part of the generated text."""
-    characters: int
-    """Length of `inputs`."""
+    seeds: tuple[int | None, ...]  # Of each sequence; None for greedy decoding.
+    special_texts: Mapping[int, str]  # Texts of special tokens, which are no part of the generated text.
+    characters: int  # Length of `inputs`.
     compute_type: str
 
 

@@ -33,8 +33,7 @@ from handlers.contracts.tgi.request import (
 from handlers.errors import InvalidRequest
 from handlers.request import GenerationRequest
 
-_COMMENT = b":\n\n"
-"""What TGI sends while a stream is idle."""
+_COMMENT = b":\n\n"  # What TGI sends while a stream is idle.
 _LONG_CHATS = 16 * 1024
 """Bytes above which a body is parsed in a thread: the model's template takes up to 4 ms for them."""
 _KIND = "Input validation error"

@@ -28,8 +28,7 @@ Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Unsigned64 = Annotated[int, msgspec.Meta(ge=0)]
 """msgspec knows no bounds beyond 63 bits; the upper one is checked where the number is used."""
 
-MAX_TOP_N_TOKENS = 5
-"""TGI's default."""
+MAX_TOP_N_TOKENS = 5  # TGI's default.
 MOST_RESERVED = 1024
 """New tokens for which TGI wants room in the context at once; more are generated as far as they fit."""
 
@@ -56,8 +55,7 @@ class Parameters(msgspec.Struct, frozen=True):
     max_new_tokens: Unsigned32 | None = None
     return_full_text: bool | None = None
     stop: tuple[str, ...] | None = None
-    stop_sequences: tuple[str, ...] | None = None
-    """Earlier name of `stop`; clients send both."""
+    stop_sequences: tuple[str, ...] | None = None  # Earlier name of `stop`; clients send both.
     truncate: Unsigned64 | None = None
     watermark: bool | None = None
     details: bool | None = None
@@ -72,10 +70,8 @@ class Body(msgspec.Struct, frozen=True):
     """A request of /generate and its like."""
 
     inputs: str
-    parameters: Parameters | None = None
-    """None: sampling, which is TGI's default where they are missing altogether."""
-    stream: bool | None = None
-    """Only / reads it."""
+    parameters: Parameters | None = None  # None: sampling, which is TGI's default where they are missing altogether.
+    stream: bool | None = None  # Only / reads it.
 
 
 def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
@@ -106,8 +102,7 @@ def max_input_tokens(model: LoadedModel, settings: ModelSettings) -> int:
 class TgiParameters:
     """One request's `parameters`, validated and translated."""
 
-    request: GenerationRequest
-    """Without its id and its prompt."""
+    request: GenerationRequest  # Without its id and its prompt.
     best_of: int
     details: bool
     prefill: bool

@@ -15,8 +15,7 @@ from handlers.contracts.protocol import Reply
 from handlers.model_settings import ModelSettings
 
 JSON = "application/json"
-VERSION = "1"
-"""The only version of a model."""
+VERSION = "1"  # The only version of a model.
 _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     400: (errors.InvalidRequest, errors.BodyTooLarge),
     404: (errors.UnknownModel,),

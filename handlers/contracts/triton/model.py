@@ -18,8 +18,7 @@ from handlers.contracts.triton.errors import JSON, VERSION, error_reply, missing
 from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, Kind
 from handlers.meter import Meter
 
-PROTOCOL_VERSION = "2.68.0"
-"""The release of Triton whose protocol this is."""
+PROTOCOL_VERSION = "2.68.0"  # The release of Triton whose protocol this is.
 _EXTENSIONS = ("model_repository", "model_configuration", "parameters", "statistics")
 _SERVER = {"name": "triton", "version": PROTOCOL_VERSION, "extensions": _EXTENSIONS}
 _YES, _NO = Reply(200, "", b""), Reply(400, "", b"")

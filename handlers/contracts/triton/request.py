@@ -57,8 +57,7 @@ TENSORRT_LLM_INPUTS: dict[str, Kind] = {
 }
 """Further inputs of a TensorRT-LLM ensemble; only it has inputs of these names."""
 
-SAMPLING_PREFIX = "sampling_param_"
-"""Prefix of sampling fields in the LLM-API model."""
+SAMPLING_PREFIX = "sampling_param_"  # Prefix of sampling fields in the LLM-API model.
 _INPUTS = VLLM_INPUTS | TENSORRT_LLM_INPUTS | {f"{SAMPLING_PREFIX}stop": "texts", f"{SAMPLING_PREFIX}bad": "texts"}
 """All of them, and the sampling fields of the LLM-API model that may be arrays; what is not here is a parameter."""
 _NO_STRING = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
@@ -78,8 +77,7 @@ _FOR_THE_SERVER = frozenset(
     {"id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
 )
 """Names that Triton reserves, and `id` as a parameter; they have no effect here."""
-_WITHIN = "Converting keyword: 'parameters': "
-"""How Triton's messages about what is within `parameters` begin."""
+_WITHIN = "Converting keyword: 'parameters': "  # How Triton's messages about what is within `parameters` begin.
 _LONGEST_NAME = 80
 _RENAMED = {
     "stop_words": "stop",
@@ -103,20 +101,14 @@ _NO_END = -1
 class TritonRequest:
     """One request, validated and translated."""
 
-    id: str
-    """Empty: the request has none, and so have the responses."""
+    id: str  # Empty: the request has none, and so have the responses.
     prompt: str
     vllm: VllmParameters
-    stream: bool
-    """One response for each step of the engine, instead of one at the end."""
-    repeat_prompt: bool
-    """`text_output` begins with the prompt."""
-    outputs: frozenset[str]
-    """Those that the request asks for beside `text_output`."""
-    adapter: str | None
-    """`lora_name`."""
-    ignored: tuple[str, ...]
-    """Names that were given and have no effect."""
+    stream: bool  # One response for each step of the engine, instead of one at the end.
+    repeat_prompt: bool  # `text_output` begins with the prompt.
+    outputs: frozenset[str]  # Those that the request asks for beside `text_output`.
+    adapter: str | None  # `lora_name`.
+    ignored: tuple[str, ...]  # Names that were given and have no effect.
 
     @property
     def shows_logprobs(self) -> bool:

@@ -48,16 +48,14 @@ T = TypeVar("T", bound=Hashable)
 
 STREAMED_TOGETHER = 32
 """Prompts of one batch where answers are streamed, whatever `batch_size` says: a client's list is one stream."""
-_STUCK_SECONDS = 30.0
-"""How long a batch that was given up may take to end; then the engine's thread counts as lost."""
+_STUCK_SECONDS = 30.0  # How long a batch that was given up may take to end; then the engine's thread counts as lost.
 _STOP_SECONDS = 1.0
 
 
 class _Waiting(NamedTuple):
     key: Hashable
     weight: int
-    deadline: float
-    """Until then it waits for others."""
+    deadline: float  # Until then it waits for others.
 
 
 class BatchQueue(Generic[T]):
@@ -69,8 +67,7 @@ class BatchQueue(Generic[T]):
 
     def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._size, self._delay, self._clock = size, delay, clock
-        self._waiting: OrderedDict[T, _Waiting] = OrderedDict()
-        """In order of arrival, and so of their deadlines."""
+        self._waiting: OrderedDict[T, _Waiting] = OrderedDict()  # In order of arrival, and so of their deadlines.
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
@@ -137,14 +134,12 @@ class BatchEngine:
         size = max(settings.batch_size, STREAMED_TOGETHER) if streams else settings.batch_size
         self._waiting = BatchQueue[Job](size, settings.max_batch_delay if settings.batch_size > 1 else 0.0)
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        self._free = asyncio.Event()
-        """The engine's thread has ended its batch."""
+        self._free = asyncio.Event()  # The engine's thread has ended its batch.
         self._running: Batch | None = None
         self._progress = Progress()
         self._given_up_at: float | None = None
         self._dead: str | None = None
-        self._abandoned = False
-        """Nobody waits for the model any more that a thread still loads."""
+        self._abandoned = False  # Nobody waits for the model any more that a thread still loads.
         self._stopped = False
         self._watchdog = Watchdog(self._look)
         self._dispatcher: asyncio.Task[None] | None = None

@@ -37,12 +37,9 @@ class Row:
 
     job: Job
     sequence: GeneratedSequence
-    generator: torch.Generator
-    """Where its random numbers come from."""
-    finished: bool = False
-    """It has failed, or its search has ended."""
-    last_at: float = 0.0
-    """When its last token came; belongs to the event loop."""
+    generator: torch.Generator  # Where its random numbers come from.
+    finished: bool = False  # It has failed, or its search has ended.
+    last_at: float = 0.0  # When its last token came; belongs to the event loop.
 
     @property
     def done(self) -> bool:
@@ -57,14 +54,11 @@ class Job:
     request: GenerationRequest
     prompt_ids: list[int]
     sink: Sink
-    open_sequences: int
-    """Sequences, or beams, that have not finished; belongs to the event loop."""
+    open_sequences: int  # Sequences, or beams, that have not finished; belongs to the event loop.
     arrived_at: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(default_factory=list)
-    ended: bool = False
-    """Nothing more reaches the sink. The engine's thread reads it before each step."""
-    aborted: bool = False
-    """It shall end with what there is. The engine's thread reads it before each step."""
+    ended: bool = False  # Nothing more reaches the sink. The engine's thread reads it before each step.
+    aborted: bool = False  # It shall end with what there is. The engine's thread reads it before each step.
 
 
 Post = Callable[[float, Sequence[Row], Sequence[tuple[Job, TokenDelta | RequestError]]], None]
@@ -76,8 +70,7 @@ class Batch:
     """Jobs that run together; all have the same parameters."""
 
     jobs: list[Job]
-    moved_at: float = field(default_factory=time.monotonic)
-    """When it began, and then when its last step was."""
+    moved_at: float = field(default_factory=time.monotonic)  # When it began, and then when its last step was.
 
 
 class BatchRunner:
@@ -233,8 +226,7 @@ class _Steps:
             [row.sequence.token_ids for row in rows],
             [row.generator for row in rows],
         )
-        self.count = 0
-        """Steps so far."""
+        self.count = 0  # Steps so far.
 
     def choose(self, input_ids: Any, scores: Any) -> Any:
         """Give each unfinished sequence its next token, and leave `generate` nothing else to choose."""
@@ -329,8 +321,7 @@ class DeviceLost(Exception):
     """The device does not compute any more; nothing in this process will bring it back."""
 
 
-_CHUNK = 256
-"""Tokens in one pass: the logits of all tokens of a long prompt would take gigabytes."""
+_CHUNK = 256  # Tokens in one pass: the logits of all tokens of a long prompt would take gigabytes.
 
 
 class GeneratedSequence:

@@ -57,12 +57,9 @@ class TransformersModel:
 
     model: Any
     tokenizer: Any
-    device: Any
-    """The `torch.device` that takes the token ids and gives the logits."""
-    max_model_len: int
-    """Tokens of prompt and answer together."""
-    vocabulary_size: int
-    """Width of the logits; it may be more than the tokenizer has tokens."""
+    device: Any  # The `torch.device` that takes the token ids and gives the logits.
+    max_model_len: int  # Tokens of prompt and answer together.
+    vocabulary_size: int  # Width of the logits; it may be more than the tokenizer has tokens.
     eos_token_ids: frozenset[int]
     special_ids: frozenset[int]
     pad_token_id: int

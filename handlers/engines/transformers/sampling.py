@@ -21,10 +21,8 @@ from handlers.errors import GenerationFailed, InvalidParameter, RequestError
 from handlers.request import GenerationRequest, SamplingParameters
 
 MAX_TOP_TOKENS = 20
-MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384
-"""Of all bad words together: each is looked for at each token."""
-_LOWEST_TEMPERATURE = 0.01
-"""Below it vLLM takes 0.01, since the quotients would overflow."""
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384  # Of all bad words together: each is looked for at each token.
+_LOWEST_TEMPERATURE = 0.01  # Below it vLLM takes 0.01, since the quotients would overflow.
 _NEVER = -math.inf
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
 """Of a random number whose logarithm is taken: neither infinite nor 0."""
@@ -63,12 +61,9 @@ class Choice(msgspec.Struct, gc=False):
     """The next token of a sequence."""
 
     token_id: int
-    logprob: float | None = None
-    """None unless the request needs it."""
-    top: tuple[tuple[int, float], ...] = ()
-    """Ids and log probabilities of the most probable tokens, best first."""
-    rank: int | None = None
-    """Place among all tokens by probability, from 1; set together with `logprob`."""
+    logprob: float | None = None  # None unless the request needs it.
+    top: tuple[tuple[int, float], ...] = ()  # Ids and log probabilities of the most probable tokens, best first.
+    rank: int | None = None  # Place among all tokens by probability, from 1; set together with `logprob`.
 
 
 class Sampler:

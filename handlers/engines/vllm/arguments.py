@@ -22,8 +22,7 @@ from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
 
 logger = logging.getLogger(__name__)
 
-_LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}
-"""Values that LMI calls otherwise."""
+_LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}  # Values that LMI calls otherwise.
 _COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
 """LMI v0.31's form of `limit_mm_per_prompt`: image=2,video=1."""
 _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")

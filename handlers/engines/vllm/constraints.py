@@ -33,10 +33,8 @@ from handlers.request import Constraint, SamplingParameters
 
 logger = logging.getLogger(__name__)
 
-MAX_CHARACTERS = 1 << 17
-"""Of a schema, an expression or a grammar: what people write has a hundredth of it."""
-MAX_CHOICE_CHARACTERS = 1 << 21
-"""Of all choices together; they cost the engine less, since each is a plain text."""
+MAX_CHARACTERS = 1 << 17  # Of a schema, an expression or a grammar: what people write has a hundredth of it.
+MAX_CHOICE_CHARACTERS = 1 << 21  # Of all choices together; they cost the engine less, since each is a plain text.
 _ERROR_CHARACTERS = 200
 WAIT_SECONDS = 60.0
 """How long a request waits until its constraint has been tried out, those before it included, before it is refused."""

@@ -43,8 +43,7 @@ logger = logging.getLogger(__name__)
 SUBMITS_PER_TURN = 16
 """Sequences of one request that are submitted before other tasks get their turn on the event loop."""
 REMEMBERED_REQUESTS = 256
-_REMEMBERED_CHARACTERS = 256
-"""Of stop strings."""
+_REMEMBERED_CHARACTERS = 256  # Of stop strings.
 
 
 class VllmEngine:
@@ -363,12 +362,10 @@ class SchedulerReports:
     """Takes the place of vLLM's stat loggers, and keeps only the schedulers' gauges."""
 
     def __init__(self) -> None:
-        self.count = 0
-        """Messages of the engine's process: steps with tokens and steps without, as of a long prompt."""
+        self.count = 0  # Messages of the engine's process: steps with tokens and steps without, as of a long prompt.
         self.status = EngineStatus(0, 0, 0.0)
         """After the last step: of the scheduler, or of those of all data-parallel replicas together."""
-        self._latest: dict[int, Any] = {}
-        """The last report of each data-parallel replica, by its number."""
+        self._latest: dict[int, Any] = {}  # The last report of each data-parallel replica, by its number.
 
     def record(self, scheduler_stats: Any, *_: Any, engine_idx: int = 0, **__: Any) -> None:
         self.count += 1

@@ -35,8 +35,7 @@ from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_SECONDS = 1.0
-"""How long vLLM's processes have to end by themselves before they are killed."""
+SHUTDOWN_SECONDS = 1.0  # How long vLLM's processes have to end by themselves before they are killed.
 _SWITCH = "TORCH_COMPILE_DISABLE"
 _COMPILER = "g++"
 _INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
@@ -48,8 +47,7 @@ class LoadedModel:
 
     llm: AsyncLLM
     frontend_arguments: dict[str, Any]
-    typical_refusal: str
-    """Why `typical_p` is refused; "" if it is not."""
+    typical_refusal: str  # Why `typical_p` is refused; "" if it is not.
 
 
 class VllmLoader:
@@ -59,8 +57,7 @@ class VllmLoader:
         """`thread`: starts vLLM's processes; the kernel kills those that are spawned with it."""
         self._settings = settings
         self._thread = thread
-        self._abandoned = False
-        """Nobody waits for it any more."""
+        self._abandoned = False  # Nobody waits for it any more.
         self._cannot = f"vLLM cannot load {settings.model_id}"
 
     async def load(self) -> LoadedModel:

@@ -38,10 +38,8 @@ logger = logging.getLogger(__name__)
 
 _POLL = 0.05
 """Seconds between looks at what runs; also the time for an abort to reach the engine before its adapter is removed."""
-_REMOVE_SECONDS = 30.0
-"""The longest time that `remove` waits for requests."""
-_FAILURE = "Call to add_lora method failed: "
-"""vLLM's words before an error of its engine process."""
+_REMOVE_SECONDS = 30.0  # The longest time that `remove` waits for requests.
+_FAILURE = "Call to add_lora method failed: "  # vLLM's words before an error of its engine process.
 _WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the stack trace above .*", re.DOTALL)
 """vLLM's words around an error of a worker."""
 
@@ -78,8 +76,7 @@ class Claim:
     def __init__(self, held: _Held) -> None:
         held.claims += 1
         self._held, self._open = held, True
-        self.request = held.request
-        """The adapter, as vLLM is told of it."""
+        self.request = held.request  # The adapter, as vLLM is told of it.
 
     def release(self) -> None:
         """Let go; harmless when that has been done."""

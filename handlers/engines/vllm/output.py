@@ -105,8 +105,7 @@ class TokensApart:
         return corrected
 
 
-_CHARACTER_TOKENS = 4
-"""That vLLM looks at in front of a token to find the character that it ends."""
+_CHARACTER_TOKENS = 4  # That vLLM looks at in front of a token to find the character that it ends.
 
 
 class SequenceMeter:
@@ -118,8 +117,7 @@ class SequenceMeter:
         self._meter = meter
         self._queued_at: float | None = None
         self.token_count = 0
-        self.last_at = time.monotonic()
-        """When the last token came; before the first, when the sequence began."""
+        self.last_at = time.monotonic()  # When the last token came; before the first, when the sequence began.
 
     def step(self, output: EngineCoreOutput) -> None:
         """Take a step of the engine."""

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from handlers.engines.vllm.fork_server import end_with_parent
 
-PROCESS = os.getpid()
-"""The fork server's id, by which its children know their parent."""
+PROCESS = os.getpid()  # The fork server's id, by which its children know their parent.
 
 _ANY_DEVICE = (
     "vllm.v1.engine.async_llm",

@@ -46,12 +46,9 @@ class SamplingTranslator:
     max_model_len: int
     max_top_tokens: int
     vocabulary_size: int
-    typical_refusal: str = ""
-    """Why `typical_p` is refused, after its name; "" if it is not."""
-    prompt_logprobs: bool = True
-    """Log probabilities of the prompt are served (`lora.has_prompt_logprobs`)."""
-    prefix_cache: bool = True
-    """The engine has one; without it there is no beam search."""
+    typical_refusal: str = ""  # Why `typical_p` is refused, after its name; "" if it is not.
+    prompt_logprobs: bool = True  # Log probabilities of the prompt are served (`lora.has_prompt_logprobs`).
+    prefix_cache: bool = True  # The engine has one; without it there is no beam search.
 
     def sampling_params(
         self, request: GenerationRequest, prompt_length: int, structured_outputs: StructuredOutputsParams | None = None

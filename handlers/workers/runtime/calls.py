@@ -302,8 +302,7 @@ class ServerEngine:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._numbers = itertools.count(1)
-        self._messages: dict[int, asyncio.Queue[Message]] = {}
-        """Of the calls that are not answered yet."""
+        self._messages: dict[int, asyncio.Queue[Message]] = {}  # Of the calls that are not answered yet.
 
     async def call(self, inputs: Input) -> Output | AsyncGenerator[Output, None]:
         """The engine's answer to a request; an input without content loads the engine."""

@@ -17,13 +17,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NoReturn
 
-CREDIT = 64 * 1024
-"""Bytes of a call's answer that one CREDIT allows."""
-CREDITS = 3
-"""Credits that a call begins with."""
+CREDIT = 64 * 1024  # Bytes of a call's answer that one CREDIT allows.
+CREDITS = 3  # Credits that a call begins with.
 
-SIZES = struct.Struct(">IQ")
-"""The lengths of header and contents."""
+SIZES = struct.Struct(">IQ")  # The lengths of header and contents.
 
 Properties = tuple[tuple[str, str], ...]
 Contents = tuple[tuple[str | None, bytes], ...]
@@ -37,16 +34,13 @@ class Kind(StrEnum):
     """
 
     # To the worker.
-    LOAD = "load"
-    """The content is a `LoadOrder` in JSON."""
+    LOAD = "load"  # The content is a `LoadOrder` in JSON.
     CALL = "call"
-    CREDIT = "credit"
-    """The client has taken so much that CREDIT more bytes may be sent."""
+    CREDIT = "credit"  # The client has taken so much that CREDIT more bytes may be sent.
     CANCEL = "cancel"
     STOP = "stop"
     # To the server.
-    LOADED = "loaded"
-    """The handler is ready, or has failed with an error."""
+    LOADED = "loaded"  # The handler is ready, or has failed with an error.
     OUTPUT = "output"
     CHUNK = "chunk"
     STREAM_END = "stream_end"
@@ -63,10 +57,8 @@ class Message:
     message: str = ""
     properties: Properties = ()
     contents: Contents = ()
-    streams: bool = False
-    """Chunks follow."""
-    error: str | None = None
-    """The text of the exception; None if there was none."""
+    streams: bool = False  # Chunks follow.
+    error: str | None = None  # The text of the exception; None if there was none.
 
     @property
     def data(self) -> bytes:
@@ -106,8 +98,7 @@ class LoadOrder:
     entry_point: str
     function: str
     async_mode: bool
-    properties: Mapping[str, str]
-    """For the initializing call."""
+    properties: Mapping[str, str]  # For the initializing call.
     device_id: str = "-1"
 
 

@@ -25,8 +25,7 @@ from .channel import Channel, Kind, LoadOrder, Message
 from .script import LOADS, Script
 
 _FAILED = 300
-_HANDLE = "handle"
-"""The function that scripts of SageMaker's script mode lack."""
+_HANDLE = "handle"  # The function that scripts of SageMaker's script mode lack.
 
 
 class LoadError(Exception):

@@ -16,12 +16,10 @@ from djl_python.inputs import Input
 from djl_python.lazy_import import require
 from djl_python.outputs import Output
 
-LOADS = "model_fn"
-"""The function that a script must have."""
+LOADS = "model_fn"  # The function that a script must have.
 _STEPS = ("input_fn", "predict_fn", "output_fn")
 _JSON, _CSV, _NPY = "application/json", "text/csv", "application/x-npy"
-_TEXT = (_JSON, _CSV)
-"""Types whose bodies `input_fn` and `transform_fn` get as text; they get others as bytes."""
+_TEXT = (_JSON, _CSV)  # Types whose bodies `input_fn` and `transform_fn` get as text; they get others as bytes.
 _ANY = "*/*"
 _PURPOSE = "the default input_fn and output_fn"
 _UNSUPPORTED = 415
