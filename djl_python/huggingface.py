@@ -175,7 +175,6 @@ class StopWord:
         self.stop_seq = stop_seq
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> bool:
-        """Whether to stop."""
         return re.search(self.stop_seq, self.tokenizer.decode(input_ids[0][-len(self.stop_seq) :])) is not None
 
 

@@ -177,7 +177,6 @@ def _parse_chat(document: Mapping[str, Any], tokenizer: Any) -> TextInput:
 
 
 def _turn(message: Any) -> dict[str, str]:
-    """A chat's turn; its text may be in parts."""
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise ValueError("each of 'messages' must be an object with 'role' and 'content'")
     content = message["content"]

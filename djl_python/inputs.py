@@ -70,14 +70,12 @@ class Input:
         return self.content.get(key) is not None
 
     def is_empty(self) -> bool:
-        """Whether there is no content, as in the call that initializes the handler."""
         return self.content.is_empty()
 
     def is_batch(self) -> bool:
         return "batch_size" in self.properties
 
     def get_batch_size(self) -> int:
-        """The number of batched requests; 1 if this is no batch."""
         return int(self.properties.get("batch_size", 1))
 
     def get_batches(self) -> list[Input]:
@@ -189,7 +187,6 @@ class Input:
 
 
 def _as_bytes(value: Any) -> bytes:
-    """The bytes of content that a test or another handler has added."""
     if isinstance(value, memoryview):
         return bytes(value)
     return (value if isinstance(value, str) else json.dumps(value)).encode("utf-8")
@@ -200,7 +197,6 @@ def _is_batch_key(key: str) -> bool:
 
 
 def _read_text(body: Body) -> str:
-    """UTF-8 text."""
     try:
         return body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -208,7 +204,6 @@ def _read_text(body: Body) -> str:
 
 
 def _read_json(body: Body) -> Any:
-    """One JSON document."""
     text = _read_text(body)
     try:
         return json.loads(text)

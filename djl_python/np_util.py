@@ -139,7 +139,6 @@ class _Reader:
         self._at = 0
 
     def take(self, size: int) -> memoryview:
-        """The next bytes, not copied."""
         start, end = self._at, self._at + size
         if size < 0 or end > len(self._data):
             raise ValueError(f"NDList ends too early: {size} bytes wanted at {start} of {len(self._data)}")
@@ -147,7 +146,6 @@ class _Reader:
         return self._data[start:end]
 
     def integer(self, code: str) -> int:
-        """The next integer, by its `struct` code."""
         return int(struct.unpack(">" + code, self.take(struct.calcsize(">" + code)))[0])
 
     def string(self) -> str:

@@ -334,7 +334,6 @@ def _prefix(output: TextGenerationOutput) -> str:
 
 
 def _read_all(sequence: Sequence) -> None:
-    """Marks all tokens as read: the document is made of the sequence itself."""
     while sequence.has_next_token():
         sequence.advance()
 

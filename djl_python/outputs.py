@@ -143,7 +143,6 @@ class Output:
         return self
 
     def execute_finalize(self) -> Any:
-        """Calls the function given to `finalize`, if any."""
         return self.finalize_function(*(self.finalize_args or ())) if self.finalize_function else None
 
     def send(self, cl_socket: socket) -> None:

@@ -22,7 +22,6 @@ class Token:
         special_token: bool | None = None,
         error_msg: str | None = None,
     ) -> None:
-        """`error_msg` is for the token that stands for a failure."""
         self.id = id
         self.text = text
         self.log_prob = log_prob
@@ -71,7 +70,6 @@ class Sequence:
     _next_top_tokens: int = field(init=False, default=0)
 
     def set_next_token(self, token: Token, is_last_token: bool = False) -> None:
-        """Adds a token at the end."""
         self.tokens.append(token)
         if is_last_token:
             self._last_token_index = len(self.tokens) - 1

@@ -75,7 +75,6 @@ class SessionManager:
         return None if session.expiration_ts is not None and time.time() > session.expiration_ts else session
 
     def close_session(self, session_id: str | None) -> None:
-        """Removes a session. Raises ValueError if there is no such session."""
         if not session_id:
             raise ValueError(f"invalid session_id: {session_id}")
         session = self._find(session_id)
@@ -196,7 +195,6 @@ class SessionBackup:
                 logging.warning("Session %s cannot be deleted in S3: %s", session_id, error)
 
     def close(self) -> None:
-        """Save what has changed, and end."""
         atexit.unregister(self.close)
         self._ends.set()
         self._thread.join()

@@ -106,7 +106,6 @@ class TestHandler:
         properties: Sequence[Mapping[str, Any]] | None = None,
         serving_properties: Mapping[str, Any] | None = None,
     ) -> Output | None:
-        """One call with several requests: a JSON document for each, and its properties."""
         return self.inference(create_concurrent_batch_request(inputs, properties, serving_properties))
 
     def inference_rolling_batch(

@@ -80,14 +80,12 @@ class AdapterHost(Protocol):
     async def register(self, adapter: Adapter) -> str:
         """Make an adapter usable; it replaces a former one of its name."""
 
-    async def update(self, adapter: Adapter) -> str:
-        """Apply the changes of an adapter."""
+    async def update(self, adapter: Adapter) -> str: ...
 
     async def unregister(self, adapter: Adapter) -> str:
         """Refuse new requests for the adapter, and release it when its last request has ended."""
 
-    async def stop(self) -> None:
-        """End background work."""
+    async def stop(self) -> None: ...
 
 
 class AdapterDownloads(Protocol):
@@ -129,7 +127,6 @@ class AdapterRegistry:
         return name in self._adapters
 
     def all(self) -> tuple[Adapter, ...]:
-        """All adapters, in the order of registration."""
         return tuple(self._adapters.values())
 
     def get(self, name: str, alias: str = "") -> Adapter:
@@ -234,7 +231,6 @@ class AdapterRegistry:
         return await self._complete(self._unregister(adapter, alias or adapter.alias))
 
     async def stop(self) -> None:
-        """End background work."""
         for task in self._orders:
             task.cancel()
         await asyncio.gather(*self._orders, return_exceptions=True)

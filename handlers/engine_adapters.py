@@ -84,7 +84,6 @@ class LoadedFormatters:
     module: str
 
     def forget(self) -> None:
-        """Remove the module from `sys.modules`."""
         sys.modules.pop(self.module, None)
 
 

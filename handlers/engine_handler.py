@@ -174,7 +174,6 @@ class RunningCall:
             self._keep_alive = _KeepAlive(self._exchange.comment, self._writer)
 
     def on_delta(self, delta: TokenDelta, prompt: int = 0) -> None:
-        """Answer with what the engine has made of a prompt."""
         if self.answered:
             return
         try:
@@ -185,7 +184,6 @@ class RunningCall:
         self._write(prompt, delta, data)
 
     def on_error(self, error: RequestError) -> None:
-        """End the whole call with an error."""
         if self.answered:
             return
         self._end(failed=True)

@@ -295,7 +295,6 @@ class _EngineBehindHandler:
         return self.service.runtime.health() if health.alive and self.service is not None else health
 
     async def stop(self) -> None:
-        """End the handler's worker, then free the engine."""
         await self.custom.stop()
         if self._loading is None:
             return

@@ -44,7 +44,6 @@ class ModelTexts:
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Ids of the special tokens by their texts."""
         return dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
 
     @cached_property
@@ -59,7 +58,6 @@ class ModelTexts:
 
     @property
     def longest_token(self) -> int:
-        """The most characters that a token has."""
         return int(getattr(self.tokenizer, "max_chars_per_token", 0)) or _CHARACTERS_PER_TOKEN
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -91,12 +89,10 @@ class ModelTexts:
         return str(fast.decode_batch([ids], skip_special_tokens=False)[0])  # `decode` would hold the lock, too
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary's entry for each id."""
         return list(self.tokenizer.convert_ids_to_tokens(list(token_ids)))
 
     @property
     def has_chat_template(self) -> bool:
-        """The model has a chat template, so that `chat` can be called."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def chat(
@@ -134,13 +130,11 @@ class LoadedModel(Protocol):
     eos_token_ids: frozenset[int]
 
     @property
-    def texts(self) -> ModelTexts:
-        """Its tokenizer."""
+    def texts(self) -> ModelTexts: ...
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> list[Token]:
         """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`."""
 
-    def status(self) -> EngineStatus:
-        """Return the scheduler's last report."""
+    def status(self) -> EngineStatus: ...

@@ -45,7 +45,6 @@ class Distribution:
         self.total = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one observation."""
         self.counts[bisect_left(self.bounds, seconds)] += 1
         self.total += seconds
 

@@ -73,7 +73,6 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
         return self.temperature == 0.0
 
 
@@ -182,7 +181,6 @@ class GeneratedSequence(msgspec.Struct):
     logprob: float = 0.0
 
     def add(self, delta: TokenDelta) -> None:
-        """Add the next delta."""
         self.text.append(delta.text)
         self.tokens.extend(delta.tokens)
         if delta.prompt_tokens is not None:

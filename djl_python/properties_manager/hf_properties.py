@@ -48,7 +48,6 @@ class HuggingFaceProperties(Properties):
 
     @property
     def source(self) -> dict[str, Any]:
-        """Arguments of every `from_pretrained`."""
         return {"trust_remote_code": self.trust_remote_code, "revision": self.revision}
 
     @property

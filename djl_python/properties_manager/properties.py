@@ -81,14 +81,12 @@ class Properties(BaseModel):
     @field_validator("enable_streaming", mode="before")
     @classmethod
     def validate_enable_streaming(cls, enable_streaming: str) -> str:
-        """Takes any case."""
         logging.warning("enable_streaming is deprecated: a rolling batch streams where a request has `stream`")
         return enable_streaming.lower()
 
     @field_validator("batch_size")
     @classmethod
     def validate_batch_size(cls, batch_size: int, info: ValidationInfo) -> int:
-        """Refuses a dynamic batch that streams."""
         rolling_batch = info.data.get("rolling_batch", RollingBatchEnum.disable)
         streaming = info.data.get("enable_streaming", StreamingEnum.false)
         if batch_size > 1 and not is_rolling_batch_enabled(rolling_batch) and is_streaming_enabled(streaming):

@@ -130,7 +130,6 @@ def _structured_outputs(parameter: str, values: dict[str, Any]) -> Constraint:
 
 
 def _form(name: str, kind: str, value: Any) -> dict[str, Any]:
-    """The field of `Constraint` that a kind of constraint sets."""
     read = ParameterReader({name: value})
     match kind:
         case "json":

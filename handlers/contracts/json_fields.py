@@ -69,7 +69,6 @@ class ParameterReader:
         self._read: set[str] = set()
 
     def has(self, name: str) -> bool:
-        """Whether the parameter was given."""
         return name in self._values
 
     def unread(self) -> set[str]:
@@ -77,7 +76,6 @@ class ParameterReader:
         return self._values.keys() - self._read
 
     def boolean(self, name: str, default: bool) -> bool:
-        """A JSON true or false."""
         value = self._take(name, "boolean", default)
         if isinstance(value, bool):
             return value
@@ -130,14 +128,12 @@ class ParameterReader:
         return number
 
     def optional_string(self, name: str) -> str | None:
-        """A string, or None if absent."""
         value = self._take(name, "string", None)
         if value is None or isinstance(value, str):
             return value
         raise _wrong(name, "a string", value)
 
     def optional_object(self, name: str) -> dict[str, Any] | None:
-        """An object, or None if absent."""
         value = self._take(name, "object", None)
         if value is None or isinstance(value, dict):
             return value
@@ -162,7 +158,6 @@ class ParameterReader:
         return tuple(value)
 
     def integers(self, name: str, *, minimum: int) -> tuple[int, ...]:
-        """A list of whole numbers."""
         value = self._take(name, "array", [], items={"type": "integer", "minimum": minimum})
         if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
             raise _wrong(name, "a list of whole numbers", value)

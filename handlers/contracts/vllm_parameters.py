@@ -55,7 +55,6 @@ class VllmParameters:
     """False: the answer's text is empty."""
 
     def constrained(self, constraint: Constraint) -> VllmParameters:
-        """The same parameters with a constraint."""
         sampling = msgspec.structs.replace(self.request.sampling, constraint=constraint)
         return replace(self, request=msgspec.structs.replace(self.request, sampling=sampling))
 

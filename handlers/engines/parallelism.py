@@ -101,7 +101,6 @@ class ModelMemory:
 
 
 def _tokens(text: Config, layers: int, length: int) -> Iterator[int]:
-    """Yield the tokens that each layer keeps of a sequence of this length."""
     window = min(length, text.get("sliding_window") or text.get("attention_chunk_size") or length)
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds:
@@ -194,7 +193,6 @@ def _quantization(config: Config) -> Config:
 
 
 def _text(config: Config) -> Config:
-    """Return the part of the config that is about the language model."""
     for name in _TEXT:
         if isinstance(config.get(name), Mapping):
             return _text(config[name])

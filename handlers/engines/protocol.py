@@ -66,7 +66,6 @@ class Watchdog:
         self.failure = ""  # Why the engine must not serve any more; "" while it may.
 
     def start(self) -> None:
-        """Begin to watch."""
         self._task = asyncio.create_task(self._run())
 
     def stop(self) -> None:
@@ -162,8 +161,7 @@ class Engine(LoadedModel, Protocol):
     def adapters(self) -> EngineAdapters | None:
         """None where the engine has none, or `option.enable_lora` is off; known once it has started."""
 
-    async def start(self) -> None:
-        """Load the model. Raises EngineStartError: it cannot be loaded; the message says why."""
+    async def start(self) -> None: ...
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         """Begin generating; the answer goes to `sink`.
@@ -240,7 +238,6 @@ class SequenceGroup:
         self._failed = False
 
     def on_delta(self, delta: TokenDelta) -> None:
-        """Take a delta of one of the sequences."""
         if self._failed:
             return
         if delta.last:
@@ -254,7 +251,6 @@ class SequenceGroup:
             self._emit()
 
     def on_error(self, error: RequestError) -> None:
-        """One sequence has failed, and with it the request."""
         if not self._failed:
             self._failed = True
             self._sink.on_error(error)

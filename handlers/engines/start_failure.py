@@ -40,7 +40,6 @@ class StartFailure:
     out_of_memory: bool
 
     def error(self, what: str) -> EngineStartError:
-        """Return an exception that says that `what` could not be done."""
         kind = EngineOutOfMemory if self.out_of_memory else EngineStartError
         return kind(f"{what}: {self.reason}")
 

@@ -64,7 +64,6 @@ class TokenTexts:
             self._hidden = frozenset(tokenizer.all_special_ids)
 
     def add(self, token_id: int) -> str:
-        """Return the text of the next token."""
         return self._step_fast(token_id) if self._fast is not None else self._step_slow(token_id)
 
     def _step_fast(self, token_id: int) -> str:
@@ -114,11 +113,9 @@ class HeldTokens:
         self._free = 0  # characters that may be shown and that no token has taken yet
 
     def add(self, token: Token) -> None:
-        """Let a token wait."""
         self._tokens.append(token)
 
     def take_all(self) -> list[Token]:
-        """Return all that wait."""
         tokens, self._tokens = self._tokens, []
         return tokens
 

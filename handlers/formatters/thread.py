@@ -82,7 +82,6 @@ class FormatterQueue(Generic[T]):
         self._room.set()
 
     def put(self, item: T) -> None:
-        """Add an item."""
         self._waiting.append(item)
         if len(self._waiting) > _MOST_WAITING:
             self._room.clear()
@@ -90,7 +89,6 @@ class FormatterQueue(Generic[T]):
             self._task = asyncio.create_task(self._run())
 
     def close(self) -> None:
-        """Drop what waits."""
         self._waiting.clear()
         self._room.set()
 

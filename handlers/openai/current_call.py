@@ -66,7 +66,6 @@ class OpenAICall:
         return kept
 
     def close(self) -> None:
-        """Give everything back."""
         self.release(self._held)
         for claim in self.adapters.values():
             claim.release()

@@ -218,7 +218,6 @@ class _RunningCall:
     def __init__(
         self, vllm: VllmApp, held: OpenAICall, call: Call, writer: ReplyWriter, path: str, model: str | None
     ) -> None:
-        """`model`: takes the place of the body's."""
         self._vllm, self._held, self._call, self._writer, self._path = vllm, held, call, writer, path
         self._model = model
         self._gone = asyncio.Event()

@@ -86,7 +86,6 @@ class CallBatcher:
 
     @property
     def room(self) -> int:
-        """How many requests it takes now."""
         return self._settings.batch_size if len(self._calls) < self._settings.concurrency else 0
 
     places = room  # How many requests it takes now or with its next step.
@@ -243,11 +242,9 @@ class IdleTimeout:
         self._timer = self._loop.call_later(seconds, self._check)
 
     def restart(self) -> None:
-        """Count from now."""
         self._started = self._loop.time()
 
     def stop(self) -> None:
-        """Never expire."""
         self._timer.cancel()
 
     def _check(self) -> None:
@@ -436,7 +433,6 @@ Batcher = CallBatcher | RollingBatcher  # Turns the requests of one worker into 
 
 
 def _headers_by_request(properties: Properties) -> dict[int, Properties]:
-    """The properties `batch_<i>_<Header-Name>`, by request."""
     headers: defaultdict[int, list[tuple[str, str]]] = defaultdict(list)
     for name, value in properties:
         if match := _HEADER.fullmatch(name):

@@ -137,8 +137,7 @@ class WorkerAdapters:
             self._known.pop(adapter.name, None)
         return message
 
-    async def stop(self) -> None:
-        """Do nothing: there is no background work."""
+    async def stop(self) -> None: ...
 
     async def introduce(self, worker: Worker) -> None:
         """Tell a worker that has just started of all adapters. Raises EngineStartError: it has refused one."""

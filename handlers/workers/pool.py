@@ -118,7 +118,6 @@ class Pool:
 
     @property
     def serving(self) -> tuple[Worker, ...]:
-        """The workers that take requests."""
         return tuple(self._batchers)
 
     @property
@@ -128,7 +127,6 @@ class Pool:
 
     @property
     def ready(self) -> int:
-        """The number of workers that can serve."""
         return sum(worker.ready for worker in self.workers)
 
     @property
@@ -138,7 +136,6 @@ class Pool:
 
     @property
     def queue_length(self) -> int:
-        """The number of requests that wait."""
         return len(self._queue)
 
     def _dispatch(self) -> None:
@@ -188,7 +185,6 @@ class Pool:
         self._on_free(worker)
 
     def _on_free(self, worker: Worker) -> None:
-        """A worker can take more requests."""
         if self._stopping:
             return
         self._dispatch()
@@ -212,7 +208,6 @@ class Pool:
         _spawn(self._ends, worker.stop(_IDLE_GRACE))
 
     def _on_end(self, worker: Worker, reason: str) -> None:
-        """A worker has died."""
         batcher = self._batchers.pop(worker, None)
         if batcher is None or self._stopping:
             return

@@ -55,7 +55,6 @@ class HandlerReply:
             self.writer.reply(reply)
 
     def write(self, data: bytes) -> None:
-        """Send a part of the body."""
         if not self.open or not data or self._head.code in WITHOUT_BODY:
             return
         if not self.started:
@@ -82,7 +81,6 @@ class HandlerReply:
             self.write(part.data.encode())
 
     def end(self, data: bytes = b"") -> None:
-        """Send the last part of the body."""
         self.reply(reply_of(self._head, data))
 
 

@@ -66,7 +66,6 @@ class EngineCall:
         self._task = asyncio.create_task(self._answer(engine))
 
     def cancel(self) -> None:
-        """End it: nobody waits for the answer any more."""
         self._task.cancel()
         if self._running is not None:
             self._running.cancel()
@@ -228,7 +227,6 @@ class Worker:
         self._watching = asyncio.create_task(self._watch(process, reader, log))
 
     def call(self, message: Message, receiver: Receiver) -> int:
-        """Have the worker run a call; returns the call's number."""
         self.calls += 1
         self._receivers[self.calls] = receiver
         self._send(replace(message, kind=Kind.CALL, call=self.calls))
@@ -248,7 +246,6 @@ class Worker:
         self._signal_group(signal.SIGKILL)
 
     async def kill(self, reason: str) -> None:
-        """Kill the process, and wait for its end."""
         self.end(reason)
         if self._watching is not None:
             await asyncio.shield(self._watching)
@@ -268,7 +265,6 @@ class Worker:
         await self.kill("was stopped")
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
-        """Take what the worker sends, until it sends nothing more."""
         try:
             while True:
                 header, contents = SIZES.unpack(await stream.readexactly(SIZES.size))

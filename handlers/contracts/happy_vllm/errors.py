@@ -39,7 +39,6 @@ class WrongBody(errors.InvalidRequest):
     """A body that is not an object, or lacks a field."""
 
     def __init__(self, message: str, kind: str, text: str, *location: str | int) -> None:
-        """`kind`, `text`: Pydantic's words for it. `location`: of the field in the body."""
         super().__init__(message)
         self.entry = _entry(kind, text, *location)
 

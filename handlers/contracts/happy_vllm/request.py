@@ -51,7 +51,6 @@ class BodyReader(ParameterReader):
     """
 
     def required_string(self, name: str) -> str:
-        """A string."""
         self._require(name)
         value = self._take(name, "string", None)
         if not isinstance(value, str):
@@ -59,7 +58,6 @@ class BodyReader(ParameterReader):
         return value
 
     def required_ids(self, name: str, vocabulary_size: int) -> list[int]:
-        """Ids of the vocabulary."""
         self._require(name)
         ids = list(self.integers(name, minimum=0))
         if len(ids) > MOST_IDS:

@@ -216,7 +216,6 @@ class _Answer(Answer):
         return failure(error, payload_error(error.message, status), status)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """vLLM's error object as the last record."""
         message = error.message.encode("utf-8", "replace").decode()
         return error_body(message, "InternalServerError", 500) + b"\n\n"
 

@@ -141,7 +141,6 @@ class FormatterContract:
         return TextInput(parameters=parameters, input_text=document.get("inputs"), adapters=document.get("adapters"))
 
     def _complete(self, request: RequestInput, call: Call) -> None:
-        """Fill in what LMI's runtime does after the formatter."""
         parameters = request.parameters
         request.request_id = next(self._ids)
         request.client_request_id = call.request_id
@@ -332,7 +331,6 @@ class PayloadFormatters:
 
 
 def _decoded(call: Call) -> Any:
-    """The document that an input formatter gets. Raises ContractError."""
     kind = media_type(call.content_type)
     try:
         if "json" in kind or is_form(kind) or kind in ("", "application/octet-stream"):

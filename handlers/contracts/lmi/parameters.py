@@ -45,7 +45,6 @@ class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def several(self) -> bool:
-        """Whether the answer has several sequences."""
         return self.sequences > 1 or self.candidates > 1 or self.beam_search is not None
 
 

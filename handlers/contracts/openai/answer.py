@@ -100,8 +100,7 @@ class DocumentAnswer(Answer):
         return _failure(error)
 
     @abstractmethod
-    def _choice(self, index: int) -> str:
-        """What one sequence became."""
+    def _choice(self, index: int) -> str: ...
 
     def _document(self) -> str:
         options, sequences = self._options, self._sequences

@@ -123,7 +123,6 @@ def _member(body: Mapping[str, Any], name: str, member: str) -> Any:
 
 
 def _text_format(body: Mapping[str, Any]) -> str | None:
-    """The name of the format, if it is not plain text."""
     form = _member(body, "text", "format")
     if not isinstance(form, dict) or form.get("type") == "text":
         return None  # no object: refused by vLLM

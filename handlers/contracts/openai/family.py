@@ -140,7 +140,6 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
     @property
     def order(self) -> AdapterOrder:
-        """The order for the adapter registry."""
         return AdapterOrder(name=self.lora_name, src=self.lora_path)
 
 

@@ -164,7 +164,6 @@ def _best_of(parameters: Parameters, most: int, streams: bool) -> int:
 
 
 def _selects(parameters: Parameters) -> bool:
-    """Whether a parameter is given that selects the tokens to sample from."""
     return not (parameters.top_k is parameters.top_p is parameters.typical_p is None)
 
 

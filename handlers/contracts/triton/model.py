@@ -218,7 +218,6 @@ def infer(call: Call, view: ModelView) -> Reply:
 
 
 def _backend(view: ModelView) -> str:
-    """The name of Triton's backend for such a model."""
     if view.engine != "vllm":
         return "python"
     return "tensorrtllm" if view.settings.rolling_batch == "trtllm" else "vllm"

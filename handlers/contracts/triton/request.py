@@ -116,7 +116,6 @@ class TritonRequest:
         return "logprobs" in self.outputs and self.vllm.logprobs is not None
 
     def for_engine(self, request_id: str) -> GenerationRequest:
-        """The request to the engine."""
         want_logprobs = self.shows_logprobs or not self.outputs.isdisjoint(("cumulative_logprob", "cum_log_probs"))
         return msgspec.structs.replace(
             self.vllm.request,

@@ -83,7 +83,6 @@ class BatchQueue(Generic[T]):
         return self._waiting.pop(item, None) is not None
 
     def drain(self) -> list[T]:
-        """Drop all that waits and return it, in order of arrival."""
         items = list(self._waiting)
         self._waiting.clear()
         return items
@@ -237,7 +236,6 @@ class BatchEngine:
             self._call(self._free.set)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        """Have the event loop call a function."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -279,7 +277,6 @@ class BatchEngine:
             self.fail(job, GenerationFailed("internal error while handling a token"))
 
     def fail(self, job: Job, error: RequestError) -> None:
-        """End a request with an error, unless it has ended."""
         if not job.ended:
             job.ended = True
             self.meter.failed_requests += job.open_sequences

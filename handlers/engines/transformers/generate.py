@@ -43,7 +43,6 @@ class Row:
 
     @property
     def done(self) -> bool:
-        """No further token is wanted."""
         return self.finished or self.sequence.finish_reason is not None or self.job.ended
 
 
@@ -84,7 +83,6 @@ class BatchRunner:
         model.model.generation_config = GenerationConfig(pad_token_id=model.pad_token_id)
 
     def try_out(self) -> None:
-        """Generate one token; raises whatever keeps the model from it."""
         self._model.model.generate(
             **padded([[self._model.pad_token_id]], self._model),
             generation_config=GenerationConfig(do_sample=False, max_new_tokens=1),

@@ -130,7 +130,6 @@ class Sampler:
         return scores - s.frequency_penalty * counts - s.presence_penalty * (counts > 0)
 
     def _counts(self, texts: Sequence[Sequence[int]]) -> Any:
-        """Return how often each text has each token of the vocabulary."""
         size, device = self._model.vocabulary_size, self._model.device
         ids = (torch.tensor(text, dtype=torch.long, device=device) for text in texts)
         return torch.stack([torch.bincount(row, minlength=size) for row in ids])

@@ -40,7 +40,6 @@ class BeamSearchTask:
     def __init__(
         self, engine: Engine, request: GenerationRequest, sink: Sink, prompt_ids: Sequence[int], submit: Submit
     ) -> None:
-        """`submit` takes the search's steps."""
         assert request.beam_search is not None
         self._engine, self._request, self._options, self._sink = engine, request, request.beam_search, sink
         self._submit = submit
@@ -56,14 +55,12 @@ class BeamSearchTask:
         self._task = asyncio.create_task(self._run())
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Have something called when the search has ended, in whatever way."""
         self._task.add_done_callback(lambda _: call())
 
     def cancel(self) -> None:
         self._task.cancel()
 
     def abort(self) -> None:
-        """Stop, and hand over the best beams so far."""
         if self._task.done() or self._task.cancelling():
             return
         self._task.cancel()

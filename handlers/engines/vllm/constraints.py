@@ -122,7 +122,6 @@ class ConstraintTranslator:
             raise InvalidParameter(parameter, f"cannot be used as a constraint: {_shortened(error)}")
 
     def _spelled(self, constraint: Constraint) -> tuple[str, str]:
-        """Return the constraint's kind and text, as vLLM calls and takes them."""
         if constraint.choice is not None:
             _check_size(constraint.parameter, constraint.choice, MAX_CHOICE_CHARACTERS)
             if not constraint.choice:
@@ -142,7 +141,6 @@ class ConstraintTranslator:
         return "json", json.dumps(schema)
 
     async def stop(self) -> None:
-        """End the process that tries constraints out."""
         if self._trials is not None:
             await self._trials.stop()
 

@@ -64,7 +64,6 @@ class PublicAdapters(dict[str, LoRARequest]):
     """
 
     def values(self) -> Any:
-        """Return none of them."""
         return ()
 
 
@@ -181,7 +180,6 @@ class VllmAdapters:
         return claim
 
     async def stop(self) -> None:
-        """End all tasks that wait."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -145,7 +145,6 @@ def _weights(directory: Path) -> Path:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """Load tensors by their names. Raises AdapterFailed."""
     import torch
     from safetensors.torch import load
 

@@ -120,7 +120,6 @@ class SequenceMeter:
         self.last_at = time.monotonic()  # When the last token came; before the first, when the sequence began.
 
     def step(self, output: EngineCoreOutput) -> None:
-        """Take a step of the engine."""
         if output.events:
             self._read(output.events)
         if not output.new_token_ids:
@@ -263,7 +262,6 @@ class PushedState(RequestState):
         self.make_request_output([], None, VllmFinishReason.ABORT, None)
 
     def fail(self, error: RequestError) -> None:
-        """End the sequence with an error."""
         if self.ended:
             return
         self.end()
@@ -274,7 +272,6 @@ class PushedState(RequestState):
             logger.exception("request %s: internal error while handling an error", self.external_req_id)
 
     def end(self) -> None:
-        """Send nothing more to the sink."""
         self.ended = True
         self.queue = _ENDED  # without the cycle this state is freed at once
 

@@ -259,6 +259,5 @@ def _cut(logits: torch.Tensor, rows: torch.Tensor, scaled: torch.Tensor, masses:
 
 
 def _mass(params: Any) -> float | None:
-    """Return what a request asks for; None for nothing."""
     value = (params.extra_args or {}).get(TYPICAL_P)
     return None if value is None or value >= 1.0 else float(value)

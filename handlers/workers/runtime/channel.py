@@ -68,11 +68,9 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Bytes of all contents."""
         return sum(len(value) for _, value in self.contents)
 
     def encode(self) -> bytes:
-        """Its bytes."""
         header = {name: getattr(self, name) for name in self.__slots__}
         header["contents"] = [(key, len(value)) for key, value in self.contents]
         text = json.dumps(header).encode()

@@ -89,7 +89,6 @@ async def _serve_async(channel: Channel, caller: calls.Caller, order: LoadOrder)
 
 @contextlib.contextmanager
 def _initializing(order: LoadOrder) -> Iterator[None]:
-    """Make a LoadError of any error."""
     try:
         yield
     except Exception as error:
@@ -99,7 +98,6 @@ def _initializing(order: LoadOrder) -> Iterator[None]:
 
 
 def _check(output: Output) -> None:
-    """Raise LoadError if the initializing call answered with an error status."""
     if output.code < _FAILED:
         return
     body = b"".join(map(output.encode_value, output.content.get_values())).decode("utf-8", "replace")

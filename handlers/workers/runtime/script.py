@@ -44,7 +44,6 @@ class Script:
         self._default_accept = _JSON
 
     def handle(self, inputs: Input) -> Output | None:
-        """The handler function: the first call loads the model."""
         if inputs.is_empty():
             self._load(inputs)
             return None
@@ -74,7 +73,6 @@ class Script:
             self._call("model_warmup_fn", None, model_dir, self._model)
 
     def _answer(self, item: Input) -> tuple[Any, str]:
-        """The body of the answer, and its type."""
         content_type, accept = item.get_property("Content-Type") or _JSON, item.get_property("Accept")
         if not accept or accept == _ANY:
             accept = self._default_accept
@@ -114,7 +112,6 @@ def _media_type(content_type: str) -> str:
 
 
 def _decode(body: str | bytes, content_type: str) -> Any:
-    """The default `input_fn`: an array."""
     numpy = require("numpy", _PURPOSE)
     match _media_type(content_type):
         case "application/json":
@@ -127,7 +124,6 @@ def _decode(body: str | bytes, content_type: str) -> Any:
 
 
 def _predict(data: Any, model: Any) -> Any:
-    """The default `predict_fn`: the model's `predict`, or the model itself."""
     return model.predict(data) if hasattr(model, "predict") else model(data)
 
 
