@@ -62,12 +62,10 @@ def _marked(function: _Function, mark: str) -> _Function:
 class ParsedInput:
     """The requests of a call."""
 
-    errors: dict[int, str] = field(default_factory=dict)
-    """Why a request cannot be parsed, by its place in the batch."""
-    requests: list[Request] = field(default_factory=list)
-    """The new ones that could be parsed."""
+    errors: dict[int, str] = field(default_factory=dict)  # Why a request cannot be parsed, by its place in the batch.
+    requests: list[Request] = field(default_factory=list)  # The new ones that could be parsed.
+    # All requests of the call; of a rolling batch those that it has already come first, without data.
     batch: list[Input] = field(default_factory=list)
-    """All requests of the call; of a rolling batch those that it has already come first, without data."""
 
 
 def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:

@@ -41,17 +41,13 @@ class AdapterOrder:
     """A client's order to register or to update an adapter. None: not given."""
 
     name: str
+    # A directory, of which a relative one is below the model's, or `s3://`; whatever its host takes where that reads
+    # it.
     src: str | None = None
-    """A directory, of which a relative one is below the model's, or `s3://`; whatever its host takes where that reads
-    it."""
-    preload: bool | None = None
-    """Load it now, not with its first request."""
-    pin: bool | None = None
-    """Keep it in memory."""
-    alias: str = ""
-    """Its name in messages."""
-    options: Mapping[str, str] = field(default_factory=dict)
-    """All other parameters, for a custom handler."""
+    preload: bool | None = None  # Load it now, not with its first request.
+    pin: bool | None = None  # Keep it in memory.
+    alias: str = ""  # Its name in messages.
+    options: Mapping[str, str] = field(default_factory=dict)  # All other parameters, for a custom handler.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +70,8 @@ class AdapterHost(Protocol):
     All may raise AdapterError, which leaves everything as it was.
     """
 
+    # Whether `src` is its affair, which it gets as the client wrote it and may change; else it needs a directory.
     reads_src: bool
-    """Whether `src` is its affair, which it gets as the client wrote it and may change; else it needs a directory."""
 
     async def register(self, adapter: Adapter) -> str:
         """Make an adapter usable; it replaces a former one of its name."""

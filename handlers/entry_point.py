@@ -42,18 +42,13 @@ logger = logging.getLogger(__name__)
 class Limits:
     """What the server sets for every model."""
 
-    queue_size: int
-    """Requests that may wait beyond those that run."""
-    overload_status: int
-    """What a client gets beyond that."""
-    unavailable_status: int
-    """What a client gets while no worker of a custom handler lives."""
-    model_aliases: tuple[str, ...] = ()
-    """Names that stand for the model on OpenAI's routes, beside its own."""
+    queue_size: int  # Requests that may wait beyond those that run.
+    overload_status: int  # What a client gets beyond that.
+    unavailable_status: int  # What a client gets while no worker of a custom handler lives.
+    model_aliases: tuple[str, ...] = ()  # Names that stand for the model on OpenAI's routes, beside its own.
+    # Why a directory may not be that of an adapter; may block. None: any may.
     adapter_faults: Callable[[Path], Sequence[str]] | None = None
-    """Why a directory may not be that of an adapter; may block. None: any may."""
-    adapter_downloads: AdapterDownloads | None = None
-    """Fetches adapters from S3; None: they are refused."""
+    adapter_downloads: AdapterDownloads | None = None  # Fetches adapters from S3; None: they are refused.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +56,16 @@ class Service:
     """A loaded model."""
 
     settings: ModelSettings
-    invocations: Handler
-    """Answers `/invocations` and `/predictions`."""
-    runtime: Engine | CustomHandler | _EngineBehindHandler
-    """What runs it as long as it is loaded."""
+    invocations: Handler  # Answers `/invocations` and `/predictions`.
+    runtime: Engine | CustomHandler | _EngineBehindHandler  # What runs it as long as it is loaded.
+    # What answers each `Generates` route of the families, by its path; empty where a custom handler generates.
     generation: Mapping[str, Handler] = field(default_factory=dict)
-    """What answers each `Generates` route of the families, by its path; empty where a custom handler generates."""
-    openai: OpenAIHandler | None = None
-    """vLLM's own OpenAI server; None where something else generates."""
+    openai: OpenAIHandler | None = None  # vLLM's own OpenAI server; None where something else generates.
     queue: EngineQueue | None = None
-    engine: Engine | None = None
-    """None where a custom handler generates."""
+    engine: Engine | None = None  # None where a custom handler generates.
     custom: CustomHandler | None = None
-    adapters: AdapterRegistry | None = None
-    """None where `option.enable_lora` is off."""
-    held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
-    """Frees what loading has taken."""
+    adapters: AdapterRegistry | None = None  # None where `option.enable_lora` is off.
+    held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)  # Frees what loading has taken.
 
     async def stop(self, why: str = "the server is stopping") -> None:
         """Free the engine or end the workers. Requests that still run on the engine end with an error that says why."""

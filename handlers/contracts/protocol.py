@@ -24,18 +24,15 @@ class Call:
     """An HTTP request with its whole body."""
 
     body: bytes
-    content_type: str = ""
-    """As sent, parameters included; empty if absent."""
+    content_type: str = ""  # As sent, parameters included; empty if absent.
     request_id: str
+    # All request headers, names in canonical case (`X-Amzn-SageMaker-Session-Id`); later duplicates count.
     headers: tuple[tuple[str, str], ...] = ()
-    """All request headers, names in canonical case (`X-Amzn-SageMaker-Session-Id`); later duplicates count."""
-    query: tuple[tuple[str, str], ...] = ()
-    """Query parameters, decoded, in order."""
+    query: tuple[tuple[str, str], ...] = ()  # Query parameters, decoded, in order.
     method: str = "POST"
-    path: str = ""
-    """As it came in, decoded, without the query."""
+    path: str = ""  # As it came in, decoded, without the query.
+    # The parts of the path that `{name}` stands for in the route.
     path_parameters: Mapping[str, str] = field(default_factory=dict)
-    """The parts of the path that `{name}` stands for in the route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +40,10 @@ class Reply:
     """A whole HTTP reply."""
 
     status: int
-    content_type: str
-    """Empty: the reply has no such header."""
+    content_type: str  # Empty: the reply has no such header.
     body: bytes
+    # Further response headers, valid ones in Latin-1; they go before what the server sends with every reply.
     headers: tuple[tuple[str, str], ...] = ()
-    """Further response headers, valid ones in Latin-1; they go before what the server sends with every reply."""
 
 
 class ContractError(Exception):
@@ -97,15 +93,12 @@ class CumulativeAnswer(Answer, Protocol):
 class Exchange:
     """A call as its contract understands it: requests for the engine, and the answer that they make."""
 
-    requests: tuple[GenerationRequest, ...]
-    """One for each prompt; `Answer.feed` names them by their place here."""
+    requests: tuple[GenerationRequest, ...]  # One for each prompt; `Answer.feed` names them by their place here.
     answer: Answer
-    notes: tuple[str, ...] = ()
-    """For the log: parameters that were ignored."""
+    notes: tuple[str, ...] = ()  # For the log: parameters that were ignored.
+    # What the stream sends while it has nothing to say. A stream with a comment begins before its first token.
     comment: bytes = b""
-    """What the stream sends while it has nothing to say. A stream with a comment begins before its first token."""
-    cumulative: CumulativeAnswer | None = None
-    """`answer`, where it is cumulative; there is no `comment` then."""
+    cumulative: CumulativeAnswer | None = None  # `answer`, where it is cumulative; there is no `comment` then.
 
 
 class Contract(Protocol):

@@ -45,14 +45,12 @@ TEXT_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 class VllmParameters:
     """One request's sampling parameters, validated and translated."""
 
+    # Without its id and its prompt. A beam search makes `beam_search.width` sequences, of which it shows the best.
     request: GenerationRequest
-    """Without its id and its prompt. A beam search makes `beam_search.width` sequences, of which it shows the best."""
+    # Alternatives for each token, 0 for its own log probability alone; None: no log probabilities.
     logprobs: int | None
-    """Alternatives for each token, 0 for its own log probability alone; None: no log probabilities."""
-    prompt_logprobs: int | None
-    """The same for the prompt's tokens."""
-    detokenize: bool
-    """False: the answer's text is empty."""
+    prompt_logprobs: int | None  # The same for the prompt's tokens.
+    detokenize: bool  # False: the answer's text is empty.
 
     def constrained(self, constraint: Constraint) -> VllmParameters:
         sampling = msgspec.structs.replace(self.request.sampling, constraint=constraint)

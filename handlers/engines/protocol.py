@@ -151,11 +151,10 @@ class EngineAdapters(Protocol):
 class Engine(LoadedModel, Protocol):
     """What runs one model."""
 
-    max_sequences: int
-    """Sequences that run together; known once it has started."""
+    max_sequences: int  # Sequences that run together; known once it has started.
+    # The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started. `texts` has a
+    # copy of it.
     tokenizer: Any
-    """The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started. `texts` has
-    a copy of it."""
 
     @property
     def adapters(self) -> EngineAdapters | None:

@@ -23,8 +23,8 @@ class Formatting:
 
     formatters: PayloadFormatters
     thread: FormatterThread
+    # vLLM's object for the body of an answer on a path of its front end; needed where there is an output formatter.
     answer_object: Callable[[str, bytes], Any] | None = None
-    """vLLM's object for the body of an answer on a path of its front end; needed where there is an output formatter."""
 
     async def of_call(self, change: Callable[[Call], Call], call: Call) -> Call:
         """The call as one of the formatters' methods changes it. Raises ContractError: the call is refused."""

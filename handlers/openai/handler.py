@@ -99,14 +99,11 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
 class VllmApp:
     """vLLM's front end of a model."""
 
-    app: Any
-    """FastAPI's application."""
-    llm: Any
-    """vLLM's engine, which knows requests by the ids of their answers."""
-    parses_tools: bool = False
-    """The model has a parser of tool calls."""
+    app: Any  # FastAPI's application.
+    llm: Any  # vLLM's engine, which knows requests by the ids of their answers.
+    parses_tools: bool = False  # The model has a parser of tool calls.
+    # The answer to an exception of the application; None if it is none of the client's.
     refusal: Callable[[BaseException], Reply | None] = lambda _: None
-    """The answer to an exception of the application; None if it is none of the client's."""
 
 
 class OpenAIHandler:

@@ -32,14 +32,11 @@ class Request:
 
     message: Message
     reply: HandlerReply
-    priority: int
-    """Lower ones leave the queue earlier."""
-    number: int = 0
-    """Order of arrival."""
-    arrived_at: float = 0.0
-    """On the event loop's clock."""
+    priority: int  # Lower ones leave the queue earlier.
+    number: int = 0  # Order of arrival.
+    arrived_at: float = 0.0  # On the event loop's clock.
+    # Takes the request out of the queue, or the call that it is in; None where it runs on.
     forget: Callable[[Request], None] | None = None
-    """Takes the request out of the queue, or the call that it is in; None where it runs on."""
 
     def cancel(self) -> None:
         if self.reply.open:

@@ -40,8 +40,8 @@ class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
     top_n_tokens: int
     token_logprobs: bool
     output_formatter: str | None
+    # Parameters without effect: unknown ones, and those that this mode of the engine does not have.
     ignored: tuple[str, ...]
-    """Parameters without effect: unknown ones, and those that this mode of the engine does not have."""
 
     @property
     def several(self) -> bool:
@@ -53,10 +53,9 @@ class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
 
     do_sample_inferred: bool = True
     details_by_default: bool = False
+    # Locally typical sampling is available (lmi-dist); otherwise the parameter has no effect, as on LMI's vLLM.
     typical_p: bool = False
-    """Locally typical sampling is available (lmi-dist); otherwise the parameter has no effect, as on LMI's vLLM."""
-    trtllm: bool = False
-    """TensorRT-LLM's names and defaults."""
+    trtllm: bool = False  # TensorRT-LLM's names and defaults.
     max_sequences: int = 256
     strict: bool = False
     token_logprobs: bool = True

@@ -38,28 +38,19 @@ _STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority"
 class FrontEnd:
     """What the front end of a model was started with, as far as requests and answers show it."""
 
-    model: str
-    """Its name in answers."""
-    accepts: Callable[[str], bool]
-    """Says of a name whether it is the model's."""
-    adapters: Collection[str]
-    """Names; adapters come and go."""
-    fingerprint: str | None
-    """`system_fingerprint` of answers."""
-    role: str
-    """Whose turn an answer is in a chat."""
-    default_sampling: Mapping[str, Any]
-    """The model's own sampling parameters, by vLLM's names."""
-    most_new_tokens: int | None
-    """Whatever a request asks for."""
+    model: str  # Its name in answers.
+    accepts: Callable[[str], bool]  # Says of a name whether it is the model's.
+    adapters: Collection[str]  # Names; adapters come and go.
+    fingerprint: str | None  # `system_fingerprint` of answers.
+    role: str  # Whose turn an answer is in a chat.
+    default_sampling: Mapping[str, Any]  # The model's own sampling parameters, by vLLM's names.
+    most_new_tokens: int | None  # Whatever a request asks for.
     max_model_len: int
-    most_prompts: int
-    """In the body of a completion."""
-    most_sequences: int
-    """For each prompt."""
+    most_prompts: int  # In the body of a completion.
+    most_sequences: int  # For each prompt.
     most_stop_strings: int
+    # Makes a prompt of messages. None: vLLM's serving classes answer all chats.
     render: Callable[[list[dict[str, Any]]], str] | None
-    """Makes a prompt of messages. None: vLLM's serving classes answer all chats."""
 
 
 class OpenAIContract:
