@@ -39,10 +39,8 @@ _TASK_OF_SUFFIX = {
 
 
 def get_rolling_batch_class_from_str(rolling_batch_type: str) -> Callable[..., RollingBatch]:
-    """The class of a rolling batch, called with the model and its properties; tests put their own function here.
-
-    Raises ValueError: always; rolling batches run in the server's engine.
-    """
+    """The class of a rolling batch, called with the model and its properties; tests put their own function here. Raises
+    ValueError: always; rolling batches run in the server's engine."""
     raise ValueError(f"The rolling batch {rolling_batch_type!r} runs in the server's engine, not in a handler")
 
 
@@ -203,10 +201,8 @@ def infer_task(settings: HuggingFaceProperties) -> str:
 
 
 def build_pipeline(task: str, settings: HuggingFaceProperties) -> Any:
-    """A callable `f(list of inputs, **parameters)` with attributes `model` and `tokenizer`.
-
-    Raises ValueError: transformers knows no such task.
-    """
+    """A callable `f(list of inputs, **parameters)` with attributes `model` and `tokenizer`. Raises ValueError:
+    transformers knows no such task."""
     transformers = require("transformers", _PURPOSE)
     if task == TEXT_GENERATION:
         return GenerationPipeline(transformers.AutoModelForCausalLM, settings, padding_side="left")

@@ -98,10 +98,8 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
 
 
 def format_input(input_item: Input, **kwargs: Any) -> TextInput:
-    """A request in LMI's schema, a chat, or with `configs.bedrock_compat` Amazon Bedrock's.
-
-    Raises ValueError: the body is malformed, or names an adapter that is not registered.
-    """
+    """A request in LMI's schema, a chat, or with `configs.bedrock_compat` Amazon Bedrock's. Raises ValueError: the body
+    is malformed, or names an adapter that is not registered."""
     document = decode(input_item, input_item.get_property("Content-Type"))
     configs = kwargs.get("configs")
     rolling = bool(kwargs.get("is_rolling_batch"))
@@ -122,10 +120,8 @@ def format_input(input_item: Input, **kwargs: Any) -> TextInput:
 
 
 def parse_lmi_default_request_rolling_batch(payload: Any) -> tuple[str, dict[str, Any]]:
-    """The prompt and the parameters of LMI's default schema.
-
-    Raises ValueError: the body, `inputs` or `parameters` are malformed.
-    """
+    """The prompt and the parameters of LMI's default schema. Raises ValueError: the body, `inputs` or `parameters` are
+    malformed."""
     if not isinstance(payload, dict):
         raise ValueError("Request payload should be a json object specifying the 'inputs' field")
     prompt, parameters = payload.get("inputs"), payload.get("parameters") or {}

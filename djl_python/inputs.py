@@ -133,9 +133,7 @@ class Input:
 
     def get_as_bytes(self, key: str | None = None) -> Any:
         """The bytes under the key; without a key those of `data`, else of the first entry. None without any content.
-
-        Raises KeyError: there is nothing under the key.
-        """
+        Raises KeyError: there is nothing under the key."""
         if self.content.is_empty():
             return None
         value = self.content.get(key or "data")
@@ -214,10 +212,8 @@ def _read_json(body: Body) -> Any:
 
 
 def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
-    """The names of the header, and rows by them. A cell that a row lacks is None.
-
-    Raises ValueError: it is not CSV, or too many cells are missing: short rows below a long header would fill memory.
-    """
+    """The names of the header, and rows by them. A cell that a row lacks is None. Raises ValueError: it is not CSV, or
+    too many cells are missing: short rows below a long header would fill memory."""
     try:
         reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
         names, rows, cells = list(reader.fieldnames or ()), [], 0

@@ -27,10 +27,8 @@ _TYPES = _INTEGERS | {"bool", "float16", "float32", "float64", "complex64", "com
 
 
 def to_nd_list(np_list: Any) -> bytearray:
-    """NDList bytes of a list of arrays, or of one array, in little-endian order.
-
-    Raises ValueError: an array holds something other than numbers.
-    """
+    """NDList bytes of a list of arrays, or of one array, in little-endian order. Raises ValueError: an array holds
+    something other than numbers."""
     numpy = require("numpy", "NDList")
     arrays = np_list if isinstance(np_list, (list, tuple)) else [np_list]
     encoded = bytearray(struct.pack(">i", len(arrays)))
@@ -40,10 +38,8 @@ def to_nd_list(np_list: Any) -> bytearray:
 
 
 def from_nd_list(encoded: bytes | bytearray | memoryview) -> list[NDArray[Any]]:
-    """Arrays of NDList bytes, or of an npz or npy file, told apart by how they begin. The arrays are writable.
-
-    Raises ValueError: the bytes are broken, or hold Python objects.
-    """
+    """Arrays of NDList bytes, or of an npz or npy file, told apart by how they begin. The arrays are writable. Raises
+    ValueError: the bytes are broken, or hold Python objects."""
     data = bytes(encoded)
     if data.startswith(b"PK"):
         return from_npz(data)
@@ -57,11 +53,8 @@ def from_nd_list(encoded: bytes | bytearray | memoryview) -> list[NDArray[Any]]:
 
 
 def from_npz(data: bytes | bytearray) -> list[NDArray[Any]]:
-    """The arrays of an npz file, in the file's order.
-
-    Raises ValueError: the file is broken, holds something other than arrays, or is larger than `MAX_NPZ_BYTES` once
-    decompressed.
-    """
+    """The arrays of an npz file, in the file's order. Raises ValueError: the file is broken, holds something other than
+    arrays, or is larger than `MAX_NPZ_BYTES` once decompressed."""
     numpy = require("numpy", "an npz body")
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:

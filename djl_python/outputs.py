@@ -167,10 +167,8 @@ class Output:
 
     @staticmethod
     def encode_value(value: Any) -> bytes:
-        """The bytes of a value: a string as UTF-8, bytes as they are, anything else as JSON.
-
-        Raises ValueError, TypeError: the value cannot be written as UTF-8 or as JSON.
-        """
+        """The bytes of a value: a string as UTF-8, bytes as they are, anything else as JSON. Raises ValueError,
+        TypeError: the value cannot be written as UTF-8 or as JSON."""
         if isinstance(value, str):
             return value.encode("utf-8")
         return bytes(value) if isinstance(value, (bytes, bytearray, memoryview)) else _encode_json(value)

@@ -49,10 +49,8 @@ class Request:
             self.request_output.finished = True
 
     def get_next_token(self) -> str:
-        """The text to send now; the same until `reset_next_token`.
-
-        Raises RuntimeError: a custom formatter of a streamed request does not read the next token.
-        """
+        """The text to send now; the same until `reset_next_token`. Raises RuntimeError: a custom formatter of a
+        streamed request does not read the next token."""
         if not self._next_text:
             self._next_text = self._format()
         return self._next_text

@@ -57,10 +57,8 @@ class Session:
     def get_as_numpy(
         self, key: str, shape: int | Sequence[int], dtype: Any = "float32", create: bool = False
     ) -> np.memmap[Any, Any]:
-        """An array that lives in the key's file; what is written to it is kept.
-
-        Raises FileNotFoundError: there is none, and `create` is not set.
-        """
+        """An array that lives in the key's file; what is written to it is kept. Raises FileNotFoundError: there is
+        none, and `create` is not set."""
         numpy = require("numpy", "Session.get_as_numpy")
         size = tuple(shape) if isinstance(shape, Sequence) else shape
         array: np.memmap[Any, Any] = numpy.memmap(

@@ -65,10 +65,8 @@ class SessionManager:
         return Session(session_id, self.sessions_path, ends)
 
     def get_session(self, session_id: str | None) -> Session | None:
-        """A session; None for no id, for `NEW_SESSION`, and for a session that has expired.
-
-        Raises ValueError: there is no such session.
-        """
+        """A session; None for no id, for `NEW_SESSION`, and for a session that has expired. Raises ValueError: there is
+        no such session."""
         if not session_id or session_id == NEW_SESSION:
             return None
         session = self._find(session_id)

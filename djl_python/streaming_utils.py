@@ -22,9 +22,7 @@ class StreamingUtils:
     @staticmethod
     def get_stream_generator(execution_engine: str) -> Callable[..., Iterator[list[str]]]:
         """`f(model, tokenizer, inputs, device, **parameters)`, which yields the texts of each step, one a prompt.
-
-        Raises ValueError: the engine is not `Accelerate`.
-        """
+        Raises ValueError: the engine is not `Accelerate`."""
         if execution_engine != "Accelerate":
             raise ValueError(f"{execution_engine} engine is not supported for streaming")
         return stream_tokens

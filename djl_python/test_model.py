@@ -67,10 +67,8 @@ class TestHandler:
     __test__ = False
 
     def __init__(self, entry_point: str | ModuleType, model_dir: str | None = None) -> None:
-        """Takes a module, or a file in the model directory, which becomes the working directory.
-
-        Raises ValueError: there is no such file, or no model directory for it.
-        """
+        """Takes a module, or a file in the model directory, which becomes the working directory. Raises ValueError:
+        there is no such file, or no model directory for it."""
         self.serving_properties = update_properties_with_env_vars({}) | load_properties(model_dir)
         self._initialized = False
         if not isinstance(entry_point, str):

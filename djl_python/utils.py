@@ -35,10 +35,8 @@ class IdCounter:
 
 
 def find_model_file(model_dir: str, extensions: Iterable[str]) -> str | None:
-    """The path of the one file with such an extension (given without its dot); None if there is none.
-
-    Raises ValueError: there are several.
-    """
+    """The path of the one file with such an extension (given without its dot); None if there is none. Raises
+    ValueError: there are several."""
     suffixes = {f".{extension}" for extension in extensions}
     found = sorted(str(path) for path in Path(model_dir).glob("*") if path.suffix in suffixes)
     if len(found) > 1:

@@ -66,10 +66,8 @@ def string_map(entries: Mapping[Any, Any]) -> bytes:
 
 
 def read_string_map(data: bytes | bytearray) -> tuple[dict[str, str], int]:
-    """The map that `string_map` has encoded, None as an empty string, and the number of its bytes.
-
-    Raises ValueError: the bytes end too early, or are not UTF-8.
-    """
+    """The map that `string_map` has encoded, None as an empty string, and the number of its bytes. Raises ValueError:
+    the bytes end too early, or are not UTF-8."""
     texts: list[str] = []
     try:
         (count,), at = struct.unpack_from(">h", data), 2

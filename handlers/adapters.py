@@ -132,10 +132,8 @@ class AdapterRegistry:
         return adapter
 
     async def preload(self, model_dirs: Sequence[Path]) -> None:
-        """Register the adapters in `adapters/` below these directories.
-
-        Raises AdapterError, InvalidRequest: one of them, which is named, cannot be used or is not allowed.
-        """
+        """Register the adapters in `adapters/` below these directories. Raises AdapterError, InvalidRequest: one of
+        them, which is named, cannot be used or is not allowed."""
         found: dict[str, Path] = {}
         for directory in model_dirs:
             found = await asyncio.to_thread(_adapter_directories, directory) | found
@@ -281,10 +279,8 @@ class AdapterRegistry:
         return not self._host.reads_src and _ON_S3.match(src) is not None
 
     def _path(self, src: str) -> Path:
-        """The directory that `src` names; where it names none, one that does not exist.
-
-        Raises InvalidParameter: the host needs a directory, and `src` is a URL that names none.
-        """
+        """The directory that `src` names; where it names none, one that does not exist. Raises InvalidParameter: the
+        host needs a directory, and `src` is a URL that names none."""
         if self._is_remote(src) and self._downloads is not None:
             return Path()  # until it is downloaded
         path = _file_path(src) if _SCHEME.match(src) else src

@@ -141,10 +141,8 @@ class RunningCall:
         queue.running[request_id] = self
 
     async def submit(self) -> None:
-        """Give its prompts to the engine.
-
-        Raises RequestError: one of them is refused before anything has been answered. The call has ended.
-        """
+        """Give its prompts to the engine. Raises RequestError: one of them is refused before anything has been
+        answered. The call has ended."""
         requests, engine = self._exchange.requests, self._queue.engine
         places = sum([request.sequences_in_engine for request in requests])
         try:
@@ -287,11 +285,8 @@ class _KeepAlive:
 
 
 class _CumulativeCall(RunningCall):
-    """A call whose answer repeats all before it in each part.
-
-    Short parts come at once, or for several sequences once for each step of the engine. Long ones come as often as
-    `_BYTES_PER_SECOND` allows.
-    """
+    """A call whose answer repeats all before it in each part. Short parts come at once, or for several sequences once
+    for each step of the engine. Long ones come as often as `_BYTES_PER_SECOND` allows."""
 
     def __init__(
         self, queue: EngineQueue, exchange: Exchange, writer: ReplyWriter, request_id: str, answer: CumulativeAnswer

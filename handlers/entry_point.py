@@ -84,10 +84,8 @@ class Service:
 
 
 async def load_service(settings: ModelSettings, limits: Limits, times: StartupTimes | None = None) -> Service:
-    """Choose the handler and the engine that the settings ask for, and load the model; `times` takes each phase.
-
-    Raises EngineStartError: the model cannot be loaded.
-    """
+    """Choose the handler and the engine that the settings ask for, and load the model; `times` takes each phase. Raises
+    EngineStartError: the model cannot be loaded."""
     times = times or StartupTimes()
     async with contextlib.AsyncExitStack() as held:
         if settings.handler_before_engine is not None:
@@ -239,11 +237,8 @@ def _custom_handler(settings: ModelSettings, limits: Limits, engine: LoadedEngin
 
 
 class _EngineBehindHandler:
-    """The engine of a model whose `handle` comes first, and that handler: the model's `runtime`.
-
-    The engine is loaded when the handler first calls it: with a handler that has a model of its own there would not be
-    room for both.
-    """
+    """The engine of a model whose `handle` comes first, and that handler: the model's `runtime`. The engine is loaded
+    when the handler first calls it: with a handler that has a model of its own there would not be room for both."""
 
     def __init__(self, settings: ModelSettings, limits: Limits, times: StartupTimes) -> None:
         self._engine = replace(settings, handler_before_engine=None)
@@ -253,10 +248,8 @@ class _EngineBehindHandler:
         self.custom = _custom_handler(self.handler_settings, limits, self._invocations)
 
     async def start(self) -> Service | None:
-        """Start the handler; returns the engine's service if the handler's first call has loaded it.
-
-        Raises EngineStartError: the handler or the engine cannot be loaded.
-        """
+        """Start the handler; returns the engine's service if the handler's first call has loaded it. Raises
+        EngineStartError: the handler or the engine cannot be loaded."""
         try:
             await self.custom.start()
         except EngineStartError:

@@ -23,7 +23,7 @@ class FinishReason(Enum):
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """A form that the text of an answer must have; exactly one of `choice` to `grammar` is set.
+    """A form that the text of an answer must have.
 
     The engine enforces it token by token, or refuses the request with `InvalidParameter`.
     """

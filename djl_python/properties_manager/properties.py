@@ -43,10 +43,8 @@ def is_rolling_batch_enabled(rolling_batch: RollingBatchEnum) -> bool:
 
 
 class Properties(BaseModel):
-    """What all handlers have: `Properties(**inputs.get_properties())`. Properties of other names are left out.
-
-    Raises pydantic's ValidationError, a ValueError, for a wrong value.
-    """
+    """What all handlers have: `Properties(**inputs.get_properties())`. Properties of other names are left out. Raises
+    pydantic's ValidationError, a ValueError, for a wrong value."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 

@@ -56,10 +56,8 @@ _LONGEST_NAME = 80
 
 
 def read_constraint(read: ParameterReader) -> Constraint | None:
-    """The constraint among a request's parameters, whatever its name.
-
-    Raises InvalidParameter: it is wrong, or there are several.
-    """
+    """The constraint among a request's parameters, whatever its name. Raises InvalidParameter: it is wrong, or there
+    are several."""
     values = {name: read.value(name, kind) for name, kind in FORMS.items()}
     given = [(name, constraint_of(name, value)) for name, value in values.items() if value is not None]
     found = [(name, constraint) for name, constraint in given if constraint is not None]
@@ -69,10 +67,8 @@ def read_constraint(read: ParameterReader) -> Constraint | None:
 
 
 def constraint_of(name: str, value: Any) -> Constraint | None:
-    """The constraint that a field of this name, one of `FORMS`, has; None where it asks for plain text.
-
-    Raises InvalidParameter: naming the field or the member that is wrong, and what is expected.
-    """
+    """The constraint that a field of this name, one of `FORMS`, has; None where it asks for plain text. Raises
+    InvalidParameter: naming the field or the member that is wrong, and what is expected."""
     if FORMS[name] != "object":
         return Constraint(parameter=name, **_form(name, name.removeprefix("guided_"), value))
     members = ParameterReader({name: value}).optional_object(name) or {}
@@ -90,9 +86,7 @@ def asks(name: str, value: Any) -> bool:
 
 def refuse_unread(values: Mapping[str, Any], unread: Iterable[str], message: str) -> None:
     """Refuse what would constrain the text, were it read here. `message`: what to do, after the parameter's name.
-
-    Raises InvalidParameter: naming the first.
-    """
+    Raises InvalidParameter: naming the first."""
     for name in sorted(CONSTRAINING.intersection(unread)):
         if asks(name, values.get(name)):
             raise InvalidParameter(name, message)

@@ -66,10 +66,8 @@ class Answer(Protocol):
         return ()
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The bytes that this delta adds to the body; empty if there is nothing to send yet.
-
-        Raises RequestError: the call ends here, with this error.
-        """
+        """The bytes that this delta adds to the body; empty if there is nothing to send yet. Raises RequestError: the
+        call ends here, with this error."""
 
     def fail(self, error: RequestError) -> Reply:
         """The reply when nothing has been sent yet."""
@@ -146,10 +144,8 @@ class Handler(Protocol):
     """Answers the calls of one route."""
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
-        """Answer a call through `writer`; returns what cancels it, None if the reply is complete.
-
-        Raises ContractError: the call was refused before inference; the error holds the reply.
-        """
+        """Answer a call through `writer`; returns what cancels it, None if the reply is complete. Raises ContractError:
+        the call was refused before inference; the error holds the reply."""
 
 
 class Running(Protocol):

@@ -63,10 +63,8 @@ def begin_import(settings: ModelSettings) -> None:
 
 
 def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]:
-    """Return the class of the engine that was chosen; blocks for seconds while it is imported.
-
-    Raises EngineStartError: another release of vLLM is installed than Slipway was run with.
-    """
+    """Return the class of the engine that was chosen; blocks for seconds while it is imported. Raises EngineStartError:
+    another release of vLLM is installed than Slipway was run with."""
     if settings.rolling_batch == "disable":
         from handlers.engines.transformers.engine import BatchEngine
 

@@ -150,10 +150,8 @@ def _number(path: Path) -> int | None:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """Find this process's memory control groups, each from its own up to the outermost in sight.
-
-    In a container only its own group may be in sight, mounted as if it were the outermost.
-    """
+    """Find this process's memory control groups, each from its own up to the outermost in sight. In a container only
+    its own group may be in sight, mounted as if it were the outermost."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

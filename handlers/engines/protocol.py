@@ -136,10 +136,8 @@ class EngineAdapters(Protocol):
         """
 
     async def change(self, adapter: Adapter) -> None:
-        """Pin an adapter that was added, or load it now, as `pin` and `preload` say.
-
-        Raises AdapterFailed, NoRoomForAdapter: as in `add`; it stays as it was.
-        """
+        """Pin an adapter that was added, or load it now, as `pin` and `preload` say. Raises AdapterFailed,
+        NoRoomForAdapter: as in `add`; it stays as it was."""
 
     async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
         """Let no new request have the adapter, and free it when those that run with it have ended.
@@ -174,10 +172,8 @@ class Engine(LoadedModel, Protocol):
         """
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
-        """Return the request's prompt as token ids, truncated as it asks.
-
-        Raises InvalidRequest: it is empty, or too long for the model.
-        """
+        """Return the request's prompt as token ids, truncated as it asks. Raises InvalidRequest: it is empty, or too
+        long for the model."""
 
     def health(self) -> EngineHealth:
         """Tell whether the engine can serve. Cheap: asks no other process."""
@@ -208,10 +204,8 @@ class _FirstDelta:
 
 
 async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
-    """Return the first delta of an answer, which ends there; the only one of a single sequence without a stream.
-
-    Raises RequestError: the request was refused or has failed.
-    """
+    """Return the first delta of an answer, which ends there; the only one of a single sequence without a stream. Raises
+    RequestError: the request was refused or has failed."""
     sink = _FirstDelta()
     generation = await submit(request, sink)
     try:

@@ -28,10 +28,8 @@ def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabular
 
 
 def check_beams(sampling: SamplingParameters) -> None:
-    """Refuse what a beam search, which knows the model's own probabilities alone, would not keep to.
-
-    Raises InvalidParameter: naming the parameter.
-    """
+    """Refuse what a beam search, which knows the model's own probabilities alone, would not keep to. Raises
+    InvalidParameter: naming the parameter."""
     if sampling.constraint is not None:
         raise InvalidParameter(sampling.constraint.parameter, _NOT_WITH_BEAMS)
     for name in ("allowed_token_ids", "bad_words", "logit_bias"):
@@ -179,10 +177,8 @@ class PromptTokenizer:
         self._most_characters = max_model_len * texts.longest_token
 
     async def token_ids(self, request: GenerationRequest) -> list[int]:
-        """Return the request's prompt as token ids, truncated as it asks.
-
-        Raises InvalidRequest: it is empty, or too long for the model.
-        """
+        """Return the request's prompt as token ids, truncated as it asks. Raises InvalidRequest: it is empty, or too
+        long for the model."""
         ids = list(request.prompt) if isinstance(request.prompt, tuple) else await self._encode(request.prompt, request)
         if request.truncate_prompt_tokens is not None:
             ids = self._truncate(ids, request.truncate_prompt_tokens)

@@ -118,9 +118,7 @@ def _type_names(annotation: Any) -> set[str]:
 
 async def add_packages(settings: ModelSettings, imports: ModelImports) -> None:
     """Install the model's `requirements.txt`, and make the packages importable that this process does not have itself.
-
-    Raises EngineStartError: the environment for them cannot be made, or pip fails.
-    """
+    Raises EngineStartError: the environment for them cannot be made, or pip fails."""
     handler = HandlerSettings(
         entry_point=str(settings.formatters or ""),
         offline=settings.offline,

@@ -32,10 +32,8 @@ class FormatterThread:
         self._executor: ThreadPoolExecutor | None = None
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` after all that was given before, and return its result.
-
-        Raises GenerationFailed: it took too long, or would have ended the server.
-        """
+        """Run `work` after all that was given before, and return its result. Raises GenerationFailed: it took too long,
+        or would have ended the server."""
         async with self._turn:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="formatters")

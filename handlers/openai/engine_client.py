@@ -50,9 +50,7 @@ _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prom
 
 def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) -> None:
     """Refuse sampling parameters that would harm the engine or have no effect; `params`: vLLM's `SamplingParams`.
-
-    Raises InvalidParameter: the parameter is named.
-    """
+    Raises InvalidParameter: the parameter is named."""
     if params.prompt_logprobs is not None and not limits.prompt_logprobs:
         raise InvalidParameter("prompt_logprobs", f"cannot be given: {NO_PROMPT_LOGPROBS}")
     limits.check_listed_tokens(params)
@@ -112,10 +110,8 @@ class EngineClient:
         return getattr(self._llm, name)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuse a call before its prompt is rendered, where it is clear that it gets no places.
-
-        Raises as `generate`.
-        """
+        """Refuse a call before its prompt is rendered, where it is clear that it gets no places. Raises as
+        `generate`."""
         call = current_call.get()
         with _vllms_errors():
             call.take(n)
@@ -197,10 +193,8 @@ class EngineClient:
         return ids
 
     async def _adapter(self, call: OpenAICall, name: str) -> Any:
-        """What vLLM is told of the adapter of this name, which is in its memory until the call ends.
-
-        It is looked up anew: another one may have taken its place since the front end did.
-        """
+        """What vLLM is told of the adapter of this name, which is in its memory until the call ends. It is looked up
+        anew: another one may have taken its place since the front end did."""
         assert self._engine.adapters is not None
         claim = call.adapters.get(name) or call.keep(name, await self._engine.adapters.claim(name))
         return claim.request
@@ -262,10 +256,8 @@ class _Request:
 
 
 def _check_end(output: Any, params: Any) -> None:
-    """Say it where the engine has ended a request for what its parameters leave no token.
-
-    Raises VLLMValidationError: that is so.
-    """
+    """Say it where the engine has ended a request for what its parameters leave no token. Raises VLLMValidationError:
+    that is so."""
     if params.structured_outputs is None or all(sequence.finish_reason != "error" for sequence in output.outputs):
         return
     if (error := no_token_left(params)) is not None:

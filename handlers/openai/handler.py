@@ -66,12 +66,8 @@ def import_front_end(settings: ModelSettings) -> None:
 
 
 async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: Sequence[str]) -> OpenAIHandler | None:
-    """What serves OpenAI's routes for a loaded model; None where the engine is not vLLM.
-
-    `aliases`: further names that a request may call the model by.
-
-    Raises EngineStartError: vLLM's front end refuses an option of the model.
-    """
+    """What serves OpenAI's routes for a loaded model; None where the engine is not vLLM. `aliases`: further names that
+    a request may call the model by. Raises EngineStartError: vLLM's front end refuses an option of the model."""
     if not is_vllm(settings):
         return None
     from handlers.openai.engine_client import EngineClient
@@ -150,13 +146,8 @@ class OpenAIHandler:
     async def begin(
         self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
     ) -> Running:
-        """Answer the call as one to `path`.
-
-        `any_model`: no `model` in its body is refused. `adapter`: takes the place of that `model`; "" is the model
-        itself.
-
-        Raises UnknownAdapter: it is not registered.
-        """
+        """Answer the call as one to `path`. `any_model`: no `model` in its body is refused. `adapter`: takes the place
+        of that `model`; "" is the model itself. Raises UnknownAdapter: it is not registered."""
         if adapter and call.body and adapter not in self._adapters:
             raise UnknownAdapter(adapter)
         if (exchange := await self._understood(call, path, any_model, adapter)) is not None:
@@ -208,9 +199,7 @@ def _belongs(known: str, request_id: str) -> bool:
 
 class _RunningCall:
     """One call in vLLM's front end, as a task of its own, which gets `_receive` and `_send` as any ASGI application.
-
-    Implements `Running`.
-    """
+    Implements `Running`."""
 
     def __init__(
         self, vllm: VllmApp, held: OpenAICall, call: Call, writer: ReplyWriter, path: str, model: str | None

@@ -249,10 +249,8 @@ def chat_renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
 
 
 def _direct_renderer(renderer: HfRenderer, params: Any) -> Callable[[list[dict[str, Any]]], str]:
-    """The same with all done once that is alike for each request, in a fifth of the time.
-
-    Raises Exception: something about the model or its template is not alike.
-    """
+    """The same with all done once that is alike for each request, in a fifth of the time. Raises Exception: something
+    about the model or its template is not alike."""
     config, tokenizer = renderer.model_config, renderer.get_tokenizer()
     owners = [owner for owner in type(tokenizer).__mro__ if "apply_chat_template" in vars(owner)]
     if [owner for owner in owners if owner.__module__ != vllm.tokenizers.hf.__name__] != [PreTrainedTokenizerBase]:
@@ -336,9 +334,7 @@ def refusal(error: BaseException) -> Reply | None:
 
 
 def _choose_tool_grammar(backend: str) -> None:
-    """Have named and required tools constrained by the JSON schema of their calls, as every back end can.
-
-    vLLM's newer way, grammars of each model's own syntax, is xgrammar's alone; the others refuse the request.
-    """
+    """Have named and required tools constrained by the JSON schema of their calls, as every back end can. vLLM's newer
+    way, grammars of each model's own syntax, is xgrammar's alone; the others refuse the request."""
     if backend != "xgrammar":
         os.environ.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")

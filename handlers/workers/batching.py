@@ -276,10 +276,8 @@ def joined(messages: Sequence[Message], *more: tuple[str, str]) -> Message:
 
 
 def split_output(output: Message, size: int) -> list[Message]:
-    """One output for each request. An error, and an output without content, is the answer to all of them.
-
-    Raises BatchMismatch: it does not answer each request once.
-    """
+    """One output for each request. An error, and an output without content, is the answer to all of them. Raises
+    BatchMismatch: it does not answer each request once."""
     if output.streams:
         raise BatchMismatch("a batch of requests cannot be answered with a stream")
     if output.code >= 300 or output.code == 204:

@@ -39,9 +39,7 @@ class CustomHandler:
         engine: LoadedEngine | None = None,
     ) -> None:
         """`grace`: seconds that `stop` gives a worker to finish its calls. `engine`: what the handler's calls to an
-        engine go to.
-
-        Raises ValueError if the settings name no handler."""
+        engine go to. Raises ValueError if the settings name no handler."""
         if settings.handler is None:
             raise ValueError("the settings name no handler")
         self._settings, self._handler = settings, settings.handler

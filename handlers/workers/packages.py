@@ -64,10 +64,8 @@ def requirements_dir(model_dir: Path, settings: HandlerSettings) -> Path:
 
 
 async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str:
-    """The interpreter for the model's workers. Installs the requirements, unless that has been done before.
-
-    Raises EngineStartError: the interpreter cannot be run, or cannot make an environment, or pip fails.
-    """
+    """The interpreter for the model's workers. Installs the requirements, unless that has been done before. Raises
+    EngineStartError: the interpreter cannot be run, or cannot make an environment, or pip fails."""
     python = settings.python_executable or sys.executable
     if not settings.enable_venv and not needs_packages(model_dir, settings):
         return python

@@ -57,10 +57,8 @@ class Pool:
         self._ends: set[asyncio.Task[None]] = set()
 
     async def start(self, plan: WorkerPlan) -> None:
-        """Start the smallest number of workers.
-
-        Raises EngineStartError: one of them cannot be started; none is left.
-        """
+        """Start the smallest number of workers. Raises EngineStartError: one of them cannot be started; none is
+        left."""
         self._plan = plan
         parallel = self._settings.properties.get("parallel_loading", "").lower() == "true"
         try:
@@ -95,10 +93,8 @@ class Pool:
             self._end_idle(worker)
 
     def submit(self, request: Request) -> None:
-        """Give a request to a worker, or have it wait for one.
-
-        Raises ContractError: the queue is full, or there will be no worker.
-        """
+        """Give a request to a worker, or have it wait for one. Raises ContractError: the queue is full, or there will
+        be no worker."""
         if self._stopping:
             raise self._unavailable(_STOPPING)
         if self._down:

@@ -182,9 +182,7 @@ class Worker:
 
     async def start(self) -> None:
         """Start the process and have it load the handler. If this fails or is cancelled, the worker is to be killed.
-
-        Raises EngineStartError: that failed, or took too long.
-        """
+        Raises EngineStartError: that failed, or took too long."""
         await self._spawn()
         self._send(
             Message(kind=Kind.LOAD, contents=((None, json.dumps(dataclasses.asdict(self._plan.order)).encode()),))

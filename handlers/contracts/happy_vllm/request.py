@@ -96,11 +96,8 @@ class Generation:
 
 
 def read_generation(values: dict[str, Any]) -> Generation:
-    """Validate and translate a body.
-
-    Raises InvalidRequest: the prompt is missing, or keywords exclude each other; as InvalidParameter, a keyword has the
-    wrong type or value, or is unknown.
-    """
+    """Validate and translate a body. Raises InvalidRequest: the prompt is missing, or keywords exclude each other; as
+    InvalidParameter, a keyword has the wrong type or value, or is unknown."""
     read = BodyReader(values)
     prompt = read.required_string("prompt")
     prompt_in_response = read.boolean("prompt_in_response", False)

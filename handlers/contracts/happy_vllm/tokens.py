@@ -173,10 +173,8 @@ def ids_inside(model: LoadedModel, text: str) -> list[int]:
 
 
 def _behind(model: LoadedModel, word: str, text: str, tries: int) -> tuple[str, list[int]]:
-    """The longest beginning of the word whose tokens do not change when the text follows it, and the text's ids.
-
-    After so many `tries` the text is tokenized by itself.
-    """
+    """The longest beginning of the word whose tokens do not change when the text follows it, and the text's ids. After
+    so many `tries` the text is tokenized by itself."""
     while word and tries:
         before, together = _encode(model, word), _encode(model, word + text)
         if together[: len(before)] == before:

@@ -95,10 +95,8 @@ def adapter_query(call: Call) -> str | None:
 
 
 def registration(call: Call) -> AdapterOrder:
-    """The order of `POST .../adapters`.
-
-    Raises InvalidRequest: `name` or `src` is missing, or a value is of the wrong kind.
-    """
+    """The order of `POST .../adapters`. Raises InvalidRequest: `name` or `src` is missing, or a value is of the wrong
+    kind."""
     given = _given(call)
     order = _order(given, _text(given, "name", required=True), call)
     _text(given, "src", required=True)
@@ -132,10 +130,8 @@ def described(adapter: Adapter) -> Reply:
 
 
 def listed(call: Call, adapters: Sequence[Adapter]) -> Reply:
-    """The answer to `GET .../adapters`: at most `limit` of them, and the token of the next page.
-
-    Raises InvalidRequest: `limit` or `next_page_token` is not a number.
-    """
+    """The answer to `GET .../adapters`: at most `limit` of them, and the token of the next page. Raises InvalidRequest:
+    `limit` or `next_page_token` is not a number."""
     query = dict(call.query)
     limit = _number(query, "limit", MOST_LISTED)
     start = _number(query, "next_page_token", 0)

@@ -80,10 +80,8 @@ class LmiAsyncContract:
         return Exchange((request,), answer, notes_of(document, self._fields, parameters.ignored))
 
     def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
-        """The same request as one to vLLM's completions, which is what LMI makes of it, and notes for the log.
-
-        Raises ContractError: as `parse`.
-        """
+        """The same request as one to vLLM's completions, which is what LMI makes of it, and notes for the log. Raises
+        ContractError: as `parse`."""
         try:
             document, prompt, stream, parameters = self._read(call)
         except InvalidRequest as error:

@@ -181,10 +181,8 @@ def notes_of(document: dict[str, Any], fields: Iterable[str], ignored: Iterable[
 
 
 def input_of(call: Call) -> HandlerInput:
-    """Query parameters and body as contents; headers, SageMaker's attributes and the request's id as properties.
-
-    Raises ContractError: 400; the form is broken, or the request names a handler function.
-    """
+    """Query parameters and body as contents; headers, SageMaker's attributes and the request's id as properties. Raises
+    ContractError: 400; the form is broken, or the request names a handler function."""
     given: list[tuple[str, str]] = []
     for name, value in call.headers:
         if name.lower() != _CUSTOM_ATTRIBUTES:

@@ -56,11 +56,8 @@ class FormatterContract:
         writes_tokens: bool = False,
         tokenizer: Any = None,
     ) -> None:
-        """Wrap `contract`.
-
-        `read` and `write` are the input and the output formatter; `writes_tokens`: the latter is of the older kind,
-        called with each token. `tokenizer`: what an input formatter gets under this name.
-        """
+        """Wrap `contract`. `read` and `write` are the input and the output formatter; `writes_tokens`: the latter is of
+        the older kind, called with each token. `tokenizer`: what an input formatter gets under this name."""
         self._contract, self._settings = contract, settings
         self._read, self._write, self._writes_tokens = read, write, writes_tokens
         self._tokenizer = tokenizer
@@ -206,10 +203,8 @@ class FormatterAnswer(Answer):
         self._output = TextGenerationOutput(request_id=request.request_id, input=request)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The formatter's text.
-
-        Raises GenerationFailed: the formatter raised an error, or returned something else than text.
-        """
+        """The formatter's text. Raises GenerationFailed: the formatter raised an error, or returned something else than
+        text."""
         self._take(delta)
         try:
             return "".join(self._by_tokens() if self._by_token else self._by_output()).encode()
@@ -308,20 +303,16 @@ class PayloadFormatters:
         return replace(call, body=body, content_type=JSON)
 
     def as_completion(self, call: Call) -> Call:
-        """A call with `inputs` as one to vLLM's completions, so that its answer is vLLM's.
-
-        Raises ContractError: the call is refused.
-        """
+        """A call with `inputs` as one to vLLM's completions, so that its answer is vLLM's. Raises ContractError: the
+        call is refused."""
         completion, notes = self._contract.as_completion(call)
         for note in notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
         return completion
 
     def written(self, response: Any) -> bytes:
-        """What the output formatter makes of vLLM's response, or of one event of its stream, as a line.
-
-        Raises GenerationFailed: the formatter raised an error, or returned something that cannot be sent.
-        """
+        """What the output formatter makes of vLLM's response, or of one event of its stream, as a line. Raises
+        GenerationFailed: the formatter raised an error, or returned something that cannot be sent."""
         assert self._write is not None
         try:
             return _line(self._write(response))

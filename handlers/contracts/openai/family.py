@@ -40,10 +40,8 @@ def models(call: Call, views: Sequence[ModelView]) -> Reply:
 
 
 def model(call: Call, views: Sequence[ModelView]) -> Reply:
-    """GET /v1/models/<id>: one of the entries of that list. vLLM itself has no such route.
-
-    Raises UnknownModel: none has this id.
-    """
+    """GET /v1/models/<id>: one of the entries of that list. vLLM itself has no such route. Raises UnknownModel: none
+    has this id."""
     wanted, created = call.path_parameters["id"], int(time.time())
     for card in (card for view in views for card in _cards(view, created)):
         if card["id"] == wanted:

@@ -119,10 +119,8 @@ class Chat(msgspec.Struct, frozen=True):
 
 
 def templated(chat: Chat, texts: ModelTexts) -> str:
-    """The prompt of a chat; it ends where the model's turn begins, or with the model's own last turn.
-
-    Raises ContractError: the model has no template, or the template does not take these messages.
-    """
+    """The prompt of a chat; it ends where the model's turn begins, or with the model's own last turn. Raises
+    ContractError: the model has no template, or the template does not take these messages."""
     messages = [msgspec.to_builtins(message) | {"content": _text(message.content)} for message in chat.messages]
     if not texts.has_chat_template:
         raise _template_error("template not found: this model has no chat template")

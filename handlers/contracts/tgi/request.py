@@ -261,10 +261,8 @@ def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:
 
 
 def unread_names(document: Mapping[str, Any], shape: type[msgspec.Struct]) -> list[str]:
-    """Names in a request of this shape, and in its `parameters`, that nothing reads.
-
-    Raises InvalidParameter: one of them would constrain the text.
-    """
+    """Names in a request of this shape, and in its `parameters`, that nothing reads. Raises InvalidParameter: one of
+    them would constrain the text."""
     given = document.get("parameters")
     values = given if isinstance(given, dict) else {}
     names = sorted(values.keys() - set(Parameters.__struct_fields__))

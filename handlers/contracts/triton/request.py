@@ -336,10 +336,8 @@ def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_vllm(plain: Mapping[str, Any], eos_token_ids: frozenset[int]) -> tuple[dict[str, Any], Constraint | None]:
-    """vLLM's names and values, and the constraint.
-
-    Raises InvalidParameter: naming the one that is wrong, and what is allowed.
-    """
+    """vLLM's names and values, and the constraint. Raises InvalidParameter: naming the one that is wrong, and what is
+    allowed."""
     values = {name: value for name, value in plain.items() if name not in _WITHOUT_EFFECT}
     for name in _REFUSED_IF_TRUE:
         if values.pop(name, False):

@@ -222,10 +222,8 @@ class BatchEngine:
             self._running = self._given_up_at = None
 
     def _serve(self) -> None:
-        """Run batches in the engine's thread, until there is None instead of one.
-
-        In one thread, as PyTorch starts threads of its own for each that it is called from.
-        """
+        """Run batches in the engine's thread, until there is None instead of one. In one thread, as PyTorch starts
+        threads of its own for each that it is called from."""
         while (batch := self._batches.get()) is not None:
             try:
                 self._runner.run(batch)

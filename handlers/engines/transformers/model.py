@@ -66,10 +66,8 @@ class TransformersModel:
 
 
 def load_model(settings: ModelSettings) -> TransformersModel:
-    """Load model and tokenizer; blocks for as long as that takes.
-
-    Raises EngineStartError: it cannot be loaded, or a setting has a value that does not fit; the message says why.
-    """
+    """Load model and tokenizer; blocks for as long as that takes. Raises EngineStartError: it cannot be loaded, or a
+    setting has a value that does not fit; the message says why."""
     arguments = model_arguments(settings)
     device = _device(settings)
     if settings.devices and device.type == "cuda":
@@ -175,10 +173,8 @@ def source(settings: ModelSettings, name: str) -> str:
 
 
 def check_kind(settings: ModelSettings, config: Any) -> None:
-    """Refuse what is no causal language model, though transformers would load a part of it as one.
-
-    Raises EngineStartError: it is an encoder-decoder model, or an encoder.
-    """
+    """Refuse what is no causal language model, though transformers would load a part of it as one. Raises
+    EngineStartError: it is an encoder-decoder model, or an encoder."""
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder model"
     elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False:

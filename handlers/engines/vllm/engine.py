@@ -173,10 +173,8 @@ class VllmEngine:
     async def _checked_request(
         self, request: GenerationRequest, token_ids: list[int], adapter: LoRARequest | None
     ) -> EngineCoreRequest:
-        """Return vLLM's request for the first sequence, checked by vLLM.
-
-        Raises InvalidRequest: vLLM refuses it, or it would harm the engine.
-        """
+        """Return vLLM's request for the first sequence, checked by vLLM. Raises InvalidRequest: vLLM refuses it, or it
+        would harm the engine."""
         constraint = await self.constraints.structured_outputs(request.sampling)
         params = self.sampling.sampling_params(request, len(token_ids), constraint)
         processed = partial(
@@ -252,10 +250,8 @@ class VllmEngine:
         return split_text(texts.tokenizer, token_ids, texts.special_ids, skip_special_tokens, prompt_ids)
 
     async def _look(self) -> bool:
-        """End requests that would wait for ever: all when the engine has died, and each that gets no token.
-
-        vLLM tells pending requests of a crash, but not of an engine process that was killed.
-        """
+        """End requests that would wait for ever: all when the engine has died, and each that gets no token. vLLM tells
+        pending requests of a crash, but not of an engine process that was killed."""
         if self.async_llm.errored:
             self._reports.status = EngineStatus(0, 0, 0.0)
             self._fail_all(EngineDead())
@@ -314,9 +310,7 @@ class VllmEngine:
 
 def _repeated(request: GenerationRequest) -> Hashable:
     """Return what makes requests alike for vLLM's checks, whatever their prompts; None for one that is not remembered.
-
-    Left out are those that are rarely repeated, whose parameters may be large, or that have tokens as their prompt.
-    """
+    Left out are those that are rarely repeated, whose parameters may be large, or that have tokens as their prompt."""
     s = request.sampling
     if not isinstance(request.prompt, str) or s.min_tokens or s.seed is not None or s.constraint is not None:
         return None

@@ -116,11 +116,8 @@ def _bind_threads(cpus: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Set the environment that the fork server is to see, for a while.
-
-    It imports from where this process does, and never from the working directory, which may be a model's. OpenBLAS
-    starts no threads, which a fork would lose.
-    """
+    """Set the environment that the fork server is to see, for a while. It imports from where this process does, and
+    never from the working directory, which may be a model's. OpenBLAS starts no threads, which a fork would lose."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in own}

@@ -81,10 +81,8 @@ def _import_vllm(openmp: bool) -> str:
 
 
 def _count_eagerly() -> None:
-    """Have the sampler rank tokens by torch's own kernels, which take microseconds.
-
-    vLLM compiles its function for that with the first log probability, for 15 to 90 seconds of that request.
-    """
+    """Have the sampler rank tokens by torch's own kernels, which take microseconds. vLLM compiles its function for that
+    with the first log probability, for 15 to 90 seconds of that request."""
     from vllm.v1.sample import sampler
 
     compiled = sampler.batched_count_greater_than

@@ -164,11 +164,8 @@ def prepare_engine(report: Connection) -> None:
 
 
 def _end_workers(workers: Sequence[BaseProcess]) -> None:
-    """Wait for the workers' end, as vLLM does; if one has died, kill the others first.
-
-    They wait for it, and end by themselves only when the engine process has waited for them for 8 seconds. It tells
-    nobody until then.
-    """
+    """Wait for the workers' end, as vLLM does; if one has died, kill the others first. They wait for it, and end by
+    themselves only when the engine process has waited for them for 8 seconds. It tells nobody until then."""
     if any(worker.exitcode for worker in workers):
         for worker in workers:
             worker.kill()

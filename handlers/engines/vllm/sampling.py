@@ -53,10 +53,8 @@ class SamplingTranslator:
     def sampling_params(
         self, request: GenerationRequest, prompt_length: int, structured_outputs: StructuredOutputsParams | None = None
     ) -> SamplingParams:
-        """Return the parameters of the request's first sequence; `structured_outputs`: its constraint.
-
-        Raises InvalidRequest: vLLM would refuse it, or it would harm the engine.
-        """
+        """Return the parameters of the request's first sequence; `structured_outputs`: its constraint. Raises
+        InvalidRequest: vLLM would refuse it, or it would harm the engine."""
         self.check(request)
         s = request.sampling
         room = self.max_model_len - prompt_length
@@ -120,10 +118,8 @@ class SamplingTranslator:
             )
 
     def check_listed_tokens(self, params: SamplingParameters | SamplingParams) -> None:
-        """Check the token ids in parameters of ours or of vLLM's.
-
-        Raises InvalidParameter: one that the vocabulary does not have, or too many of them.
-        """
+        """Check the token ids in parameters of ours or of vLLM's. Raises InvalidParameter: one that the vocabulary does
+        not have, or too many of them."""
         for name, most in _LISTED_TOKENS.items():
             token_ids = getattr(params, name) or ()
             check_token_ids(name, token_ids, most, self.vocabulary_size)
@@ -161,10 +157,8 @@ def sibling(request: EngineCoreRequest, index: int) -> EngineCoreRequest:
 
 
 def check_bad_words(params: SamplingParams) -> None:
-    """Refuse bad words of more tokens than the engine has room for; to be called once vLLM has tokenized them.
-
-    Raises InvalidParameter: there are too many.
-    """
+    """Refuse bad words of more tokens than the engine has room for; to be called once vLLM has tokenized them. Raises
+    InvalidParameter: there are too many."""
     count = sum(len(token_ids) for token_ids in params.bad_words_token_ids or ())
     if count > MAX_BAD_WORD_TOKENS:
         raise InvalidParameter("bad_words", f"must have at most {MAX_BAD_WORD_TOKENS} tokens together, got {count}")

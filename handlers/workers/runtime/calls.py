@@ -64,10 +64,8 @@ def output_of(result: Any) -> Output:
 
 
 def _message_of(call: int, output: Output, error: str | None = None) -> Message:
-    """An output as the server gets it.
-
-    Raises TypeError, ValueError: the handler has put something into it that cannot be sent.
-    """
+    """An output as the server gets it. Raises TypeError, ValueError: the handler has put something into it that cannot
+    be sent."""
     streams = output.stream_content is not None
     pairs = () if streams else zip(output.content.get_keys(), output.content.get_values(), strict=True)
     return Message(

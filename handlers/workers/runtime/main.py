@@ -105,10 +105,8 @@ def _check(output: Output) -> None:
 
 
 def load_module(order: LoadOrder) -> ModuleType:
-    """Import the entry point, with the model's folder first on the import path.
-
-    Raises LoadError: it cannot be imported, or does not define the function.
-    """
+    """Import the entry point, with the model's folder first on the import path. Raises LoadError: it cannot be
+    imported, or does not define the function."""
     sys.path.insert(0, order.model_dir)
     try:
         module = _import(order)
