@@ -163,10 +163,8 @@ class HuggingFaceService:
 
 
 class StopWord:
-    """A stopping criterion of transformers: the regular expression `stop_seq` is found at the end of the sequence.
-
-    Only the last tokens of the first sequence are looked at, as many as `stop_seq` has characters.
-    """
+    """A stopping criterion of transformers: the regular expression `stop_seq` is found at the end of the sequence. Only
+    the last tokens of the first sequence are looked at, as many as `stop_seq` has characters."""
 
     def __init__(self, tokenizer: Any, stop_seq: str) -> None:
         self.tokenizer = tokenizer

@@ -32,10 +32,8 @@ _KINDS = (
 
 
 def kind_of(content_type: str | None) -> str:
-    """What a content type contains, whatever its case and parameters: the first of `_KINDS`.
-
-    "" if there is no content type, `other` if it is none of these.
-    """
+    """What a content type contains, whatever its case and parameters: the first of `_KINDS`. "" if there is no content
+    type, `other` if it is none of these."""
     if not content_type:
         return ""
     return next((kind for kind in _KINDS if kind in content_type.lower()), "other")

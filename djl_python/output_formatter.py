@@ -34,10 +34,8 @@ def output_formatter(function: _Function) -> _Function:
 def get_output_formatter(
     output_formatter: Formatter | str | None, stream: bool, tgi_compat: bool
 ) -> tuple[Formatter, str | None]:
-    """The formatter and its content type; a custom formatter has no content type.
-
-    For an unknown name, which is logged, and for None: JSON, or when streaming JSON lines, or events for TGI clients.
-    """
+    """The formatter and its content type; a custom formatter has no content type. For an unknown name, which is logged,
+    and for None: JSON, or when streaming JSON lines, or events for TGI clients."""
     if callable(output_formatter):
         return output_formatter, None
     if output_formatter in _BUILT_IN:

@@ -123,10 +123,8 @@ class Output:
     def add_stream_content(
         self, stream_content: Iterable[Any], output_formatter: StreamFormatter | None = default_stream_formatter
     ) -> Self:
-        """Streams the items as they come, each through the formatter.
-
-        Without a formatter strings and bytes are sent as they are, and anything else as JSON.
-        """
+        """Streams the items as they come, each through the formatter. Without a formatter strings and bytes are sent as
+        they are, and anything else as JSON."""
         self.stream_content = stream_content
         self.stream_output_formatter = output_formatter
         return self
@@ -175,10 +173,8 @@ class Output:
 
     @staticmethod
     def binary_encode(data: Mapping[Any, Any]) -> bytearray:
-        """A flat map in the binary form of rolling-batch and async answers.
-
-        Values are written as `str(value)`, so a flag is `True` or `False`.
-        """
+        """A flat map in the binary form of rolling-batch and async answers. Values are written as `str(value)`, so a
+        flag is `True` or `False`."""
         return bytearray(wire.string_map(data))
 
     @staticmethod

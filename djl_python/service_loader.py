@@ -75,9 +75,7 @@ def has_function_in_module(module: Any, function_name: str) -> bool:
 
 def find_decorated_function(module: Any, decorator_attribute: str) -> Callable[..., Any] | None:
     """The first callable of an imported module, in the order of names, that a decorator has marked.
-
-    `decorator_attribute` is the mark, such as `is_output_formatter`.
-    """
+    `decorator_attribute` is the mark, such as `is_output_formatter`."""
     found = (getattr(module, name) for name in dir(module))
     return next((each for each in found if callable(each) and getattr(each, decorator_attribute, None) is True), None)
 

@@ -22,11 +22,8 @@ _VALUE, _ARRAY = ".value", ".array"
 
 
 class Session:
-    """A directory with one file for each key: `<key>.value`, or `<key>.array` for an array.
-
-    Values are pickled, so only the handler itself may write into the directory. A value and an array may have the same
-    key.
-    """
+    """A directory with one file for each key: `<key>.value`, or `<key>.array` for an array. Values are pickled, so only
+    the handler itself may write into the directory. A value and an array may have the same key."""
 
     def __init__(self, session_id: str, session_root: str, expiration_ts: float | None = None) -> None:
         """`expiration_ts` is in seconds since the epoch; by default, it is read from the directory."""

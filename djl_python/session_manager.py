@@ -147,10 +147,8 @@ def _default_path() -> str:
 
 
 class SessionBackup:
-    """Copies of the sessions that this process uses, in S3, made by a thread soon after they have changed.
-
-    At its end a process has only a few seconds, too few to copy many sessions; so only the last changes are saved then.
-    """
+    """Copies of the sessions that this process uses, in S3, made by a thread soon after they have changed. At its end a
+    process has only a few seconds, too few to copy many sessions; so only the last changes are saved then."""
 
     def __init__(self, url: str, sessions_path: str, interval_s: float = _INTERVAL_S) -> None:
         """Raises ValueError if the URL names no bucket, and ImportError if boto3 is not installed."""

@@ -235,10 +235,8 @@ def create_concurrent_batch_request(
     properties: Sequence[Mapping[str, Any]] | None = None,
     serving_properties: Mapping[str, Any] | None = None,
 ) -> Input:
-    """Several requests as one Input: a JSON document, or bytes as they are, for each, and its properties.
-
-    A request that has data also gets a seed. Properties of the server belong to the whole batch.
-    """
+    """Several requests as one Input: a JSON document, or bytes as they are, for each, and its properties. A request
+    that has data also gets a seed. Properties of the server belong to the whole batch."""
     request = Input()
     request.properties = {**(serving_properties or {}), "batch_size": len(inputs)}
     request.function_name = request.properties.get("handler", "handle")

@@ -50,10 +50,8 @@ def profile_objects(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def rolling_batch_inference(parsed_input: Any, inputs: Input, outputs: Output, rolling_batch: Any) -> Output:
-    """Runs one step of a rolling batch for what `parse_input_with_formatter` has parsed; returns `outputs`.
-
-    A request that could not be parsed gets an error of its own; the others continue.
-    """
+    """Runs one step of a rolling batch for what `parse_input_with_formatter` has parsed; returns `outputs`. A request
+    that could not be parsed gets an error of its own; the others continue."""
     if inputs.get_property("reset_rollingbatch") and rolling_batch.active_requests:
         rolling_batch.reset()
     results = iter(rolling_batch.inference(parsed_input.requests))

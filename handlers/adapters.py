@@ -65,10 +65,8 @@ class Adapter:
 
 
 class AdapterHost(Protocol):
-    """Loads the adapters of one model. Methods return the message for the client, "" for the usual one.
-
-    All may raise AdapterError, which leaves everything as it was.
-    """
+    """Loads the adapters of one model. Methods return the message for the client, "" for the usual one. All may raise
+    AdapterError, which leaves everything as it was."""
 
     # Whether `src` is its affair, which it gets as the client wrote it and may change; else it needs a directory.
     reads_src: bool
@@ -97,10 +95,8 @@ class AdapterDownloads(Protocol):
 
 
 class AdapterRegistry:
-    """The registered adapters. For the event loop alone.
-
-    An order that has begun is completed even if its client leaves.
-    """
+    """The registered adapters. For the event loop alone. An order that has begun is completed even if its client
+    leaves."""
 
     def __init__(
         self,

@@ -23,10 +23,8 @@ _models_exempt = False  # Some of them are exempt as well, because something was
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Keep automatic collections out of imports, which find nothing there, and exempt what they have made.
-
-    Collections take a quarter of vLLM's import.
-    """
+    """Keep automatic collections out of imports, which find nothing there, and exempt what they have made. Collections
+    take a quarter of vLLM's import."""
     global _models_exempt
     known = len(sys.modules)
     gc.disable()
@@ -41,10 +39,8 @@ def importing() -> Iterator[None]:
 
 
 def collect_after_load(*, model_is_here: bool) -> None:
-    """Collect what loading has left behind; further automatic collections are rare.
-
-    `model_is_here`: its objects are in this process.
-    """
+    """Collect what loading has left behind; further automatic collections are rare. `model_is_here`: its objects are in
+    this process."""
     global _loaded
     with _collecting:
         gc.collect()
@@ -53,10 +49,8 @@ def collect_after_load(*, model_is_here: bool) -> None:
 
 
 def release_memory() -> None:
-    """Free all that nobody refers to, models among it, and give it back to the system.
-
-    What is free there decides which models still fit.
-    """
+    """Free all that nobody refers to, models among it, and give it back to the system. What is free there decides which
+    models still fit."""
     with _collecting:
         if _models_exempt:
             gc.unfreeze()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import Any
 
 import msgspec
 
@@ -23,10 +24,8 @@ class FinishReason(Enum):
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """A form that the text of an answer must have.
-
-    The engine enforces it token by token, or refuses the request with `InvalidParameter`.
-    """
+    """A form that the text of an answer must have; exactly one of `choice` to `grammar` is set. The engine enforces it
+    token by token, or refuses the request with `InvalidParameter`."""
 
     parameter: str  # The client's name for it, for error messages.
     choice: tuple[str, ...] | None = None  # One of these texts, and nothing else.
@@ -37,6 +36,17 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     any_whitespace: bool = True  # JSON may have any white space; otherwise it is written on one line.
     # The engine takes it as vLLM's own clients mean it: a schema is not tightened, and `any_whitespace` is not set.
     as_is: bool = False
+
+    def for_vllm(self) -> dict[str, Any]:
+        """The form by vLLM's name for it, as a field of `structured_outputs`."""
+        forms = {
+            "json": self.json_schema,
+            "regex": self.regex,
+            "choice": list(self.choice or ()),
+            "grammar": self.grammar,
+            "json_object": self.json_object,
+        }
+        return {name: value for name, value in forms.items() if value}
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,11 +88,8 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt, how to continue it, and what the answer shows.
-
-    The `want_*` fields and `top_tokens` ask the engine only for what the answer shows: log probabilities double the
-    cost of a streamed token.
-    """
+    """One prompt, how to continue it, and what the answer shows. The `want_*` fields and `top_tokens` ask the engine
+    only for what the answer shows: log probabilities double the cost of a streamed token."""
 
     request_id: str
     prompt: str | tuple[int, ...]  # Text, or token ids.

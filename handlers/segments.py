@@ -46,10 +46,8 @@ class SegmentTokenizer:
         self._lock = Lock()
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Return token ids. `special`: with the special tokens that the model wants around a text.
-
-        Whatever the tokenizer raises passes through.
-        """
+        """Return token ids. `special`: with the special tokens that the model wants around a text. Whatever the
+        tokenizer raises passes through."""
         segments = [segment for segment in self._cut(text) if segment]
         found = {segment: ids for segment in segments if (ids := self._find(segment)) is not None}
         if unknown := [segment for segment in dict.fromkeys(segments) if segment not in found]:

@@ -40,10 +40,8 @@ def decode_json(text: bytes | str) -> Any:
 
 
 def json_fault(text: bytes | str, error: Exception) -> str:
-    """The reason that msgspec's `error` gives for refusing `text`, corrected where it misleads.
-
-    Near the end of a text msgspec reports half a surrogate pair as a text that was cut off.
-    """
+    """The reason that msgspec's `error` gives for refusing `text`, corrected where it misleads. Near the end of a text
+    msgspec reports half a surrogate pair as a text that was cut off."""
     reason = str(error)
     if reason != _TRUNCATED:
         return reason
@@ -59,10 +57,8 @@ def json_kind(value: Any) -> str:
 
 
 class ParameterReader:
-    """Parameters by name, type and range; null counts as absent.
-
-    All methods that return a value raise `InvalidParameter`, which says what is allowed and what came.
-    """
+    """Parameters by name, type and range; null counts as absent. All methods that return a value raise
+    `InvalidParameter`, which says what is allowed and what came."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = {name: value for name, value in values.items() if value is not None}

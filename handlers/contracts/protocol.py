@@ -112,10 +112,8 @@ class Contract(Protocol):
 
 
 class ReplyWriter(Protocol):
-    """Where one reply goes. No method blocks; a slow client makes the writer merge what it is given.
-
-    A client that has the writer hold too much loses its connection, and the call is cancelled.
-    """
+    """Where one reply goes. No method blocks; a slow client makes the writer merge what it is given. A client that has
+    the writer hold too much loses its connection, and the call is cancelled."""
 
     def reply(self, reply: Reply) -> None:
         """Send a whole reply."""

@@ -140,10 +140,8 @@ def either(schemas: Sequence[Schema]) -> Schema:
 
 
 def parameters(parse: Callable[[Reader], object]) -> dict[str, Schema]:
-    """Schemas of the parameters that a parser reads, by name.
-
-    `parse`: calls the parser with an empty object and the given reader.
-    """
+    """Schemas of the parameters that a parser reads, by name. `parse`: calls the parser with an empty object and the
+    given reader."""
     asked = _Asked()
     parse(lambda values: asked)
     return asked.properties

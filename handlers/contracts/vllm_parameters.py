@@ -58,10 +58,8 @@ class VllmParameters:
 
 
 class TextReader(ParameterReader):
-    """Takes text for numbers, booleans and documents ("16", "0.5", "true", "[1, 2]"), as Triton's clients send it.
-
-    Text that stands for no such value is refused by its name.
-    """
+    """Takes text for numbers, booleans and documents ("16", "0.5", "true", "[1, 2]"), as Triton's clients send it. Text
+    that stands for no such value is refused by its name."""
 
     def _meant(self, kind: Kind, value: Any) -> Any:
         if not isinstance(value, str):

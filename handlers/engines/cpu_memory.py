@@ -134,10 +134,8 @@ def machine_limits(root: Path = _ROOT) -> list[Limit]:
 
 
 def page_cache(group: Path) -> int:
-    """Return the bytes of a control group that are pages of files, such as weights that were read or downloaded.
-
-    They count as used, but the kernel drops them where memory is needed.
-    """
+    """Return the bytes of a control group that are pages of files, such as weights that were read or downloaded. They
+    count as used, but the kernel drops them where memory is needed."""
     stat = dict(line.partition(" ")[::2] for line in _lines(group / "memory.stat"))
     # Version 1 tells a group's own pages (`inactive_file`) from those of the groups below it too (`total_`).
     return sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in ("inactive_file", "active_file"))

@@ -40,10 +40,8 @@ class Progress:
         """
 
     def look(self, busy: bool, mark: float) -> None:
-        """Record whether the engine has moved.
-
-        `busy`: it has work. `mark`: any number that changes whenever it gives a sign of life.
-        """
+        """Record whether the engine has moved. `busy`: it has work. `mark`: any number that changes whenever it gives a
+        sign of life."""
         now = self._clock()
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK), now
         if mark != self.mark:
@@ -54,10 +52,8 @@ class Progress:
 
 
 class Watchdog:
-    """Looks at an engine four times a second, for as long as it can be watched.
-
-    A look that raises is logged once and makes the engine unhealthy (`failure`); the looks go on.
-    """
+    """Looks at an engine four times a second, for as long as it can be watched. A look that raises is logged once and
+    makes the engine unhealthy (`failure`); the looks go on."""
 
     def __init__(self, look: Callable[[], Awaitable[bool]]) -> None:
         """`look`: ends what waits for ever; returns False when there is nothing more to watch."""
@@ -140,10 +136,8 @@ class EngineAdapters(Protocol):
         NoRoomForAdapter: as in `add`; it stays as it was."""
 
     async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
-        """Let no new request have the adapter, and free it when those that run with it have ended.
-
-        `wait`: return when it is free, or after half a minute, while it is being freed as soon as may be.
-        """
+        """Let no new request have the adapter, and free it when those that run with it have ended. `wait`: return when
+        it is free, or after half a minute, while it is being freed as soon as may be."""
 
 
 class Engine(LoadedModel, Protocol):

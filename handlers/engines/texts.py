@@ -45,10 +45,8 @@ _INVALID_PREFIX = "Invalid prefix encountered"
 
 
 class TokenTexts:
-    """The texts that the tokens of an answer add to it: "" while a character is incomplete.
-
-    The texts, joined, are the text of the answer where it follows that of `prompt_ids`.
-    """
+    """The texts that the tokens of an answer add to it: "" while a character is incomplete. The texts, joined, are the
+    text of the answer where it follows that of `prompt_ids`."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
@@ -118,10 +116,8 @@ class HeldTokens:
         return tokens
 
     def release(self, characters: int, finished: bool) -> list[Token]:
-        """Return the tokens whose text may be shown now that so many more characters may.
-
-        `finished`: return all, without the text that belongs to a stop string.
-        """
+        """Return the tokens whose text may be shown now that so many more characters may. `finished`: return all,
+        without the text that belongs to a stop string."""
         tokens = self._tokens
         self._free += characters
         released = 0
@@ -143,10 +139,8 @@ def split_text(
     skip_special_tokens: bool,
     prompt_ids: Sequence[int] = (),
 ) -> list[Token]:
-    """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`.
-
-    A character that takes several tokens comes whole with the last of them.
-    """
+    """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`. A character
+    that takes several tokens comes whole with the last of them."""
     texts = TokenTexts(tokenizer, prompt_ids, skip_special_tokens)
     return [Token(i, texts.add(i), None, i in special_ids) for i in token_ids]
 

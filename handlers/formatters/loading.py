@@ -65,9 +65,7 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 def kind_fault(formatters: Formatters, *, async_mode: bool) -> str:
     """What is wrong with formatters that the model's mode cannot call, and what they should be; empty if nothing is.
-
-    Parameters and annotations tell; a function without annotations may be of either kind.
-    """
+    Parameters and annotations tell; a function without annotations may be of either kind."""
     for kind, function in (("input", formatters.input), ("output", formatters.output)):
         if function is None or not (fault := _fault(function, kind, async_mode)):
             continue
@@ -174,10 +172,8 @@ _own_directories: list[str] = []  # The directories of all loaded models, each o
 
 
 class ModelImports:
-    """The entries of `sys.path` that one model adds, and the modules that come from its own directory.
-
-    A directory of several models is on `sys.path` once for each, so that it stays until the last of them is unloaded.
-    """
+    """The entries of `sys.path` that one model adds, and the modules that come from its own directory. A directory of
+    several models is on `sys.path` once for each, so that it stays until the last of them is unloaded."""
 
     def __init__(self) -> None:
         self._places: list[str] = []
@@ -203,10 +199,8 @@ class ModelImports:
         self._places.append(str(directory))
 
     def remove(self) -> None:
-        """Undo the additions, and remove the modules of the model's own directory from `sys.modules`.
-
-        Packages stay imported, because many cannot be imported a second time.
-        """
+        """Undo the additions, and remove the modules of the model's own directory from `sys.modules`. Packages stay
+        imported, because many cannot be imported a second time."""
         for place in self._places:
             with contextlib.suppress(ValueError):  # the model's code has removed it
                 sys.path.remove(place)

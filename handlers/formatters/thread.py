@@ -21,10 +21,8 @@ _MOST_WAITING = 64  # Items of one reply that may wait before `drain` does.
 
 
 class FormatterThread:
-    """The thread of all formatters of a model. For the event loop alone.
-
-    A call that takes longer than `time_limit` seconds fails. Its thread cannot be stopped; the next call gets another.
-    """
+    """The thread of all formatters of a model. For the event loop alone. A call that takes longer than `time_limit`
+    seconds fails. Its thread cannot be stopped; the next call gets another."""
 
     def __init__(self, time_limit: float) -> None:
         self._time_limit = time_limit

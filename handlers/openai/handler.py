@@ -126,10 +126,8 @@ class OpenAIHandler:
         return document
 
     def abort(self, request_id: str) -> None:
-        """End the requests whose answer (`chatcmpl-...`) or HTTP request has this id.
-
-        Their clients get what there is of the answer, with the finish reason `abort`.
-        """
+        """End the requests whose answer (`chatcmpl-...`) or HTTP request has this id. Their clients get what there is
+        of the answer, with the finish reason `abort`."""
         ids = [known for known in self._vllm.llm.output_processor.external_req_ids if _belongs(known, request_id)]
         if ids and not self._vllm.llm.errored:
             task = asyncio.create_task(self._vllm.llm.abort(ids))

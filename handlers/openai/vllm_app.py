@@ -173,9 +173,7 @@ def front_end(
     app: FastAPI, config: Any, model: str, accepts: Callable[[str], bool], adapters: Collection[str]
 ) -> FrontEnd | None:
     """What an application of `build` makes of common requests; None where its answers have more than ours show.
-
-    `config`: vLLM's whole configuration. The rest as in `build`.
-    """
+    `config`: vLLM's whole configuration. The rest as in `build`."""
     chat, completions = app.state.openai_serving_chat, app.state.openai_serving_completion
     if not isinstance(chat.renderer, HfRenderer) or _shows_more(completions, config):
         return None
@@ -322,9 +320,7 @@ def _is_clients(error: BaseException) -> bool:
 
 def refusal(error: BaseException) -> Reply | None:
     """The answer to an exception that left the application after a reply had begun; None if it is the server's fault.
-
-    vLLM's responses are generated once their stream has begun, and it has no answer to what is refused then.
-    """
+    vLLM's responses are generated once their stream has begun, and it has no answer to what is refused then."""
     if isinstance(error, RuntimeError) and error.__cause__ is not None:  # Starlette's, for one that has a handler
         error = error.__cause__
     if not isinstance(error, VLLMClientError | GracefulHTTPError):

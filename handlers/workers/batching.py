@@ -66,10 +66,8 @@ class CallSettings:
 
 
 class CallBatcher:
-    """A call has one request, or up to `batch_size`. A worker has one call at a time, in async mode `concurrency`.
-
-    A batch of one runs as without batching.
-    """
+    """A call has one request, or up to `batch_size`. A worker has one call at a time, in async mode `concurrency`. A
+    batch of one runs as without batching."""
 
     def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
         """`on_free` is called when a call or a step has ended."""
@@ -227,10 +225,8 @@ class _BatchCall(_Call):
 
 
 class IdleTimeout:
-    """Calls `expired` once `seconds` have passed since the last `restart`, not counting pauses.
-
-    A restart costs an assignment, so that it can be done for every part of a stream.
-    """
+    """Calls `expired` once `seconds` have passed since the last `restart`, not counting pauses. A restart costs an
+    assignment, so that it can be done for every part of a stream."""
 
     def __init__(self, seconds: float, expired: Callable[[], None], paused: Callable[[], bool] = lambda: False) -> None:
         self._loop = asyncio.get_running_loop()

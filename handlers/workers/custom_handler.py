@@ -23,10 +23,8 @@ from handlers.workers.worker import LoadedEngine, Worker, WorkerPlan
 
 
 class CustomHandler:
-    """Implements `Handler` with the workers of one model, on the event loop that runs `start`.
-
-    `queue_size` calls may wait while all workers are busy.
-    """
+    """Implements `Handler` with the workers of one model, on the event loop that runs `start`. `queue_size` calls may
+    wait while all workers are busy."""
 
     def __init__(
         self,

@@ -25,10 +25,8 @@ _FRAMING = frozenset(
 
 
 class HandlerReply:
-    """Passes a handler's output to the client.
-
-    Status and headers are sent with the first bytes of the body, so that they may change until then.
-    """
+    """Passes a handler's output to the client. Status and headers are sent with the first bytes of the body, so that
+    they may change until then."""
 
     __slots__ = ("_head", "open", "started", "writer")
 

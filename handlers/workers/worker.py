@@ -48,10 +48,8 @@ _NO_HEADERS = frozenset({"content-type", "requestid", "handler", "model_dir", "d
 
 
 class EngineCall:
-    """A call of the worker to the engine. Implements `ReplyWriter`: the reply goes to the worker.
-
-    A handler that reads its stream slowly holds back nobody; what waits for it is at most one answer.
-    """
+    """A call of the worker to the engine. Implements `ReplyWriter`: the reply goes to the worker. A handler that reads
+    its stream slowly holds back nobody; what waits for it is at most one answer."""
 
     def __init__(
         self,

@@ -102,10 +102,8 @@ class WholeAnswer(_Answer):
 
 
 class StreamAnswer(_Answer):
-    """`/v1/generate_stream`: a line for each step, with no content type, as the original has none.
-
-    A `CumulativeAnswer`: a client that lags is sent fewer lines.
-    """
+    """`/v1/generate_stream`: a line for each step, with no content type, as the original has none. A
+    `CumulativeAnswer`: a client that lags is sent fewer lines."""
 
     content_type = ""
     _style = _SPACED

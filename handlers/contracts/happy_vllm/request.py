@@ -45,10 +45,8 @@ def document(call: Call) -> dict[str, Any]:
 
 
 class BodyReader(ParameterReader):
-    """A body's fields; booleans and integers may be what Pydantic takes as such: "yes", 1, "16".
-
-    Where a required one is absent, `WrongBody` is raised.
-    """
+    """A body's fields; booleans and integers may be what Pydantic takes as such: "yes", 1, "16". Where a required one
+    is absent, `WrongBody` is raised."""
 
     def required_string(self, name: str) -> str:
         self._require(name)

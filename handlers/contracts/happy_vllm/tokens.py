@@ -188,10 +188,8 @@ def _encode(model: LoadedModel, text: str) -> list[int]:
 
 
 def texts_inside(model: LoadedModel, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token, as inside a longer text; joined, they are the text of all.
-
-    A character that takes several tokens comes whole with the last of them.
-    """
+    """The text of each token, as inside a longer text; joined, they are the text of all. A character that takes several
+    tokens comes whole with the last of them."""
     before = _encode(model, _WORD)[-1:]
     texts: list[str] = []
     while len(texts) < len(token_ids):
@@ -216,10 +214,8 @@ def _pending(texts: Sequence[str]) -> int:
 
 
 def split_text(model: LoadedModel, text: str, minimum: int, separators: Iterable[str]) -> list[str]:
-    """Chunks of at least `minimum` tokens that end right after a separator; the last one has the rest.
-
-    Separators are compared as tokens: "?" is not " ?". The chunks, joined, are the text.
-    """
+    """Chunks of at least `minimum` tokens that end right after a separator; the last one has the rest. Separators are
+    compared as tokens: "?" is not " ?". The chunks, joined, are the text."""
     ids = ids_inside(model, text)
     texts = texts_inside(model, ids)
     by_last_id: dict[int, list[list[int]]] = {}

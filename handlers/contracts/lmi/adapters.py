@@ -114,10 +114,8 @@ def alias(call: Call) -> str:
 
 
 def done(call: Call, name: str, what: str, message: str) -> Reply:
-    """The answer to an order that was carried out.
-
-    `what`: such as "registered". `message`: a custom handler's own, which replaces the usual text.
-    """
+    """The answer to an order that was carried out. `what`: such as "registered". `message`: a custom handler's own,
+    which replaces the usual text."""
     text = message or f"Adapter {alias(call) or name} {what}"
     if _is_json(call):
         return Reply(200, _TEXT, text.encode("utf-8", "replace"))

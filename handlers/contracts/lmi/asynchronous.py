@@ -26,7 +26,7 @@ from handlers.contracts.protocol import Answer, Call, Exchange, Reply
 from handlers.contracts.vllm_parameters import VllmParameters, read_vllm_parameters
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
-from handlers.request import Constraint, FinishReason, GeneratedSequence, Token, TokenDelta
+from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
 _FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
 RENAMED = {
@@ -50,10 +50,8 @@ _NO_TOKEN = Token(-1, "")
 
 
 class LmiAsyncContract:
-    """Parses bodies with `inputs` for one model.
-
-    `model_defaults`: vLLM's default sampling parameters for the model, from its generation config.
-    """
+    """Parses bodies with `inputs` for one model. `model_defaults`: vLLM's default sampling parameters for the model,
+    from its generation config."""
 
     def __init__(self, settings: ModelSettings, model_defaults: Mapping[str, Any] | None = None) -> None:
         self._settings, self._model_defaults = settings, model_defaults or {}
@@ -92,7 +90,8 @@ class LmiAsyncContract:
         }
         del sampling["typical_p"]  # which vLLM's API does not have
         if (constraint := sampling.pop("constraint", None)) is not None:
-            sampling["structured_outputs"] = _structured_outputs(constraint)
+            compact = {"disable_any_whitespace": not constraint.any_whitespace}
+            sampling["structured_outputs"] = constraint.for_vllm() | compact
         completion = {"prompt": prompt, "stream": stream, **sampling}
         if vllm.truncate_prompt_tokens is not None:
             completion["truncate_prompt_tokens"] = vllm.truncate_prompt_tokens
@@ -115,18 +114,6 @@ class LmiAsyncContract:
         stream = stream_of(document.get("stream", values.get("stream")))
         parameters = read_async_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
         return document, body.prompts[0], stream, parameters
-
-
-def _structured_outputs(constraint: Constraint) -> dict[str, Any]:
-    kinds = {
-        "json": constraint.json_schema,
-        "regex": constraint.regex,
-        "choice": constraint.choice,
-        "grammar": constraint.grammar,
-        "json_object": constraint.json_object or None,
-    }
-    given = {kind: value for kind, value in kinds.items() if value is not None}
-    return given | {"disable_any_whitespace": not constraint.any_whitespace}
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:

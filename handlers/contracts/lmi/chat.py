@@ -86,11 +86,8 @@ def error_of(body: bytes) -> VllmError:
 
 
 class LmiChatShape:
-    """Chat as LMI's rolling batch answers it; used for one answer.
-
-    `sse`: a stream is server-sent events instead of lines. `stop_token_ids`: the request's own; vLLM reports further
-    end tokens of the model as stop tokens, too.
-    """
+    """Chat as LMI's rolling batch answers it; used for one answer. `sse`: a stream is server-sent events instead of
+    lines. `stop_token_ids`: the request's own; vLLM reports further end tokens of the model as stop tokens, too."""
 
     def __init__(self, *, sse: bool = False, stop_token_ids: Collection[int] = (), overload_status: int = 503) -> None:
         self.stream_type = "text/event-stream" if sse else "application/jsonlines"

@@ -44,10 +44,8 @@ def parameter_rules(settings: ModelSettings) -> ParameterRules:
 
 
 class LmiDynamicContract:
-    """Parses dynamic-batch bodies for one model.
-
-    `pad_text`: what a streamed record holds for a prompt that has finished; the text of the model's pad token.
-    """
+    """Parses dynamic-batch bodies for one model. `pad_text`: what a streamed record holds for a prompt that has
+    finished; the text of the model's pad token."""
 
     def __init__(self, settings: ModelSettings, pad_text: str = "") -> None:
         self._pad_text = pad_text

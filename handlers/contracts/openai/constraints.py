@@ -175,14 +175,7 @@ def _checked(given: Any) -> dict[str, Any]:
 
 
 def _spelled(constraint: Constraint) -> dict[str, Any]:
+    form, compact = constraint.for_vllm(), not constraint.any_whitespace
     if constraint.json_schema is not None:
-        return {
-            "json": constraint.json_schema,
-            "disable_any_whitespace": not constraint.any_whitespace,
-            "disable_additional_properties": not constraint.any_whitespace,
-        }
-    if constraint.json_object:
-        return {"json_object": True, "disable_any_whitespace": not constraint.any_whitespace}
-    if constraint.choice is not None:
-        return {"choice": list(constraint.choice)}
-    return {"regex": constraint.regex} if constraint.regex is not None else {"grammar": constraint.grammar}
+        return form | {"disable_any_whitespace": compact, "disable_additional_properties": compact}
+    return form | {"disable_any_whitespace": compact} if constraint.json_object else form

@@ -13,7 +13,13 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.openai.answer import AnswerOptions
+from handlers.contracts.openai.answer import (
+    AnswerOptions,
+    ChatDocument,
+    ChatStream,
+    CompletionDocument,
+    CompletionStream,
+)
 from handlers.contracts.openai.body import (
     Body,
     CompletionBody,
@@ -23,8 +29,6 @@ from handlers.contracts.openai.body import (
     read_completion,
     sampling_of,
 )
-from handlers.contracts.openai.chat import ChatDocument, ChatStream
-from handlers.contracts.openai.completions import CompletionDocument, CompletionStream
 from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
 from handlers.contracts.protocol import Answer, Call, Exchange
 from handlers.contracts.vllm_parameters import GREEDY_BELOW
@@ -60,10 +64,8 @@ class OpenAIContract:
         self._front_end = front_end
 
     def parse(self, call: Call, path: str, *, any_model: bool = False, adapter: str | None = None) -> Exchange | None:
-        """Understand a call as one to `path`; None if it is left to vLLM's serving classes.
-
-        `any_model`: no `model` in the body is refused. `adapter`: takes its place; "" is the model itself.
-        """
+        """Understand a call as one to `path`; None if it is left to vLLM's serving classes. `any_model`: no `model` in
+        the body is refused. `adapter`: takes its place; "" is the model itself."""
         if call.content_type.partition(";")[0].lower() != "application/json":
             return None
         if any(name.lower() in _STEERING for name, _ in call.headers):

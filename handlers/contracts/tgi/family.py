@@ -122,11 +122,8 @@ class _Body(msgspec.Struct, frozen=True):
 
 
 class VertexContract:
-    """/vertex of one model: several requests in one call, as Vertex AI sends them.
-
-    TGI reads only `max_new_tokens` and `seed` of an instance's parameters; here all of them have an effect. Sampling is
-    the default, as it is there.
-    """
+    """/vertex of one model: several requests in one call, as Vertex AI sends them. TGI reads only `max_new_tokens` and
+    `seed` of an instance's parameters; here all of them have an effect. Sampling is the default, as it is there."""
 
     def __init__(self, setting: ContractSetting) -> None:
         self._setting = setting

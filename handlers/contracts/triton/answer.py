@@ -81,10 +81,8 @@ class _Answer(Answer):
 
 
 class CollectedAnswer(_Answer):
-    """One response: an object, or the only event of a stream.
-
-    With `stream` each step of the engine is a response, and more than one of them is an error.
-    """
+    """One response: an object, or the only event of a stream. With `stream` each step of the engine is a response, and
+    more than one of them is an error."""
 
     def __init__(self, model: str, request: TritonRequest, *, events: bool) -> None:
         super().__init__(model, request)

@@ -82,7 +82,10 @@ class ConstraintTranslator:
         if constraint is None:
             return None
         if constraint.as_is:
-            outputs = _as_is(constraint)
+            form = constraint.for_vllm()
+            if constraint.json_schema is not None:
+                form["json"] = json.loads(constraint.json_schema)
+            outputs = StructuredOutputsParams(**form)
             return await self.checked(constraint.parameter, SamplingParams(structured_outputs=outputs))
         _check_company(constraint.parameter, sampling)
         kind, text = self._spelled(constraint)
@@ -143,17 +146,6 @@ class ConstraintTranslator:
     async def stop(self) -> None:
         if self._trials is not None:
             await self._trials.stop()
-
-
-def _as_is(constraint: Constraint) -> StructuredOutputsParams:
-    """Return what vLLM's own front end makes of the same constraint."""
-    return StructuredOutputsParams(
-        json=json.loads(constraint.json_schema) if constraint.json_schema is not None else None,
-        regex=constraint.regex,
-        choice=list(constraint.choice) if constraint.choice is not None else None,
-        grammar=constraint.grammar,
-        json_object=constraint.json_object or None,
-    )
 
 
 def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams) -> None:

@@ -82,10 +82,8 @@ def _limit() -> None:
 
 
 def main() -> None:
-    """Answer each line until the standard input ends, or the server does, be it in the middle of a constraint.
-
-    Signals of the timers are not handled, so they end the process.
-    """
+    """Answer each line until the standard input ends, or the server does, be it in the middle of a constraint. Signals
+    of the timers are not handled, so they end the process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.alarm(START_SECONDS)
     answers = os.fdopen(os.dup(1), "w")

@@ -209,10 +209,8 @@ def _call(environment: Mapping[str, str], pickled: bytes) -> Any:
 
 
 def usage_without_page_cache() -> int | None:
-    """Return what a container uses of its memory, for vLLM's check whether its KV cache fits.
-
-    vLLM's own function counts pages of files as used, so that no cache fits where the weights have just been read.
-    """
+    """Return what a container uses of its memory, for vLLM's check whether its KV cache fits. vLLM's own function
+    counts pages of files as used, so that no cache fits where the weights have just been read."""
     used: int | None = _cgroup_usage()
     if used is None:
         return None

@@ -165,10 +165,8 @@ def check_bad_words(params: SamplingParams) -> None:
 
 
 def load_typical(config: VllmConfig) -> str:
-    """Have the engine load the processor that fits its model runner.
-
-    Returns why it cannot, as the rest of a sentence that begins with the parameter's name; "" if it can.
-    """
+    """Have the engine load the processor that fits its model runner. Returns why it cannot, as the rest of a sentence
+    that begins with the parameter's name; "" if it can."""
     if config.speculative_config is not None:
         return "cannot be used together with speculative decoding"
     if config.model_config.return_sampling_mask:

@@ -27,11 +27,8 @@ Contents = tuple[tuple[str | None, bytes], ...]
 
 
 class Kind(StrEnum):
-    """What a message is.
-
-    A handler may call the model's engine: then CALL and CANCEL go to the server, and OUTPUT, CHUNK and STREAM_END to
-    the worker, under numbers of the worker's own.
-    """
+    """What a message is. A handler may call the model's engine: then CALL and CANCEL go to the server, and OUTPUT,
+    CHUNK and STREAM_END to the worker, under numbers of the worker's own."""
 
     # To the worker.
     LOAD = "load"  # The content is a `LoadOrder` in JSON.
