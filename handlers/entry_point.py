@@ -18,7 +18,7 @@ from handlers.contracts.lmi.errors import overloaded
 from handlers.contracts.lmi.formatters import FormatterContract, PayloadFormatters
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Contract, Handler
-from handlers.engine_adapters import AdapterFormatters, AdapterInvocations, EngineAdapterHost
+from handlers.engine_adapters import AdapterFormatters, EngineAdapterHost
 from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.engines.choice import begin_import, choose_engine, engine_factory, is_vllm
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
@@ -161,8 +161,9 @@ async def _serving(
     invocations = formatted(formatters)
     adapters = None
     if engine.adapters is not None:
-        own = AdapterFormatters(formatted, formatters, settings.predict_timeout, async_mode=settings.async_mode)
-        invocations = AdapterInvocations(invocations, own)
+        invocations = own = AdapterFormatters(
+            invocations, formatted, formatters, settings.predict_timeout, settings.async_mode
+        )
         adapters = await _adapters(settings, EngineAdapterHost(engine.adapters, own), limits)
     return Service(
         settings,
