@@ -54,8 +54,8 @@ class HuggingFaceService:
         self.tokenizer: Any = None
         self.rolling_batch: RollingBatch | None = None
         self.hf_configs: HuggingFaceProperties | None = None
+        # What `parse_input_with_formatter` and custom input formatters are given.
         self.input_format_args: dict[str, Any] = {}
-        """What `parse_input_with_formatter` and custom input formatters are given."""
 
     def initialize(self, properties: Mapping[str, Any]) -> None:
         """Loads the model.

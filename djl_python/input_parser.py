@@ -16,9 +16,10 @@ from djl_python.inputs import Input
 from djl_python.request import Request
 from djl_python.request_io import TextInput
 
+# The request header that names a LoRA adapter.
 SAGEMAKER_ADAPTER_IDENTIFIER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
-"""The request header that names a LoRA adapter."""
 
+# What a chat may have, with the defaults; anything else is left out.
 _CHAT_PARAMETERS: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
@@ -30,9 +31,8 @@ _CHAT_PARAMETERS: dict[str, Any] = {
     "seed": None,
     "stop": None,
 }
-"""What a chat may have, with the defaults; anything else is left out."""
+# Names of a chat's parameters for the engine, where they are others.
 _CHAT_NAMES = {"top_logprobs": "logprobs", "max_tokens": "max_new_tokens"}
-"""Names of a chat's parameters for the engine, where they are others."""
 _STREAMING_CALL = "InvokeEndpointWithResponseStream"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

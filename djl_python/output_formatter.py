@@ -17,8 +17,8 @@ from djl_python.request_io import NextToken, RequestOutput, Sequence, TextGenera
 from djl_python.utils import wait_till_generation_finished
 
 Formatter = Callable[..., str]
+# `(token, first_token, last_token, details, generated_text, request_id)`
 LegacyArguments = tuple[Token | None, bool, bool, dict[str, Any], str, Any]
-"""`(token, first_token, last_token, details, generated_text, request_id)`"""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _OUTPUT_TYPES = {"RequestOutput", "TextGenerationOutput"}

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+# Environment variable: 3 makes `Sequence.get_next_token` return what LMI up to 0.31 returns.
 NEXT_TOKEN_ARITY = "SLIPWAY_NEXT_TOKEN_ARITY"
-"""Environment variable: 3 makes `Sequence.get_next_token` return what LMI up to 0.31 returns."""
 
 
 class Token:

@@ -16,6 +16,7 @@ from typing import Any
 from djl_python.inputs import Input
 
 MODEL_FILE = "model.py"
+# For each mark the function of SageMaker's script mode, and the parameter names that it may have.
 _SAGEMAKER_FUNCTIONS = {
     "is_init_handler": ("model_fn", [["model_dir"]]),
     "is_input_formatter": (
@@ -25,7 +26,6 @@ _SAGEMAKER_FUNCTIONS = {
     "is_prediction_handler": ("predict_fn", [["input_data", "model"]]),
     "is_output_formatter": ("output_fn", [["prediction", "accept"], ["prediction", "response_content_type"]]),
 }
-"""For each mark the function of SageMaker's script mode, and the parameter names that it may have."""
 
 
 class ModelService:

@@ -10,8 +10,8 @@ from typing import Any
 from djl_python.lazy_import import require
 
 DEFAULT_MAX_NEW_TOKENS = 50
+# What each sampling parameter is where a request has another one.
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "typical_p": 1.0}
-"""What each sampling parameter is where a request has another one."""
 
 
 class StreamingUtils:

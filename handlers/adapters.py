@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY = "adapters"  # Directory of a model in which its own adapters are, each in a directory.
 
+# Not `.` or `..`: clients resolve them in a path, so that such an adapter could never be removed.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[^/\x00-\x1f\x7f]{1,200}")
-"""Not `.` or `..`: clients resolve them in a path, so that such an adapter could never be removed."""
 _SHOWN = 200  # Characters of a client's text that a message repeats.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _ON_S3 = re.compile(r"s3://", re.IGNORECASE)
@@ -41,8 +41,7 @@ class AdapterOrder:
     """A client's order to register or to update an adapter. None: not given."""
 
     name: str
-    # A directory, of which a relative one is below the model's, or `s3://`; whatever its host takes where that reads
-    # it.
+    # A directory, a relative one below the model's, or `s3://`; whatever its host takes where that reads it.
     src: str | None = None
     preload: bool | None = None  # Load it now, not with its first request.
     pin: bool | None = None  # Keep it in memory.
@@ -86,12 +85,8 @@ class AdapterDownloads(Protocol):
     """Copies of adapters that are on S3."""
 
     async def fetch(self, url: str) -> Path:
-        """Download an adapter, and return its directory.
-
-        Raises:
-            InvalidParameter: there is no such place, or it cannot be read.
-            AdapterFailed: the download has failed.
-        """
+        """Download an adapter, and return its directory. Raises InvalidParameter: there is no such place, or it cannot
+        be read; AdapterFailed: the download has failed."""
 
 
 class AdapterRegistry:
@@ -112,8 +107,8 @@ class AdapterRegistry:
         self._faults, self._downloads = faults, downloads
         self._adapters: dict[str, Adapter] = {}
         self._ids = itertools.count(1)
+        # The orders that are being carried out, each with the name that is not free until then.
         self._orders: dict[asyncio.Task[str], str] = {}
-        """The orders that are being carried out, each with the name that is not free until then."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._adapters

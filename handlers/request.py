@@ -91,8 +91,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, how to continue it, and what the answer shows. The `want_*` fields and `top_tokens` ask the engine
     only for what the answer shows: log probabilities double the cost of a streamed token."""
 
-    request_id: str
-    prompt: str | tuple[int, ...]  # Text, or token ids.
+    request_id: str = ""
+    prompt: str | tuple[int, ...] = ""  # Text, or token ids.
     # Put the model's special tokens around a text; a chat template has written them already.
     add_special_tokens: bool = True
     sampling: SamplingParameters = SamplingParameters()

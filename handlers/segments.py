@@ -15,8 +15,8 @@ from threading import Lock
 
 from tokenizers import Tokenizer
 
+# Characters above which a text is tokenized in a thread: below it the event loop waits for less than a step.
 LONG_TEXT = 4096
-"""Characters above which a text is tokenized in a thread: below it the event loop waits for less than a step."""
 _MOST_CHARACTERS = 16 * 1024 * 1024  # Of all segments that are kept; their ids take about as many bytes.
 _TRIALS = ("a b", " a\n", "\n\na ", "\u4f60 1")
 

@@ -35,9 +35,9 @@ NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
 CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
 NEW_SESSION = "NEW_SESSION"  # What SageMaker's client sends as an id when it has no session yet.
 CLOSE = "CLOSE"
+# Each is a directory with a small file, 4 KiB of disk or shared memory. A new session looks at all of them, which takes
+# less than 0.1 s of a thread with this many.
 MOST_SESSIONS = 2_000
-"""Each is a directory with a small file, 4 KiB of disk or shared memory. A new session looks at all of them, which
-takes less than 0.1 s of a thread with this many."""
 _THREADS = 4
 _MOST_WAITING = 256  # Calls whose sessions are looked up at a time.
 _SECONDS = 30.0

@@ -17,6 +17,7 @@ from handlers.request import Constraint
 
 MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000  # The engine makes one grammar of them before it begins.
 
+# Names of a form that the whole text has, of which a request gives one, with the JSON types of their values.
 FORMS: Mapping[str, Kind] = {
     "structured_outputs": "object",
     "guided_decoding": "object",
@@ -27,7 +28,7 @@ FORMS: Mapping[str, Kind] = {
     "guided_choice": "array",
     "guided_grammar": "string",
 }
-"""Names of a form that the whole text has, of which a request gives one, with the JSON types of their values."""
+# Names by which one contract or another constrains the text. None of them is ever ignored.
 CONSTRAINING = frozenset(
     {
         *FORMS,
@@ -38,19 +39,18 @@ CONSTRAINING = frozenset(
         *("stop", "stop_sequences", "stop_strings", "stop_token_ids", "stop_words"),
     }
 )
-"""Names by which one contract or another constrains the text. None of them is ever ignored."""
 
 _OUTPUTS = ("structured_outputs", "guided_decoding")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+# Fields of earlier releases that select a back end, which the server does.
 _WITHOUT_EFFECT = ("disable_fallback", "backend_was_auto")
-"""Fields of earlier releases that select a back end, which the server does."""
+# What `type` may be: OpenAI's and TGI's, and TGI's alone.
 _TYPES = {
     "response_format": ("text", "json_object", "json_schema", "json", "regex"),
     "grammar": ("json_object", "json_schema", "json", "regex"),
 }
-"""What `type` may be: OpenAI's and TGI's, and TGI's alone."""
+# Where the schema or the expression is: TGI's, OpenAI's, and that of others who followed OpenAI.
 _MEMBERS = ("value", "json_schema", "schema")
-"""Where the schema or the expression is: TGI's, OpenAI's, and that of others who followed OpenAI."""
 _CHOICES = ("tool_choice", "function_call")
 _LONGEST_NAME = 80
 

@@ -18,10 +18,10 @@ from handlers.errors import InvalidParameter, InvalidRequest, NotReady, NotServe
 from handlers.loaded_model import LoadedModel
 from handlers.model_settings import ModelSettings
 
+# What the routes of all families say where a custom handler runs the model.
 OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
-"""What the routes of all families say where a custom handler runs the model."""
+# Stalled: the engine has requests and makes no progress; it may recover.
 State = Literal["starting", "ready", "stalled", "failed", "draining", "stopped"]
-"""Stalled: the engine has requests and makes no progress; it may recover."""
 
 
 def error_body(message: str, kind: str, code: int, parameter: str | None = None) -> bytes:
@@ -48,12 +48,8 @@ class ModelView:
     adapters: tuple[Adapter, ...] = ()  # Those that are registered.
 
     def text(self) -> LoadedModel:
-        """The loaded model.
-
-        Raises:
-            NotReady: it is not loaded.
-            NotServed: it has a custom handler, whose tokenizer is not known.
-        """
+        """The loaded model. Raises NotReady: it is not loaded; NotServed: it has a custom handler, whose tokenizer is
+        not known."""
         if self.loaded is not None:
             return self.loaded
         if self.settings.handler is not None:
@@ -157,14 +153,14 @@ class Family:
     not_found: Callable[[Call], Reply] | None = None  # The reply to those.
 
 
+# Of a text that is only tokenized, in UTF-8: about 300,000 tokens of English. A tokenizer takes up to 200 bytes of
+# memory and 2 µs for each byte. Where text is generated, the model's context bounds the prompt.
 MOST_BYTES = 1 << 20
-"""Of a text that is only tokenized, in UTF-8: about 300,000 tokens of English. A tokenizer takes up to 200 bytes of
-memory and 2 µs for each byte. Where text is generated, the model's context bounds the prompt."""
+# The same where the answer gives each token's place: that takes more memory and twice the time.
 PLACED_BYTES = MOST_BYTES // 2
-"""The same where the answer gives each token's place: that takes more memory and twice the time."""
 MOST_IDS = 1 << 19
+# Bytes of a body: the longest text, and as many ids, with all characters beyond ASCII escaped.
 MOST_BODY = 4 * MOST_BYTES
-"""Bytes of a body: the longest text, and as many ids, with all characters beyond ASCII escaped."""
 
 
 def check_body(call: Call) -> None:

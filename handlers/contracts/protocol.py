@@ -103,12 +103,8 @@ class Contract(Protocol):
     """One wire format."""
 
     def parse(self, call: Call) -> Exchange:
-        """Understand a call.
-
-        Raises:
-            ContractError: it is answered without inference.
-            RequestError: likewise, with the reply of the family's `refuse`.
-        """
+        """Understand a call. Raises ContractError: it is answered without inference; RequestError: likewise, with the
+        reply of the family's `refuse`."""
 
 
 class ReplyWriter(Protocol):

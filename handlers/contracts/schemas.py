@@ -19,6 +19,7 @@ ANYTHING: Schema = {}
 STRING: Schema = {"type": "string"}
 OBJECT: Schema = {"type": "object"}
 
+# Descriptions of the fields of requests; a name means the same in all contracts.
 MEANINGS = {
     "adapter_id": "Name of a LoRA adapter.",
     "adapters": "Name of a LoRA adapter, or an array with one for each prompt.",
@@ -112,7 +113,6 @@ MEANINGS = {
     "vanilla": "Tokenize the text by itself; false: as part of a longer text.",
     "with_tokens_str": "Return the tokens' texts as well.",
 }
-"""Descriptions of the fields of requests; a name means the same in all contracts."""
 
 
 def an_object(properties: Mapping[str, Schema], *required: str, name: str = "", **more: Any) -> Schema:

@@ -92,8 +92,6 @@ def read_vllm_parameters(values: Mapping[str, Any], reader: Reader = ParameterRe
             f"above 1 needs sampling: with `temperature` 0 there is one sequence only (got {candidates})",
         )
     request = GenerationRequest(
-        request_id="",
-        prompt="",
         sampling=sampling,
         sequences=sequences,
         candidates=sequences if beam_search is not None else candidates,

@@ -23,21 +23,21 @@ logger = logging.getLogger(__name__)
 
 _ROOT = Path("/")
 _GIB = 1 << 30
+# Memory of vLLM's engine process, and of a worker beside its model and KV cache.
 _PROCESS_BYTES, _WORKER_BYTES = 500 << 20, 700 << 20
-"""Memory of vLLM's engine process, and of a worker beside its model and KV cache."""
 _LEAST_BYTES = 64 << 20  # The smallest KV cache worth a try.
+# Of what is left, for the KV cache; activations, files that are read again and other programs need memory too.
 _SHARE = 0.5
-"""Of what is left, for the KV cache; activations, files that are read again and other programs need memory too."""
 _LARGEST_SHARE = 0.9  # The same where one sequence would not fit otherwise.
+# A step of the engine reads all weights once, and the cache of every sequence. With a cache of this size it gets four
+# fifths of the throughput that any cache could give it; a larger one takes longer to start, as vLLM writes all of it.
 _TIMES_WEIGHTS = 4
-"""A step of the engine reads all weights once, and the cache of every sequence. With a cache of this size it gets four
-fifths of the throughput that any cache could give it; a larger one takes longer to start, as vLLM writes all of it."""
+# Files of a control group: its limit and its use.
 _VERSION_1, _VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
-"""Files of a control group: its limit and its use."""
+# What vLLM counts as available on a NUMA node (`utils/cpu_resource_utils.py`).
 _NODE_PARTS = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
-"""What vLLM counts as available on a NUMA node (`utils/cpu_resource_utils.py`)."""
+# The message of `CPUWorker.determine_available_memory`.
 _REFUSED = re.compile(r"Available memory on node \S+ \(([\d.]+)/[\d.]+ GiB\) on kv cache allocation is less than")
-"""The message of `CPUWorker.determine_available_memory`."""
 
 
 @dataclass(frozen=True, slots=True)

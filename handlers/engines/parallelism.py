@@ -16,11 +16,11 @@ _GIB = 1 << 30
 MEMORY_SHARE = 0.92  # Of a GPU's memory, what vLLM takes by default (`gpu_memory_utilization`).
 _CACHE_SHARE = 0.2  # Of what vLLM takes, what the KV cache is to have at least. With less, few sequences run together.
 _OVERHEAD_BYTES = 2 << 30
+# Of a GPU's memory, for activations, CUDA graphs and the CUDA context: vLLM's batches are larger on larger GPUs.
 _OVERHEAD_SHARE = 0.04
-"""Of a GPU's memory, for activations, CUDA graphs and the CUDA context: vLLM's batches are larger on larger GPUs."""
 _VOCABULARY_PADDING = 64  # vLLM pads the vocabulary to a multiple of this before it is shared out.
+# vLLM splits the blocks of FP8 scales of experts down to this size where the blocks straddle two GPUs.
 _LEAST_REFINED_BLOCK = 32
-"""vLLM splits the blocks of FP8 scales of experts down to this size where the blocks straddle two GPUs."""
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 _VISION = ("vision_config", "vit_config")
@@ -35,10 +35,10 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_exp
 _STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "linear_num_key_heads", "linear_num_value_heads")
 _STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 _WINDOWED = frozenset({"sliding_attention", "chunked_attention"})
+# Kinds of layers that keep a state of fixed size for a sequence, or nothing.
 _WITHOUT_CACHE = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"})
-"""Kinds of layers that keep a state of fixed size for a sequence, or nothing."""
+# One layer in so many sees the whole context, in families whose config.json does not list its layers.
 _SLIDING_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
-"""One layer in so many sees the whole context, in families whose config.json does not list its layers."""
 
 
 def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ from handlers.request import GenerationRequest, TokenDelta
 logger = logging.getLogger(__name__)
 
 _WATCH_SECONDS = 0.25
+# Seconds between two looks that count at most: time in which this process itself stood still is not the engine's.
 _LONGEST_LOOK = 2.0
-"""Seconds between two looks that count at most: time in which this process itself stood still is not the engine's."""
 
 
 class Progress:
@@ -32,12 +32,9 @@ class Progress:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked_at = clock, clock()
         self.mark = 0.0  # The number that the last look saw; it changes with every sign of life.
+        # Seconds with work since the last sign of life. Time without work does not count, nor is it a sign of life: the
+        # work may have been given up by its clients, or for its time limit.
         self.quiet_seconds = 0.0
-        """Seconds with work since the last sign of life.
-
-        Time without work does not count, nor is it a sign of life: the work may have been given up by its clients, or
-        for its time limit.
-        """
 
     def look(self, busy: bool, mark: float) -> None:
         """Record whether the engine has moved. `busy`: it has work. `mark`: any number that changes whenever it gives a

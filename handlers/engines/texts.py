@@ -27,6 +27,12 @@ def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabular
         )
 
 
+def end_token_ids(configured: int | list[int] | None, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a text: `configured`, by the model's generation config, and its tokenizer's own."""
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(token_id for token_id in (*ids, tokenizer.eos_token_id) if token_id is not None)
+
+
 def check_beams(sampling: SamplingParameters) -> None:
     """Refuse what a beam search, which knows the model's own probabilities alone, would not keep to. Raises
     InvalidParameter: naming the parameter."""
@@ -40,8 +46,8 @@ def check_beams(sampling: SamplingParameters) -> None:
 _NOT_WITH_BEAMS = "cannot be used together with beam search"
 _PROMPT_CONTEXT = 16  # Tokens of the prompt in front of the answer; decoding all of a long one would take milliseconds.
 _CONTEXT = 8  # Tokens that a slow tokenizer needs to see in front of the next one.
+# The beginning of the message of `tokenizers` for a stream that has lost its place.
 _INVALID_PREFIX = "Invalid prefix encountered"
-"""The beginning of the message of `tokenizers` for a stream that has lost its place."""
 
 
 class TokenTexts:

@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+# Files of trainers beside the weights; vLLM skips the same names.
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"})
-"""Files of trainers beside the weights; vLLM skips the same names."""
 
 
 def weight_files(model: Path | str) -> tuple[Path, ...]:

@@ -46,18 +46,18 @@ def formatters_of(module: ModuleType) -> Formatters:
     )
 
 
+# What LMI calls, with option.async_mode and without it.
 _SIGNATURES = {
     ("input", True): "f(decoded_payload: dict, tokenizer=None, **kwargs) -> dict",
     ("output", True): "f(response) -> dict | str | object",
     ("input", False): "f(input_item: Input, **kwargs) -> RequestInput",
     ("output", False): "f(request_output: RequestOutput) -> str",
 }
-"""What LMI calls, with option.async_mode and without it."""
+# Types in annotations that show for which of the two a formatter was written.
 _TYPES = {
     True: frozenset({"dict", "Dict", "Mapping", "MutableMapping"}),
     False: frozenset({"Input", "RequestInput", "TextInput", "RequestOutput", "TextGenerationOutput"}),
 }
-"""Types in annotations that show for which of the two a formatter was written."""
 
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

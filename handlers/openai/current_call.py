@@ -30,19 +30,15 @@ class OpenAICall:
         self._closed = False
         self.any_model = any_model  # No `model` in its body is refused.
         self.form_name = "structured_outputs"  # What its body calls the form that its text is to have.
+        # Adapters that are kept for the call, by name; a beam search asks for its own several times.
         self.adapters: dict[str, Claim] = {}
-        """Adapters that are kept for the call, by name; a beam search asks for its own several times."""
         self.generates = False  # It was admitted to the queue.
         self.submitted = False  # Its body has been read, and something of it is to be generated.
         self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.
 
     def take(self, sequences: int) -> None:
-        """Take places for sequences of this call.
-
-        Raises:
-            InvalidRequest: the call would never fit, or has ended.
-            Overloaded: there are not enough now.
-        """
+        """Take places for sequences of this call. Raises InvalidRequest: the call would never fit, or has ended;
+        Overloaded: there are not enough now."""
         limit = self._queue.limit
         if self._closed:  # something that outlives its call, such as a response in the background
             raise InvalidRequest("the call has ended; nothing can be generated for it any more")
@@ -73,5 +69,5 @@ class OpenAICall:
         self._closed = True
 
 
+# The call that the running task works for; tasks that it starts inherit it.
 current_call: ContextVar[OpenAICall] = ContextVar("current_call")
-"""The call that the running task works for; tasks that it starts inherit it."""

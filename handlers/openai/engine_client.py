@@ -44,8 +44,8 @@ from handlers.openai.current_call import OpenAICall, current_call
 
 _INT64 = 2**63
 _MOST_NESTED = 32  # Levels of `kv_transfer_params` and of `vllm_xargs`.
+# What goes to the engine process as 64-bit numbers.
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
-"""What goes to the engine process as 64-bit numbers."""
 
 
 def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) -> None:

@@ -43,13 +43,13 @@ EVENTS = "text/event-stream"
 _LONG_CHAT = 16 * 1024  # Bytes; a template may be slow, so that longer ones are parsed in a thread.
 _PREFIXES = ("chatcmpl-", "cmpl-")  # Before the HTTP request's id in those of vLLM's answers.
 _ONE_OF_MANY = re.compile(r"[-_]\d+$")  # After it, in the requests of an answer to several prompts or conversations.
+# Request headers that are written anew for the application.
 _OURS = frozenset({b"content-length", b"transfer-encoding", b"x-request-id"})
-"""Request headers that are written anew for the application."""
 _FRAMING = frozenset({"content-type", "content-length"})
 
 _CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES})
+# What is between the parts of a document. Texts have them too, one to a token at most, but for a few odd ones.
 _MARKS = (b"{", b"[", b",")
-"""What is between the parts of a document. Texts have them too, one to a token at most, but for a few odd ones."""
 _MARKS_PER_TOKEN, _FURTHER_MARKS = 4, 10_000
 _MARKS_OF_PROMPTS = 2_000_000  # Token ids of many prompts; these cost a tenth of what messages do.
 
@@ -116,8 +116,8 @@ class OpenAIHandler:
         """`contract`: None: everything goes to vLLM's front end. `model`, `adapters`: names in bodies; adapters come
         and go."""
         self._vllm, self._queue, self._contract, self._model, self._adapters = vllm, queue, contract, model, adapters
+        # One long body at a time: vLLM's renderer copies its tokenizer for each thread that uses it.
         self._long = asyncio.Lock()
-        """One long body at a time: vLLM's renderer copies its tokenizer for each thread that uses it."""
         self._aborting: set[asyncio.Task[None]] = set()
 
     def openapi(self) -> dict[str, Any]:

@@ -58,12 +58,13 @@ from handlers.openai.current_call import current_call
 
 logger = logging.getLogger(__name__)
 
+# Loggers that report on one request each.
 _OF_REQUESTS = (
     *("vllm.entrypoints.openai.", "vllm.entrypoints.anthropic.", "vllm.entrypoints.serve.tokenize."),
     *("vllm.entrypoints.serve.exception_handling.", "vllm.renderers.", "vllm.tool_parsers.", "vllm.reasoning."),
 )
-"""Loggers that report on one request each."""
 _LONGEST = 200
+# Chats that show whether two ways to render are the same.
 _TRIALS: tuple[list[Any], ...] = (
     [{"role": "user", "content": ""}],
     [{"role": "user", "content": " <b>a</b>\n"}],
@@ -73,7 +74,6 @@ _TRIALS: tuple[list[Any], ...] = (
         {"role": "user", "name": "d", "content": "e"},
     ],
 )
-"""Chats that show whether two ways to render are the same."""
 
 
 _ROUTERS = (

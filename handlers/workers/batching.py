@@ -22,8 +22,8 @@ MAX_BATCH = 999  # Entries are numbered with three digits, from 0.
 
 _KEY = re.compile(r"batch_([0-9]{1,9})\.(.*)", re.DOTALL)
 CLIENT_PATIENCE = 120.0  # Seconds for which a client may take nothing of its stream; then its call is cancelled.
+# Seconds in which an async handler has to end a cancelled call; after them the worker counts as hung.
 _CANCEL_PATIENCE = 5.0
-"""Seconds in which an async handler has to end a cancelled call; after them the worker counts as hung."""
 
 
 @dataclass(slots=True, eq=False)
@@ -292,11 +292,11 @@ def split_output(output: Message, size: int) -> list[Message]:
 
 _HEADER = re.compile(r"batch_([0-9]{1,9})_(.+)", re.DOTALL)
 _RESET = ("reset_rollingbatch", "true")
+# LMI's body for a rolling batch that has failed as a whole.
 _BATCH_FAILED = (
     '{"code":CODE,"message":"Batch inference failed","properties":{},"content":{"keys":[],"values":[]},'
     '"cancelled":false}'
 )
-"""LMI's body for a rolling batch that has failed as a whole."""
 
 
 @dataclass(slots=True)

@@ -103,8 +103,8 @@ class CustomHandler:
         await self.pool.stop(self._grace)
 
 
+# Functions of the customer's module.
 REGISTER, UPDATE, UNREGISTER = "register_adapter", "update_adapter", "unregister_adapter"
-"""Functions of the customer's module."""
 _FAILED, _OUT_OF_MEMORY = 300, 507
 _NOTHING_SAID = frozenset({"", "OK", "No content"})  # The default messages of an `Output`.
 

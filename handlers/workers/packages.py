@@ -29,8 +29,8 @@ logger = logging.getLogger("handlers.workers")
 
 REQUIREMENTS = "requirements.txt"
 
+# Variables that would lead another interpreter to our packages, or away from its own.
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-"""Variables that would lead another interpreter to our packages, or away from its own."""
 _PIP_VARIABLES = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "PIP_NO_INPUT": "1"}
 _DESCRIBE = (
     "import json, sys; "

@@ -26,8 +26,8 @@ _CPU = "-1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _STOPPING = "the server is stopping"
 
+# Called with a worker that has loaded the handler, before it gets requests; may raise EngineStartError.
 Introduce = Callable[[Worker], Awaitable[None]]
-"""Called with a worker that has loaded the handler, before it gets requests; may raise EngineStartError."""
 
 
 class Pool:
@@ -47,12 +47,12 @@ class Pool:
         self._arrivals = itertools.count(1)
         self.failures = 0  # Crashes, hangs and failed restarts since the start.
         self._streak = 0  # Failures since a worker last lived for a while.
+        # Why the model counts as failed, which is final; workers that live serve nevertheless.
         self.failed = "the handler is not loaded"
-        """Why the model counts as failed, which is final; workers that live serve nevertheless."""
         self._down = ""  # Why there is no worker, after one could not be started again.
         self._stopping = False
+        # Runs once a batch that is not full has waited for long enough.
         self._gathering: asyncio.TimerHandle | None = None
-        """Runs once a batch that is not full has waited for long enough."""
         self._starts: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[None]] = set()
 

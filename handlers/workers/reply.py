@@ -18,10 +18,10 @@ _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 _ATTRIBUTES = re.compile(r"[\x20-\x7e]{0,1024}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
+# Headers that the server sets itself. Handlers that echo a request's headers send them, too.
 _FRAMING = frozenset(
     ["connection", "content-length", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"]
 )
-"""Headers that the server sets itself. Handlers that echo a request's headers send them, too."""
 
 
 class HandlerReply:

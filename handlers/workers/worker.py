@@ -40,8 +40,8 @@ _TAIL_LINES = 20
 _MAX_LINE = 32 * 1024  # Bytes after which a line is logged although it has not ended.
 
 
+# What answers a call; loads the engine if that is not loaded, and may raise EngineStartError.
 LoadedEngine = Callable[[], Awaitable[Handler]]
-"""What answers a call; loads the engine if that is not loaded, and may raise EngineStartError."""
 _NO_ENGINE = "option.entryPoint=djl_python.lmi_vllm.vllm_async_service puts an engine behind a handler; this has none"
 _TEXT, _FORM = "text/plain", "application/x-www-form-urlencoded"
 _NO_HEADERS = frozenset({"content-type", "requestid", "handler", "model_dir", "device_id"})
@@ -169,8 +169,8 @@ class Worker:
         self._receivers: dict[int, Receiver] = {}
         self._engine_calls: dict[int, EngineCall] = {}
         self.calls = 0  # How many calls it has been sent.
+        # Why the handler could not be loaded; empty if it was.
         self._loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why the handler could not be loaded; empty if it was."""
         self._ended = False
         self._patience = _EXIT_PATIENCE
         self._reason = ""

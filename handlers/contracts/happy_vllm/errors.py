@@ -18,6 +18,7 @@ from handlers.contracts.protocol import Reply
 
 JSON = "application/json"
 
+# Any other error is a 500.
 _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     404: (errors.UnknownModel, errors.NotServed),
     408: (errors.BodyTimeout,),
@@ -25,7 +26,6 @@ _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     422: (errors.InvalidRequest,),
     503: (errors.NotReady, errors.Overloaded),
 }
-"""Any other error is a 500."""
 _VLLM_TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
 _BYTE = re.compile(r" \(byte ([0-9]+)\)$")
 

@@ -20,8 +20,8 @@ from handlers.contracts.vllm_parameters import TextReader, VllmParameters, numbe
 from handlers.errors import InvalidParameter, InvalidRequest
 from handlers.request import Constraint
 
+# Keywords of /v1/generate that are not vLLM's.
 _OWN = frozenset({"prompt", "prompt_in_response", "response_pool", "json_format", "json_format_is_json_schema"})
-"""Keywords of /v1/generate that are not vLLM's."""
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 _TYPES = ("string", "integer", "boolean", "number")  # Types of fields in the simple form of `json_format`.

@@ -20,14 +20,14 @@ from handlers.loaded_model import LoadedModel, ModelTexts
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
 DEFAULT_CHUNK = 200
 
+# happy_vllm's own. How the beginning of a text is split depends on the word in front of it, so it is the same here.
 _WORD = "thisisareallybigwordisntit"
-"""happy_vllm's own. How the beginning of a text is split depends on the word in front of it, so it is the same here."""
 _HEAD = 256  # Characters of a text on which a word is tried first; what follows them hardly ever matters.
 _TRIES = 3  # Words that are tried on a whole text; the first fits all but texts that were made to defeat it.
 _BLOCK = 32  # Tokens decoded together: a decoder may take quadratic time over bytes that are not text.
 _CONTEXT = 16
+# Tokens that may together be one character: four bytes of UTF-8, and some for special ones in between.
 _LONGEST_CHARACTER = 8
-"""Tokens that may together be one character: four bytes of UTF-8, and some for special ones in between."""
 
 
 def tokenizer(call: Call, view: ModelView) -> Reply:

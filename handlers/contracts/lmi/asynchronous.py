@@ -43,8 +43,8 @@ PASSED_ON = frozenset(
         *("truncate_prompt_tokens", *FORMS),
     }
 )
+# What a model's own generation config may set.
 _MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
-"""What a model's own generation config may set."""
 _STREAM_END = b"\n\n"  # LMI's empty lines for vLLM's usage chunk and for its `[DONE]`.
 _NO_TOKEN = Token(-1, "")
 

@@ -31,16 +31,16 @@ _MULTIPART = "multipart/form-data"
 _MAX_FIELDS = 1000
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
+# Fields of a form that are not the prompt, whatever else is there.
 _NO_PROMPT = frozenset({"parameters", "stream", "adapters", "adapter"})
-"""Fields of a form that are not the prompt, whatever else is there."""
 
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 _ALLOW_OVERRIDE = "ALLOW_REQUEST_HANDLER_OVERRIDE"
+# Properties by which the server controls a handler; a client cannot set them.
 _RESERVED = re.compile(
     r"batch_size|batch_\d.*|reset_rollingbatch|model_dir|device_id|.*_formatter|prediction_handler|init_handler",
     re.IGNORECASE | re.DOTALL,
 )
-"""Properties by which the server controls a handler; a client cannot set them."""
 
 
 _decode_json = msgspec.json.Decoder().decode

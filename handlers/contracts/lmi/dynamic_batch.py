@@ -14,7 +14,7 @@ import msgspec
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.lmi.body import notes_of, read_body, request_ids
 from handlers.contracts.lmi.errors import JSON, failure, handler_failure, status_of
-from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
+from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, ParameterRules, read_parameters
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
@@ -23,8 +23,8 @@ from handlers.request import FinishReason, GenerationRequest, TokenDelta
 STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on new tokens where the answer is streamed.
 
 _FIELDS = frozenset({"inputs", "parameters"})
+# Parameters of rolling batch for which this answer has no place.
 _WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_n_tokens")
-"""Parameters of rolling batch for which this answer has no place."""
 
 
 def default_max_new_tokens(settings: ModelSettings) -> int:
@@ -59,31 +59,25 @@ class LmiDynamicContract:
             body = read_body(call, _prompts)
             prompts, values = body.prompts, _plain_names(body.parameters, self._max_new_tokens)
             parameters = read_parameters(values, self._rules)
-            if self._streaming != "false" and parameters.beam_search is not None:
+            if self._streaming != "false" and parameters.request.beam_search is not None:
                 raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
         except RequestError as error:
             raise ContractError(_failure(error), error.message) from None
         requests = tuple(
-            self._request(request_id, prompt, parameters)
+            self._request(request_id, prompt, parameters.request)
             for request_id, prompt in zip(request_ids(call, len(prompts)), prompts, strict=True)
         )
         ignored = (*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values))
         return Exchange(requests, self._answer(prompts, values), notes_of(body.document, _FIELDS, ignored))
 
-    def _request(self, request_id: str, prompt: str, parameters: LmiParameters) -> GenerationRequest:
-        stream = self._streaming != "false"
-        sampling = parameters.sampling
+    def _request(self, request_id: str, prompt: str, asked: GenerationRequest) -> GenerationRequest:
+        stream, sampling = self._streaming != "false", asked.sampling
         if self._stop_sequences:
             sampling = msgspec.structs.replace(sampling, stop=(*sampling.stop, *self._stop_sequences))
-        return GenerationRequest(
-            request_id=request_id,
-            prompt=prompt,
-            sampling=sampling,
-            stream=stream,
-            # The answer has one text for each prompt: the most probable of those that were asked for.
-            candidates=1 if stream else parameters.candidates,
-            beam_search=parameters.beam_search,
-            truncate_prompt_tokens=parameters.truncate,
+        # The answer has one text for each prompt: the most probable of those that were asked for.
+        shown = {"sequences": 1, "candidates": 1 if stream else asked.candidates}
+        return msgspec.structs.replace(
+            asked, request_id=request_id, prompt=prompt, sampling=sampling, stream=stream, **shown
         )
 
     def _answer(self, prompts: tuple[str, ...], values: dict[str, Any]) -> Answer:

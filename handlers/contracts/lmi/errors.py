@@ -15,8 +15,8 @@ from handlers.errors import EngineDead, InvalidRequest, Overloaded, RequestError
 
 JSON = "application/json"
 FAILED_DEPENDENCY = 424  # LMI's status for whatever goes wrong with an inference request.
+# LMI's front end writes JSON that can be embedded in HTML.
 HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=": "\\u003d", "'": "\\u0027"})
-"""LMI's front end writes JSON that can be embedded in HTML."""
 
 
 def front_end_reply(status: int, kind: str, message: str) -> Reply:

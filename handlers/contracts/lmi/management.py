@@ -21,9 +21,10 @@ from handlers.contracts.protocol import Call, Reply
 
 MAX_LISTED = 100
 MAX_WORKERS = 128  # A process each; more than any machine can use.
+# Not `.` or `..`: clients resolve them in a path, and could never unload such a model.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
-"""Not `.` or `..`: clients resolve them in a path, and could never unload such a model."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
+# Parameters of a registration, and the keys of serving.properties that they override.
 MODEL_KEYS = {
     "engine": "engine",
     "device": "load_on_devices",
@@ -34,7 +35,6 @@ MODEL_KEYS = {
     "min_worker": "minWorkers",
     "max_worker": "maxWorkers",
 }
-"""Parameters of a registration, and the keys of serving.properties that they override."""
 _PARAMETERS = MODEL_KEYS.keys() | {"url", "model_name", "model_version", "synchronous"}
 
 

@@ -127,6 +127,7 @@ _FAILURES = {
     "503": "The server is stopping",
     "507": "There is no memory for the model",
 }
+# By method and path; `/workflows` has the same operations.
 MANAGEMENT: Mapping[tuple[str, str], Operation] = {
     ("GET", "/models"): _manages_models("List models", "400"),
     ("POST", "/models"): _manages_models("Load a model", "400 404 408 409 413 500 503 507", creates=True),
@@ -134,7 +135,6 @@ MANAGEMENT: Mapping[tuple[str, str], Operation] = {
     ("PUT", "/models/{model}"): _manages_models("Scale a model", "400 404"),
     ("DELETE", "/models/{model}"): _manages_models("Unload a model", "400 404"),
 }
-"""By method and path; `/workflows` has the same operations."""
 ADAPTERS: Mapping[tuple[str, str], Operation] = {
     (method, prefix + path): _manages(summary, creates=method == "POST")
     for prefix in ("", "/models/{model}")

@@ -13,7 +13,7 @@ import msgspec
 from handlers.contracts.constraints import FORMS, read_constraint, refuse_unread
 from handlers.contracts.json_fields import ParameterReader, Reader
 from handlers.errors import InvalidParameter
-from handlers.request import BeamSearch, SamplingParameters
+from handlers.request import BeamSearch, GenerationRequest, SamplingParameters
 
 DEFAULT_MAX_NEW_TOKENS = 30
 NOT_READ = (
@@ -29,23 +29,15 @@ _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
     """One request's `parameters`, validated and translated."""
 
-    sampling: SamplingParameters
+    request: GenerationRequest  # Without its id, its prompt and what the answer shows.
     details: bool
     return_full_text: bool
     decoder_input_details: bool
-    sequences: int
-    candidates: int
-    beam_search: BeamSearch | None
-    truncate: int | None
     top_n_tokens: int
     token_logprobs: bool
     output_formatter: str | None
     # Parameters without effect: unknown ones, and those that this mode of the engine does not have.
     ignored: tuple[str, ...]
-
-    @property
-    def several(self) -> bool:
-        return self.sequences > 1 or self.candidates > 1 or self.beam_search is not None
 
 
 class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,14 +73,16 @@ def read_parameters(
     read.integer("logprobs", 0, minimum=0)
     read.integer("prompt_logprobs", 0, minimum=0)
     parameters = LmiParameters(
-        sampling=sampling,
         details=read.boolean("details", rules.details_by_default),
         return_full_text=read.boolean("return_full_text", False),
         decoder_input_details=read.boolean("decoder_input_details", False),
-        sequences=sequences,
-        candidates=candidates,
-        beam_search=beam_search,
-        truncate=read.optional_integer("truncate", minimum=1),
+        request=GenerationRequest(
+            sampling=sampling,
+            sequences=sequences,
+            candidates=candidates,
+            beam_search=beam_search,
+            truncate_prompt_tokens=read.optional_integer("truncate", minimum=1),
+        ),
         top_n_tokens=read.integer("top_n_tokens", 0, minimum=0),
         token_logprobs=read.boolean("token_logprobs", rules.token_logprobs),
         output_formatter=read.optional_string("output_formatter"),

@@ -84,8 +84,8 @@ class LmiContract:
         self._settings = settings
         self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
         self._rules = parameter_rules(settings)
+        # By parameters and `stream`. Clients repeat them, and a look-up costs less than reading them again.
         self._plans: dict[tuple[bytes, bool], _Plan] = {}
-        """By parameters and `stream`. Clients repeat them, and a look-up costs less than reading them again."""
 
     def parse(self, call: Call) -> Exchange:
         try:
@@ -131,7 +131,8 @@ class LmiContract:
         parameters = read_parameters(values, self._rules)
         formatter = self._formatter(parameters.output_formatter, stream)
         records = formatter != "json"
-        several = parameters.several and not records
+        asked = parameters.request
+        several = not records and (max(asked.sequences, asked.candidates) > 1 or asked.beam_search is not None)
         options = AnswerOptions(
             details=parameters.details or several,
             full_text=parameters.return_full_text,
@@ -175,17 +176,13 @@ def _prompts(inputs: Any) -> tuple[str, ...]:
 
 
 def _request(parameters: LmiParameters, options: AnswerOptions, records: bool) -> GenerationRequest:
-    want_tokens = records or options.details
-    return GenerationRequest(
-        request_id="",
-        prompt="",
-        sampling=parameters.sampling,
+    asked, want_tokens = parameters.request, records or options.details
+    return msgspec.structs.replace(
+        asked,
         stream=records,
         # A stream shows one sequence, so no more are generated for it.
-        sequences=1 if records else parameters.sequences,
-        candidates=1 if records else parameters.candidates,
-        beam_search=parameters.beam_search,
-        truncate_prompt_tokens=parameters.truncate,
+        sequences=1 if records else asked.sequences,
+        candidates=1 if records else asked.candidates,
         want_tokens=want_tokens,
         want_logprobs=want_tokens and parameters.token_logprobs,
         want_prompt_tokens=options.details and options.prefill,

@@ -65,8 +65,8 @@ class StreamAnswer(Answer):
     def __init__(self, options: AnswerOptions) -> None:
         self._options = options
         self._head = f'data: {{{_head(options, self.kind)},"choices":['
+        # A record that does not end a sequence has nothing but text.
         self._plain = not (options.logprobs or options.running_usage)
-        """A record that does not end a sequence has nothing but text."""
         self._tokens = 0  # Of the sequences that have ended.
 
     def fail(self, error: RequestError) -> Reply:

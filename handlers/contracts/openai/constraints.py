@@ -19,6 +19,7 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completion
 BATCH = "/v1/chat/completions/batch"
 
 _SAMPLING = frozenset({"stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens"})
+# What vLLM enforces of `CONSTRAINING` by path, and what is translated for it.
 _READ = {
     CHAT: _SAMPLING | {"tool_choice", *FORMS},
     BATCH: _SAMPLING | {"tool_choice", *FORMS},
@@ -26,12 +27,11 @@ _READ = {
     RESPONSES: frozenset({"stop", "logit_bias", "tool_choice", *FORMS}),
     MESSAGES: frozenset({"stop_sequences", "tool_choice"}),
 }
-"""What vLLM enforces of `CONSTRAINING` by path, and what is translated for it."""
 _ALSO = {CHAT: "", BATCH: "", COMPLETIONS: "", RESPONSES: ", text.format", MESSAGES: ", output_config.format"}
+# Objects from which other servers and clients take fields; vLLM reads none of them.
 _NESTS = ("extra_body", "parameters")
-"""Objects from which other servers and clients take fields; vLLM reads none of them."""
+# The fields that `enforceable` looks at.
 FIELDS = CONSTRAINING | {"use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
-"""The fields that `enforceable` looks at."""
 _NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 

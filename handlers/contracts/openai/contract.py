@@ -34,8 +34,8 @@ from handlers.contracts.protocol import Answer, Call, Exchange
 from handlers.contracts.vllm_parameters import GREEDY_BELOW
 from handlers.request import GenerationRequest
 
+# Request headers that vLLM's serving classes follow.
 _STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority", "endpoint-load-metrics-format"})
-"""Request headers that vLLM's serving classes follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +154,6 @@ class OpenAIContract:
         if sequences > 1 and sampling.temperature < GREEDY_BELOW:
             raise LeftToVllm("n")
         return GenerationRequest(
-            request_id="",
-            prompt="",
             sampling=sampling,
             # Several sequences come in their order, where the engine would otherwise sort them by probability.
             stream=bool(body.stream) or sequences > 1,

@@ -18,12 +18,12 @@ from handlers.contracts.tgi.errors import EVENTS, INCOMPLETE_STREAM, JSON, Incom
 from handlers.errors import RequestError
 from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
+# Clients know no others; an answer that ends otherwise is incomplete.
 FINISH_REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.EOS: "eos_token",
     FinishReason.STOP: "stop_sequence",
 }
-"""Clients know no others; an answer that ends otherwise is incomplete."""
 _pack, _unpack = Struct("<f").pack, Struct("<f").unpack
 _NO_TOKEN = Token(0, "", special=True)
 

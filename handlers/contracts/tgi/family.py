@@ -34,8 +34,8 @@ from handlers.errors import InvalidRequest
 from handlers.request import GenerationRequest
 
 _COMMENT = b":\n\n"  # What TGI sends while a stream is idle.
+# Bytes above which a body is parsed in a thread: the model's template takes up to 4 ms for them.
 _LONG_CHATS = 16 * 1024
-"""Bytes above which a body is parsed in a thread: the model's template takes up to 4 ms for them."""
 _KIND = "Input validation error"
 
 
@@ -194,6 +194,7 @@ _TOKENS = an_array(
     an_answer("TgiToken", "A token and the bytes of the text from which it is.", "id", "text", "start", "stop")
 )
 _ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
+# What is said of a body beside what `refuse` says; a 422 is one of both.
 _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
     "400": ("The body is no JSON", {"text/plain": STRING}),
     "415": ("The content type is not application/json", {"text/plain": STRING}),
@@ -202,7 +203,6 @@ _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
         {"text/plain": STRING},
     ),
 }
-"""What is said of a body beside what `refuse` says; a 422 is one of both."""
 
 
 def _about(summary: str, answer: Mapping[str, Schema], request: Schema | None = None) -> Operation:

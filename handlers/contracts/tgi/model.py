@@ -22,8 +22,8 @@ from handlers.errors import InvalidRequest
 from handlers.loaded_model import ModelTexts
 
 TGI_VERSION = "3.3.6"  # The release whose contract this is; clients derive from it what they may ask for.
+# TGI's defaults, which clients look for in /info; here the size of a batch has no limit of its own.
 _MAX_CLIENT_BATCH_SIZE, _VALIDATION_WORKERS = 4, 2
-"""TGI's defaults, which clients look for in /info; here the size of a batch has no limit of its own."""
 _BLOCK = 4096  # Tokens that are encoded together.
 _UNHEALTHY = Reply(503, JSON, error_document("unhealthy", "healthcheck").encode())
 

@@ -25,12 +25,12 @@ from handlers.request import Constraint, GenerationRequest, SamplingParameters
 
 Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+# msgspec knows no bounds beyond 63 bits; the upper one is checked where the number is used.
 Unsigned64 = Annotated[int, msgspec.Meta(ge=0)]
-"""msgspec knows no bounds beyond 63 bits; the upper one is checked where the number is used."""
 
 MAX_TOP_N_TOKENS = 5  # TGI's default.
+# New tokens for which TGI wants room in the context at once; more are generated as far as they fit.
 MOST_RESERVED = 1024
-"""New tokens for which TGI wants room in the context at once; more are generated as far as they fit."""
 
 _NOT_READ = "is not read here; in `parameters`, `grammar` and `stop` constrain the text"
 _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
@@ -139,8 +139,6 @@ def validate(inputs: str, given: Parameters | None, setting: ContractSetting, *,
         raise InvalidRequest(f"`truncate` must be strictly positive and less than {most}. Given: {truncate}")
     prefill = bool(parameters.decoder_input_details)
     request = GenerationRequest(
-        request_id="",
-        prompt="",
         sampling=sampling,
         truncate_prompt_tokens=truncate,
         room=min(sampling.max_tokens or 1, MOST_RESERVED),

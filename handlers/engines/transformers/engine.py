@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Hashable)
 
+# Prompts of one batch where answers are streamed, whatever `batch_size` says: a client's list is one stream.
 STREAMED_TOGETHER = 32
-"""Prompts of one batch where answers are streamed, whatever `batch_size` says: a client's list is one stream."""
 _STUCK_SECONDS = 30.0  # How long a batch that was given up may take to end; then the engine's thread counts as lost.
 _STOP_SECONDS = 1.0
 

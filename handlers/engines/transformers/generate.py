@@ -60,8 +60,8 @@ class Job:
     aborted: bool = False  # It shall end with what there is. The engine's thread reads it before each step.
 
 
+# Takes the result of a step: when it was, the sequences that got a token, and what there is to tell.
 Post = Callable[[float, Sequence[Row], Sequence[tuple[Job, TokenDelta | RequestError]]], None]
-"""Takes the result of a step: when it was, the sequences that got a token, and what there is to tell."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,8 +77,8 @@ class BatchRunner:
 
     def __init__(self, model: TransformersModel, post: Post) -> None:
         self._model, self._post = model, post
+        # Prompts of different lengths can run together. A model without a mask would take padding for text.
         self.pads = "attention_mask" in inspect.signature(model.model.forward).parameters
-        """Prompts of different lengths can run together. A model without a mask would take padding for text."""
         # The request alone says how to generate; what the model's own configuration has would be added to it.
         model.model.generation_config = GenerationConfig(pad_token_id=model.pad_token_id)
 
@@ -328,12 +328,12 @@ class GeneratedSequence:
         self._request, self._model, self._sequence = request, model, sequence
         self._prompt_ids = prompt_ids
         room = model.max_model_len - len(prompt_ids)
+        # Tokens after which it ends for its length.
         self.limit = room if s.max_tokens is None else min(s.max_tokens, room)
-        """Tokens after which it ends for its length."""
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        # To be set before the first token where the request wants the prompt's tokens.
         self.prompt_logprobs: list[float] | None = None
-        """To be set before the first token where the request wants the prompt's tokens."""
         self._cumulative_logprob: float | None = None
         self._texts = TokenTexts(model.tokenizer, prompt_ids, s.skip_special_tokens)
         self._stop = StopStrings(s.stop, s.include_stop_str_in_output)

@@ -20,13 +20,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import failure_of
+from handlers.engines.texts import end_token_ids
 from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
 _BITS = {"bitsandbytes": "load_in_4bit", "bitsandbytes4": "load_in_4bit", "bitsandbytes8": "load_in_8bit"}
+# Kinds of RoPE scaling whose factor stretches the context beyond the trained one.
 _STRETCHED_ROPE = frozenset({"linear", "dynamic", "yarn"})
-"""Kinds of RoPE scaling whose factor stretches the context beyond the trained one."""
 
 
 class LoadingArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +102,7 @@ def load_model(settings: ModelSettings) -> TransformersModel:
         device=model.device,
         max_model_len=max_model_len(settings, config),
         vocabulary_size=int(config.vocab_size),
-        eos_token_ids=_eos_token_ids(model, tokenizer),
+        eos_token_ids=end_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer),
         special_ids=frozenset(tokenizer.all_special_ids),
         pad_token_id=pad_token_id(tokenizer, int(config.vocab_size)),
     )
@@ -244,14 +245,6 @@ def longest_context(config: Any) -> int | None:
         return length
     trained = rope.get("original_max_position_embeddings") or length
     return max(length, int(trained * float(rope.get("factor") or 1.0)))
-
-
-def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    generation_config = getattr(model, "generation_config", None)
-    configured = getattr(generation_config, "eos_token_id", None)
-    ids = [] if configured is None else configured if isinstance(configured, list) else [configured]
-    own = tokenizer.eos_token_id
-    return frozenset(ids if own is None else [*ids, own])
 
 
 def pad_token_id(tokenizer: Any, vocabulary_size: int) -> int:

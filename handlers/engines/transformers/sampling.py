@@ -24,8 +24,8 @@ MAX_TOP_TOKENS = 20
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384  # Of all bad words together: each is looked for at each token.
 _LOWEST_TEMPERATURE = 0.01  # Below it vLLM takes 0.01, since the quotients would overflow.
 _NEVER = -math.inf
+# Of a random number whose logarithm is taken: neither infinite nor 0.
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
-"""Of a random number whose logarithm is taken: neither infinite nor 0."""
 
 
 def check_request(request: GenerationRequest, model: TransformersModel) -> None:
@@ -86,8 +86,8 @@ class Sampler:
         self._bias = _bias(s, model)
         words = _bad_word_ids(s.bad_words, model)
         self._bad_words = transformers.NoBadWordsLogitsProcessor(words) if words else None
+        # No such token before `min_tokens`.
         self._ending = sorted({*s.stop_token_ids, *(i for i in model.eos_token_ids if i < model.vocabulary_size)})
-        """No such token before `min_tokens`."""
         self._in_prompt = self._counts(prompts) > 0 if s.repetition_penalty != 1.0 else None
         self._warpers = [] if s.greedy else _warpers(s)
         ranked = request.candidates > request.sequences or (request.candidates > 1 and not request.stream)

@@ -23,15 +23,16 @@ from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
 logger = logging.getLogger(__name__)
 
 _LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}  # Values that LMI calls otherwise.
+# LMI v0.31's form of `limit_mm_per_prompt`: image=2,video=1.
 _COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
-"""LMI v0.31's form of `limit_mm_per_prompt`: image=2,video=1."""
 _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
+# vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one. They
+# add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1.
 EMPTY_SLOTS_ON_CPU = 1
-"""vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one.
-They add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1."""
+# vLLM's own handling of streams and logs, which Slipway does not use.
 _WITHOUT_EFFECT = frozenset({"stream_interval", "disable_log_stats", "enable_log_requests"})
-"""vLLM's own handling of streams and logs, which Slipway does not use."""
 
+# Arguments of vLLM's OpenAI front end.
 FRONT_END = frozenset(
     {
         *("chat_template", "chat_template_content_format", "trust_request_chat_template", "response_role"),
@@ -42,7 +43,6 @@ FRONT_END = frozenset(
         *("cohere_format", "log_error_stack"),
     }
 )
-"""Arguments of vLLM's OpenAI front end."""
 _PATHS = frozenset({"chat_template", "tool_parser_plugin"})
 
 

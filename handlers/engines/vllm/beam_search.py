@@ -48,8 +48,8 @@ class BeamSearchTask:
         self._running, self._finished = [_Beam()], list[_Beam]()
         self._stop_ids = set(request.sampling.stop_token_ids)
         self._eos_ids: frozenset[int] = frozenset() if request.sampling.ignore_eos else engine.eos_token_ids
+        # Tokens that may not come before `min_tokens`, be the end token ignored or not, as in the samplers.
         self._ending = engine.eos_token_ids | self._stop_ids
-        """Tokens that may not come before `min_tokens`, be the end token ignored or not, as in the samplers."""
         limit = request.sampling.max_tokens or engine.max_model_len
         self._limit = min(limit, engine.max_model_len - len(self._prompt_ids))
         self._task = asyncio.create_task(self._run())

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 MAX_CHARACTERS = 1 << 17  # Of a schema, an expression or a grammar: what people write has a hundredth of it.
 MAX_CHOICE_CHARACTERS = 1 << 21  # Of all choices together; they cost the engine less, since each is a plain text.
 _ERROR_CHARACTERS = 200
+# How long a request waits until its constraint has been tried out, those before it included, before it is refused.
 WAIT_SECONDS = 60.0
-"""How long a request waits until its constraint has been tried out, those before it included, before it is refused."""
 _REMEMBERED = 1024
 TOO_MUCH = "it takes too much time or memory to compile"
 _STOPPING = "the server is stopping; the request was not completed"
@@ -46,8 +46,8 @@ _NO_TAGS = (
 )
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf")
+# llguidance's options for writing JSON, which stand in the schema in the place of the client's.
 _FLEXIBLE = {"whitespace_flexible": True}
-"""llguidance's options for writing JSON, which stand in the schema in the place of the client's."""
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _COMBINED = ("anyOf", "oneOf", "$ref", "if", "unevaluatedProperties", "additionalProperties")
 
@@ -72,12 +72,8 @@ class ConstraintTranslator:
             self._trials = GrammarTrials(fast, size, tokenizer.eos_token_id)
 
     async def structured_outputs(self, sampling: SamplingParameters) -> StructuredOutputsParams | None:
-        """Return what vLLM is to enforce; None without a constraint.
-
-        Raises:
-            InvalidParameter: it cannot be compiled, or not together with another parameter.
-            GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.error`.
-        """
+        """Return what vLLM is to enforce; None without a constraint. Raises InvalidParameter: it cannot be compiled, or
+        not together with another parameter; GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.error`."""
         constraint = sampling.constraint
         if constraint is None:
             return None
@@ -245,8 +241,8 @@ class GrammarTrials:
         plain = json.loads(tokenizer.to_str()) | {"padding": None, "truncation": None}  # as llguidance wants it
         self._first = {"tokenizer": json.dumps(plain), "vocabulary_size": vocabulary_size, "eos": eos_token_id}
         self._process: Popen[str] | None = None
+        # Starts the process and waits for its answers; the kernel ends the process with it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
-        """Starts the process and waits for its answers; the kernel ends the process with it."""
         self._known: dict[bytes, str] = {}
         self._stopped = False
 

@@ -22,8 +22,8 @@ import llguidance
 
 CPU_SECONDS = 2.0  # Limit for one constraint; ordinary ones take a hundredth of it.
 CLOCK_SECONDS, START_SECONDS = 20, 60  # By the clock, where a busy machine may give it little time.
+# Limit for one token's mask, which the engine makes between two steps of all requests; ordinary ones take 0.001.
 STEP_CPU_SECONDS = 0.1
-"""Limit for one token's mask, which the engine makes between two steps of all requests; ordinary ones take 0.001."""
 STEPS = 64  # Tokens that are tried out.
 _MEMORY_BYTES = 1 << 30
 _STACK_BYTES = 4 << 20  # Half of what the engine's threads have.

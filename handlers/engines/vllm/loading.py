@@ -144,14 +144,6 @@ def own_tokenizer(config: ModelConfig) -> Any:
     return copied(cached_tokenizer_from_config(config))
 
 
-def end_token_ids(llm: AsyncLLM) -> frozenset[int]:
-    """Return the tokens that end a text, by the model's generation config and by its tokenizer."""
-    configured = (llm.model_config.try_get_generation_config() or {}).get("eos_token_id") or []
-    ids = configured if isinstance(configured, list) else [configured]
-    own = llm.get_tokenizer().eos_token_id
-    return frozenset(ids if own is None else [*ids, own])
-
-
 def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
     """Have torch compile nothing where there is no compiler; returns whether that was done.
 

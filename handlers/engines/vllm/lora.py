@@ -36,12 +36,12 @@ from handlers.errors import AdapterFailed, AdapterUnusable, EngineDead, NoRoomFo
 
 logger = logging.getLogger(__name__)
 
+# Seconds between looks at what runs; also the time for an abort to reach the engine before its adapter is removed.
 _POLL = 0.05
-"""Seconds between looks at what runs; also the time for an abort to reach the engine before its adapter is removed."""
 _REMOVE_SECONDS = 30.0  # The longest time that `remove` waits for requests.
 _FAILURE = "Call to add_lora method failed: "  # vLLM's words before an error of its engine process.
+# vLLM's words around an error of a worker.
 _WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the stack trace above .*", re.DOTALL)
-"""vLLM's words around an error of a worker."""
 
 
 def has_prompt_logprobs(llm: AsyncLLM) -> bool:
@@ -108,8 +108,8 @@ class VllmAdapters:
         self._max_rank: int = lora.max_lora_rank
         self._held: dict[int, _Held] = {}
         self.public = PublicAdapters()
+        # Adapters are loaded one by one: each stops the engine's steps for as long as it takes.
         self._turn = asyncio.Lock()
-        """Adapters are loaded one by one: each stops the engine's steps for as long as it takes."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @cached_property

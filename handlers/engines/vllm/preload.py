@@ -27,8 +27,8 @@ _ANY_DEVICE = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
 )
+# On a GPU the worker's modules are left to the worker: some look at the GPU when they are imported.
 _CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.llama")
-"""On a GPU the worker's modules are left to the worker: some look at the GPU when they are imported."""
 
 
 def _share_openmp() -> bool:
