@@ -9,7 +9,6 @@ from djl_python.pair_list import PairList
 from djl_python.session import Session
 from djl_python.session_manager import SessionManager
 
-__version__ = "0.36.0"
-"""The version of LMI's Python package whose interface this one has."""
+__version__ = "0.36.0"  # The version of LMI's Python package whose interface this one has.
 
 __all__ = ["Input", "Output", "PairList", "Session", "SessionManager", "__version__"]

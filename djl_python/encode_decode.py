@@ -39,10 +39,8 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
 
 
 def encode(outputs: Output, prediction: Any, content_type: str | None, key: str | None = None) -> None:
-    """Adds a prediction as JSON, CSV or npz if that is the content type, else as NDList.
-
-    Raises ValueError, TypeError: the prediction cannot be written in that form.
-    """
+    """Adds a prediction as JSON, CSV or npz if that is the content type, else as NDList. Raises ValueError, TypeError:
+    the prediction cannot be written in that form."""
     match kind_of(content_type):
         case "" | "application/json":
             outputs.add_as_json(prediction, key=key)
@@ -63,8 +61,7 @@ def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = No
 
     With a header, the column `inputs` alone is taken if there is one, else whole rows.
 
-    Raises:
-        ValueError: the header names no column that is needed, or what should be a number is none.
+    Raises ValueError: the header names no column that is needed, or what should be a number is none.
     """
     text = (inputs.get_as_string(key=key) if key else inputs.get_as_string()).removeprefix("\ufeff")
     if not require_headers:
@@ -79,10 +76,8 @@ def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = No
 
 
 def encode_csv(content: Any) -> str:
-    """CSV of a list of mappings, which a header with all their keys precedes, or of rows of values.
-
-    Raises ValueError: the content is neither.
-    """
+    """CSV of a list of mappings, which a header with all their keys precedes, or of rows of values. Raises ValueError:
+    the content is neither."""
     rows = [content] if isinstance(content, Mapping) else content.tolist() if hasattr(content, "tolist") else content
     if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):
         raise ValueError(f"CSV needs rows, not {type(content).__name__}")

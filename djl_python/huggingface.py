@@ -39,10 +39,8 @@ _TASK_OF_SUFFIX = {
 
 
 def get_rolling_batch_class_from_str(rolling_batch_type: str) -> Callable[..., RollingBatch]:
-    """The class of a rolling batch, called with the model and its properties; tests put their own function here.
-
-    Raises ValueError: always; rolling batches run in the server's engine.
-    """
+    """The class of a rolling batch, called with the model and its properties; tests put their own function here. Raises
+    ValueError: always; rolling batches run in the server's engine."""
     raise ValueError(f"The rolling batch {rolling_batch_type!r} runs in the server's engine, not in a handler")
 
 
@@ -56,8 +54,8 @@ class HuggingFaceService:
         self.tokenizer: Any = None
         self.rolling_batch: RollingBatch | None = None
         self.hf_configs: HuggingFaceProperties | None = None
+        # What `parse_input_with_formatter` and custom input formatters are given.
         self.input_format_args: dict[str, Any] = {}
-        """What `parse_input_with_formatter` and custom input formatters are given."""
 
     def initialize(self, properties: Mapping[str, Any]) -> None:
         """Loads the model.
@@ -97,8 +95,7 @@ class HuggingFaceService:
 
         A request that cannot be parsed gets LMI's error body; a single one with status 424.
 
-        Raises:
-            ValueError: the requests of a batch have different parameters, or the model refuses them.
+        Raises ValueError: the requests of a batch have different parameters, or the model refuses them.
         """
         parsed = parse_input_with_formatter(inputs, **(self.input_format_args or self.get_input_format_args()))
         if self.rolling_batch is not None:
@@ -166,17 +163,14 @@ class HuggingFaceService:
 
 
 class StopWord:
-    """A stopping criterion of transformers: the regular expression `stop_seq` is found at the end of the sequence.
-
-    Only the last tokens of the first sequence are looked at, as many as `stop_seq` has characters.
-    """
+    """A stopping criterion of transformers: the regular expression `stop_seq` is found at the end of the sequence. Only
+    the last tokens of the first sequence are looked at, as many as `stop_seq` has characters."""
 
     def __init__(self, tokenizer: Any, stop_seq: str) -> None:
         self.tokenizer = tokenizer
         self.stop_seq = stop_seq
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> bool:
-        """Whether to stop."""
         return re.search(self.stop_seq, self.tokenizer.decode(input_ids[0][-len(self.stop_seq) :])) is not None
 
 
@@ -205,10 +199,8 @@ def infer_task(settings: HuggingFaceProperties) -> str:
 
 
 def build_pipeline(task: str, settings: HuggingFaceProperties) -> Any:
-    """A callable `f(list of inputs, **parameters)` with attributes `model` and `tokenizer`.
-
-    Raises ValueError: transformers knows no such task.
-    """
+    """A callable `f(list of inputs, **parameters)` with attributes `model` and `tokenizer`. Raises ValueError:
+    transformers knows no such task."""
     transformers = require("transformers", _PURPOSE)
     if task == TEXT_GENERATION:
         return GenerationPipeline(transformers.AutoModelForCausalLM, settings, padding_side="left")

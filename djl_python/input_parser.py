@@ -16,9 +16,10 @@ from djl_python.inputs import Input
 from djl_python.request import Request
 from djl_python.request_io import TextInput
 
+# The request header that names a LoRA adapter.
 SAGEMAKER_ADAPTER_IDENTIFIER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
-"""The request header that names a LoRA adapter."""
 
+# What a chat may have, with the defaults; anything else is left out.
 _CHAT_PARAMETERS: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
@@ -30,9 +31,8 @@ _CHAT_PARAMETERS: dict[str, Any] = {
     "seed": None,
     "stop": None,
 }
-"""What a chat may have, with the defaults; anything else is left out."""
+# Names of a chat's parameters for the engine, where they are others.
 _CHAT_NAMES = {"top_logprobs": "logprobs", "max_tokens": "max_new_tokens"}
-"""Names of a chat's parameters for the engine, where they are others."""
 _STREAMING_CALL = "InvokeEndpointWithResponseStream"
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -62,12 +62,10 @@ def _marked(function: _Function, mark: str) -> _Function:
 class ParsedInput:
     """The requests of a call."""
 
-    errors: dict[int, str] = field(default_factory=dict)
-    """Why a request cannot be parsed, by its place in the batch."""
-    requests: list[Request] = field(default_factory=list)
-    """The new ones that could be parsed."""
+    errors: dict[int, str] = field(default_factory=dict)  # Why a request cannot be parsed, by its place in the batch.
+    requests: list[Request] = field(default_factory=list)  # The new ones that could be parsed.
+    # All requests of the call; of a rolling batch those that it has already come first, without data.
     batch: list[Input] = field(default_factory=list)
-    """All requests of the call; of a rolling batch those that it has already come first, without data."""
 
 
 def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
@@ -100,10 +98,8 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
 
 
 def format_input(input_item: Input, **kwargs: Any) -> TextInput:
-    """A request in LMI's schema, a chat, or with `configs.bedrock_compat` Amazon Bedrock's.
-
-    Raises ValueError: the body is malformed, or names an adapter that is not registered.
-    """
+    """A request in LMI's schema, a chat, or with `configs.bedrock_compat` Amazon Bedrock's. Raises ValueError: the body
+    is malformed, or names an adapter that is not registered."""
     document = decode(input_item, input_item.get_property("Content-Type"))
     configs = kwargs.get("configs")
     rolling = bool(kwargs.get("is_rolling_batch"))
@@ -124,10 +120,8 @@ def format_input(input_item: Input, **kwargs: Any) -> TextInput:
 
 
 def parse_lmi_default_request_rolling_batch(payload: Any) -> tuple[str, dict[str, Any]]:
-    """The prompt and the parameters of LMI's default schema.
-
-    Raises ValueError: the body, `inputs` or `parameters` are malformed.
-    """
+    """The prompt and the parameters of LMI's default schema. Raises ValueError: the body, `inputs` or `parameters` are
+    malformed."""
     if not isinstance(payload, dict):
         raise ValueError("Request payload should be a json object specifying the 'inputs' field")
     prompt, parameters = payload.get("inputs"), payload.get("parameters") or {}
@@ -177,7 +171,6 @@ def _parse_chat(document: Mapping[str, Any], tokenizer: Any) -> TextInput:
 
 
 def _turn(message: Any) -> dict[str, str]:
-    """A chat's turn; its text may be in parts."""
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise ValueError("each of 'messages' must be an object with 'role' and 'content'")
     content = message["content"]

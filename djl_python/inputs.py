@@ -22,8 +22,7 @@ _NAME = slice(10, None)
 
 
 Body = bytes | bytearray
-_MISSING_CELLS = 1_000_000
-"""Cells of CSV that rows may lack. Each takes memory, although nothing was sent for it."""
+_MISSING_CELLS = 1_000_000  # Cells of CSV that rows may lack. Each takes memory, although nothing was sent for it.
 
 
 _KINDS = (
@@ -33,10 +32,8 @@ _KINDS = (
 
 
 def kind_of(content_type: str | None) -> str:
-    """What a content type contains, whatever its case and parameters: the first of `_KINDS`.
-
-    "" if there is no content type, `other` if it is none of these.
-    """
+    """What a content type contains, whatever its case and parameters: the first of `_KINDS`. "" if there is no content
+    type, `other` if it is none of these."""
     if not content_type:
         return ""
     return next((kind for kind in _KINDS if kind in content_type.lower()), "other")
@@ -71,14 +68,12 @@ class Input:
         return self.content.get(key) is not None
 
     def is_empty(self) -> bool:
-        """Whether there is no content, as in the call that initializes the handler."""
         return self.content.is_empty()
 
     def is_batch(self) -> bool:
         return "batch_size" in self.properties
 
     def get_batch_size(self) -> int:
-        """The number of batched requests; 1 if this is no batch."""
         return int(self.properties.get("batch_size", 1))
 
     def get_batches(self) -> list[Input]:
@@ -87,8 +82,7 @@ class Input:
         A key is `batch_NNN.name`, where any one character may stand for the dot. Properties without such a prefix
         belong to the batch and are left out.
 
-        Raises:
-            ValueError: a content key has no such prefix, or a number is not below the batch size.
+        Raises ValueError: a content key has no such prefix, or a number is not below the batch size.
         """
         if not self.is_batch():
             return [self]
@@ -137,9 +131,7 @@ class Input:
 
     def get_as_bytes(self, key: str | None = None) -> Any:
         """The bytes under the key; without a key those of `data`, else of the first entry. None without any content.
-
-        Raises KeyError: there is nothing under the key.
-        """
+        Raises KeyError: there is nothing under the key."""
         if self.content.is_empty():
             return None
         value = self.content.get(key or "data")
@@ -191,7 +183,6 @@ class Input:
 
 
 def _as_bytes(value: Any) -> bytes:
-    """The bytes of content that a test or another handler has added."""
     if isinstance(value, memoryview):
         return bytes(value)
     return (value if isinstance(value, str) else json.dumps(value)).encode("utf-8")
@@ -202,7 +193,6 @@ def _is_batch_key(key: str) -> bool:
 
 
 def _read_text(body: Body) -> str:
-    """UTF-8 text."""
     try:
         return body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -210,7 +200,6 @@ def _read_text(body: Body) -> str:
 
 
 def _read_json(body: Body) -> Any:
-    """One JSON document."""
     text = _read_text(body)
     try:
         return json.loads(text)
@@ -221,10 +210,8 @@ def _read_json(body: Body) -> Any:
 
 
 def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
-    """The names of the header, and rows by them. A cell that a row lacks is None.
-
-    Raises ValueError: it is not CSV, or too many cells are missing: short rows below a long header would fill memory.
-    """
+    """The names of the header, and rows by them. A cell that a row lacks is None. Raises ValueError: it is not CSV, or
+    too many cells are missing: short rows below a long header would fill memory."""
     try:
         reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
         names, rows, cells = list(reader.fieldnames or ()), [], 0

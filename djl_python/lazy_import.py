@@ -11,10 +11,8 @@ from typing import Any
 
 
 def require(module: str, purpose: str, package: str | None = None) -> Any:
-    """The module, imported now.
-
-    Raises ImportError: it is not installed; the message names the package, and `purpose` as what needs it.
-    """
+    """The module, imported now. Raises ImportError: it is not installed; the message names the package, and `purpose`
+    as what needs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -19,21 +19,16 @@ if TYPE_CHECKING:
 
 MAGIC_NUMBER = "NDAR"
 VERSION = 3
-MAX_NPZ_BYTES = 1 << 30
-"""The most bytes that the arrays of an npz body may take once decompressed."""
-_MAX_RANK = 32
-"""What every version of numpy can hold."""
-_SHOWN_TEXT = 32
-"""Characters of a client's string that an error repeats."""
+MAX_NPZ_BYTES = 1 << 30  # The most bytes that the arrays of an npz body may take once decompressed.
+_MAX_RANK = 32  # What every version of numpy can hold.
+_SHOWN_TEXT = 32  # Characters of a client's string that an error repeats.
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _TYPES = _INTEGERS | {"bool", "float16", "float32", "float64", "complex64", "complex128"}
 
 
 def to_nd_list(np_list: Any) -> bytearray:
-    """NDList bytes of a list of arrays, or of one array, in little-endian order.
-
-    Raises ValueError: an array holds something other than numbers.
-    """
+    """NDList bytes of a list of arrays, or of one array, in little-endian order. Raises ValueError: an array holds
+    something other than numbers."""
     numpy = require("numpy", "NDList")
     arrays = np_list if isinstance(np_list, (list, tuple)) else [np_list]
     encoded = bytearray(struct.pack(">i", len(arrays)))
@@ -43,10 +38,8 @@ def to_nd_list(np_list: Any) -> bytearray:
 
 
 def from_nd_list(encoded: bytes | bytearray | memoryview) -> list[NDArray[Any]]:
-    """Arrays of NDList bytes, or of an npz or npy file, told apart by how they begin. The arrays are writable.
-
-    Raises ValueError: the bytes are broken, or hold Python objects.
-    """
+    """Arrays of NDList bytes, or of an npz or npy file, told apart by how they begin. The arrays are writable. Raises
+    ValueError: the bytes are broken, or hold Python objects."""
     data = bytes(encoded)
     if data.startswith(b"PK"):
         return from_npz(data)
@@ -60,12 +53,8 @@ def from_nd_list(encoded: bytes | bytearray | memoryview) -> list[NDArray[Any]]:
 
 
 def from_npz(data: bytes | bytearray) -> list[NDArray[Any]]:
-    """The arrays of an npz file, in the file's order.
-
-    Raises:
-        ValueError: the file is broken, holds something other than arrays, or is larger than `MAX_NPZ_BYTES` once
-            decompressed.
-    """
+    """The arrays of an npz file, in the file's order. Raises ValueError: the file is broken, holds something other than
+    arrays, or is larger than `MAX_NPZ_BYTES` once decompressed."""
     numpy = require("numpy", "an npz body")
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -143,7 +132,6 @@ class _Reader:
         self._at = 0
 
     def take(self, size: int) -> memoryview:
-        """The next bytes, not copied."""
         start, end = self._at, self._at + size
         if size < 0 or end > len(self._data):
             raise ValueError(f"NDList ends too early: {size} bytes wanted at {start} of {len(self._data)}")
@@ -151,7 +139,6 @@ class _Reader:
         return self._data[start:end]
 
     def integer(self, code: str) -> int:
-        """The next integer, by its `struct` code."""
         return int(struct.unpack(">" + code, self.take(struct.calcsize(">" + code)))[0])
 
     def string(self) -> str:

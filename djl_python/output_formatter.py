@@ -17,8 +17,8 @@ from djl_python.request_io import NextToken, RequestOutput, Sequence, TextGenera
 from djl_python.utils import wait_till_generation_finished
 
 Formatter = Callable[..., str]
+# `(token, first_token, last_token, details, generated_text, request_id)`
 LegacyArguments = tuple[Token | None, bool, bool, dict[str, Any], str, Any]
-"""`(token, first_token, last_token, details, generated_text, request_id)`"""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _OUTPUT_TYPES = {"RequestOutput", "TextGenerationOutput"}
@@ -34,10 +34,8 @@ def output_formatter(function: _Function) -> _Function:
 def get_output_formatter(
     output_formatter: Formatter | str | None, stream: bool, tgi_compat: bool
 ) -> tuple[Formatter, str | None]:
-    """The formatter and its content type; a custom formatter has no content type.
-
-    For an unknown name, which is logged, and for None: JSON, or when streaming JSON lines, or events for TGI clients.
-    """
+    """The formatter and its content type; a custom formatter has no content type. For an unknown name, which is logged,
+    and for None: JSON, or when streaming JSON lines, or events for TGI clients."""
     if callable(output_formatter):
         return output_formatter, None
     if output_formatter in _BUILT_IN:
@@ -60,8 +58,7 @@ def takes_request_output(function: Callable[..., Any]) -> bool:
     The annotation of its first parameter decides, which may be text. A function of one parameter cannot be of the
     legacy kind.
 
-    Raises:
-        ValueError, TypeError: the callable has no signature.
+    Raises ValueError, TypeError: the callable has no signature.
     """
     parameters = list(inspect.signature(function).parameters.values())
     if len(parameters) < 2:
@@ -335,7 +332,6 @@ def _prefix(output: TextGenerationOutput) -> str:
 
 
 def _read_all(sequence: Sequence) -> None:
-    """Marks all tokens as read: the document is made of the sequence itself."""
     while sequence.has_next_token():
         sequence.advance()
 

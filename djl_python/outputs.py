@@ -95,8 +95,7 @@ class Output:
 
         `batch_index` is the request that the content answers: it goes before the key, as `batch_<i>.<key>`.
 
-        Raises:
-            ValueError, TypeError: the value cannot be written as JSON; NaN and infinity cannot.
+        Raises ValueError, TypeError: the value cannot be written as JSON; NaN and infinity cannot.
         """
         if key is not None and not isinstance(key, str):
             logging.warning("Output key should be str type, got %s", type(key))
@@ -124,10 +123,8 @@ class Output:
     def add_stream_content(
         self, stream_content: Iterable[Any], output_formatter: StreamFormatter | None = default_stream_formatter
     ) -> Self:
-        """Streams the items as they come, each through the formatter.
-
-        Without a formatter strings and bytes are sent as they are, and anything else as JSON.
-        """
+        """Streams the items as they come, each through the formatter. Without a formatter strings and bytes are sent as
+        they are, and anything else as JSON."""
         self.stream_content = stream_content
         self.stream_output_formatter = output_formatter
         return self
@@ -144,7 +141,6 @@ class Output:
         return self
 
     def execute_finalize(self) -> Any:
-        """Calls the function given to `finalize`, if any."""
         return self.finalize_function(*(self.finalize_args or ())) if self.finalize_function else None
 
     def send(self, cl_socket: socket) -> None:
@@ -169,20 +165,16 @@ class Output:
 
     @staticmethod
     def encode_value(value: Any) -> bytes:
-        """The bytes of a value: a string as UTF-8, bytes as they are, anything else as JSON.
-
-        Raises ValueError, TypeError: the value cannot be written as UTF-8 or as JSON.
-        """
+        """The bytes of a value: a string as UTF-8, bytes as they are, anything else as JSON. Raises ValueError,
+        TypeError: the value cannot be written as UTF-8 or as JSON."""
         if isinstance(value, str):
             return value.encode("utf-8")
         return bytes(value) if isinstance(value, (bytes, bytearray, memoryview)) else _encode_json(value)
 
     @staticmethod
     def binary_encode(data: Mapping[Any, Any]) -> bytearray:
-        """A flat map in the binary form of rolling-batch and async answers.
-
-        Values are written as `str(value)`, so a flag is `True` or `False`.
-        """
+        """A flat map in the binary form of rolling-batch and async answers. Values are written as `str(value)`, so a
+        flag is `True` or `False`."""
         return bytearray(wire.string_map(data))
 
     @staticmethod

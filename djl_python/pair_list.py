@@ -57,7 +57,6 @@ class PairList:
         return not self.keys
 
     def get(self, key: str | None) -> Any:
-        """The first value under the key; None if there is none."""
         return self.values[self.keys.index(key)] if key in self.keys else None
 
     def key_at(self, index: int) -> str | None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from djl_python.output_formatter import (
-    adapt_legacy_output_formatter,
-    get_output_formatter,
-    takes_request_output,
-)
+from djl_python.output_formatter import adapt_legacy_output_formatter, get_output_formatter, takes_request_output
 from djl_python.request_io import TextGenerationOutput, TextInput, Token
 from djl_python.utils import is_streaming
 
@@ -53,10 +49,8 @@ class Request:
             self.request_output.finished = True
 
     def get_next_token(self) -> str:
-        """The text to send now; the same until `reset_next_token`.
-
-        Raises RuntimeError: a custom formatter of a streamed request does not read the next token.
-        """
+        """The text to send now; the same until `reset_next_token`. Raises RuntimeError: a custom formatter of a
+        streamed request does not read the next token."""
         if not self._next_text:
             self._next_text = self._format()
         return self._next_text

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+# Environment variable: 3 makes `Sequence.get_next_token` return what LMI up to 0.31 returns.
 NEXT_TOKEN_ARITY = "SLIPWAY_NEXT_TOKEN_ARITY"
-"""Environment variable: 3 makes `Sequence.get_next_token` return what LMI up to 0.31 returns."""
 
 
 class Token:
@@ -22,7 +22,6 @@ class Token:
         special_token: bool | None = None,
         error_msg: str | None = None,
     ) -> None:
-        """`error_msg` is for the token that stands for a failure."""
         self.id = id
         self.text = text
         self.log_prob = log_prob
@@ -71,7 +70,6 @@ class Sequence:
     _next_top_tokens: int = field(init=False, default=0)
 
     def set_next_token(self, token: Token, is_last_token: bool = False) -> None:
-        """Adds a token at the end."""
         self.tokens.append(token)
         if is_last_token:
             self._last_token_index = len(self.tokens) - 1
@@ -102,8 +100,7 @@ class Sequence:
 
         With `SLIPWAY_NEXT_TOKEN_ARITY=3` in the environment, `(token, is_first, is_last)` as in LMI up to 0.31.
 
-        Raises:
-            ValueError: the environment variable is neither 3 nor 4.
+        Raises ValueError: the environment variable is neither 3 nor 4.
         """
         arity = os.environ.get(NEXT_TOKEN_ARITY, "4")
         if arity not in {"3", "4"}:

@@ -16,6 +16,7 @@ from typing import Any
 from djl_python.inputs import Input
 
 MODEL_FILE = "model.py"
+# For each mark the function of SageMaker's script mode, and the parameter names that it may have.
 _SAGEMAKER_FUNCTIONS = {
     "is_init_handler": ("model_fn", [["model_dir"]]),
     "is_input_formatter": (
@@ -25,7 +26,6 @@ _SAGEMAKER_FUNCTIONS = {
     "is_prediction_handler": ("predict_fn", [["input_data", "model"]]),
     "is_output_formatter": ("output_fn", [["prediction", "accept"], ["prediction", "response_content_type"]]),
 }
-"""For each mark the function of SageMaker's script mode, and the parameter names that it may have."""
 
 
 class ModelService:
@@ -75,9 +75,7 @@ def has_function_in_module(module: Any, function_name: str) -> bool:
 
 def find_decorated_function(module: Any, decorator_attribute: str) -> Callable[..., Any] | None:
     """The first callable of an imported module, in the order of names, that a decorator has marked.
-
-    `decorator_attribute` is the mark, such as `is_output_formatter`.
-    """
+    `decorator_attribute` is the mark, such as `is_output_formatter`."""
     found = (getattr(module, name) for name in dir(module))
     return next((each for each in found if callable(each) and getattr(each, decorator_attribute, None) is True), None)
 
@@ -89,8 +87,7 @@ def get_annotated_function(
 
     No `model.py` means no function. A counterpart whose parameters are not named as they must be is none.
 
-    Raises:
-        Exception: whatever the file raises while it is run.
+    Raises Exception: whatever the file raises while it is run.
     """
     path = os.path.abspath(os.path.join(model_dir, MODEL_FILE))
     if not os.path.isfile(path):

@@ -15,20 +15,15 @@ from djl_python.lazy_import import require
 if TYPE_CHECKING:
     import numpy as np
 
-EXPIRATION = ".expiration_ts"
-"""The key under which a session's end is kept, in seconds since the epoch."""
-PARTIAL = ".put-"
-"""Prefix of the files in which a value is being written."""
+EXPIRATION = ".expiration_ts"  # The key under which a session's end is kept, in seconds since the epoch.
+PARTIAL = ".put-"  # Prefix of the files in which a value is being written.
 # An array may hold a client's bytes. Arrays have an ending of their own, so that they are never unpickled.
 _VALUE, _ARRAY = ".value", ".array"
 
 
 class Session:
-    """A directory with one file for each key: `<key>.value`, or `<key>.array` for an array.
-
-    Values are pickled, so only the handler itself may write into the directory. A value and an array may have the same
-    key.
-    """
+    """A directory with one file for each key: `<key>.value`, or `<key>.array` for an array. Values are pickled, so only
+    the handler itself may write into the directory. A value and an array may have the same key."""
 
     def __init__(self, session_id: str, session_root: str, expiration_ts: float | None = None) -> None:
         """`expiration_ts` is in seconds since the epoch; by default, it is read from the directory."""
@@ -59,10 +54,8 @@ class Session:
     def get_as_numpy(
         self, key: str, shape: int | Sequence[int], dtype: Any = "float32", create: bool = False
     ) -> np.memmap[Any, Any]:
-        """An array that lives in the key's file; what is written to it is kept.
-
-        Raises FileNotFoundError: there is none, and `create` is not set.
-        """
+        """An array that lives in the key's file; what is written to it is kept. Raises FileNotFoundError: there is
+        none, and `create` is not set."""
         numpy = require("numpy", "Session.get_as_numpy")
         size = tuple(shape) if isinstance(shape, Sequence) else shape
         array: np.memmap[Any, Any] = numpy.memmap(

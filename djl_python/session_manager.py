@@ -22,12 +22,10 @@ from typing import Any
 from djl_python.lazy_import import require
 from djl_python.session import EXPIRATION, PARTIAL, Session
 
-NEW_SESSION = "NEW_SESSION"
-"""The session id that a client without a session sends."""
+NEW_SESSION = "NEW_SESSION"  # The session id that a client without a session sends.
 _DEFAULT_EXPIRATION_S = 1200
 _UNFINISHED = ".new-"
-_ABANDONED_S = 3600
-"""Age at which an unfinished directory is taken to belong to a process that was killed."""
+_ABANDONED_S = 3600  # Age at which an unfinished directory is taken to belong to a process that was killed.
 _OTHERS_MAY_WRITE = 0o022
 # A session id comes from the client and becomes the name of a directory.
 _SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -67,17 +65,14 @@ class SessionManager:
         return Session(session_id, self.sessions_path, ends)
 
     def get_session(self, session_id: str | None) -> Session | None:
-        """A session; None for no id, for `NEW_SESSION`, and for a session that has expired.
-
-        Raises ValueError: there is no such session.
-        """
+        """A session; None for no id, for `NEW_SESSION`, and for a session that has expired. Raises ValueError: there is
+        no such session."""
         if not session_id or session_id == NEW_SESSION:
             return None
         session = self._find(session_id)
         return None if session.expiration_ts is not None and time.time() > session.expiration_ts else session
 
     def close_session(self, session_id: str | None) -> None:
-        """Removes a session. Raises ValueError if there is no such session."""
         if not session_id:
             raise ValueError(f"invalid session_id: {session_id}")
         session = self._find(session_id)
@@ -152,10 +147,8 @@ def _default_path() -> str:
 
 
 class SessionBackup:
-    """Copies of the sessions that this process uses, in S3, made by a thread soon after they have changed.
-
-    At its end a process has only a few seconds, too few to copy many sessions; so only the last changes are saved then.
-    """
+    """Copies of the sessions that this process uses, in S3, made by a thread soon after they have changed. At its end a
+    process has only a few seconds, too few to copy many sessions; so only the last changes are saved then."""
 
     def __init__(self, url: str, sessions_path: str, interval_s: float = _INTERVAL_S) -> None:
         """Raises ValueError if the URL names no bucket, and ImportError if boto3 is not installed."""
@@ -198,7 +191,6 @@ class SessionBackup:
                 logging.warning("Session %s cannot be deleted in S3: %s", session_id, error)
 
     def close(self) -> None:
-        """Save what has changed, and end."""
         atexit.unregister(self.close)
         self._ends.set()
         self._thread.join()

@@ -10,8 +10,8 @@ from typing import Any
 from djl_python.lazy_import import require
 
 DEFAULT_MAX_NEW_TOKENS = 50
+# What each sampling parameter is where a request has another one.
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "typical_p": 1.0}
-"""What each sampling parameter is where a request has another one."""
 
 
 class StreamingUtils:
@@ -22,9 +22,7 @@ class StreamingUtils:
     @staticmethod
     def get_stream_generator(execution_engine: str) -> Callable[..., Iterator[list[str]]]:
         """`f(model, tokenizer, inputs, device, **parameters)`, which yields the texts of each step, one a prompt.
-
-        Raises ValueError: the engine is not `Accelerate`.
-        """
+        Raises ValueError: the engine is not `Accelerate`."""
         if execution_engine != "Accelerate":
             raise ValueError(f"{execution_engine} engine is not supported for streaming")
         return stream_tokens
@@ -45,8 +43,7 @@ def stream_tokens(
     Takes `max_new_tokens` (50), `do_sample`, `temperature`, `top_k`, `top_p`, `typical_p`, `repetition_penalty` and
     `manual_seed`.
 
-    Raises:
-        ValueError: there are no prompts, or a parameter is out of its range.
+    Raises ValueError: there are no prompts, or a parameter is out of its range.
     """
     if parameters.get("manual_seed") is not None:
         require("torch", "manual_seed").manual_seed(int(parameters["manual_seed"]))

@@ -67,10 +67,8 @@ class TestHandler:
     __test__ = False
 
     def __init__(self, entry_point: str | ModuleType, model_dir: str | None = None) -> None:
-        """Takes a module, or a file in the model directory, which becomes the working directory.
-
-        Raises ValueError: there is no such file, or no model directory for it.
-        """
+        """Takes a module, or a file in the model directory, which becomes the working directory. Raises ValueError:
+        there is no such file, or no model directory for it."""
         self.serving_properties = update_properties_with_env_vars({}) | load_properties(model_dir)
         self._initialized = False
         if not isinstance(entry_point, str):
@@ -106,7 +104,6 @@ class TestHandler:
         properties: Sequence[Mapping[str, Any]] | None = None,
         serving_properties: Mapping[str, Any] | None = None,
     ) -> Output | None:
-        """One call with several requests: a JSON document for each, and its properties."""
         return self.inference(create_concurrent_batch_request(inputs, properties, serving_properties))
 
     def inference_rolling_batch(
@@ -119,8 +116,7 @@ class TestHandler:
 
         After the first call requests come without data and properties, as the server sends them.
 
-        Raises:
-            RuntimeError: the handler failed, or answered another number of requests.
+        Raises RuntimeError: the handler failed, or answered another number of requests.
         """
         texts = dict.fromkeys(range(len(inputs)), "")
         active = list(texts)
@@ -181,11 +177,10 @@ async def _completed(answer: Any) -> Any:
 def create_request(input_files: Sequence[str], parameters: Iterable[str] | None = None) -> Input:
     """A request from `[key=]file-or-text` entries and `k=v` properties.
 
-    The content type is that of the entry `data`, or else of the first: by the file's extension; text in braces is
-    JSON, and other text is plain.
+    The content type is that of the entry `data`, or else of the first: by the file's extension; text in braces is JSON,
+    and other text is plain.
 
-    Raises:
-        ValueError: a property has no `=`.
+    Raises ValueError: a property has no `=`.
     """
     request = _request(None)
     for parameter in parameters or ():
@@ -240,10 +235,8 @@ def create_concurrent_batch_request(
     properties: Sequence[Mapping[str, Any]] | None = None,
     serving_properties: Mapping[str, Any] | None = None,
 ) -> Input:
-    """Several requests as one Input: a JSON document, or bytes as they are, for each, and its properties.
-
-    A request that has data also gets a seed. Properties of the server belong to the whole batch.
-    """
+    """Several requests as one Input: a JSON document, or bytes as they are, for each, and its properties. A request
+    that has data also gets a seed. Properties of the server belong to the whole batch."""
     request = Input()
     request.properties = {**(serving_properties or {}), "batch_size": len(inputs)}
     request.function_name = request.properties.get("handler", "handle")

@@ -35,10 +35,8 @@ class IdCounter:
 
 
 def find_model_file(model_dir: str, extensions: Iterable[str]) -> str | None:
-    """The path of the one file with such an extension (given without its dot); None if there is none.
-
-    Raises ValueError: there are several.
-    """
+    """The path of the one file with such an extension (given without its dot); None if there is none. Raises
+    ValueError: there are several."""
     suffixes = {f".{extension}" for extension in extensions}
     found = sorted(str(path) for path in Path(model_dir).glob("*") if path.suffix in suffixes)
     if len(found) > 1:
@@ -52,10 +50,8 @@ def profile_objects(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def rolling_batch_inference(parsed_input: Any, inputs: Input, outputs: Output, rolling_batch: Any) -> Output:
-    """Runs one step of a rolling batch for what `parse_input_with_formatter` has parsed; returns `outputs`.
-
-    A request that could not be parsed gets an error of its own; the others continue.
-    """
+    """Runs one step of a rolling batch for what `parse_input_with_formatter` has parsed; returns `outputs`. A request
+    that could not be parsed gets an error of its own; the others continue."""
     if inputs.get_property("reset_rollingbatch") and rolling_batch.active_requests:
         rolling_batch.reset()
     results = iter(rolling_batch.inference(parsed_input.requests))
@@ -71,8 +67,7 @@ def get_input_details(
     """A dynamic batch: all inputs, how many of them each request has (0 where it could not be parsed), the parameters,
     and the adapters, None where no request has any. Makes a list of each request's `input_text`.
 
-    Raises:
-        ValueError: the requests have different parameters.
+    Raises ValueError: the requests have different parameters.
     """
     parameters: dict[str, Any] = requests[0].request_input.server_parameters
     inputs: list[Any] = []

@@ -12,8 +12,7 @@ from typing import Any
 
 MORE_CHUNKS = b"\1"
 LAST_CHUNK = b"\0"
-STREAMED_CONTENT = -1
-"""In place of the number of content entries: chunks follow."""
+STREAMED_CONTENT = -1  # In place of the number of content entries: chunks follow.
 
 
 def read_exactly(connection: socket, size: int) -> bytearray:
@@ -67,10 +66,8 @@ def string_map(entries: Mapping[Any, Any]) -> bytes:
 
 
 def read_string_map(data: bytes | bytearray) -> tuple[dict[str, str], int]:
-    """The map that `string_map` has encoded, None as an empty string, and the number of its bytes.
-
-    Raises ValueError: the bytes end too early, or are not UTF-8.
-    """
+    """The map that `string_map` has encoded, None as an empty string, and the number of its bytes. Raises ValueError:
+    the bytes end too early, or are not UTF-8."""
     texts: list[str] = []
     try:
         (count,), at = struct.unpack_from(">h", data), 2

@@ -27,13 +27,11 @@ from handlers.errors import (
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY = "adapters"
-"""Directory of a model in which its own adapters are, each in a directory."""
+DIRECTORY = "adapters"  # Directory of a model in which its own adapters are, each in a directory.
 
+# Not `.` or `..`: clients resolve them in a path, so that such an adapter could never be removed.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[^/\x00-\x1f\x7f]{1,200}")
-"""Not `.` or `..`: clients resolve them in a path, so that such an adapter could never be removed."""
-_SHOWN = 200
-"""Characters of a client's text that a message repeats."""
+_SHOWN = 200  # Characters of a client's text that a message repeats.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _ON_S3 = re.compile(r"s3://", re.IGNORECASE)
 
@@ -43,17 +41,12 @@ class AdapterOrder:
     """A client's order to register or to update an adapter. None: not given."""
 
     name: str
+    # A directory, a relative one below the model's, or `s3://`; whatever its host takes where that reads it.
     src: str | None = None
-    """A directory, of which a relative one is below the model's, or `s3://`; whatever its host takes where that reads
-    it."""
-    preload: bool | None = None
-    """Load it now, not with its first request."""
-    pin: bool | None = None
-    """Keep it in memory."""
-    alias: str = ""
-    """Its name in messages."""
-    options: Mapping[str, str] = field(default_factory=dict)
-    """All other parameters, for a custom handler."""
+    preload: bool | None = None  # Load it now, not with its first request.
+    pin: bool | None = None  # Keep it in memory.
+    alias: str = ""  # Its name in messages.
+    options: Mapping[str, str] = field(default_factory=dict)  # All other parameters, for a custom handler.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +54,9 @@ class Adapter:
     """A registered adapter."""
 
     name: str
-    src: str
-    """As the client gave it."""
-    path: Path
-    """Its directory; none need be there where the host reads `src`."""
-    id: int
-    """At least 1, and unique among all adapters of the model, former ones included."""
+    src: str  # As the client gave it.
+    path: Path  # Its directory; none need be there where the host reads `src`.
+    id: int  # At least 1, and unique among all adapters of the model, former ones included.
     preload: bool = True
     pin: bool = False
     alias: str = ""
@@ -74,44 +64,34 @@ class Adapter:
 
 
 class AdapterHost(Protocol):
-    """Loads the adapters of one model. Methods return the message for the client, "" for the usual one.
+    """Loads the adapters of one model. Methods return the message for the client, "" for the usual one. All may raise
+    AdapterError, which leaves everything as it was."""
 
-    All may raise AdapterError, which leaves everything as it was.
-    """
-
+    # Whether `src` is its affair, which it gets as the client wrote it and may change; else it needs a directory.
     reads_src: bool
-    """Whether `src` is its affair, which it gets as the client wrote it and may change; else it needs a directory."""
 
     async def register(self, adapter: Adapter) -> str:
         """Make an adapter usable; it replaces a former one of its name."""
 
-    async def update(self, adapter: Adapter) -> str:
-        """Apply the changes of an adapter."""
+    async def update(self, adapter: Adapter) -> str: ...
 
     async def unregister(self, adapter: Adapter) -> str:
         """Refuse new requests for the adapter, and release it when its last request has ended."""
 
-    async def stop(self) -> None:
-        """End background work."""
+    async def stop(self) -> None: ...
 
 
 class AdapterDownloads(Protocol):
     """Copies of adapters that are on S3."""
 
     async def fetch(self, url: str) -> Path:
-        """Download an adapter, and return its directory.
-
-        Raises:
-            InvalidParameter: there is no such place, or it cannot be read.
-            AdapterFailed: the download has failed.
-        """
+        """Download an adapter, and return its directory. Raises InvalidParameter: there is no such place, or it cannot
+        be read; AdapterFailed: the download has failed."""
 
 
 class AdapterRegistry:
-    """The registered adapters. For the event loop alone.
-
-    An order that has begun is completed even if its client leaves.
-    """
+    """The registered adapters. For the event loop alone. An order that has begun is completed even if its client
+    leaves."""
 
     def __init__(
         self,
@@ -127,32 +107,24 @@ class AdapterRegistry:
         self._faults, self._downloads = faults, downloads
         self._adapters: dict[str, Adapter] = {}
         self._ids = itertools.count(1)
+        # The orders that are being carried out, each with the name that is not free until then.
         self._orders: dict[asyncio.Task[str], str] = {}
-        """The orders that are being carried out, each with the name that is not free until then."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._adapters
 
     def all(self) -> tuple[Adapter, ...]:
-        """All adapters, in the order of registration."""
         return tuple(self._adapters.values())
 
     def get(self, name: str, alias: str = "") -> Adapter:
-        """The adapter of this name. `alias`: its name in messages.
-
-        Raises:
-            UnknownAdapter: no adapter has this name.
-        """
+        """The adapter of this name. `alias`: its name in messages. Raises UnknownAdapter: no adapter has this name."""
         if (adapter := self._adapters.get(name)) is None:
             raise UnknownAdapter(alias or name)
         return adapter
 
     async def preload(self, model_dirs: Sequence[Path]) -> None:
-        """Register the adapters in `adapters/` below these directories.
-
-        Raises:
-            AdapterError, InvalidRequest: one of them, which is named, cannot be used or is not allowed.
-        """
+        """Register the adapters in `adapters/` below these directories. Raises AdapterError, InvalidRequest: one of
+        them, which is named, cannot be used or is not allowed."""
         found: dict[str, Path] = {}
         for directory in model_dirs:
             found = await asyncio.to_thread(_adapter_directories, directory) | found
@@ -244,7 +216,6 @@ class AdapterRegistry:
         return await self._complete(self._unregister(adapter, alias or adapter.alias))
 
     async def stop(self) -> None:
-        """End background work."""
         for task in self._orders:
             task.cancel()
         await asyncio.gather(*self._orders, return_exceptions=True)
@@ -299,11 +270,8 @@ class AdapterRegistry:
         return not self._host.reads_src and _ON_S3.match(src) is not None
 
     def _path(self, src: str) -> Path:
-        """The directory that `src` names; where it names none, one that does not exist.
-
-        Raises:
-            InvalidParameter: the host needs a directory, and `src` is a URL that names none.
-        """
+        """The directory that `src` names; where it names none, one that does not exist. Raises InvalidParameter: the
+        host needs a directory, and `src` is a URL that names none."""
         if self._is_remote(src) and self._downloads is not None:
             return Path()  # until it is downloaded
         path = _file_path(src) if _SCHEME.match(src) else src

@@ -21,10 +21,8 @@ def in_daemon_thread(function: Callable[[], T]) -> Awaitable[T]:
 
 
 class LastingThread:
-    """A thread that runs one function and then stays until it is told to end.
-
-    It is for starting processes that ask the kernel to end with the thread that started them (PR_SET_PDEATHSIG).
-    """
+    """A thread that runs one function and then stays until it is told to end. It is for starting processes that ask the
+    kernel to end with the thread that started them (PR_SET_PDEATHSIG)."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -31,8 +31,7 @@ class EngineAdapterHost:
 
     def __init__(self, engine: EngineAdapters, formatters: AdapterFormatters) -> None:
         self._engine, self._formatters = engine, formatters
-        self._current: dict[str, int] = {}
-        """Ids by names."""
+        self._current: dict[str, int] = {}  # Ids by names.
 
     async def register(self, adapter: Adapter) -> str:
         loaded = await self._formatters.load(adapter)
@@ -64,19 +63,6 @@ class EngineAdapterHost:
             self._formatters.put(name, None)
 
 
-class AdapterInvocations:
-    """Implements `Handler` for `/invocations`, where adapters may have formatters of their own."""
-
-    def __init__(self, otherwise: Handler, formatters: AdapterFormatters) -> None:
-        self._otherwise, self._formatters = otherwise, formatters
-
-    async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
-        handler: Handler | None = None
-        if self._formatters and (name := named_adapter(call)):
-            handler = self._formatters.get(name)
-        return await (handler or self._otherwise).handle(call, writer)
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedFormatters:
     """A handler with an adapter's formatters, and the name of their module."""
@@ -85,42 +71,34 @@ class LoadedFormatters:
     module: str
 
     def forget(self) -> None:
-        """Remove the module from `sys.modules`."""
         sys.modules.pop(self.module, None)
 
 
 class AdapterFormatters:
-    """The handlers of adapters with a `model.py` of their own."""
+    """Implements `Handler` for `/invocations`, where adapters may have a `model.py` with formatters of their own."""
 
     def __init__(
         self,
+        otherwise: Handler,
         make: Callable[[Formatters], Handler],
         base: Formatters | None,
         time_limit: float,
-        *,
         async_mode: bool = False,
     ) -> None:
-        """`make`: makes a handler with these formatters. `base`: the model's own, for a kind that an adapter lacks.
-        `time_limit`: seconds that running a `model.py` may take. `async_mode`: the mode that they have to fit."""
-        self._make, self._base, self._time_limit = make, base or Formatters(None, None), time_limit
-        self._async_mode = async_mode
+        """`otherwise`: answers all other calls. `make`: makes a handler with these formatters. `base`: the model's own,
+        for a kind that an adapter lacks. `time_limit`: seconds that running a `model.py` may take. `async_mode`: the
+        mode that they have to fit."""
+        self._otherwise, self._make, self._base = otherwise, make, base or Formatters(None, None)
+        self._time_limit, self._async_mode = time_limit, async_mode
         self._loaded: dict[str, LoadedFormatters] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._loaded)
-
-    def get(self, adapter: str) -> Handler | None:
-        """The adapter's handler; None if it has no formatters."""
-        loaded = self._loaded.get(adapter)
-        return loaded.handler if loaded is not None else None
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
+        loaded = self._loaded.get(named_adapter(call) or "") if self._loaded else None
+        return await (self._otherwise if loaded is None else loaded.handler).handle(call, writer)
 
     async def load(self, adapter: Adapter) -> LoadedFormatters | None:
-        """Run the adapter's `model.py`; None if it has no formatters. `put` makes them current.
-
-        Raises:
-            AdapterFailed: it cannot be run, and the message has its file and line; or a formatter does not fit the
-                model's mode.
-        """
+        """Run the adapter's `model.py`; None if it has no formatters. `put` makes them current. Raises AdapterFailed:
+        it cannot be run, and the message has its file and line; or a formatter does not fit the model's mode."""
         try:
             module = await asyncio.wait_for(in_daemon_thread(lambda: _run(adapter)), self._time_limit)
         except TimeoutError:

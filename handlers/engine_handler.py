@@ -30,37 +30,25 @@ from handlers.request import TokenDelta
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_SECONDS = 15.0
-"""Between the comments of a stream that has nothing to say; TGI's interval."""
-_SUBMITS_PER_TURN = 16
-"""After so many prompts of one call others get their turn on the event loop."""
-_LONG = 64 * 1024
-"""Bytes; parts of a cumulative answer up to this length come as often as there is something new."""
-_BYTES_PER_SECOND = 32 * 1024 * 1024
-"""What one cumulative answer makes of longer parts."""
+KEEP_ALIVE_SECONDS = 15.0  # Between the comments of a stream that has nothing to say; TGI's interval.
+_SUBMITS_PER_TURN = 16  # After so many prompts of one call others get their turn on the event loop.
+_LONG = 64 * 1024  # Bytes; parts of a cumulative answer up to this length come as often as there is something new.
+_BYTES_PER_SECOND = 32 * 1024 * 1024  # What one cumulative answer makes of longer parts.
 
 
 class EngineQueue:
-    """The calls of one engine.
+    """The calls of one engine. At most `limit` sequences are in the engine at a time, running or waiting; further calls
+    are refused at once."""
 
-    At most `limit` sequences are in the engine at a time, running or waiting; further calls are refused at once.
-    """
-
-    def __init__(self, engine: Engine, limit: int) -> None:
-        self.engine = engine
-        self.limit = limit
-        self.open_sequences = 0
-        """Places that are taken."""
-        self.running: dict[str, RunningCall] = {}
-        """By their ids."""
+    def __init__(self, engine: Engine, limit: int, overload_status: int = 503) -> None:
+        """`overload_status`: what LMI's clients get where there is no place."""
+        self.engine, self.limit, self.overload_status = engine, limit, overload_status
+        self.open_sequences = 0  # Places that are taken.
+        self.running: dict[str, RunningCall] = {}  # By their ids.
 
     def admit(self, sequences: int) -> None:
-        """Take places for a call.
-
-        Raises:
-            InvalidRequest: the call would never fit.
-            Overloaded: there are not enough now.
-        """
+        """Take places for a call. Raises InvalidRequest: the call would never fit; Overloaded: there are not enough
+        now."""
         if sequences > self.limit:
             raise InvalidRequest(f"the request asks for {sequences} sequences; at most {self.limit} can be served")
         if self.open_sequences + sequences > self.limit:
@@ -69,7 +57,8 @@ class EngineQueue:
 
     def overloaded(self) -> Overloaded:
         """What a call is refused with that gets no place."""
-        return Overloaded(f"the queue is full: {self.open_sequences} of {self.limit} places are taken; try again later")
+        message = f"the queue is full: {self.open_sequences} of {self.limit} places are taken; try again later"
+        return Overloaded(message, self.overload_status)
 
     def abort(self, request_id: str) -> None:
         """End the call with this id, if it is running: its client gets what there is of the answer, as aborted."""
@@ -114,6 +103,8 @@ class EngineHandler:
         try:
             await running.submit()
         except RequestError as error:
+            if isinstance(error, Overloaded):  # the engine may have no place for something else
+                error = Overloaded(error.message, queue.overload_status)
             queue.engine.meter.calls.count(0.0, failed=True)
             raise ContractError(exchange.answer.fail(error), error.message) from None
         return running
@@ -136,22 +127,16 @@ class RunningCall:
         self._begun_at = time.monotonic()
         self._generations: list[Generation] = []
         self._open_prompts = len(exchange.requests)
-        self._places = 0
-        """Of the queue, that the call still has."""
+        self._places = 0  # Of the queue, that the call still has.
         self._keep_alive: _KeepAlive | None = None
         self._aborted = False
-        self.begun = False
-        """The reply has begun as a stream."""
-        self.answered = False
-        """The reply is complete."""
+        self.begun = False  # The reply has begun as a stream.
+        self.answered = False  # The reply is complete.
         queue.running[request_id] = self
 
     async def submit(self) -> None:
-        """Give its prompts to the engine.
-
-        Raises:
-            RequestError: one of them is refused before anything has been answered. The call has ended.
-        """
+        """Give its prompts to the engine. Raises RequestError: one of them is refused before anything has been
+        answered. The call has ended."""
         requests, engine = self._exchange.requests, self._queue.engine
         places = sum([request.sequences_in_engine for request in requests])
         try:
@@ -181,7 +166,6 @@ class RunningCall:
             self._keep_alive = _KeepAlive(self._exchange.comment, self._writer)
 
     def on_delta(self, delta: TokenDelta, prompt: int = 0) -> None:
-        """Answer with what the engine has made of a prompt."""
         if self.answered:
             return
         try:
@@ -192,7 +176,6 @@ class RunningCall:
         self._write(prompt, delta, data)
 
     def on_error(self, error: RequestError) -> None:
-        """End the whole call with an error."""
         if self.answered:
             return
         self._end(failed=True)
@@ -282,8 +265,7 @@ class _KeepAlive:
 
     def __init__(self, comment: bytes, writer: ReplyWriter) -> None:
         self._comment, self._writer = comment, writer
-        self.spoken = True
-        """Set by whoever writes to the stream: cheaper for each token than a look at the clock."""
+        self.spoken = True  # Set by whoever writes to the stream: cheaper for each token than a look at the clock.
         self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
 
     def _tick(self) -> None:
@@ -297,11 +279,8 @@ class _KeepAlive:
 
 
 class _CumulativeCall(RunningCall):
-    """A call whose answer repeats all before it in each part.
-
-    Short parts come at once, or for several sequences once for each step of the engine. Long ones come as often as
-    `_BYTES_PER_SECOND` allows.
-    """
+    """A call whose answer repeats all before it in each part. Short parts come at once, or for several sequences once
+    for each step of the engine. Long ones come as often as `_BYTES_PER_SECOND` allows."""
 
     def __init__(
         self, queue: EngineQueue, exchange: Exchange, writer: ReplyWriter, request_id: str, answer: CumulativeAnswer
@@ -310,8 +289,7 @@ class _CumulativeCall(RunningCall):
         self._cumulative = answer
         self._single = sum([request.sequences for request in exchange.requests]) == 1
         self._timer: asyncio.Handle | None = None
-        self._length = 0
-        """Of the last part, in bytes."""
+        self._length = 0  # Of the last part, in bytes.
         self._unsent = False
 
     def on_delta(self, delta: TokenDelta, prompt: int = 0) -> None:

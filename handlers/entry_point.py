@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from handlers.adapters import AdapterDownloads, AdapterHost, AdapterRegistry
@@ -19,7 +18,7 @@ from handlers.contracts.lmi.errors import overloaded
 from handlers.contracts.lmi.formatters import FormatterContract, PayloadFormatters
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Contract, Handler
-from handlers.engine_adapters import AdapterFormatters, AdapterInvocations, EngineAdapterHost
+from handlers.engine_adapters import AdapterFormatters, EngineAdapterHost
 from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.engines.choice import begin_import, choose_engine, engine_factory, is_vllm
 from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
@@ -43,18 +42,13 @@ logger = logging.getLogger(__name__)
 class Limits:
     """What the server sets for every model."""
 
-    queue_size: int
-    """Requests that may wait beyond those that run."""
-    overload_status: int
-    """What a client gets beyond that."""
-    unavailable_status: int
-    """What a client gets while no worker of a custom handler lives."""
-    model_aliases: tuple[str, ...] = ()
-    """Names that stand for the model on OpenAI's routes, beside its own."""
+    queue_size: int  # Requests that may wait beyond those that run.
+    overload_status: int  # What a client gets beyond that.
+    unavailable_status: int  # What a client gets while no worker of a custom handler lives.
+    model_aliases: tuple[str, ...] = ()  # Names that stand for the model on OpenAI's routes, beside its own.
+    # Why a directory may not be that of an adapter; may block. None: any may.
     adapter_faults: Callable[[Path], Sequence[str]] | None = None
-    """Why a directory may not be that of an adapter; may block. None: any may."""
-    adapter_downloads: AdapterDownloads | None = None
-    """Fetches adapters from S3; None: they are refused."""
+    adapter_downloads: AdapterDownloads | None = None  # Fetches adapters from S3; None: they are refused.
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +56,16 @@ class Service:
     """A loaded model."""
 
     settings: ModelSettings
-    invocations: Handler
-    """Answers `/invocations` and `/predictions`."""
-    runtime: Engine | CustomHandler | _EngineBehindHandler
-    """What runs it as long as it is loaded."""
+    invocations: Handler  # Answers `/invocations` and `/predictions`.
+    runtime: Engine | CustomHandler | _EngineBehindHandler  # What runs it as long as it is loaded.
+    # What answers each `Generates` route of the families, by its path; empty where a custom handler generates.
     generation: Mapping[str, Handler] = field(default_factory=dict)
-    """What answers each `Generates` route of the families, by its path; empty where a custom handler generates."""
-    openai: OpenAIHandler | None = None
-    """vLLM's own OpenAI server; None where something else generates."""
+    openai: OpenAIHandler | None = None  # vLLM's own OpenAI server; None where something else generates.
     queue: EngineQueue | None = None
-    engine: Engine | None = None
-    """None where a custom handler generates."""
+    engine: Engine | None = None  # None where a custom handler generates.
     custom: CustomHandler | None = None
-    adapters: AdapterRegistry | None = None
-    """None where `option.enable_lora` is off."""
-    held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
-    """Frees what loading has taken."""
+    adapters: AdapterRegistry | None = None  # None where `option.enable_lora` is off.
+    held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)  # Frees what loading has taken.
 
     async def stop(self, why: str = "the server is stopping") -> None:
         """Free the engine or end the workers. Requests that still run on the engine end with an error that says why."""
@@ -96,11 +84,8 @@ class Service:
 
 
 async def load_service(settings: ModelSettings, limits: Limits, times: StartupTimes | None = None) -> Service:
-    """Choose the handler and the engine that the settings ask for, and load the model; `times` takes each phase.
-
-    Raises:
-        EngineStartError: the model cannot be loaded.
-    """
+    """Choose the handler and the engine that the settings ask for, and load the model; `times` takes each phase. Raises
+    EngineStartError: the model cannot be loaded."""
     times = times or StartupTimes()
     async with contextlib.AsyncExitStack() as held:
         if settings.handler_before_engine is not None:
@@ -148,16 +133,15 @@ async def _serving(
     sessions: Sessions,
     held: contextlib.AsyncExitStack,
 ) -> Service:
-    queue = EngineQueue(engine, engine.max_sequences + limits.queue_size)
+    queue = EngineQueue(engine, engine.max_sequences + limits.queue_size, limits.overload_status)
     openai = await openai_handler(queue, settings, limits.model_aliases)
     thread = FormatterThread(settings.predict_timeout)
     held.callback(thread.stop)
 
     def formatted(given: Formatters | None) -> Handler:
         """What answers `/invocations` with these formatters, which are the model's or an adapter's."""
-        contract = _contract(settings, limits, engine)
-        refuse_unread = partial(overloaded, status=limits.overload_status)
-        lmi, formatting = EngineHandler(queue, contract, refuse_unread=refuse_unread), None
+        contract = _contract(settings, engine)
+        lmi, formatting = EngineHandler(queue, contract, refuse_unread=overloaded), None
         if given is not None and isinstance(contract, LmiAsyncContract):
             formatting = _formatting(contract, given, engine, openai, thread)
         elif given is not None:
@@ -168,9 +152,8 @@ async def _serving(
                 write=given.output,
                 writes_tokens=given.output_takes_tokens,
                 tokenizer=engine.tokenizer,
-                overload_status=limits.overload_status,
             )
-            lmi = EngineHandler(queue, contract, thread, refuse_unread=refuse_unread)
+            lmi = EngineHandler(queue, contract, thread, refuse_unread=overloaded)
             if given.input is not None:
                 return lmi  # it reads bodies of any form
         return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status, formatting)
@@ -178,8 +161,9 @@ async def _serving(
     invocations = formatted(formatters)
     adapters = None
     if engine.adapters is not None:
-        own = AdapterFormatters(formatted, formatters, settings.predict_timeout, async_mode=settings.async_mode)
-        invocations = AdapterInvocations(invocations, own)
+        invocations = own = AdapterFormatters(
+            invocations, formatted, formatters, settings.predict_timeout, settings.async_mode
+        )
         adapters = await _adapters(settings, EngineAdapterHost(engine.adapters, own), limits)
     return Service(
         settings,
@@ -254,11 +238,8 @@ def _custom_handler(settings: ModelSettings, limits: Limits, engine: LoadedEngin
 
 
 class _EngineBehindHandler:
-    """The engine of a model whose `handle` comes first, and that handler: the model's `runtime`.
-
-    The engine is loaded when the handler first calls it: with a handler that has a model of its own there would not be
-    room for both.
-    """
+    """The engine of a model whose `handle` comes first, and that handler: the model's `runtime`. The engine is loaded
+    when the handler first calls it: with a handler that has a model of its own there would not be room for both."""
 
     def __init__(self, settings: ModelSettings, limits: Limits, times: StartupTimes) -> None:
         self._engine = replace(settings, handler_before_engine=None)
@@ -268,11 +249,8 @@ class _EngineBehindHandler:
         self.custom = _custom_handler(self.handler_settings, limits, self._invocations)
 
     async def start(self) -> Service | None:
-        """Start the handler; returns the engine's service if the handler's first call has loaded it.
-
-        Raises:
-            EngineStartError: the handler or the engine cannot be loaded.
-        """
+        """Start the handler; returns the engine's service if the handler's first call has loaded it. Raises
+        EngineStartError: the handler or the engine cannot be loaded."""
         try:
             await self.custom.start()
         except EngineStartError:
@@ -300,7 +278,6 @@ class _EngineBehindHandler:
         return self.service.runtime.health() if health.alive and self.service is not None else health
 
     async def stop(self) -> None:
-        """End the handler's worker, then free the engine."""
         await self.custom.stop()
         if self._loading is None:
             return
@@ -331,9 +308,9 @@ async def _load_custom(settings: ModelSettings, limits: Limits, held: contextlib
     return Service(settings, custom, custom, custom=custom, adapters=adapters)
 
 
-def _contract(settings: ModelSettings, limits: Limits, engine: Engine) -> Contract:
+def _contract(settings: ModelSettings, engine: Engine) -> Contract:
     if settings.async_mode:
-        return LmiAsyncContract(settings, limits.overload_status, getattr(engine, "default_sampling", None))
+        return LmiAsyncContract(settings, getattr(engine, "default_sampling", None))
     if settings.rolling_batch == "disable":
-        return LmiDynamicContract(settings, limits.overload_status, pad_text=engine.tokenizer.pad_token or "")
-    return LmiContract(settings, limits.overload_status)
+        return LmiDynamicContract(settings, pad_text=engine.tokenizer.pad_token or "")
+    return LmiContract(settings)

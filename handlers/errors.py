@@ -5,8 +5,7 @@ Messages are for clients: they name the field, the value and what is allowed, an
 
 from __future__ import annotations
 
-_SHOWN = 200
-"""Characters of a name from a client that a message repeats."""
+_SHOWN = 200  # Characters of a name from a client that a message repeats.
 
 
 class RequestError(Exception):
@@ -118,7 +117,11 @@ class PromptTooLong(InvalidRequest):
 
 
 class Overloaded(RequestError):
-    """The queue is full."""
+    """The queue is full. `status`: what LMI's clients get then."""
+
+    def __init__(self, message: str, status: int = 503) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class GenerationFailed(RequestError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,99 +10,28 @@ import msgspec
 
 from handlers.contracts.lmi.adapters import adapter_query, adapters_in, adapters_of
 from handlers.contracts.lmi.body import media_type
-from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape, Shape, error_of, events, is_error
-from handlers.contracts.lmi.errors import (
-    FAILED_DEPENDENCY,
-    JSON,
-    payload_refused,
-    unknown_adapter,
-)
+from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape, Shape
+from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_refused, unknown_adapter
 from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
-from handlers.contracts.protocol import (
-    LONG_BODY,
-    Call,
-    ContractError,
-    Handler,
-    Reply,
-    ReplyWriter,
-    Running,
-    adapter_header,
-)
+from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Handler, ReplyWriter, Running, adapter_header
 from handlers.errors import InvalidRequest, UnknownAdapter
-from handlers.formatters.reply import FormattedReply, Formatting
+from handlers.formatters.reply import FormattedReply, Formatting, ShapedReply
 from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler
 from handlers.sessions import SESSION_ID, Sessions
 
-
-class ShapedReply:
-    """Implements `ReplyWriter`: passes vLLM's replies on to another writer in LMI's shape."""
-
-    def __init__(self, writer: ReplyWriter, shape: Shape) -> None:
-        self._writer, self.shape = writer, shape
-        self._headers: tuple[tuple[str, str], ...] = ()
-        self._status = 0
-        self._started = self._ended = False
-
-    def reply(self, reply: Reply) -> None:
-        if reply.status == 200 and reply.content_type.startswith("text/event-stream"):  # a stream that came whole
-            self.start(reply.status, reply.content_type, reply.headers)
-            self.end(reply.body)
-        else:
-            self._writer.reply(self.shape.reply(reply))
-
-    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """Wait for the first event: if that is an error, the reply is no stream."""
-        self._status, self._headers = status, headers
-
-    def write(self, data: bytes) -> None:
-        for event in events(data):
-            self._event(event)
-
-    def write_latest(self, part: Callable[[], bytes]) -> None:
-        self.write(part())
-
-    def end(self, data: bytes) -> None:
-        self.write(data)
-        if self._ended:
-            return
-        if not self._started:
-            self._begin()
-        self._ended = True
-        self._writer.end(b"")
-
-    async def drain(self) -> None:
-        await self._writer.drain()
-
-    def _event(self, event: bytes) -> None:
-        if self._ended:
-            return
-        if not self._started and is_error(event):
-            self._ended = True
-            self._writer.reply(self.shape.reply(Reply(error_of(event).code, "application/json", event)))
-            return
-        if data := self.shape.event(event):
-            if not self._started:
-                self._begin()
-            self._writer.write(data)
-
-    def _begin(self) -> None:
-        self._started = True
-        self._writer.start(self._status, self.shape.stream_type, self._headers)
-
-
 Kind = Literal["chat", "completion", "lmi", "session"]
 Table = tuple[tuple[str, Kind], ...]
 
+# The first of these fields that a body has says what it is; a body with none of them is LMI's, which says so.
 ROLLING_BATCH: Table = (("messages", "chat"), ("prompt", "completion"), ("inputs", "lmi"), ("requestType", "session"))
-"""The first of these fields that a body has says what it is; a body with none of them is LMI's, which says so."""
+# The same, in the order of LMI's asynchronous handler.
 ASYNCHRONOUS: Table = (("prompt", "completion"), ("inputs", "lmi"), ("messages", "chat"), ("requestType", "session"))
-"""The same, in the order of LMI's asynchronous handler."""
 
+# A body without any of them is LMI's for certain; nothing is decoded to find that out.
 _MARKS = tuple(f'"{field}"'.encode() for field, kind in ROLLING_BATCH if kind != "lmi")
-"""A body without any of them is LMI's for certain; nothing is decoded to find that out."""
+# Content types beside those that say JSON with which LMI takes JSON; the last is what curl sets by default.
 _JSON_TYPES = frozenset({"", "application/octet-stream", "application/x-www-form-urlencoded"})
-"""Content types beside those that say JSON with which LMI takes JSON; the last is what curl sets by default."""
 _PATHS = {"chat": CHAT, "completion": COMPLETIONS}
 _NULL = b"null"
 
@@ -117,8 +45,7 @@ class Body:
     """What a body was found to be."""
 
     kind: Kind
-    field: str = ""
-    """The field that says so."""
+    field: str = ""  # The field that says so.
     has_inputs: bool = True
     stop_token_ids: frozenset[int] = frozenset()
 

@@ -15,8 +15,7 @@ from handlers.request import Token
 from handlers.segments import by_segments, encode_all
 
 _LONG_IDS = 4096
-_CHARACTERS_PER_TOKEN = 256
-"""The most characters that a token has, where the tokenizer does not say it."""
+_CHARACTERS_PER_TOKEN = 256  # The most characters that a token has, where the tokenizer does not say it.
 
 
 def fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
@@ -45,7 +44,6 @@ class ModelTexts:
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """Ids of the special tokens by their texts."""
         return dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
 
     @cached_property
@@ -60,14 +58,11 @@ class ModelTexts:
 
     @property
     def longest_token(self) -> int:
-        """The most characters that a token has."""
         return int(getattr(self.tokenizer, "max_chars_per_token", 0)) or _CHARACTERS_PER_TOKEN
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return token ids. `special`: with the special tokens that the model wants around a text.
-
-        Whatever the tokenizer raises passes through.
-        """
+        """Return token ids. `special`: with the special tokens that the model wants around a text. Whatever the
+        tokenizer raises passes through."""
         fast = self._fast
         if fast is None:
             tokenizer = self.tokenizer
@@ -92,12 +87,10 @@ class ModelTexts:
         return str(fast.decode_batch([ids], skip_special_tokens=False)[0])  # `decode` would hold the lock, too
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary's entry for each id."""
         return list(self.tokenizer.convert_ids_to_tokens(list(token_ids)))
 
     @property
     def has_chat_template(self) -> bool:
-        """The model has a chat template, so that `chat` can be called."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def chat(
@@ -106,10 +99,8 @@ class ModelTexts:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
     ) -> str:
-        """Return the prompt that the model's template makes of a conversation.
-
-        A template is the model's own code, and may refuse the messages with any exception.
-        """
+        """Return the prompt that the model's template makes of a conversation. A template is the model's own code, and
+        may refuse the messages with any exception."""
         return str(
             self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -123,28 +114,23 @@ class EngineStatus:
 
     running_requests: int
     waiting_requests: int
-    kv_cache_usage: float
-    """Share of the KV cache in use, 0 to 1."""
+    kv_cache_usage: float  # Share of the KV cache in use, 0 to 1.
 
 
 class LoadedModel(Protocol):
     """A model, loaded."""
 
     meter: Meter
-    max_model_len: int
-    """Tokens of prompt and answer together."""
-    max_top_tokens: int
-    """The most alternatives that a token may carry."""
+    max_model_len: int  # Tokens of prompt and answer together.
+    max_top_tokens: int  # The most alternatives that a token may carry.
     eos_token_ids: frozenset[int]
 
     @property
-    def texts(self) -> ModelTexts:
-        """Its tokenizer."""
+    def texts(self) -> ModelTexts: ...
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> list[Token]:
         """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`."""
 
-    def status(self) -> EngineStatus:
-        """Return the scheduler's last report."""
+    def status(self) -> EngineStatus: ...

@@ -14,22 +14,17 @@ import sys
 import threading
 from collections.abc import Iterator
 
-_THRESHOLDS = (20_000, 50, 50)
-"""Requests leave no reference cycles behind, so there is little to look for."""
+_THRESHOLDS = (20_000, 50, 50)  # Requests leave no reference cycles behind, so there is little to look for.
 
 _collecting = threading.Lock()
-_loaded = False
-"""Objects of a model were loaded into this process."""
-_models_exempt = False
-"""Some of them are exempt as well, because something was imported after that."""
+_loaded = False  # Objects of a model were loaded into this process.
+_models_exempt = False  # Some of them are exempt as well, because something was imported after that.
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Keep automatic collections out of imports, which find nothing there, and exempt what they have made.
-
-    Collections take a quarter of vLLM's import.
-    """
+    """Keep automatic collections out of imports, which find nothing there, and exempt what they have made. Collections
+    take a quarter of vLLM's import."""
     global _models_exempt
     known = len(sys.modules)
     gc.disable()
@@ -44,10 +39,8 @@ def importing() -> Iterator[None]:
 
 
 def collect_after_load(*, model_is_here: bool) -> None:
-    """Collect what loading has left behind; further automatic collections are rare.
-
-    `model_is_here`: its objects are in this process.
-    """
+    """Collect what loading has left behind; further automatic collections are rare. `model_is_here`: its objects are in
+    this process."""
     global _loaded
     with _collecting:
         gc.collect()
@@ -56,10 +49,8 @@ def collect_after_load(*, model_is_here: bool) -> None:
 
 
 def release_memory() -> None:
-    """Free all that nobody refers to, models among it, and give it back to the system.
-
-    What is free there decides which models still fit.
-    """
+    """Free all that nobody refers to, models among it, and give it back to the system. What is free there decides which
+    models still fit."""
     with _collecting:
         if _models_exempt:
             gc.unfreeze()

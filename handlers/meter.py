@@ -45,7 +45,6 @@ class Distribution:
         self.total = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one observation."""
         self.counts[bisect_left(self.bounds, seconds)] += 1
         self.total += seconds
 
@@ -66,8 +65,7 @@ class CallCounts:
     failed: int = 0
     succeeded_seconds: float = 0.0
     failed_seconds: float = 0.0
-    last_at: float = 0.0
-    """Seconds since the epoch; 0 if there was none."""
+    last_at: float = 0.0  # Seconds since the epoch; 0 if there was none.
 
     def count(self, seconds: float, *, failed: bool) -> None:
         """Count a call that took so long. One whose client went away counts as neither."""

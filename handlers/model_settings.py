@@ -15,131 +15,97 @@ OutputFormatter = Literal["json", "jsonlines", "sse"]
 Streaming = Literal["false", "true", "huggingface"]
 ChatFormat = Literal["lmi", "openai"]
 
-DEFAULT_MAX_LORAS = 4
-"""LMI's default of `option.max_loras`, where vLLM's is 1."""
+DEFAULT_MAX_LORAS = 4  # LMI's default of `option.max_loras`, where vLLM's is 1.
 
-LMI_ROLLING_BATCH_SIZE = 256
-"""LMI's default of `option.max_rolling_batch_size`."""
+LMI_ROLLING_BATCH_SIZE = 256  # LMI's default of `option.max_rolling_batch_size`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerSettings:
     """A customer's handler, which runs in worker processes."""
 
-    entry_point: str
-    """The absolute path of a `.py` file, or the name of a module."""
+    entry_point: str  # The absolute path of a `.py` file, or the name of a module.
     function: str = "handle"
+    # The properties of the handler's first call: the model's settings without `option.`, all text.
     properties: Mapping[str, str] = field(default_factory=dict)
-    """The properties of the handler's first call: the model's settings without `option.`, all text."""
     min_workers: int = 1
     max_workers: int = 1
+    # GPUs of one worker each, such as "0", or "0,1" for two; empty: the CPU. Workers are spread over them.
     devices: tuple[str, ...] = ()
-    """GPUs of one worker each, such as "0", or "0,1" for two; empty: the CPU. Workers are spread over them."""
+    # The function is a coroutine function, and calls of it run together (`option.async_mode`).
     async_mode: bool = False
-    """The function is a coroutine function, and calls of it run together (`option.async_mode`)."""
-    rolling_batch: bool = False
-    """The function is called for each step, with all active requests."""
-    python_executable: str | None = None
-    """None: the interpreter that runs this process."""
+    rolling_batch: bool = False  # The function is called for each step, with all active requests.
+    python_executable: str | None = None  # None: the interpreter that runs this process.
+    # Environment variables in addition to those of this process (`option.env`).
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables in addition to those of this process (`option.env`)."""
+    # Packages of `requirements.txt` go into a virtual environment of the model's own even if that is unnecessary.
     enable_venv: bool = False
-    """Packages of `requirements.txt` go into a virtual environment of the model's own even if that is unnecessary."""
-    offline: bool = False
-    """Install `requirements.txt` without an index (DJL_OFFLINE)."""
-    install_requirements: bool = True
-    """False: `requirements.txt` is not installed (STANDARD_AUTO_INSTALL_REQ)."""
-    pip_arguments: tuple[str, ...] = ()
-    """Replace `-r requirements.txt` (STANDARD_PIP_ARGS)."""
+    offline: bool = False  # Install `requirements.txt` without an index (DJL_OFFLINE).
+    install_requirements: bool = True  # False: `requirements.txt` is not installed (STANDARD_AUTO_INSTALL_REQ).
+    pip_arguments: tuple[str, ...] = ()  # Replace `-r requirements.txt` (STANDARD_PIP_ARGS).
+    # Number of crashes or hangs of workers after which they are restarted; with one more the model has failed.
     retry_threshold: int = 0
-    """Number of crashes or hangs of workers after which they are restarted; with one more the model has failed."""
-    max_idle_time: float = 60.0
-    """Seconds after which an idle worker beyond `min_workers` ends."""
+    max_idle_time: float = 60.0  # Seconds after which an idle worker beyond `min_workers` ends.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
     """One model and how to serve it. Option names are LMI's, without `option.`."""
 
-    name: str
-    """The model's name in routes and in /ping."""
-    model_dir: Path
-    """The directory of serving.properties."""
-    model_id: str
-    """The model that the engine loads: a directory or a hub id."""
+    name: str  # The model's name in routes and in /ping.
+    model_dir: Path  # The directory of serving.properties.
+    model_id: str  # The model that the engine loads: a directory or a hub id.
     revision: str | None = None
     trust_remote_code: bool = False
     rolling_batch: RollingBatch = "auto"
-    max_rolling_batch_size: int | None = None
-    """Sequences that run together; None: the engine's default."""
+    max_rolling_batch_size: int | None = None  # Sequences that run together; None: the engine's default.
     output_formatter: OutputFormatter | None = None
     tgi_compat: bool = False
-    async_mode: bool = False
-    """`/invocations` has the schemas of LMI's asynchronous handler."""
+    async_mode: bool = False  # `/invocations` has the schemas of LMI's asynchronous handler.
+    # How `/invocations` answers chat: in the objects of LMI's rolling batch, or in OpenAI's.
     chat_format: ChatFormat = "lmi"
-    """How `/invocations` answers chat: in the objects of LMI's rolling batch, or in OpenAI's."""
+    # Names of the model for OpenAI's clients, besides `name`; the first is the one in answers.
     served_model_names: tuple[str, ...] = ()
-    """Names of the model for OpenAI's clients, besides `name`; the first is the one in answers."""
+    # Sampling parameters switch sampling on unless `do_sample` says otherwise (LMI 0.32 and later).
     do_sample_inferred: bool = True
-    """Sampling parameters switch sampling on unless `do_sample` says otherwise (LMI 0.32 and later)."""
+    # Tokens carry their log probability, which costs time to compute; otherwise `log_prob` is null.
     token_logprobs: bool = True
-    """Tokens carry their log probability, which costs time to compute; otherwise `log_prob` is null."""
-    strict_parameters: bool = False
-    """Refuse unknown generation parameters instead of ignoring them."""
-    max_prompt_tokens: int | None = None
-    """Longer prompts are refused; None: only the model's context limits them."""
-    max_stop_sequences: int = 4
-    """Limit of a request on TGI's routes; the default is TGI's."""
-    max_best_of: int = 2
-    """The same for `best_of`."""
-    enable_lora: bool = False
-    """LoRA adapters can be registered; requests name the one they want."""
+    strict_parameters: bool = False  # Refuse unknown generation parameters instead of ignoring them.
+    max_prompt_tokens: int | None = None  # Longer prompts are refused; None: only the model's context limits them.
+    max_stop_sequences: int = 4  # Limit of a request on TGI's routes; the default is TGI's.
+    max_best_of: int = 2  # The same for `best_of`.
+    enable_lora: bool = False  # LoRA adapters can be registered; requests name the one they want.
     dtype: str = "auto"
+    # GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the most.
     tensor_parallel_degree: int | None = None
-    """GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the most."""
-    tensor_parallel_max: bool = False
-    """"max" was asked for: as many GPUs as the model allows."""
+    tensor_parallel_max: bool = False  # "max" was asked for: as many GPUs as the model allows.
     pipeline_parallel_degree: int = 1
+    # GPUs that the engine may use, as CUDA numbers those that this process sees; it uses the first ones, as many as it
+    # needs. None: all; an empty tuple: the CPU.
     devices: tuple[int, ...] | None = None
-    """GPUs that the engine may use, as CUDA numbers those that this process sees; it uses the first ones, as many as it
-    needs. None: all; an empty tuple: the CPU."""
-    batch_size: int = 1
-    """Prompts, or calls of a custom handler, that are run together as one dynamic batch."""
-    max_batch_delay: float = 0.1
-    """Seconds that the first of a dynamic batch waits for others."""
-    enable_streaming: Streaming = "false"
-    """Whether answers of the dynamic batch are streamed, and how."""
-    handler: HandlerSettings | None = None
-    """A customer's handler instead of an engine."""
+    batch_size: int = 1  # Prompts, or calls of a custom handler, that are run together as one dynamic batch.
+    max_batch_delay: float = 0.1  # Seconds that the first of a dynamic batch waits for others.
+    enable_streaming: Streaming = "false"  # Whether answers of the dynamic batch are streamed, and how.
+    handler: HandlerSettings | None = None  # A customer's handler instead of an engine.
+    # A customer's `handle` that gets every call of `/invocations` first, and may leave it to the engine.
     handler_before_engine: HandlerSettings | None = None
-    """A customer's `handle` that gets every call of `/invocations` first, and may leave it to the engine."""
-    enable_stateful_sessions: bool = True
-    """The built-in handlers serve sessions."""
-    sessions_expiration: int = 1200
-    """Seconds that a session lives."""
-    sessions_path: str | None = None
-    """The directory of sessions; None: one in shared memory."""
+    enable_stateful_sessions: bool = True  # The built-in handlers serve sessions.
+    sessions_expiration: int = 1200  # Seconds that a session lives.
+    sessions_path: str | None = None  # The directory of sessions; None: one in shared memory.
     sessions_s3url: str | None = None
-    stop_sequences: tuple[str, ...] = ()
-    """Stop strings of every request of the dynamic batch (`option.stop_sequence`)."""
-    formatters: Path | None = None
-    """A `model.py` that may have input and output formatters for the engine."""
-    offline: bool = False
-    """The model's packages are installed without an index (DJL_OFFLINE)."""
-    install_requirements: bool = True
-    """False: `requirements.txt` is not installed (STANDARD_AUTO_INSTALL_REQ)."""
-    pip_arguments: tuple[str, ...] = ()
-    """Replace `-r requirements.txt` (STANDARD_PIP_ARGS)."""
+    stop_sequences: tuple[str, ...] = ()  # Stop strings of every request of the dynamic batch (`option.stop_sequence`).
+    formatters: Path | None = None  # A `model.py` that may have input and output formatters for the engine.
+    offline: bool = False  # The model's packages are installed without an index (DJL_OFFLINE).
+    install_requirements: bool = True  # False: `requirements.txt` is not installed (STANDARD_AUTO_INSTALL_REQ).
+    pip_arguments: tuple[str, ...] = ()  # Replace `-r requirements.txt` (STANDARD_PIP_ARGS).
+    # The name of the output formatter in it, if `option.output_formatter` is not a built-in one.
     formatter_function: str | None = None
-    """The name of the output formatter in it, if `option.output_formatter` is not a built-in one."""
-    predict_timeout: float = 240.0
-    """Seconds without a new token after which a request fails."""
-    model_loading_timeout: float = 1800.0
-    """Seconds that loading may take."""
+    predict_timeout: float = 240.0  # Seconds without a new token after which a request fails.
+    model_loading_timeout: float = 1800.0  # Seconds that loading may take.
+    # Further `option.<name>` values, for the engine to interpret.
     engine_arguments: Mapping[str, str] = field(default_factory=dict)
-    """Further `option.<name>` values, for the engine to interpret."""
+    # Where each engine argument came from, for error messages.
     engine_argument_sources: Mapping[str, str] = field(default_factory=dict)
-    """Where each engine argument came from, for error messages."""
 
     @property
     def rolling_batch_size(self) -> int:

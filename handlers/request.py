@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import Any
 
 import msgspec
 
@@ -15,56 +16,49 @@ import msgspec
 class FinishReason(Enum):
     """Why a sequence ended, in terms that every contract can translate."""
 
-    LENGTH = "length"
-    """The limit on new tokens, or the model's context, was reached."""
-    EOS = "eos"
-    """The model produced its end-of-sequence token."""
-    STOP = "stop"
-    """A stop string or a stop token of the request was produced."""
-    ABORT = "abort"
-    """The request was cancelled."""
-    ERROR = "error"
-    """The engine failed."""
+    LENGTH = "length"  # The limit on new tokens, or the model's context, was reached.
+    EOS = "eos"  # The model produced its end-of-sequence token.
+    STOP = "stop"  # A stop string or a stop token of the request was produced.
+    ABORT = "abort"  # The request was cancelled.
+    ERROR = "error"  # The engine failed.
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """A form that the text of an answer must have; exactly one of `choice` to `grammar` is set.
+    """A form that the text of an answer must have; exactly one of `choice` to `grammar` is set. The engine enforces it
+    token by token, or refuses the request with `InvalidParameter`."""
 
-    The engine enforces it token by token, or refuses the request with `InvalidParameter`.
-    """
-
-    parameter: str
-    """The client's name for it, for error messages."""
-    choice: tuple[str, ...] | None = None
-    """One of these texts, and nothing else."""
-    json_schema: str | None = None
-    """A JSON document that is valid under this schema, which is given as JSON text."""
-    json_object: bool = False
-    """Any JSON object."""
-    regex: str | None = None
-    """A text that matches the whole expression."""
-    grammar: str | None = None
-    """A text of this grammar, which is written in the engine's EBNF."""
-    any_whitespace: bool = True
-    """JSON may have any white space; otherwise it is written on one line."""
+    parameter: str  # The client's name for it, for error messages.
+    choice: tuple[str, ...] | None = None  # One of these texts, and nothing else.
+    json_schema: str | None = None  # A JSON document that is valid under this schema, which is given as JSON text.
+    json_object: bool = False  # Any JSON object.
+    regex: str | None = None  # A text that matches the whole expression.
+    grammar: str | None = None  # A text of this grammar, which is written in the engine's EBNF.
+    any_whitespace: bool = True  # JSON may have any white space; otherwise it is written on one line.
+    # The engine takes it as vLLM's own clients mean it: a schema is not tightened, and `any_whitespace` is not set.
     as_is: bool = False
-    """The engine takes it as vLLM's own clients mean it: a schema is not tightened, and `any_whitespace` is not set."""
+
+    def for_vllm(self) -> dict[str, Any]:
+        """The form by vLLM's name for it, as a field of `structured_outputs`."""
+        forms = {
+            "json": self.json_schema,
+            "regex": self.regex,
+            "choice": list(self.choice or ()),
+            "grammar": self.grammar,
+            "json_object": self.json_object,
+        }
+        return {name: value for name, value in forms.items() if value}
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     """The union of the contracts' sampling parameters. A contract has validated the values."""
 
-    max_tokens: int | None = None
-    """Limit on new tokens, at least 1; None: the rest of the context."""
+    max_tokens: int | None = None  # Limit on new tokens, at least 1; None: the rest of the context.
     min_tokens: int = 0
-    temperature: float = 0.0
-    """0 is greedy decoding; anything above is sampling."""
-    top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    temperature: float = 0.0  # 0 is greedy decoding; anything above is sampling.
+    top_k: int = 0  # 0 keeps the whole vocabulary.
     top_p: float = 1.0
     min_p: float = 0.0
-    typical_p: float = 1.0
-    """Locally typical sampling; 1 is off."""
+    typical_p: float = 1.0  # Locally typical sampling; 1 is off.
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -82,7 +76,6 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
         return self.temperature == 0.0
 
 
@@ -95,44 +88,32 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt, how to continue it, and what the answer shows.
+    """One prompt, how to continue it, and what the answer shows. The `want_*` fields and `top_tokens` ask the engine
+    only for what the answer shows: log probabilities double the cost of a streamed token."""
 
-    The `want_*` fields and `top_tokens` ask the engine only for what the answer shows: log probabilities double the
-    cost of a streamed token.
-    """
-
-    request_id: str
-    prompt: str | tuple[int, ...]
-    """Text, or token ids."""
+    request_id: str = ""
+    prompt: str | tuple[int, ...] = ""  # Text, or token ids.
+    # Put the model's special tokens around a text; a chat template has written them already.
     add_special_tokens: bool = True
-    """Put the model's special tokens around a text; a chat template has written them already."""
     sampling: SamplingParameters = SamplingParameters()
-    stream: bool = False
-    """Deltas come as they are generated; otherwise one for each sequence, when it has finished."""
-    sequences: int = 1
-    """How many sequences are returned."""
+    stream: bool = False  # Deltas come as they are generated; otherwise one for each sequence, when it has finished.
+    sequences: int = 1  # How many sequences are returned.
+    # How many are generated, of which the `sequences` most probable are returned; at least `sequences`.
     candidates: int = 1
-    """How many are generated, of which the `sequences` most probable are returned; at least `sequences`."""
     beam_search: BeamSearch | None = None
-    truncate_prompt_tokens: int | None = None
-    """Keep only this many tokens at the prompt's end."""
+    truncate_prompt_tokens: int | None = None  # Keep only this many tokens at the prompt's end.
+    # Tokens at the end of the prompt that were generated for the client; a limit on prompts does not count them.
     generated_before: int = 0
-    """Tokens at the end of the prompt that were generated for the client; a limit on prompts does not count them."""
+    # New tokens for which the context must have room, at least 1; otherwise the request is refused. A larger
+    # `max_tokens` is cut to the room that there is.
     room: int = 1
-    """New tokens for which the context must have room, at least 1; otherwise the request is refused. A larger
-    `max_tokens` is cut to the room that there is."""
-    want_tokens: bool = False
-    """Deltas carry `tokens`, not text alone."""
-    want_logprobs: bool = False
-    """Tokens carry their log probability."""
-    want_ranks: bool = False
-    """Tokens carry their rank as well; only together with `want_logprobs`."""
-    want_prompt_tokens: bool = False
-    """The first delta carries the prompt's tokens with their log probabilities."""
-    top_tokens: int = 0
-    """How many of the most probable alternatives each token carries."""
+    want_tokens: bool = False  # Deltas carry `tokens`, not text alone.
+    want_logprobs: bool = False  # Tokens carry their log probability.
+    want_ranks: bool = False  # Tokens carry their rank as well; only together with `want_logprobs`.
+    want_prompt_tokens: bool = False  # The first delta carries the prompt's tokens with their log probabilities.
+    top_tokens: int = 0  # How many of the most probable alternatives each token carries.
+    # A token's text is its own, whatever stands around it, and tokens do not wait for text that is held back.
     tokens_apart: bool = False
-    """A token's text is its own, whatever stands around it, and tokens do not wait for text that is held back."""
     adapter: str | None = None
 
     @property
@@ -145,38 +126,31 @@ class Token(msgspec.Struct, gc=False):
     """One token of the prompt or of the answer."""
 
     id: int
+    # What this token adds to the text; the texts of all tokens, joined, are the text. Empty while a character is
+    # incomplete, and for special tokens that are not shown.
     text: str
-    """What this token adds to the text; the texts of all tokens, joined, are the text. Empty while a character is
-    incomplete, and for special tokens that are not shown."""
     logprob: float | None = None
     special: bool = False
-    top: tuple[Token, ...] = ()
-    """The most probable tokens at this place, best first."""
-    rank: int | None = None
-    """Rank among all tokens by probability, from 1; set if the request wants ranks."""
+    top: tuple[Token, ...] = ()  # The most probable tokens at this place, best first.
+    rank: int | None = None  # Rank among all tokens by probability, from 1; set if the request wants ranks.
 
 
 class TokenDelta(msgspec.Struct, gc=False):
     """What one or more engine steps added to one sequence of the answer."""
 
     text: str
-    tokens: list[Token] = []
-    """Empty unless the request wants tokens."""
+    tokens: list[Token] = []  # Empty unless the request wants tokens.
     sequence: int = 0
     finish_reason: FinishReason | None = None
-    prompt_token_count: int = 0
-    """Set on every delta."""
-    token_count: int = 0
-    """Tokens generated so far in this sequence."""
+    prompt_token_count: int = 0  # Set on every delta.
+    token_count: int = 0  # Tokens generated so far in this sequence.
+    # Log probability of the sequence so far; set if log probabilities were computed.
     cumulative_logprob: float | None = None
-    """Log probability of the sequence so far; set if log probabilities were computed."""
-    prompt_tokens: list[Token] | None = None
-    """On the first delta, if the request wants them."""
-    last: bool = False
-    """No further delta of this request follows."""
+    prompt_tokens: list[Token] | None = None  # On the first delta, if the request wants them.
+    last: bool = False  # No further delta of this request follows.
+    # With the finish reason: the stop string or the stop token that ended the sequence. The model's end tokens beyond
+    # its first count as stop tokens here.
     stop_reason: int | str | None = None
-    """With the finish reason: the stop string or the stop token that ended the sequence. The model's end tokens beyond
-    its first count as stop tokens here."""
 
 
 class GeneratedSequence(msgspec.Struct):
@@ -191,7 +165,6 @@ class GeneratedSequence(msgspec.Struct):
     logprob: float = 0.0
 
     def add(self, delta: TokenDelta) -> None:
-        """Add the next delta."""
         self.text.append(delta.text)
         self.tokens.extend(delta.tokens)
         if delta.prompt_tokens is not None:

@@ -15,10 +15,9 @@ from threading import Lock
 
 from tokenizers import Tokenizer
 
+# Characters above which a text is tokenized in a thread: below it the event loop waits for less than a step.
 LONG_TEXT = 4096
-"""Characters above which a text is tokenized in a thread: below it the event loop waits for less than a step."""
-_MOST_CHARACTERS = 16 * 1024 * 1024
-"""Of all segments that are kept; their ids take about as many bytes."""
+_MOST_CHARACTERS = 16 * 1024 * 1024  # Of all segments that are kept; their ids take about as many bytes.
 _TRIALS = ("a b", " a\n", "\n\na ", "\u4f60 1")
 
 
@@ -47,10 +46,8 @@ class SegmentTokenizer:
         self._lock = Lock()
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Return token ids. `special`: with the special tokens that the model wants around a text.
-
-        Whatever the tokenizer raises passes through.
-        """
+        """Return token ids. `special`: with the special tokens that the model wants around a text. Whatever the
+        tokenizer raises passes through."""
         segments = [segment for segment in self._cut(text) if segment]
         found = {segment: ids for segment in segments if (ids := self._find(segment)) is not None}
         if unknown := [segment for segment in dict.fromkeys(segments) if segment not in found]:

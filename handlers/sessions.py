@@ -33,15 +33,13 @@ T = TypeVar("T")
 SESSION_ID = "X-Amzn-SageMaker-Session-Id"
 NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
 CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
-NEW_SESSION = "NEW_SESSION"
-"""What SageMaker's client sends as an id when it has no session yet."""
+NEW_SESSION = "NEW_SESSION"  # What SageMaker's client sends as an id when it has no session yet.
 CLOSE = "CLOSE"
+# Each is a directory with a small file, 4 KiB of disk or shared memory. A new session looks at all of them, which takes
+# less than 0.1 s of a thread with this many.
 MOST_SESSIONS = 2_000
-"""Each is a directory with a small file, 4 KiB of disk or shared memory. A new session looks at all of them, which
-takes less than 0.1 s of a thread with this many."""
 _THREADS = 4
-_MOST_WAITING = 256
-"""Calls whose sessions are looked up at a time."""
+_MOST_WAITING = 256  # Calls whose sessions are looked up at a time.
 _SECONDS = 30.0
 _LAST_SAVE_SECONDS = 5.0
 _ID = re.compile(r"[A-Za-z0-9-]{1,256}")
@@ -60,23 +58,16 @@ class Sessions:
         self._open = 0
 
     async def check(self, call: Call) -> None:
-        """Check that the session that a call names exists; a call that names none passes.
-
-        Raises:
-            ContractError: 424; there is no such session, it has expired, or sessions are off.
-        """
+        """Check that the session that a call names exists; a call that names none passes. Raises ContractError: 424;
+        there is no such session, it has expired, or sessions are off."""
         if not (session_id := session_of(call)):
             return
         manager = self._on(f"{SESSION_ID} names a session, but ")
         await self._run(lambda: _check(manager, session_id))
 
     async def answer(self, call: Call) -> Reply:
-        """The reply to a body with a `requestType`.
-
-        Raises:
-            ContractError: 424, as for `check` or because the body is wrong; or the status of overload if there are
-                too many sessions.
-        """
+        """The reply to a body with a `requestType`. Raises ContractError: 424, as for `check` or because the body is
+        wrong; or the status of overload if there are too many sessions."""
         action = action_of(call.body)
         manager = self._on("`requestType` asks for a session, but ")
         if action != CLOSE:
@@ -126,15 +117,12 @@ class Sessions:
             self._open -= 1
 
     def _full(self, message: str) -> ContractError:
-        return ContractError(overloaded(Overloaded(message), self._overload_status), message)
+        return ContractError(overloaded(Overloaded(message, self._overload_status)), message)
 
 
 async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessions:
-    """The sessions of a model with these settings. They are off if they cannot be kept in the default place.
-
-    Raises:
-        EngineStartError: they cannot be kept in the place that the settings name.
-    """
+    """The sessions of a model with these settings. They are off if they cannot be kept in the default place. Raises
+    EngineStartError: they cannot be kept in the place that the settings name."""
     if not settings.enable_stateful_sessions:
         return Sessions(None, overload_status)
     properties = {
@@ -170,11 +158,8 @@ def _close(manager: SessionManager, session_id: str) -> None:
 
 
 def session_of(call: Call) -> str:
-    """The session that the call's header names; empty if it names none or asks for a new one.
-
-    Raises:
-        ContractError: 424; the header is not an id.
-    """
+    """The session that the call's header names; empty if it names none or asks for a new one. Raises ContractError:
+    424; the header is not an id."""
     given = dict(call.headers).get(SESSION_ID, "").strip()
     if given in ("", NEW_SESSION):
         return ""
@@ -184,11 +169,8 @@ def session_of(call: Call) -> str:
 
 
 def action_of(body: bytes) -> str:
-    """The action that a body with a `requestType` asks for.
-
-    Raises:
-        ContractError: 424; it is another, or the body has further fields.
-    """
+    """The action that a body with a `requestType` asks for. Raises ContractError: 424; it is another, or the body has
+    further fields."""
     try:
         fields = _decode_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -203,10 +185,8 @@ def action_of(body: bytes) -> str:
 
 
 def created(session_id: str, expires: float) -> Reply:
-    """The reply to NEW_SESSION. `expires`: in seconds since the epoch.
-
-    SageMaker reads the first of the headers; clients that ask LMI directly read the second.
-    """
+    """The reply to NEW_SESSION. `expires`: in seconds since the epoch. SageMaker reads the first of the headers;
+    clients that ask LMI directly read the second."""
     value = f"{session_id}; Expires={datetime.fromtimestamp(expires, UTC):%Y-%m-%dT%H:%M:%SZ}"
     return _done(session_id, "created", ((NEW_SESSION_ID, value), (SESSION_ID, value)))
 

@@ -57,10 +57,8 @@ class VLLMHandler:
         self.initialized = True
 
     async def inference(self, inputs: Input) -> Answer:
-        """The engine's answer to a request: an Output, or for a stream an async generator of them.
-
-        The schema is that of a model without a `handle`. A refused request is an Output with its status as code.
-        """
+        """The engine's answer to a request: an Output, or for a stream an async generator of them. The schema is that
+        of a model without a `handle`. A refused request is an Output with its status as code."""
         return await self._call(inputs)
 
     async def check_health(self) -> None:
@@ -83,8 +81,7 @@ class VLLMHandler:
 
 
 service = VLLMHandler()
-_model: ModelService | None = None
-"""The customer's `model.py`, once it is loaded."""
+_model: ModelService | None = None  # The customer's `model.py`, once it is loaded.
 
 
 async def handle(inputs: Input) -> Any:

@@ -16,8 +16,7 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 class HuggingFaceProperties(Properties):
     """What `HuggingFaceService` reads."""
 
-    rolling_batch: Any = "disable"
-    """The name of a rolling batch of the handler's own."""
+    rolling_batch: Any = "disable"  # The name of a rolling batch of the handler's own.
     device_id: int = -1
     task: str | None = None
     dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
@@ -49,7 +48,6 @@ class HuggingFaceProperties(Properties):
 
     @property
     def source(self) -> dict[str, Any]:
-        """Arguments of every `from_pretrained`."""
         return {"trust_remote_code": self.trust_remote_code, "revision": self.revision}
 
     @property

@@ -43,15 +43,12 @@ def is_rolling_batch_enabled(rolling_batch: RollingBatchEnum) -> bool:
 
 
 class Properties(BaseModel):
-    """What all handlers have: `Properties(**inputs.get_properties())`. Properties of other names are left out.
-
-    Raises pydantic's ValidationError, a ValueError, for a wrong value.
-    """
+    """What all handlers have: `Properties(**inputs.get_properties())`. Properties of other names are left out. Raises
+    pydantic's ValidationError, a ValueError, for a wrong value."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
-    model_id_or_path: str
-    """`model_id`, else `model_dir`."""
+    model_id_or_path: str  # `model_id`, else `model_dir`.
     model_dir: str | None = None
     rolling_batch: RollingBatchEnum = RollingBatchEnum.auto
     tensor_parallel_degree: int = 1
@@ -82,14 +79,12 @@ class Properties(BaseModel):
     @field_validator("enable_streaming", mode="before")
     @classmethod
     def validate_enable_streaming(cls, enable_streaming: str) -> str:
-        """Takes any case."""
         logging.warning("enable_streaming is deprecated: a rolling batch streams where a request has `stream`")
         return enable_streaming.lower()
 
     @field_validator("batch_size")
     @classmethod
     def validate_batch_size(cls, batch_size: int, info: ValidationInfo) -> int:
-        """Refuses a dynamic batch that streams."""
         rolling_batch = info.data.get("rolling_batch", RollingBatchEnum.disable)
         streaming = info.data.get("enable_streaming", StreamingEnum.false)
         if batch_size > 1 and not is_rolling_batch_enabled(rolling_batch) and is_streaming_enabled(streaming):

@@ -15,9 +15,9 @@ from handlers.contracts.json_fields import JsonError, Kind, ParameterReader, dec
 from handlers.errors import InvalidParameter
 from handlers.request import Constraint
 
-MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000
-"""The engine makes one grammar of them before it begins."""
+MAX_CHOICES, MAX_CHOICE_LENGTH = 1000, 10_000  # The engine makes one grammar of them before it begins.
 
+# Names of a form that the whole text has, of which a request gives one, with the JSON types of their values.
 FORMS: Mapping[str, Kind] = {
     "structured_outputs": "object",
     "guided_decoding": "object",
@@ -28,7 +28,7 @@ FORMS: Mapping[str, Kind] = {
     "guided_choice": "array",
     "guided_grammar": "string",
 }
-"""Names of a form that the whole text has, of which a request gives one, with the JSON types of their values."""
+# Names by which one contract or another constrains the text. None of them is ever ignored.
 CONSTRAINING = frozenset(
     {
         *FORMS,
@@ -39,29 +39,25 @@ CONSTRAINING = frozenset(
         *("stop", "stop_sequences", "stop_strings", "stop_token_ids", "stop_words"),
     }
 )
-"""Names by which one contract or another constrains the text. None of them is ever ignored."""
 
 _OUTPUTS = ("structured_outputs", "guided_decoding")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+# Fields of earlier releases that select a back end, which the server does.
 _WITHOUT_EFFECT = ("disable_fallback", "backend_was_auto")
-"""Fields of earlier releases that select a back end, which the server does."""
+# What `type` may be: OpenAI's and TGI's, and TGI's alone.
 _TYPES = {
     "response_format": ("text", "json_object", "json_schema", "json", "regex"),
     "grammar": ("json_object", "json_schema", "json", "regex"),
 }
-"""What `type` may be: OpenAI's and TGI's, and TGI's alone."""
+# Where the schema or the expression is: TGI's, OpenAI's, and that of others who followed OpenAI.
 _MEMBERS = ("value", "json_schema", "schema")
-"""Where the schema or the expression is: TGI's, OpenAI's, and that of others who followed OpenAI."""
 _CHOICES = ("tool_choice", "function_call")
 _LONGEST_NAME = 80
 
 
 def read_constraint(read: ParameterReader) -> Constraint | None:
-    """The constraint among a request's parameters, whatever its name.
-
-    Raises:
-        InvalidParameter: it is wrong, or there are several.
-    """
+    """The constraint among a request's parameters, whatever its name. Raises InvalidParameter: it is wrong, or there
+    are several."""
     values = {name: read.value(name, kind) for name, kind in FORMS.items()}
     given = [(name, constraint_of(name, value)) for name, value in values.items() if value is not None]
     found = [(name, constraint) for name, constraint in given if constraint is not None]
@@ -71,11 +67,8 @@ def read_constraint(read: ParameterReader) -> Constraint | None:
 
 
 def constraint_of(name: str, value: Any) -> Constraint | None:
-    """The constraint that a field of this name, one of `FORMS`, has; None where it asks for plain text.
-
-    Raises:
-        InvalidParameter: naming the field or the member that is wrong, and what is expected.
-    """
+    """The constraint that a field of this name, one of `FORMS`, has; None where it asks for plain text. Raises
+    InvalidParameter: naming the field or the member that is wrong, and what is expected."""
     if FORMS[name] != "object":
         return Constraint(parameter=name, **_form(name, name.removeprefix("guided_"), value))
     members = ParameterReader({name: value}).optional_object(name) or {}
@@ -93,10 +86,7 @@ def asks(name: str, value: Any) -> bool:
 
 def refuse_unread(values: Mapping[str, Any], unread: Iterable[str], message: str) -> None:
     """Refuse what would constrain the text, were it read here. `message`: what to do, after the parameter's name.
-
-    Raises:
-        InvalidParameter: naming the first.
-    """
+    Raises InvalidParameter: naming the first."""
     for name in sorted(CONSTRAINING.intersection(unread)):
         if asks(name, values.get(name)):
             raise InvalidParameter(name, message)
@@ -134,7 +124,6 @@ def _structured_outputs(parameter: str, values: dict[str, Any]) -> Constraint:
 
 
 def _form(name: str, kind: str, value: Any) -> dict[str, Any]:
-    """The field of `Constraint` that a kind of constraint sets."""
     read = ParameterReader({name: value})
     match kind:
         case "json":

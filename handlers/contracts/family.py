@@ -18,10 +18,10 @@ from handlers.errors import InvalidParameter, InvalidRequest, NotReady, NotServe
 from handlers.loaded_model import LoadedModel
 from handlers.model_settings import ModelSettings
 
+# What the routes of all families say where a custom handler runs the model.
 OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
-"""What the routes of all families say where a custom handler runs the model."""
+# Stalled: the engine has requests and makes no progress; it may recover.
 State = Literal["starting", "ready", "stalled", "failed", "draining", "stopped"]
-"""Stalled: the engine has requests and makes no progress; it may recover."""
 
 
 def error_body(message: str, kind: str, code: int, parameter: str | None = None) -> bytes:
@@ -35,31 +35,21 @@ class ModelView:
 
     settings: ModelSettings
     state: State
-    reason: str
-    """Why it has failed or is stalled; empty if neither."""
-    started_at: float
-    """When the server was started, in seconds since the epoch."""
-    loaded: LoadedModel | None
-    """None until it is loaded, and where a custom handler generates."""
-    engine: str
-    """What runs it: "vllm", "dynamic_batch" or "python"."""
+    reason: str  # Why it has failed or is stalled; empty if neither.
+    started_at: float  # When the server was started, in seconds since the epoch.
+    loaded: LoadedModel | None  # None until it is loaded, and where a custom handler generates.
+    engine: str  # What runs it: "vllm", "dynamic_batch" or "python".
     engine_version: str
-    max_requests: int
-    """Sequences that may run or wait at a time."""
+    max_requests: int  # Sequences that may run or wait at a time.
+    # Further names of the model, for clients that must name one; the empty one is among them.
     model_aliases: tuple[str, ...]
-    """Further names of the model, for clients that must name one; the empty one is among them."""
+    # Ends the call with this request id, the latest if there are several; its client gets an aborted answer.
     abort: Callable[[str], None]
-    """Ends the call with this request id, the latest if there are several; its client gets an aborted answer."""
-    adapters: tuple[Adapter, ...] = ()
-    """Those that are registered."""
+    adapters: tuple[Adapter, ...] = ()  # Those that are registered.
 
     def text(self) -> LoadedModel:
-        """The loaded model.
-
-        Raises:
-            NotReady: it is not loaded.
-            NotServed: it has a custom handler, whose tokenizer is not known.
-        """
+        """The loaded model. Raises NotReady: it is not loaded; NotServed: it has a custom handler, whose tokenizer is
+        not known."""
         if self.loaded is not None:
             return self.loaded
         if self.settings.handler is not None:
@@ -80,28 +70,25 @@ class Operation:
     """What a route does, as /openapi.json and /docs show it."""
 
     summary: str
-    request: Schema | None = None
-    """The body's schema; None: there is no body."""
+    request: Schema | None = None  # The body's schema; None: there is no body.
     request_type: str = "application/json"
+    # By status: what it means, and the body's schema by media type. Errors that the family's `refuse` words, and whose
+    # meaning needs no more words, are left out.
     answers: Mapping[str, tuple[str, Mapping[str, Schema]]] = field(default_factory=dict)
-    """By status: what it means, and the body's schema by media type. Errors that the family's `refuse` words, and whose
-    meaning needs no more words, are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generates:
     """A route on which text is generated."""
 
-    path: str
-    """With `{name}` for one segment, and `{name:int}` for one of digits."""
+    path: str  # With `{name}` for one segment, and `{name:int}` for one of digits.
     contract: Callable[[ContractSetting], Contract]
     methods: tuple[str, ...] = ("POST",)
-    long_body: int = LONG_BODY
-    """Bytes above which a body is parsed in a thread."""
+    long_body: int = LONG_BODY  # Bytes above which a body is parsed in a thread.
+    # Whether a refusal is an event where a stream was asked for, and not the family's `refuse`.
     streams_refusals: bool = False
-    """Whether a refusal is an event where a stream was asked for, and not the family's `refuse`."""
+    # The reply to a path whose parameters alone are wrong, whatever the model's state; None if they are not.
     refuse_path: Callable[[Mapping[str, str], ModelSettings], Reply | None] | None = None
-    """The reply to a path whose parameters alone are wrong, whatever the model's state; None if they are not."""
     about: Operation | None = None
 
 
@@ -110,14 +97,13 @@ class Tells:
     """A route that tells something of the model, whatever its state, and generates nothing."""
 
     path: str
+    # Makes the reply. May raise ContractError, which has its reply, and RequestError, which the family answers. Called
+    # in a thread where the body is long.
     tell: Callable[[Call, ModelView], Reply]
-    """Makes the reply. May raise ContractError, which has its reply, and RequestError, which the family answers. Called
-    in a thread where the body is long."""
+    # Makes the reply where there are several models or none; None: the route is about one.
     tell_all: Callable[[Call, Sequence[ModelView]], Reply] | None = None
-    """Makes the reply where there are several models or none; None: the route is about one."""
     methods: tuple[str, ...] = ("GET",)
-    where: str | None = None
-    """The route takes only bodies with this field; another family's route takes the rest."""
+    where: str | None = None  # The route takes only bodies with this field; another family's route takes the rest.
     about: Operation | None = None
 
     @classmethod
@@ -144,10 +130,8 @@ class Forwards:
 
     path: str
     methods: tuple[str, ...] = ("POST",)
-    prefix: str = ""
-    """The part of `path` that vLLM's own path does not have."""
-    own_handler: bool = False
-    """A custom handler gets such calls as it gets those of `/invocations`."""
+    prefix: str = ""  # The part of `path` that vLLM's own path does not have.
+    own_handler: bool = False  # A custom handler gets such calls as it gets those of `/invocations`.
 
 
 Route = Generates | Tells | Forwards
@@ -159,28 +143,24 @@ class Family:
 
     name: str
     routes: tuple[Route, ...]
+    # Its error reply for anything in `handlers.errors`, on routes of all kinds.
     refuse: Callable[[RequestError], Reply]
-    """Its error reply for anything in `handlers.errors`, on routes of all kinds."""
-    error: Schema
-    """Of an error's JSON object."""
+    error: Schema  # Of an error's JSON object.
+    # The reply where the path is one of the family's, but not with this method; the server adds `allow`.
     wrong_method: Callable[[Call], Reply]
-    """The reply where the path is one of the family's, but not with this method; the server adds `allow`."""
-    body_names_model: bool = False
-    """The bodies of its calls may name the model, in `model`."""
-    prefix: str | None = None
-    """Unknown paths below it belong to the family, too."""
-    not_found: Callable[[Call], Reply] | None = None
-    """The reply to those."""
+    body_names_model: bool = False  # The bodies of its calls may name the model, in `model`.
+    prefix: str | None = None  # Unknown paths below it belong to the family, too.
+    not_found: Callable[[Call], Reply] | None = None  # The reply to those.
 
 
+# Of a text that is only tokenized, in UTF-8: about 300,000 tokens of English. A tokenizer takes up to 200 bytes of
+# memory and 2 µs for each byte. Where text is generated, the model's context bounds the prompt.
 MOST_BYTES = 1 << 20
-"""Of a text that is only tokenized, in UTF-8: about 300,000 tokens of English. A tokenizer takes up to 200 bytes of
-memory and 2 µs for each byte. Where text is generated, the model's context bounds the prompt."""
+# The same where the answer gives each token's place: that takes more memory and twice the time.
 PLACED_BYTES = MOST_BYTES // 2
-"""The same where the answer gives each token's place: that takes more memory and twice the time."""
 MOST_IDS = 1 << 19
+# Bytes of a body: the longest text, and as many ids, with all characters beyond ASCII escaped.
 MOST_BODY = 4 * MOST_BYTES
-"""Bytes of a body: the longest text, and as many ids, with all characters beyond ASCII escaped."""
 
 
 def check_body(call: Call) -> None:
@@ -190,11 +170,7 @@ def check_body(call: Call) -> None:
 
 
 def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:
-    """The text, which is the parameter `name` or made of it.
-
-    Raises:
-        InvalidParameter: it is too long.
-    """
+    """The text, which is the parameter `name` or made of it. Raises InvalidParameter: it is too long."""
     size = len(text) if len(text) > most or text.isascii() else len(text.encode("utf-8", "surrogatepass"))
     if size > most:
         raise InvalidParameter(name, f"may have at most {most} bytes of text, got {size}")

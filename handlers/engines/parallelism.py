@@ -13,17 +13,14 @@ from typing import Any
 Config = Mapping[str, Any]
 
 _GIB = 1 << 30
-MEMORY_SHARE = 0.92
-"""Of a GPU's memory, what vLLM takes by default (`gpu_memory_utilization`)."""
-_CACHE_SHARE = 0.2
-"""Of what vLLM takes, what the KV cache is to have at least. With less, few sequences run together."""
+MEMORY_SHARE = 0.92  # Of a GPU's memory, what vLLM takes by default (`gpu_memory_utilization`).
+_CACHE_SHARE = 0.2  # Of what vLLM takes, what the KV cache is to have at least. With less, few sequences run together.
 _OVERHEAD_BYTES = 2 << 30
+# Of a GPU's memory, for activations, CUDA graphs and the CUDA context: vLLM's batches are larger on larger GPUs.
 _OVERHEAD_SHARE = 0.04
-"""Of a GPU's memory, for activations, CUDA graphs and the CUDA context: vLLM's batches are larger on larger GPUs."""
-_VOCABULARY_PADDING = 64
-"""vLLM pads the vocabulary to a multiple of this before it is shared out."""
+_VOCABULARY_PADDING = 64  # vLLM pads the vocabulary to a multiple of this before it is shared out.
+# vLLM splits the blocks of FP8 scales of experts down to this size where the blocks straddle two GPUs.
 _LEAST_REFINED_BLOCK = 32
-"""vLLM splits the blocks of FP8 scales of experts down to this size where the blocks straddle two GPUs."""
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 _VISION = ("vision_config", "vit_config")
@@ -38,17 +35,15 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_exp
 _STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "linear_num_key_heads", "linear_num_value_heads")
 _STATE_GROUPS = ("mamba_n_groups", "n_groups", "mamba_ngroups")
 _WINDOWED = frozenset({"sliding_attention", "chunked_attention"})
+# Kinds of layers that keep a state of fixed size for a sequence, or nothing.
 _WITHOUT_CACHE = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"})
-"""Kinds of layers that keep a state of fixed size for a sequence, or nothing."""
+# One layer in so many sees the whole context, in families whose config.json does not list its layers.
 _SLIDING_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
-"""One layer in so many sees the whole context, in families whose config.json does not list its layers."""
 
 
 def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:
-    """Return the sizes from 1 to `gpus` that vLLM accepts for a model with this config.json, ascending.
-
-    Every size counts as accepted where the config says nothing.
-    """
+    """Return the sizes from 1 to `gpus` that vLLM accepts for a model with this config.json, ascending. Every size
+    counts as accepted where the config says nothing."""
     return tuple(size for size in range(1, gpus + 1) if size == 1 or _accepted(config, size))
 
 
@@ -60,24 +55,16 @@ class ModelMemory:
     least a fifth of the memory that vLLM takes.
     """
 
-    config: Config
-    """The model's config.json."""
-    weight_bytes: int
-    """Size of all weights; 0 if unknown."""
-    stages: int = 1
-    """Pipeline stages."""
-    memory_share: float = MEMORY_SHARE
-    """Of a GPU's memory, what vLLM may take."""
-    max_model_len: int | None = None
-    """The longest sequence; None: the model's own context length."""
-    cache_element_bytes: int = 2
-    """Bytes of one number in the KV cache."""
+    config: Config  # The model's config.json.
+    weight_bytes: int  # Size of all weights; 0 if unknown.
+    stages: int = 1  # Pipeline stages.
+    memory_share: float = MEMORY_SHARE  # Of a GPU's memory, what vLLM may take.
+    max_model_len: int | None = None  # The longest sequence; None: the model's own context length.
+    cache_element_bytes: int = 2  # Bytes of one number in the KV cache.
 
     def fewest(self, sizes: Sequence[int], gpu_bytes: int) -> tuple[int, str]:
-        """Return the first of these sizes that holds the model, or else the last, and the reason in words.
-
-        `gpu_bytes`: total memory of the smallest GPU; 0 if unknown.
-        """
+        """Return the first of these sizes that holds the model, or else the last, and the reason in words. `gpu_bytes`:
+        total memory of the smallest GPU; 0 if unknown."""
         if not self.weight_bytes or not gpu_bytes:
             unknown = "the GPUs' memory" if self.weight_bytes else "the size of its weights"
             return sizes[-1], f"the most that the model allows, since {unknown} is not known"
@@ -95,10 +82,8 @@ class ModelMemory:
         return left >= max(self.sequence_bytes(size), int(taken * _CACHE_SHARE))
 
     def sequence_bytes(self, size: int) -> int:
-        """Return the bytes of KV cache of the longest sequence, on each of `size` GPUs; 0 if unknown.
-
-        Layers with a sliding window hold that much of it, layers with a recurrent state nothing.
-        """
+        """Return the bytes of KV cache of the longest sequence, on each of `size` GPUs; 0 if unknown. Layers with a
+        sliding window hold that much of it, layers with a recurrent state nothing."""
         text = _text(self.config)
         length = _first(text, _CONTEXT) if self.max_model_len is None else self.max_model_len
         if (rank := text.get("kv_lora_rank")) is not None:
@@ -110,7 +95,6 @@ class ModelMemory:
 
 
 def _tokens(text: Config, layers: int, length: int) -> Iterator[int]:
-    """Yield the tokens that each layer keeps of a sequence of this length."""
     window = min(length, text.get("sliding_window") or text.get("attention_chunk_size") or length)
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds:
@@ -203,7 +187,6 @@ def _quantization(config: Config) -> Config:
 
 
 def _text(config: Config) -> Config:
-    """Return the part of the config that is about the language model."""
     for name in _TEXT:
         if isinstance(config.get(name), Mapping):
             return _text(config[name])

@@ -20,8 +20,8 @@ from handlers.request import GenerationRequest, TokenDelta
 logger = logging.getLogger(__name__)
 
 _WATCH_SECONDS = 0.25
+# Seconds between two looks that count at most: time in which this process itself stood still is not the engine's.
 _LONGEST_LOOK = 2.0
-"""Seconds between two looks that count at most: time in which this process itself stood still is not the engine's."""
 
 
 class Progress:
@@ -31,20 +31,14 @@ class Progress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked_at = clock, clock()
-        self.mark = 0.0
-        """The number that the last look saw; it changes with every sign of life."""
+        self.mark = 0.0  # The number that the last look saw; it changes with every sign of life.
+        # Seconds with work since the last sign of life. Time without work does not count, nor is it a sign of life: the
+        # work may have been given up by its clients, or for its time limit.
         self.quiet_seconds = 0.0
-        """Seconds with work since the last sign of life.
-
-        Time without work does not count, nor is it a sign of life: the work may have been given up by its clients, or
-        for its time limit.
-        """
 
     def look(self, busy: bool, mark: float) -> None:
-        """Record whether the engine has moved.
-
-        `busy`: it has work. `mark`: any number that changes whenever it gives a sign of life.
-        """
+        """Record whether the engine has moved. `busy`: it has work. `mark`: any number that changes whenever it gives a
+        sign of life."""
         now = self._clock()
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK), now
         if mark != self.mark:
@@ -55,20 +49,16 @@ class Progress:
 
 
 class Watchdog:
-    """Looks at an engine four times a second, for as long as it can be watched.
-
-    A look that raises is logged once and makes the engine unhealthy (`failure`); the looks go on.
-    """
+    """Looks at an engine four times a second, for as long as it can be watched. A look that raises is logged once and
+    makes the engine unhealthy (`failure`); the looks go on."""
 
     def __init__(self, look: Callable[[], Awaitable[bool]]) -> None:
         """`look`: ends what waits for ever; returns False when there is nothing more to watch."""
         self._look = look
         self._task: asyncio.Task[None] | None = None
-        self.failure = ""
-        """Why the engine must not serve any more; "" while it may."""
+        self.failure = ""  # Why the engine must not serve any more; "" while it may.
 
     def start(self) -> None:
-        """Begin to watch."""
         self._task = asyncio.create_task(self._run())
 
     def stop(self) -> None:
@@ -112,8 +102,7 @@ class Generation(Protocol):
         """
 
 
-Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]
-"""A function with the signature of `Engine.submit`."""
+Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]  # A function with the signature of `Engine.submit`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +111,8 @@ class EngineHealth:
 
     alive: bool
     reason: str = ""
-    quiet_seconds: float = 0.0
-    """Seconds with work since the last sign of life (`Progress`)."""
-    mark: float = 0.0
-    """A number that changes with every sign of life."""
+    quiet_seconds: float = 0.0  # Seconds with work since the last sign of life (`Progress`).
+    mark: float = 0.0  # A number that changes with every sign of life.
 
 
 class EngineAdapters(Protocol):
@@ -142,38 +129,27 @@ class EngineAdapters(Protocol):
         """
 
     async def change(self, adapter: Adapter) -> None:
-        """Pin an adapter that was added, or load it now, as `pin` and `preload` say.
-
-        Raises:
-            AdapterFailed, NoRoomForAdapter: as in `add`; it stays as it was.
-        """
+        """Pin an adapter that was added, or load it now, as `pin` and `preload` say. Raises AdapterFailed,
+        NoRoomForAdapter: as in `add`; it stays as it was."""
 
     async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
-        """Let no new request have the adapter, and free it when those that run with it have ended.
-
-        `wait`: return when it is free, or after half a minute, while it is being freed as soon as may be.
-        """
+        """Let no new request have the adapter, and free it when those that run with it have ended. `wait`: return when
+        it is free, or after half a minute, while it is being freed as soon as may be."""
 
 
 class Engine(LoadedModel, Protocol):
     """What runs one model."""
 
-    max_sequences: int
-    """Sequences that run together; known once it has started."""
+    max_sequences: int  # Sequences that run together; known once it has started.
+    # The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started. `texts` has a
+    # copy of it.
     tokenizer: Any
-    """The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started. `texts` has
-    a copy of it."""
 
     @property
     def adapters(self) -> EngineAdapters | None:
         """None where the engine has none, or `option.enable_lora` is off; known once it has started."""
 
-    async def start(self) -> None:
-        """Load the model.
-
-        Raises:
-            EngineStartError: it cannot be loaded; the message says why.
-        """
+    async def start(self) -> None: ...
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         """Begin generating; the answer goes to `sink`.
@@ -187,11 +163,8 @@ class Engine(LoadedModel, Protocol):
         """
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
-        """Return the request's prompt as token ids, truncated as it asks.
-
-        Raises:
-            InvalidRequest: it is empty, or too long for the model.
-        """
+        """Return the request's prompt as token ids, truncated as it asks. Raises InvalidRequest: it is empty, or too
+        long for the model."""
 
     def health(self) -> EngineHealth:
         """Tell whether the engine can serve. Cheap: asks no other process."""
@@ -222,11 +195,8 @@ class _FirstDelta:
 
 
 async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
-    """Return the first delta of an answer, which ends there; the only one of a single sequence without a stream.
-
-    Raises:
-        RequestError: the request was refused or has failed.
-    """
+    """Return the first delta of an answer, which ends there; the only one of a single sequence without a stream. Raises
+    RequestError: the request was refused or has failed."""
     sink = _FirstDelta()
     generation = await submit(request, sink)
     try:
@@ -252,7 +222,6 @@ class SequenceGroup:
         self._failed = False
 
     def on_delta(self, delta: TokenDelta) -> None:
-        """Take a delta of one of the sequences."""
         if self._failed:
             return
         if delta.last:
@@ -266,7 +235,6 @@ class SequenceGroup:
             self._emit()
 
     def on_error(self, error: RequestError) -> None:
-        """One sequence has failed, and with it the request."""
         if not self._failed:
             self._failed = True
             self._sink.on_error(error)

@@ -15,10 +15,9 @@ from pydantic import ValidationError
 
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 
-_SHOWN = 800
-"""Characters: what is sent from a process must fit into a pipe at once."""
+_SHOWN = 800  # Characters: what is sent from a process must fit into a pipe at once.
+# Python's and PyTorch's, by name: PyTorch is not imported here.
 _OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})
-"""Python's and PyTorch's, by name: PyTorch is not imported here."""
 _SIGNS = re.compile(
     r"No available memory for the cache blocks"
     r"|is needed, which is larger than the available KV cache memory"
@@ -29,8 +28,8 @@ _SIGNS = re.compile(
     r"|(CUDA|HIP|XPU) out of memory|CUDA error: out of memory|DefaultCPUAllocator: can't allocate memory"
     r"|Cannot allocate memory \(os error 12\)"
 )
+# vLLM's engine process got SIGKILL: so the kernel ends a process when memory runs out.
 _KILLED = re.compile(r"Engine core initialization failed\..*Failed core proc\(s\): \{[^}]*: -9\b", re.DOTALL)
-"""vLLM's engine process got SIGKILL: so the kernel ends a process when memory runs out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,6 @@ class StartFailure:
     out_of_memory: bool
 
     def error(self, what: str) -> EngineStartError:
-        """Return an exception that says that `what` could not be done."""
         kind = EngineOutOfMemory if self.out_of_memory else EngineStartError
         return kind(f"{what}: {self.reason}")
 

@@ -16,11 +16,7 @@ from handlers.segments import LONG_TEXT
 
 
 def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabulary_size: int) -> None:
-    """Refuse too many of them, and those that no token has.
-
-    Raises:
-        InvalidParameter: naming the parameter.
-    """
+    """Refuse too many of them, and those that no token has. Raises InvalidParameter: naming the parameter."""
     if len(token_ids) > limit:
         raise InvalidParameter(name, f"must hold at most {limit} token ids, got {len(token_ids)}")
     # An id beyond the vocabulary would be an index beyond the logits in the engine's process.
@@ -31,12 +27,15 @@ def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabular
         )
 
 
-def check_beams(sampling: SamplingParameters) -> None:
-    """Refuse what a beam search, which knows the model's own probabilities alone, would not keep to.
+def end_token_ids(configured: int | list[int] | None, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a text: `configured`, by the model's generation config, and its tokenizer's own."""
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(token_id for token_id in (*ids, tokenizer.eos_token_id) if token_id is not None)
 
-    Raises:
-        InvalidParameter: naming the parameter.
-    """
+
+def check_beams(sampling: SamplingParameters) -> None:
+    """Refuse what a beam search, which knows the model's own probabilities alone, would not keep to. Raises
+    InvalidParameter: naming the parameter."""
     if sampling.constraint is not None:
         raise InvalidParameter(sampling.constraint.parameter, _NOT_WITH_BEAMS)
     for name in ("allowed_token_ids", "bad_words", "logit_bias"):
@@ -45,19 +44,15 @@ def check_beams(sampling: SamplingParameters) -> None:
 
 
 _NOT_WITH_BEAMS = "cannot be used together with beam search"
-_PROMPT_CONTEXT = 16
-"""Tokens of the prompt in front of the answer; decoding all of a long one would take milliseconds."""
-_CONTEXT = 8
-"""Tokens that a slow tokenizer needs to see in front of the next one."""
+_PROMPT_CONTEXT = 16  # Tokens of the prompt in front of the answer; decoding all of a long one would take milliseconds.
+_CONTEXT = 8  # Tokens that a slow tokenizer needs to see in front of the next one.
+# The beginning of the message of `tokenizers` for a stream that has lost its place.
 _INVALID_PREFIX = "Invalid prefix encountered"
-"""The beginning of the message of `tokenizers` for a stream that has lost its place."""
 
 
 class TokenTexts:
-    """The texts that the tokens of an answer add to it: "" while a character is incomplete.
-
-    The texts, joined, are the text of the answer where it follows that of `prompt_ids`.
-    """
+    """The texts that the tokens of an answer add to it: "" while a character is incomplete. The texts, joined, are the
+    text of the answer where it follows that of `prompt_ids`."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
@@ -71,7 +66,6 @@ class TokenTexts:
             self._hidden = frozenset(tokenizer.all_special_ids)
 
     def add(self, token_id: int) -> str:
-        """Return the text of the next token."""
         return self._step_fast(token_id) if self._fast is not None else self._step_slow(token_id)
 
     def _step_fast(self, token_id: int) -> str:
@@ -121,19 +115,15 @@ class HeldTokens:
         self._free = 0  # characters that may be shown and that no token has taken yet
 
     def add(self, token: Token) -> None:
-        """Let a token wait."""
         self._tokens.append(token)
 
     def take_all(self) -> list[Token]:
-        """Return all that wait."""
         tokens, self._tokens = self._tokens, []
         return tokens
 
     def release(self, characters: int, finished: bool) -> list[Token]:
-        """Return the tokens whose text may be shown now that so many more characters may.
-
-        `finished`: return all, without the text that belongs to a stop string.
-        """
+        """Return the tokens whose text may be shown now that so many more characters may. `finished`: return all,
+        without the text that belongs to a stop string."""
         tokens = self._tokens
         self._free += characters
         released = 0
@@ -155,10 +145,8 @@ def split_text(
     skip_special_tokens: bool,
     prompt_ids: Sequence[int] = (),
 ) -> list[Token]:
-    """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`.
-
-    A character that takes several tokens comes whole with the last of them.
-    """
+    """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`. A character
+    that takes several tokens comes whole with the last of them."""
     texts = TokenTexts(tokenizer, prompt_ids, skip_special_tokens)
     return [Token(i, texts.add(i), None, i in special_ids) for i in token_ids]
 
@@ -189,11 +177,8 @@ class PromptTokenizer:
         self._most_characters = max_model_len * texts.longest_token
 
     async def token_ids(self, request: GenerationRequest) -> list[int]:
-        """Return the request's prompt as token ids, truncated as it asks.
-
-        Raises:
-            InvalidRequest: it is empty, or too long for the model.
-        """
+        """Return the request's prompt as token ids, truncated as it asks. Raises InvalidRequest: it is empty, or too
+        long for the model."""
         ids = list(request.prompt) if isinstance(request.prompt, tuple) else await self._encode(request.prompt, request)
         if request.truncate_prompt_tokens is not None:
             ids = self._truncate(ids, request.truncate_prompt_tokens)

@@ -46,18 +46,18 @@ def formatters_of(module: ModuleType) -> Formatters:
     )
 
 
+# What LMI calls, with option.async_mode and without it.
 _SIGNATURES = {
     ("input", True): "f(decoded_payload: dict, tokenizer=None, **kwargs) -> dict",
     ("output", True): "f(response) -> dict | str | object",
     ("input", False): "f(input_item: Input, **kwargs) -> RequestInput",
     ("output", False): "f(request_output: RequestOutput) -> str",
 }
-"""What LMI calls, with option.async_mode and without it."""
+# Types in annotations that show for which of the two a formatter was written.
 _TYPES = {
     True: frozenset({"dict", "Dict", "Mapping", "MutableMapping"}),
     False: frozenset({"Input", "RequestInput", "TextInput", "RequestOutput", "TextGenerationOutput"}),
 }
-"""Types in annotations that show for which of the two a formatter was written."""
 
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -65,9 +65,7 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 def kind_fault(formatters: Formatters, *, async_mode: bool) -> str:
     """What is wrong with formatters that the model's mode cannot call, and what they should be; empty if nothing is.
-
-    Parameters and annotations tell; a function without annotations may be of either kind.
-    """
+    Parameters and annotations tell; a function without annotations may be of either kind."""
     for kind, function in (("input", formatters.input), ("output", formatters.output)):
         if function is None or not (fault := _fault(function, kind, async_mode)):
             continue
@@ -118,10 +116,7 @@ def _type_names(annotation: Any) -> set[str]:
 
 async def add_packages(settings: ModelSettings, imports: ModelImports) -> None:
     """Install the model's `requirements.txt`, and make the packages importable that this process does not have itself.
-
-    Raises:
-        EngineStartError: the environment for them cannot be made, or pip fails.
-    """
+    Raises EngineStartError: the environment for them cannot be made, or pip fails."""
     handler = HandlerSettings(
         entry_point=str(settings.formatters or ""),
         offline=settings.offline,
@@ -138,9 +133,8 @@ async def add_packages(settings: ModelSettings, imports: ModelImports) -> None:
 def load_formatters(settings: ModelSettings, imports: ModelImports) -> Formatters | None:
     """Import the model's `model.py`; None where it has no formatters. They can be used until `imports` are removed.
 
-    Raises:
-        EngineStartError: it cannot be imported, with file and line; it has no function of the name in
-            `option.output_formatter`; or a formatter is not of the kind that the model's mode calls.
+    Raises EngineStartError: it cannot be imported, with file and line; it has no function of the name in
+    `option.output_formatter`; or a formatter is not of the kind that the model's mode calls.
     """
     path = settings.formatters
     if path is None:
@@ -174,15 +168,12 @@ def _import(path: Path, model: str) -> ModuleType:
         raise EngineStartError(f"{path.name} cannot be imported: {described(error, directory)}") from error
 
 
-_own_directories: list[str] = []
-"""The directories of all loaded models, each once for each model that has it."""
+_own_directories: list[str] = []  # The directories of all loaded models, each once for each model that has it.
 
 
 class ModelImports:
-    """The entries of `sys.path` that one model adds, and the modules that come from its own directory.
-
-    A directory of several models is on `sys.path` once for each, so that it stays until the last of them is unloaded.
-    """
+    """The entries of `sys.path` that one model adds, and the modules that come from its own directory. A directory of
+    several models is on `sys.path` once for each, so that it stays until the last of them is unloaded."""
 
     def __init__(self) -> None:
         self._places: list[str] = []
@@ -208,10 +199,8 @@ class ModelImports:
         self._places.append(str(directory))
 
     def remove(self) -> None:
-        """Undo the additions, and remove the modules of the model's own directory from `sys.modules`.
-
-        Packages stay imported, because many cannot be imported a second time.
-        """
+        """Undo the additions, and remove the modules of the model's own directory from `sys.modules`. Packages stay
+        imported, because many cannot be imported a second time."""
         for place in self._places:
             with contextlib.suppress(ValueError):  # the model's code has removed it
                 sys.path.remove(place)

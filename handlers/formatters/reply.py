@@ -1,4 +1,4 @@
-"""A customer's formatters of LMI's asynchronous mode around vLLM's front end."""
+"""Replies of vLLM's front end on their way to LMI's clients: in LMI's shape, or through a customer's formatters."""
 
 from __future__ import annotations
 
@@ -7,15 +7,70 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from handlers.contracts.lmi.chat import AsyncShape, error_of, events, is_error
+from handlers.contracts.lmi.chat import AsyncShape, Shape, error_of, events, is_error
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, failed_dependency, payload_error
 from handlers.contracts.lmi.formatters import PayloadFormatters
 from handlers.contracts.protocol import Call, Reply, ReplyWriter, Running
 from handlers.errors import GenerationFailed, RequestError
 from handlers.formatters.thread import FormatterQueue, FormatterThread
 
-_END = b""
-"""In the place of an event: there are no more."""
+_END = b""  # In the place of an event: there are no more.
+
+
+class ShapedReply:
+    """Implements `ReplyWriter`: passes vLLM's replies on to another writer in LMI's shape."""
+
+    def __init__(self, writer: ReplyWriter, shape: Shape) -> None:
+        self._writer, self.shape = writer, shape
+        self._headers: tuple[tuple[str, str], ...] = ()
+        self._status = 0
+        self._started = self._ended = False
+
+    def reply(self, reply: Reply) -> None:
+        if reply.status == 200 and reply.content_type.startswith("text/event-stream"):  # a stream that came whole
+            self.start(reply.status, reply.content_type, reply.headers)
+            self.end(reply.body)
+        else:
+            self._writer.reply(self.shape.reply(reply))
+
+    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        """Wait for the first event: if that is an error, the reply is no stream."""
+        self._status, self._headers = status, headers
+
+    def write(self, data: bytes) -> None:
+        for event in events(data):
+            self._event(event)
+
+    def write_latest(self, part: Callable[[], bytes]) -> None:
+        self.write(part())
+
+    def end(self, data: bytes) -> None:
+        self.write(data)
+        if self._ended:
+            return
+        if not self._started:
+            self._begin()
+        self._ended = True
+        self._writer.end(b"")
+
+    async def drain(self) -> None:
+        await self._writer.drain()
+
+    def _event(self, event: bytes) -> None:
+        if self._ended:
+            return
+        if not self._started and is_error(event):
+            self._ended = True
+            self._writer.reply(self.shape.reply(Reply(error_of(event).code, JSON, event)))
+            return
+        if data := self.shape.event(event):
+            if not self._started:
+                self._begin()
+            self._writer.write(data)
+
+    def _begin(self) -> None:
+        self._started = True
+        self._writer.start(self._status, self.shape.stream_type, self._headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,63 +79,48 @@ class Formatting:
 
     formatters: PayloadFormatters
     thread: FormatterThread
+    # vLLM's object for the body of an answer on a path of its front end; needed where there is an output formatter.
     answer_object: Callable[[str, bytes], Any] | None = None
-    """vLLM's object for the body of an answer on a path of its front end; needed where there is an output formatter."""
 
     async def of_call(self, change: Callable[[Call], Call], call: Call) -> Call:
-        """The call as one of the formatters' methods changes it.
-
-        Raises:
-            ContractError: the call is refused.
-        """
+        """The call as one of the formatters' methods changes it. Raises ContractError: the call is refused."""
         try:
             return await self.thread.run(partial(change, call))
         except RequestError as error:
             raise failed_dependency(error.message) from None
 
 
-class FormattedReply:
-    """Implements `ReplyWriter`: passes vLLM's replies on to another writer, as a customer's output formatter has them.
+class FormattedReply(ShapedReply):
+    """Passes vLLM's replies on as a customer's output formatter has them.
 
     The formatter gets vLLM's object for a whole answer, and each event of a stream as vLLM has sent it. Errors are not
     the formatter's.
     """
 
     def __init__(self, writer: ReplyWriter, formatting: Formatting, shape: AsyncShape, path: str) -> None:
-        self._writer, self._formatting, self._shape, self._path = writer, formatting, shape, path
+        super().__init__(writer, shape)
+        self._formatting, self._path = formatting, path
         self._queue: FormatterQueue[Reply | bytes] = FormatterQueue(formatting.thread, self._format, self._take)
-        self._status = 0
-        self._headers: tuple[tuple[str, str], ...] = ()
-        self._started = self._ended = False
-        self.running: Running | None = None
-        """What ends the generation if the formatter fails."""
+        self.running: Running | None = None  # What ends the generation if the formatter fails.
 
     def reply(self, reply: Reply) -> None:
         if reply.status >= 400:
             self._ended = True
-            self._writer.reply(self._shape.reply(reply))
+            super().reply(reply)
         else:
             self._queue.put(reply)
 
-    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """Wait for the first event: if that is an error, the reply is no stream."""
-        self._status, self._headers = status, headers
-
-    def write(self, data: bytes) -> None:
-        for event in events(data) if not self._ended else ():
-            self._queue.put(event)
-
-    def write_latest(self, part: Callable[[], bytes]) -> None:
-        self.write(part())
-
     def end(self, data: bytes) -> None:
         self.write(data)
-        if not self._ended:
-            self._queue.put(_END)
+        self._event(_END)
 
     async def drain(self) -> None:
         await self._queue.drain()
-        await self._writer.drain()
+        await super().drain()
+
+    def _event(self, event: bytes) -> None:
+        if not self._ended:
+            self._queue.put(event)
 
     def _format(self, item: Reply | bytes) -> bytes:
         """On the formatters' thread: the line of a whole answer or of an event."""
@@ -103,8 +143,7 @@ class FormattedReply:
                 self._writer.reply(Reply(item.status, JSON, line, item.headers))
                 return
             if not self._started:
-                self._started = True
-                self._writer.start(self._status, self._shape.stream_type, self._headers)
+                self._begin()
             if item == _END:
                 self._ended = True
                 self._writer.end(line)
@@ -119,8 +158,8 @@ class FormattedReply:
         if self.running is not None:
             self.running.cancel()
         if isinstance(error, _VllmFailed):
-            refusal = self._shape.reply(Reply(error_of(error.event).code, JSON, error.event))
-            last = self._shape.event(error.event)
+            refusal = self.shape.reply(Reply(error_of(error.event).code, JSON, error.event))
+            last = self.shape.event(error.event)
         else:
             last = payload_error(error.message if isinstance(error, GenerationFailed) else f"internal error: {error}")
             refusal = Reply(FAILED_DEPENDENCY, JSON, last)

@@ -16,17 +16,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ITEMS_PER_JOB = 16
-"""Other replies' formatters have their turn after so many."""
-_MOST_WAITING = 64
-"""Items of one reply that may wait before `drain` does."""
+_ITEMS_PER_JOB = 16  # Other replies' formatters have their turn after so many.
+_MOST_WAITING = 64  # Items of one reply that may wait before `drain` does.
 
 
 class FormatterThread:
-    """The thread of all formatters of a model. For the event loop alone.
-
-    A call that takes longer than `time_limit` seconds fails. Its thread cannot be stopped; the next call gets another.
-    """
+    """The thread of all formatters of a model. For the event loop alone. A call that takes longer than `time_limit`
+    seconds fails. Its thread cannot be stopped; the next call gets another."""
 
     def __init__(self, time_limit: float) -> None:
         self._time_limit = time_limit
@@ -34,11 +30,8 @@ class FormatterThread:
         self._executor: ThreadPoolExecutor | None = None
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` after all that was given before, and return its result.
-
-        Raises:
-            GenerationFailed: it took too long, or would have ended the server.
-        """
+        """Run `work` after all that was given before, and return its result. Raises GenerationFailed: it took too long,
+        or would have ended the server."""
         async with self._turn:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="formatters")
@@ -85,7 +78,6 @@ class FormatterQueue(Generic[T]):
         self._room.set()
 
     def put(self, item: T) -> None:
-        """Add an item."""
         self._waiting.append(item)
         if len(self._waiting) > _MOST_WAITING:
             self._room.clear()
@@ -93,7 +85,6 @@ class FormatterQueue(Generic[T]):
             self._task = asyncio.create_task(self._run())
 
     def close(self) -> None:
-        """Drop what waits."""
         self._waiting.clear()
         self._room.set()
 

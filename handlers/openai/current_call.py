@@ -28,26 +28,17 @@ class OpenAICall:
         self._queue, self.engine = queue, queue.engine
         self._held = 0
         self._closed = False
-        self.any_model = any_model
-        """No `model` in its body is refused."""
-        self.form_name = "structured_outputs"
-        """What its body calls the form that its text is to have."""
+        self.any_model = any_model  # No `model` in its body is refused.
+        self.form_name = "structured_outputs"  # What its body calls the form that its text is to have.
+        # Adapters that are kept for the call, by name; a beam search asks for its own several times.
         self.adapters: dict[str, Claim] = {}
-        """Adapters that are kept for the call, by name; a beam search asks for its own several times."""
-        self.generates = False
-        """It was admitted to the queue."""
-        self.submitted = False
-        """Its body has been read, and something of it is to be generated."""
-        self.failed = ""
-        """Why the engine gave up on one of its requests; empty if it did not."""
+        self.generates = False  # It was admitted to the queue.
+        self.submitted = False  # Its body has been read, and something of it is to be generated.
+        self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.
 
     def take(self, sequences: int) -> None:
-        """Take places for sequences of this call.
-
-        Raises:
-            InvalidRequest: the call would never fit, or has ended.
-            Overloaded: there are not enough now.
-        """
+        """Take places for sequences of this call. Raises InvalidRequest: the call would never fit, or has ended;
+        Overloaded: there are not enough now."""
         limit = self._queue.limit
         if self._closed:  # something that outlives its call, such as a response in the background
             raise InvalidRequest("the call has ended; nothing can be generated for it any more")
@@ -71,7 +62,6 @@ class OpenAICall:
         return kept
 
     def close(self) -> None:
-        """Give everything back."""
         self.release(self._held)
         for claim in self.adapters.values():
             claim.release()
@@ -79,5 +69,5 @@ class OpenAICall:
         self._closed = True
 
 
+# The call that the running task works for; tasks that it starts inherit it.
 current_call: ContextVar[OpenAICall] = ContextVar("current_call")
-"""The call that the running task works for; tasks that it starts inherit it."""

@@ -20,13 +20,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import (
-    GenerationError,
-    GracefulHTTPError,
-    VLLMClientError,
-    VLLMNotFoundError,
-    VLLMValidationError,
-)
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError, VLLMNotFoundError, VLLMValidationError
 from vllm.outputs import STREAM_FINISHED
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -49,18 +43,14 @@ from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall, current_call
 
 _INT64 = 2**63
-_MOST_NESTED = 32
-"""Levels of `kv_transfer_params` and of `vllm_xargs`."""
+_MOST_NESTED = 32  # Levels of `kv_transfer_params` and of `vllm_xargs`.
+# What goes to the engine process as 64-bit numbers.
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
-"""What goes to the engine process as 64-bit numbers."""
 
 
 def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) -> None:
     """Refuse sampling parameters that would harm the engine or have no effect; `params`: vLLM's `SamplingParams`.
-
-    Raises:
-        InvalidParameter: the parameter is named.
-    """
+    Raises InvalidParameter: the parameter is named."""
     if params.prompt_logprobs is not None and not limits.prompt_logprobs:
         raise InvalidParameter("prompt_logprobs", f"cannot be given: {NO_PROMPT_LOGPROBS}")
     limits.check_listed_tokens(params)
@@ -120,10 +110,8 @@ class EngineClient:
         return getattr(self._llm, name)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuse a call before its prompt is rendered, where it is clear that it gets no places.
-
-        Raises as `generate`.
-        """
+        """Refuse a call before its prompt is rendered, where it is clear that it gets no places. Raises as
+        `generate`."""
         call = current_call.get()
         with _vllms_errors():
             call.take(n)
@@ -205,10 +193,8 @@ class EngineClient:
         return ids
 
     async def _adapter(self, call: OpenAICall, name: str) -> Any:
-        """What vLLM is told of the adapter of this name, which is in its memory until the call ends.
-
-        It is looked up anew: another one may have taken its place since the front end did.
-        """
+        """What vLLM is told of the adapter of this name, which is in its memory until the call ends. It is looked up
+        anew: another one may have taken its place since the front end did."""
         assert self._engine.adapters is not None
         claim = call.adapters.get(name) or call.keep(name, await self._engine.adapters.claim(name))
         return claim.request
@@ -224,11 +210,7 @@ class _Request:
         self._open = True
 
     def watch(self, request_id: str) -> None:
-        """Find the request's sequences.
-
-        Raises:
-            RuntimeError: vLLM keeps them elsewhere than it did.
-        """
+        """Find the request's sequences. Raises RuntimeError: vLLM keeps them elsewhere than it did."""
         output_processor = self._llm.output_processor
         states = [output_processor.request_states[i] for i in output_processor.external_req_ids.get(request_id, ())]
         own = [state for state in states if state.queue is self._queue]  # ids are the clients', who may use one twice
@@ -274,11 +256,8 @@ class _Request:
 
 
 def _check_end(output: Any, params: Any) -> None:
-    """Say it where the engine has ended a request for what its parameters leave no token.
-
-    Raises:
-        VLLMValidationError: that is so.
-    """
+    """Say it where the engine has ended a request for what its parameters leave no token. Raises VLLMValidationError:
+    that is so."""
     if params.structured_outputs is None or all(sequence.finish_reason != "error" for sequence in output.outputs):
         return
     if (error := no_token_left(params)) is not None:

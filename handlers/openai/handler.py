@@ -30,15 +30,7 @@ from handlers.contracts.openai.constraints import (
 )
 from handlers.contracts.openai.contract import OpenAIContract
 from handlers.contracts.openai.family import ALIASED, error_reply, refuse
-from handlers.contracts.protocol import (
-    LONG_BODY,
-    Call,
-    Exchange,
-    Reply,
-    ReplyWriter,
-    Running,
-    adapter_header,
-)
+from handlers.contracts.protocol import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
 from handlers.engine_handler import EngineQueue, RunningCall
 from handlers.engines.choice import is_vllm
 from handlers.errors import InvalidParameter, Overloaded, RequestError, UnknownAdapter
@@ -48,22 +40,18 @@ from handlers.openai.current_call import OpenAICall, current_call
 logger = logging.getLogger(__name__)
 
 EVENTS = "text/event-stream"
-_LONG_CHAT = 16 * 1024
-"""Bytes; a template may be slow, so that longer ones are parsed in a thread."""
-_PREFIXES = ("chatcmpl-", "cmpl-")
-"""Before the HTTP request's id in those of vLLM's answers."""
-_ONE_OF_MANY = re.compile(r"[-_]\d+$")
-"""After it, in the requests of an answer to several prompts or conversations."""
+_LONG_CHAT = 16 * 1024  # Bytes; a template may be slow, so that longer ones are parsed in a thread.
+_PREFIXES = ("chatcmpl-", "cmpl-")  # Before the HTTP request's id in those of vLLM's answers.
+_ONE_OF_MANY = re.compile(r"[-_]\d+$")  # After it, in the requests of an answer to several prompts or conversations.
+# Request headers that are written anew for the application.
 _OURS = frozenset({b"content-length", b"transfer-encoding", b"x-request-id"})
-"""Request headers that are written anew for the application."""
 _FRAMING = frozenset({"content-type", "content-length"})
 
 _CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES})
+# What is between the parts of a document. Texts have them too, one to a token at most, but for a few odd ones.
 _MARKS = (b"{", b"[", b",")
-"""What is between the parts of a document. Texts have them too, one to a token at most, but for a few odd ones."""
 _MARKS_PER_TOKEN, _FURTHER_MARKS = 4, 10_000
-_MARKS_OF_PROMPTS = 2_000_000
-"""Token ids of many prompts; these cost a tenth of what messages do."""
+_MARKS_OF_PROMPTS = 2_000_000  # Token ids of many prompts; these cost a tenth of what messages do.
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
@@ -78,13 +66,8 @@ def import_front_end(settings: ModelSettings) -> None:
 
 
 async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: Sequence[str]) -> OpenAIHandler | None:
-    """What serves OpenAI's routes for a loaded model; None where the engine is not vLLM.
-
-    `aliases`: further names that a request may call the model by.
-
-    Raises:
-        EngineStartError: vLLM's front end refuses an option of the model.
-    """
+    """What serves OpenAI's routes for a loaded model; None where the engine is not vLLM. `aliases`: further names that
+    a request may call the model by. Raises EngineStartError: vLLM's front end refuses an option of the model."""
     if not is_vllm(settings):
         return None
     from handlers.openai.engine_client import EngineClient
@@ -112,14 +95,11 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
 class VllmApp:
     """vLLM's front end of a model."""
 
-    app: Any
-    """FastAPI's application."""
-    llm: Any
-    """vLLM's engine, which knows requests by the ids of their answers."""
-    parses_tools: bool = False
-    """The model has a parser of tool calls."""
+    app: Any  # FastAPI's application.
+    llm: Any  # vLLM's engine, which knows requests by the ids of their answers.
+    parses_tools: bool = False  # The model has a parser of tool calls.
+    # The answer to an exception of the application; None if it is none of the client's.
     refusal: Callable[[BaseException], Reply | None] = lambda _: None
-    """The answer to an exception of the application; None if it is none of the client's."""
 
 
 class OpenAIHandler:
@@ -136,8 +116,8 @@ class OpenAIHandler:
         """`contract`: None: everything goes to vLLM's front end. `model`, `adapters`: names in bodies; adapters come
         and go."""
         self._vllm, self._queue, self._contract, self._model, self._adapters = vllm, queue, contract, model, adapters
+        # One long body at a time: vLLM's renderer copies its tokenizer for each thread that uses it.
         self._long = asyncio.Lock()
-        """One long body at a time: vLLM's renderer copies its tokenizer for each thread that uses it."""
         self._aborting: set[asyncio.Task[None]] = set()
 
     def openapi(self) -> dict[str, Any]:
@@ -146,10 +126,8 @@ class OpenAIHandler:
         return document
 
     def abort(self, request_id: str) -> None:
-        """End the requests whose answer (`chatcmpl-...`) or HTTP request has this id.
-
-        Their clients get what there is of the answer, with the finish reason `abort`.
-        """
+        """End the requests whose answer (`chatcmpl-...`) or HTTP request has this id. Their clients get what there is
+        of the answer, with the finish reason `abort`."""
         ids = [known for known in self._vllm.llm.output_processor.external_req_ids if _belongs(known, request_id)]
         if ids and not self._vllm.llm.errored:
             task = asyncio.create_task(self._vllm.llm.abort(ids))
@@ -166,14 +144,8 @@ class OpenAIHandler:
     async def begin(
         self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
     ) -> Running:
-        """Answer the call as one to `path`.
-
-        `any_model`: no `model` in its body is refused. `adapter`: takes the place of that `model`; "" is the model
-        itself.
-
-        Raises:
-            UnknownAdapter: it is not registered.
-        """
+        """Answer the call as one to `path`. `any_model`: no `model` in its body is refused. `adapter`: takes the place
+        of that `model`; "" is the model itself. Raises UnknownAdapter: it is not registered."""
         if adapter and call.body and adapter not in self._adapters:
             raise UnknownAdapter(adapter)
         if (exchange := await self._understood(call, path, any_model, adapter)) is not None:
@@ -225,14 +197,11 @@ def _belongs(known: str, request_id: str) -> bool:
 
 class _RunningCall:
     """One call in vLLM's front end, as a task of its own, which gets `_receive` and `_send` as any ASGI application.
-
-    Implements `Running`.
-    """
+    Implements `Running`."""
 
     def __init__(
         self, vllm: VllmApp, held: OpenAICall, call: Call, writer: ReplyWriter, path: str, model: str | None
     ) -> None:
-        """`model`: takes the place of the body's."""
         self._vllm, self._held, self._call, self._writer, self._path = vllm, held, call, writer, path
         self._model = model
         self._gone = asyncio.Event()
@@ -382,8 +351,7 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
     the one that the text is to have, for the engine's refusals. Null fields of a chat's messages are absent: TGI's
     Python client sends every field, and TGI takes null for absent, as our contracts do.
 
-    Raises:
-        InvalidParameter: vLLM would not enforce one of the constraints.
+    Raises InvalidParameter: vLLM would not enforce one of the constraints.
     """
     try:
         document = _decode(call.body)

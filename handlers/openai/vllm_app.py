@@ -58,12 +58,13 @@ from handlers.openai.current_call import current_call
 
 logger = logging.getLogger(__name__)
 
+# Loggers that report on one request each.
 _OF_REQUESTS = (
     *("vllm.entrypoints.openai.", "vllm.entrypoints.anthropic.", "vllm.entrypoints.serve.tokenize."),
     *("vllm.entrypoints.serve.exception_handling.", "vllm.renderers.", "vllm.tool_parsers.", "vllm.reasoning."),
 )
-"""Loggers that report on one request each."""
 _LONGEST = 200
+# Chats that show whether two ways to render are the same.
 _TRIALS: tuple[list[Any], ...] = (
     [{"role": "user", "content": ""}],
     [{"role": "user", "content": " <b>a</b>\n"}],
@@ -73,7 +74,6 @@ _TRIALS: tuple[list[Any], ...] = (
         {"role": "user", "name": "d", "content": "e"},
     ],
 )
-"""Chats that show whether two ways to render are the same."""
 
 
 _ROUTERS = (
@@ -135,8 +135,7 @@ async def build(
     `names`: the model's, the first of which is in every answer. `accepts`: says of a name that is none of them whether
     it will do as well. `adapters`: vLLM's requests for adapters by their names, as they come and go.
 
-    Raises:
-        EngineStartError: this vLLM refuses an argument.
+    Raises EngineStartError: this vLLM refuses an argument.
     """
     lower_client_errors()
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
@@ -174,9 +173,7 @@ def front_end(
     app: FastAPI, config: Any, model: str, accepts: Callable[[str], bool], adapters: Collection[str]
 ) -> FrontEnd | None:
     """What an application of `build` makes of common requests; None where its answers have more than ours show.
-
-    `config`: vLLM's whole configuration. The rest as in `build`.
-    """
+    `config`: vLLM's whole configuration. The rest as in `build`."""
     chat, completions = app.state.openai_serving_chat, app.state.openai_serving_completion
     if not isinstance(chat.renderer, HfRenderer) or _shows_more(completions, config):
         return None
@@ -250,11 +247,8 @@ def chat_renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
 
 
 def _direct_renderer(renderer: HfRenderer, params: Any) -> Callable[[list[dict[str, Any]]], str]:
-    """The same with all done once that is alike for each request, in a fifth of the time.
-
-    Raises:
-        Exception: something about the model or its template is not alike.
-    """
+    """The same with all done once that is alike for each request, in a fifth of the time. Raises Exception: something
+    about the model or its template is not alike."""
     config, tokenizer = renderer.model_config, renderer.get_tokenizer()
     owners = [owner for owner in type(tokenizer).__mro__ if "apply_chat_template" in vars(owner)]
     if [owner for owner in owners if owner.__module__ != vllm.tokenizers.hf.__name__] != [PreTrainedTokenizerBase]:
@@ -326,9 +320,7 @@ def _is_clients(error: BaseException) -> bool:
 
 def refusal(error: BaseException) -> Reply | None:
     """The answer to an exception that left the application after a reply had begun; None if it is the server's fault.
-
-    vLLM's responses are generated once their stream has begun, and it has no answer to what is refused then.
-    """
+    vLLM's responses are generated once their stream has begun, and it has no answer to what is refused then."""
     if isinstance(error, RuntimeError) and error.__cause__ is not None:  # Starlette's, for one that has a handler
         error = error.__cause__
     if not isinstance(error, VLLMClientError | GracefulHTTPError):
@@ -338,9 +330,7 @@ def refusal(error: BaseException) -> Reply | None:
 
 
 def _choose_tool_grammar(backend: str) -> None:
-    """Have named and required tools constrained by the JSON schema of their calls, as every back end can.
-
-    vLLM's newer way, grammars of each model's own syntax, is xgrammar's alone; the others refuse the request.
-    """
+    """Have named and required tools constrained by the JSON schema of their calls, as every back end can. vLLM's newer
+    way, grammars of each model's own syntax, is xgrammar's alone; the others refuse the request."""
     if backend != "xgrammar":
         os.environ.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")

@@ -18,14 +18,12 @@ from handlers.workers.worker import Worker
 
 logger = logging.getLogger("handlers.workers")
 
-MAX_BATCH = 999
-"""Entries are numbered with three digits, from 0."""
+MAX_BATCH = 999  # Entries are numbered with three digits, from 0.
 
 _KEY = re.compile(r"batch_([0-9]{1,9})\.(.*)", re.DOTALL)
-CLIENT_PATIENCE = 120.0
-"""Seconds for which a client may take nothing of its stream; then its call is cancelled."""
+CLIENT_PATIENCE = 120.0  # Seconds for which a client may take nothing of its stream; then its call is cancelled.
+# Seconds in which an async handler has to end a cancelled call; after them the worker counts as hung.
 _CANCEL_PATIENCE = 5.0
-"""Seconds in which an async handler has to end a cancelled call; after them the worker counts as hung."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,14 +32,11 @@ class Request:
 
     message: Message
     reply: HandlerReply
-    priority: int
-    """Lower ones leave the queue earlier."""
-    number: int = 0
-    """Order of arrival."""
-    arrived_at: float = 0.0
-    """On the event loop's clock."""
+    priority: int  # Lower ones leave the queue earlier.
+    number: int = 0  # Order of arrival.
+    arrived_at: float = 0.0  # On the event loop's clock.
+    # Takes the request out of the queue, or the call that it is in; None where it runs on.
     forget: Callable[[Request], None] | None = None
-    """Takes the request out of the queue, or the call that it is in; None where it runs on."""
 
     def cancel(self) -> None:
         if self.reply.open:
@@ -54,14 +49,12 @@ class Request:
 class CallSettings:
     """How requests wait and become calls. Durations are in seconds."""
 
-    queue_size: int
-    """Requests that may wait while every worker is busy."""
+    queue_size: int  # Requests that may wait while every worker is busy.
     overload_status: int
     unavailable_status: int
     predict_timeout: float
     async_mode: bool
-    concurrency: int
-    """Calls that one worker has at a time."""
+    concurrency: int  # Calls that one worker has at a time.
     batch_size: int
     max_batch_delay: float
     max_rolling_batch_size: int
@@ -73,10 +66,8 @@ class CallSettings:
 
 
 class CallBatcher:
-    """A call has one request, or up to `batch_size`. A worker has one call at a time, in async mode `concurrency`.
-
-    A batch of one runs as without batching.
-    """
+    """A call has one request, or up to `batch_size`. A worker has one call at a time, in async mode `concurrency`. A
+    batch of one runs as without batching."""
 
     def __init__(self, worker: Worker, settings: CallSettings, on_free: Callable[[], None]) -> None:
         """`on_free` is called when a call or a step has ended."""
@@ -90,11 +81,9 @@ class CallBatcher:
 
     @property
     def room(self) -> int:
-        """How many requests it takes now."""
         return self._settings.batch_size if len(self._calls) < self._settings.concurrency else 0
 
-    places = room
-    """How many requests it takes now or with its next step."""
+    places = room  # How many requests it takes now or with its next step.
 
     def begin(self, requests: list[Request]) -> None:
         """Begin with requests, at most as many as there is room for."""
@@ -116,8 +105,7 @@ class _Call:
         self._on_finished = on_finished
         self._reply = requests[0].reply
         self._cancelled = False
-        self._uncredited = 0
-        """Bytes that the worker has sent and has got no credit for."""
+        self._uncredited = 0  # Bytes that the worker has sent and has got no credit for.
         self._draining: asyncio.Task[None] | None = None
         self._call = worker.call(self._message(), self)
         self._timeout = IdleTimeout(settings.predict_timeout, self._on_timeout, self._waits_for_client)
@@ -237,10 +225,8 @@ class _BatchCall(_Call):
 
 
 class IdleTimeout:
-    """Calls `expired` once `seconds` have passed since the last `restart`, not counting pauses.
-
-    A restart costs an assignment, so that it can be done for every part of a stream.
-    """
+    """Calls `expired` once `seconds` have passed since the last `restart`, not counting pauses. A restart costs an
+    assignment, so that it can be done for every part of a stream."""
 
     def __init__(self, seconds: float, expired: Callable[[], None], paused: Callable[[], bool] = lambda: False) -> None:
         self._loop = asyncio.get_running_loop()
@@ -249,11 +235,9 @@ class IdleTimeout:
         self._timer = self._loop.call_later(seconds, self._check)
 
     def restart(self) -> None:
-        """Count from now."""
         self._started = self._loop.time()
 
     def stop(self) -> None:
-        """Never expire."""
         self._timer.cancel()
 
     def _check(self) -> None:
@@ -288,10 +272,8 @@ def joined(messages: Sequence[Message], *more: tuple[str, str]) -> Message:
 
 
 def split_output(output: Message, size: int) -> list[Message]:
-    """One output for each request. An error, and an output without content, is the answer to all of them.
-
-    Raises BatchMismatch: it does not answer each request once.
-    """
+    """One output for each request. An error, and an output without content, is the answer to all of them. Raises
+    BatchMismatch: it does not answer each request once."""
     if output.streams:
         raise BatchMismatch("a batch of requests cannot be answered with a stream")
     if output.code >= 300 or output.code == 204:
@@ -310,11 +292,11 @@ def split_output(output: Message, size: int) -> list[Message]:
 
 _HEADER = re.compile(r"batch_([0-9]{1,9})_(.+)", re.DOTALL)
 _RESET = ("reset_rollingbatch", "true")
+# LMI's body for a rolling batch that has failed as a whole.
 _BATCH_FAILED = (
     '{"code":CODE,"message":"Batch inference failed","properties":{},"content":{"keys":[],"values":[]},'
     '"cancelled":false}'
 )
-"""LMI's body for a rolling batch that has failed as a whole."""
 
 
 @dataclass(slots=True)
@@ -322,10 +304,8 @@ class _Active:
     """A request from its first step to its last."""
 
     request: Request
-    seen: bool = False
-    """A step has answered it."""
-    last: bool = False
-    """The answer is complete."""
+    seen: bool = False  # A step has answered it.
+    last: bool = False  # The answer is complete.
     seed: str = field(default_factory=lambda: str(random.getrandbits(31)))
 
     def entry(self, index: int) -> Message:
@@ -347,12 +327,10 @@ class RollingBatcher:
         self.worker, self._settings, self._on_free = worker, settings, on_free
         self._limit = min(settings.max_rolling_batch_size, MAX_BATCH)
         self._active: list[_Active] = []
-        self._step: int | None = None
-        """The call of the running step."""
+        self._step: int | None = None  # The call of the running step.
         self._timeout: IdleTimeout | None = None
         self._answered = False
-        self._reset = False
-        """The next step tells the handler to forget all requests."""
+        self._reset = False  # The next step tells the handler to forget all requests.
 
     @property
     def load(self) -> int:
@@ -442,12 +420,10 @@ class RollingBatcher:
         self._reset = True
 
 
-Batcher = CallBatcher | RollingBatcher
-"""Turns the requests of one worker into calls."""
+Batcher = CallBatcher | RollingBatcher  # Turns the requests of one worker into calls.
 
 
 def _headers_by_request(properties: Properties) -> dict[int, Properties]:
-    """The properties `batch_<i>_<Header-Name>`, by request."""
     headers: defaultdict[int, list[tuple[str, str]]] = defaultdict(list)
     for name, value in properties:
         if match := _HEADER.fullmatch(name):

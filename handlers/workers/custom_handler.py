@@ -23,10 +23,8 @@ from handlers.workers.worker import LoadedEngine, Worker, WorkerPlan
 
 
 class CustomHandler:
-    """Implements `Handler` with the workers of one model, on the event loop that runs `start`.
-
-    `queue_size` calls may wait while all workers are busy.
-    """
+    """Implements `Handler` with the workers of one model, on the event loop that runs `start`. `queue_size` calls may
+    wait while all workers are busy."""
 
     def __init__(
         self,
@@ -39,9 +37,7 @@ class CustomHandler:
         engine: LoadedEngine | None = None,
     ) -> None:
         """`grace`: seconds that `stop` gives a worker to finish its calls. `engine`: what the handler's calls to an
-        engine go to.
-
-        Raises ValueError if the settings name no handler."""
+        engine go to. Raises ValueError if the settings name no handler."""
         if settings.handler is None:
             raise ValueError("the settings name no handler")
         self._settings, self._handler = settings, settings.handler
@@ -71,15 +67,13 @@ class CustomHandler:
             async_mode=self._handler.async_mode,
             properties=dict(self._handler.properties),
         )
-        self.adapters: Container[str] | None = None
-        """Names that a call's `adapter` may have; None: not checked."""
+        self.adapters: Container[str] | None = None  # Names that a call's `adapter` may have; None: not checked.
 
     async def start(self) -> None:
         """Install the model's requirements, start `min_workers` workers and have them load the handler.
 
-        Raises:
-            EngineStartError: the handler cannot be loaded; the message has the cause, with the file and line of the
-                customer's code where that is at fault.
+        Raises EngineStartError: the handler cannot be loaded; the message has the cause, with the file and line of the
+        customer's code where that is at fault.
         """
         handler = self._handler
         python = await prepare_interpreter(requirements_dir(self._settings.model_dir, handler), handler)
@@ -109,11 +103,10 @@ class CustomHandler:
         await self.pool.stop(self._grace)
 
 
+# Functions of the customer's module.
 REGISTER, UPDATE, UNREGISTER = "register_adapter", "update_adapter", "unregister_adapter"
-"""Functions of the customer's module."""
 _FAILED, _OUT_OF_MEMORY = 300, 507
-_NOTHING_SAID = frozenset({"", "OK", "No content"})
-"""The default messages of an `Output`."""
+_NOTHING_SAID = frozenset({"", "OK", "No content"})  # The default messages of an `Output`.
 
 
 class WorkerAdapters:
@@ -125,10 +118,8 @@ class WorkerAdapters:
         """`workers`: those that take requests. `patience`: seconds that each may take to answer, including the calls
         that it has to finish before."""
         self._workers, self._patience = workers, patience
-        self._known: dict[str, Adapter] = {}
-        """The adapters that a starting worker is told of, by name."""
-        self._telling = asyncio.Lock()
-        """One order at a time: no worker starts to take requests in the middle of one."""
+        self._known: dict[str, Adapter] = {}  # The adapters that a starting worker is told of, by name.
+        self._telling = asyncio.Lock()  # One order at a time: no worker starts to take requests in the middle of one.
 
     async def register(self, adapter: Adapter) -> str:
         return await self._order(REGISTER, adapter)
@@ -142,8 +133,7 @@ class WorkerAdapters:
             self._known.pop(adapter.name, None)
         return message
 
-    async def stop(self) -> None:
-        """Do nothing: there is no background work."""
+    async def stop(self) -> None: ...
 
     async def introduce(self, worker: Worker) -> None:
         """Tell a worker that has just started of all adapters. Raises EngineStartError: it has refused one."""

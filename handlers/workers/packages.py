@@ -29,8 +29,8 @@ logger = logging.getLogger("handlers.workers")
 
 REQUIREMENTS = "requirements.txt"
 
+# Variables that would lead another interpreter to our packages, or away from its own.
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-"""Variables that would lead another interpreter to our packages, or away from its own."""
 _PIP_VARIABLES = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "PIP_NO_INPUT": "1"}
 _DESCRIBE = (
     "import json, sys; "
@@ -38,8 +38,7 @@ _DESCRIBE = (
 )
 _COMPLETE = "complete"
 _PIP_FILES = frozenset({".txt", ".whl", ".gz", ".zip", ".toml"})
-_LAST_LINES = 5
-"""Of pip's output, in the error message."""
+_LAST_LINES = 5  # Of pip's output, in the error message.
 
 
 def variables_of(settings: HandlerSettings) -> Mapping[str, str]:
@@ -65,10 +64,8 @@ def requirements_dir(model_dir: Path, settings: HandlerSettings) -> Path:
 
 
 async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str:
-    """The interpreter for the model's workers. Installs the requirements, unless that has been done before.
-
-    Raises EngineStartError: the interpreter cannot be run, or cannot make an environment, or pip fails.
-    """
+    """The interpreter for the model's workers. Installs the requirements, unless that has been done before. Raises
+    EngineStartError: the interpreter cannot be run, or cannot make an environment, or pip fails."""
     python = settings.python_executable or sys.executable
     if not settings.enable_venv and not needs_packages(model_dir, settings):
         return python

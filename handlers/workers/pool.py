@@ -19,18 +19,15 @@ from handlers.workers.worker import Worker, WorkerPlan
 
 logger = logging.getLogger("handlers.workers")
 
-_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 30.0
-"""Seconds between a worker's failure and the next start."""
-_HEALTHY_SECONDS = 60.0
-"""The failure of a worker that has lived this long does not delay the next start."""
-_IDLE_GRACE = 5.0
-"""Seconds that an idle worker gets to end by itself."""
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 30.0  # Seconds between a worker's failure and the next start.
+_HEALTHY_SECONDS = 60.0  # The failure of a worker that has lived this long does not delay the next start.
+_IDLE_GRACE = 5.0  # Seconds that an idle worker gets to end by itself.
 _CPU = "-1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _STOPPING = "the server is stopping"
 
+# Called with a worker that has loaded the handler, before it gets requests; may raise EngineStartError.
 Introduce = Callable[[Worker], Awaitable[None]]
-"""Called with a worker that has loaded the handler, before it gets requests; may raise EngineStartError."""
 
 
 class Pool:
@@ -42,34 +39,26 @@ class Pool:
         self._settings, self._calls = settings, calls
         self._batcher, self._introduce = batcher, introduce
         self.min_workers, self.max_workers = settings.min_workers, max(settings.min_workers, settings.max_workers)
-        self._queue: list[Request] = []
-        """Requests that wait, ordered by priority, then by arrival."""
-        self._batchers: dict[Worker, Batcher] = {}
-        """Of the workers that take requests."""
+        self._queue: list[Request] = []  # Requests that wait, ordered by priority, then by arrival.
+        self._batchers: dict[Worker, Batcher] = {}  # Of the workers that take requests.
         self._starting: set[Worker] = set()
-        self._to_come = 0
-        """Workers that start or wait for their start."""
+        self._to_come = 0  # Workers that start or wait for their start.
         self._worker_ids = itertools.count(1)
         self._arrivals = itertools.count(1)
-        self.failures = 0
-        """Crashes, hangs and failed restarts since the start."""
-        self._streak = 0
-        """Failures since a worker last lived for a while."""
+        self.failures = 0  # Crashes, hangs and failed restarts since the start.
+        self._streak = 0  # Failures since a worker last lived for a while.
+        # Why the model counts as failed, which is final; workers that live serve nevertheless.
         self.failed = "the handler is not loaded"
-        """Why the model counts as failed, which is final; workers that live serve nevertheless."""
-        self._down = ""
-        """Why there is no worker, after one could not be started again."""
+        self._down = ""  # Why there is no worker, after one could not be started again.
         self._stopping = False
+        # Runs once a batch that is not full has waited for long enough.
         self._gathering: asyncio.TimerHandle | None = None
-        """Runs once a batch that is not full has waited for long enough."""
         self._starts: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[None]] = set()
 
     async def start(self, plan: WorkerPlan) -> None:
-        """Start the smallest number of workers.
-
-        Raises EngineStartError: one of them cannot be started; none is left.
-        """
+        """Start the smallest number of workers. Raises EngineStartError: one of them cannot be started; none is
+        left."""
         self._plan = plan
         parallel = self._settings.properties.get("parallel_loading", "").lower() == "true"
         try:
@@ -104,10 +93,8 @@ class Pool:
             self._end_idle(worker)
 
     def submit(self, request: Request) -> None:
-        """Give a request to a worker, or have it wait for one.
-
-        Raises ContractError: the queue is full, or there will be no worker.
-        """
+        """Give a request to a worker, or have it wait for one. Raises ContractError: the queue is full, or there will
+        be no worker."""
         if self._stopping:
             raise self._unavailable(_STOPPING)
         if self._down:
@@ -127,7 +114,6 @@ class Pool:
 
     @property
     def serving(self) -> tuple[Worker, ...]:
-        """The workers that take requests."""
         return tuple(self._batchers)
 
     @property
@@ -137,7 +123,6 @@ class Pool:
 
     @property
     def ready(self) -> int:
-        """The number of workers that can serve."""
         return sum(worker.ready for worker in self.workers)
 
     @property
@@ -147,7 +132,6 @@ class Pool:
 
     @property
     def queue_length(self) -> int:
-        """The number of requests that wait."""
         return len(self._queue)
 
     def _dispatch(self) -> None:
@@ -197,7 +181,6 @@ class Pool:
         self._on_free(worker)
 
     def _on_free(self, worker: Worker) -> None:
-        """A worker can take more requests."""
         if self._stopping:
             return
         self._dispatch()
@@ -221,7 +204,6 @@ class Pool:
         _spawn(self._ends, worker.stop(_IDLE_GRACE))
 
     def _on_end(self, worker: Worker, reason: str) -> None:
-        """A worker has died."""
         batcher = self._batchers.pop(worker, None)
         if batcher is None or self._stopping:
             return

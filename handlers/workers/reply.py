@@ -18,24 +18,21 @@ _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 _ATTRIBUTES = re.compile(r"[\x20-\x7e]{0,1024}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
+# Headers that the server sets itself. Handlers that echo a request's headers send them, too.
 _FRAMING = frozenset(
     ["connection", "content-length", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"]
 )
-"""Headers that the server sets itself. Handlers that echo a request's headers send them, too."""
 
 
 class HandlerReply:
-    """Passes a handler's output to the client.
-
-    Status and headers are sent with the first bytes of the body, so that they may change until then.
-    """
+    """Passes a handler's output to the client. Status and headers are sent with the first bytes of the body, so that
+    they may change until then."""
 
     __slots__ = ("_head", "open", "started", "writer")
 
     def __init__(self, writer: ReplyWriter) -> None:
         self.writer = writer
-        self.open = True
-        """The client waits for more."""
+        self.open = True  # The client waits for more.
         self.started = False
         self._head = Message()
 
@@ -56,7 +53,6 @@ class HandlerReply:
             self.writer.reply(reply)
 
     def write(self, data: bytes) -> None:
-        """Send a part of the body."""
         if not self.open or not data or self._head.code in WITHOUT_BODY:
             return
         if not self.started:
@@ -83,7 +79,6 @@ class HandlerReply:
             self.write(part.data.encode())
 
     def end(self, data: bytes = b"") -> None:
-        """Send the last part of the body."""
         self.reply(reply_of(self._head, data))
 
 

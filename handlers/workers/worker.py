@@ -33,29 +33,23 @@ logger = logging.getLogger("handlers.workers")
 
 _LAUNCH = str(Path(runtime.__path__[0]) / "launch.py")
 _SDK = str(Path(djl_python.__path__[0]).absolute())
-_EXIT_PATIENCE = 1.0
-"""Seconds between the end of a worker's connection and the end of its process."""
-_TERMINATION_PATIENCE = 2.0
-"""Seconds between SIGTERM and SIGKILL."""
-_PIPE_PATIENCE = 0.5
-"""Seconds for the rest of the output after the process has ended."""
+_EXIT_PATIENCE = 1.0  # Seconds between the end of a worker's connection and the end of its process.
+_TERMINATION_PATIENCE = 2.0  # Seconds between SIGTERM and SIGKILL.
+_PIPE_PATIENCE = 0.5  # Seconds for the rest of the output after the process has ended.
 _TAIL_LINES = 20
-_MAX_LINE = 32 * 1024
-"""Bytes after which a line is logged although it has not ended."""
+_MAX_LINE = 32 * 1024  # Bytes after which a line is logged although it has not ended.
 
 
+# What answers a call; loads the engine if that is not loaded, and may raise EngineStartError.
 LoadedEngine = Callable[[], Awaitable[Handler]]
-"""What answers a call; loads the engine if that is not loaded, and may raise EngineStartError."""
 _NO_ENGINE = "option.entryPoint=djl_python.lmi_vllm.vllm_async_service puts an engine behind a handler; this has none"
 _TEXT, _FORM = "text/plain", "application/x-www-form-urlencoded"
 _NO_HEADERS = frozenset({"content-type", "requestid", "handler", "model_dir", "device_id"})
 
 
 class EngineCall:
-    """A call of the worker to the engine. Implements `ReplyWriter`: the reply goes to the worker.
-
-    A handler that reads its stream slowly holds back nobody; what waits for it is at most one answer.
-    """
+    """A call of the worker to the engine. Implements `ReplyWriter`: the reply goes to the worker. A handler that reads
+    its stream slowly holds back nobody; what waits for it is at most one answer."""
 
     def __init__(
         self,
@@ -70,7 +64,6 @@ class EngineCall:
         self._task = asyncio.create_task(self._answer(engine))
 
     def cancel(self) -> None:
-        """End it: nobody waits for the answer any more."""
         self._task.cancel()
         if self._running is not None:
             self._running.cancel()
@@ -146,10 +139,8 @@ class WorkerPlan:
     python: str
     environment: Mapping[str, str]
     order: LoadOrder
-    load_timeout: float
-    """Seconds."""
-    engine: LoadedEngine | None = None
-    """The model's engine, where the handler may call one."""
+    load_timeout: float  # Seconds.
+    engine: LoadedEngine | None = None  # The model's engine, where the handler may call one.
 
 
 class Receiver(Protocol):
@@ -170,32 +161,26 @@ class Worker:
         self.id = id_
         self.name = f"worker {id_}"
         self.device = device
-        self.ready = False
-        """It has loaded the handler, and neither ends nor is to end."""
-        self.started = time.time()
-        """Seconds since the epoch."""
+        self.ready = False  # It has loaded the handler, and neither ends nor is to end.
+        self.started = time.time()  # Seconds since the epoch.
         self.pid: int | None = None
         self._plan = plan
         self._on_end = on_end
         self._receivers: dict[int, Receiver] = {}
         self._engine_calls: dict[int, EngineCall] = {}
-        self.calls = 0
-        """How many calls it has been sent."""
+        self.calls = 0  # How many calls it has been sent.
+        # Why the handler could not be loaded; empty if it was.
         self._loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why the handler could not be loaded; empty if it was."""
         self._ended = False
         self._patience = _EXIT_PATIENCE
         self._reason = ""
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        """The last lines of its output."""
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)  # The last lines of its output.
         self._writer: asyncio.StreamWriter | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the process and have it load the handler. If this fails or is cancelled, the worker is to be killed.
-
-        Raises EngineStartError: that failed, or took too long.
-        """
+        Raises EngineStartError: that failed, or took too long."""
         await self._spawn()
         self._send(
             Message(kind=Kind.LOAD, contents=((None, json.dumps(dataclasses.asdict(self._plan.order)).encode()),))
@@ -238,7 +223,6 @@ class Worker:
         self._watching = asyncio.create_task(self._watch(process, reader, log))
 
     def call(self, message: Message, receiver: Receiver) -> int:
-        """Have the worker run a call; returns the call's number."""
         self.calls += 1
         self._receivers[self.calls] = receiver
         self._send(replace(message, kind=Kind.CALL, call=self.calls))
@@ -258,7 +242,6 @@ class Worker:
         self._signal_group(signal.SIGKILL)
 
     async def kill(self, reason: str) -> None:
-        """Kill the process, and wait for its end."""
         self.end(reason)
         if self._watching is not None:
             await asyncio.shield(self._watching)
@@ -278,7 +261,6 @@ class Worker:
         await self.kill("was stopped")
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
-        """Take what the worker sends, until it sends nothing more."""
         try:
             while True:
                 header, contents = SIZES.unpack(await stream.readexactly(SIZES.size))

@@ -216,7 +216,7 @@ def test_strict_parameters_refuse_unknown_ones() -> None:
         (GenerationFailed("it's <broken> 壊"), 424, e3("it's <broken> 壊")),
         (EngineDead("gone"), 500, e3("gone", 500)),
         (
-            Overloaded("the queue is full"),
+            Overloaded("the queue is full", 429),
             429,
             b'{\n  "code": 429,\n  "type": "WlmCapacityException",\n  "message": "the queue is full"\n}\n',
         ),
@@ -225,7 +225,7 @@ def test_strict_parameters_refuse_unknown_ones() -> None:
 def test_a_failure_before_the_first_byte_has_its_status_and_object(
     streaming: Streaming, error: RequestError, status: int, body: bytes
 ) -> None:
-    contract = LmiDynamicContract(replace(MODEL, enable_streaming=streaming), overload_status=429)
+    contract = LmiDynamicContract(replace(MODEL, enable_streaming=streaming))
     answer = contract.parse(Call(body=b'{"inputs":["x"]}', request_id="r")).answer
     reply = answer.fail(error)
     assert (reply.status, reply.content_type, reply.body) == (status, "application/json", body)

@@ -136,7 +136,7 @@ TRTLLM = ParameterRules(trtllm=True)
 
 
 def on_trtllm(**parameters: Any) -> SamplingParameters:
-    return read_parameters(parameters, TRTLLM).sampling
+    return read_parameters(parameters, TRTLLM).request.sampling
 
 
 def test_the_defaults_on_tensorrt_llm_are_thirty_greedy_tokens() -> None:
@@ -184,12 +184,12 @@ def test_tensorrt_llms_names_are_translated(name: str, value: Any, field: str, m
 
 def test_length_penalty_on_tensorrt_llm_belongs_to_beam_search() -> None:
     parameters = read_parameters({"num_beams": 2, "length_penalty": 0.5}, TRTLLM)
-    assert parameters.beam_search == BeamSearch(width=2, length_penalty=0.5)
+    assert parameters.request.beam_search == BeamSearch(width=2, length_penalty=0.5)
 
 
 def test_a_boolean_stop_has_no_effect_on_tensorrt_llm_and_is_refused_elsewhere() -> None:
     parameters = read_parameters({"stop": True}, TRTLLM)
-    assert (parameters.sampling.stop, parameters.ignored) == ((), ("stop",))
+    assert (parameters.request.sampling.stop, parameters.ignored) == ((), ("stop",))
     with pytest.raises(InvalidParameter, match="`stop` must be a list of strings, got true"):
         read_parameters({"stop": True}, ParameterRules())
 

@@ -84,7 +84,7 @@ async def test_a_model_ends_at_once_while_the_engine_does_not_answer_to_a_new_ad
 
     llm: Any = Llm()
     adapters = VllmAdapters(llm, 60)
-    formatters = AdapterFormatters(lambda _: None, None, 60)  # type: ignore[arg-type, return-value]
+    formatters = AdapterFormatters(llm, lambda _: None, None, 60)  # type: ignore[arg-type, return-value]
     registry = AdapterRegistry(EngineAdapterHost(adapters, formatters), source)
     llm.answers.clear()
     order = asyncio.create_task(registry.register(AdapterOrder(name="a", src=str(source))))

@@ -39,10 +39,8 @@ _SPACED = _Style(", ", ": ", encode_basestring_ascii)
 
 
 class _Answer(Answer):
-    """All sequences of one answer, as far as they have been generated.
-
-    The text of a sequence is kept as JSON, without the quotes, so that a step encodes only what it has added.
-    """
+    """All sequences of one answer, as far as they have been generated. The text of a sequence is kept as JSON, without
+    the quotes, so that a step encodes only what it has added."""
 
     _style: _Style
 
@@ -104,10 +102,8 @@ class WholeAnswer(_Answer):
 
 
 class StreamAnswer(_Answer):
-    """`/v1/generate_stream`: a line for each step, with no content type, as the original has none.
-
-    A `CumulativeAnswer`: a client that lags is sent fewer lines.
-    """
+    """`/v1/generate_stream`: a line for each step, with no content type, as the original has none. A
+    `CumulativeAnswer`: a client that lags is sent fewer lines."""
 
     content_type = ""
     _style = _SPACED

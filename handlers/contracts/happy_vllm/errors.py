@@ -18,6 +18,7 @@ from handlers.contracts.protocol import Reply
 
 JSON = "application/json"
 
+# Any other error is a 500.
 _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     404: (errors.UnknownModel, errors.NotServed),
     408: (errors.BodyTimeout,),
@@ -25,7 +26,6 @@ _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     422: (errors.InvalidRequest,),
     503: (errors.NotReady, errors.Overloaded),
 }
-"""Any other error is a 500."""
 _VLLM_TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
 _BYTE = re.compile(r" \(byte ([0-9]+)\)$")
 
@@ -39,7 +39,6 @@ class WrongBody(errors.InvalidRequest):
     """A body that is not an object, or lacks a field."""
 
     def __init__(self, message: str, kind: str, text: str, *location: str | int) -> None:
-        """`kind`, `text`: Pydantic's words for it. `location`: of the field in the body."""
         super().__init__(message)
         self.entry = _entry(kind, text, *location)
 

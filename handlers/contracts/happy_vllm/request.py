@@ -16,31 +16,21 @@ from handlers.contracts.family import MOST_IDS
 from handlers.contracts.happy_vllm.errors import WrongBody, not_json
 from handlers.contracts.json_fields import JsonError, Kind, ParameterReader, decode_json, json_kind
 from handlers.contracts.protocol import Call
-from handlers.contracts.vllm_parameters import (
-    TextReader,
-    VllmParameters,
-    number_of_text,
-    read_vllm_parameters,
-)
+from handlers.contracts.vllm_parameters import TextReader, VllmParameters, number_of_text, read_vllm_parameters
 from handlers.errors import InvalidParameter, InvalidRequest
 from handlers.request import Constraint
 
+# Keywords of /v1/generate that are not vLLM's.
 _OWN = frozenset({"prompt", "prompt_in_response", "response_pool", "json_format", "json_format_is_json_schema"})
-"""Keywords of /v1/generate that are not vLLM's."""
 _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
-_TYPES = ("string", "integer", "boolean", "number")
-"""Types of fields in the simple form of `json_format`."""
+_TYPES = ("string", "integer", "boolean", "number")  # Types of fields in the simple form of `json_format`.
 _TYPES_IN_WORDS = ", ".join(f'"{name}"' for name in _TYPES)
 _LONGEST_NAME = 80
 
 
 def document(call: Call) -> dict[str, Any]:
-    """The call's JSON object.
-
-    Raises:
-        WrongBody: there is none.
-    """
+    """The call's JSON object. Raises WrongBody: there is none."""
     body = call.body.removeprefix(codecs.BOM_UTF8)
     if not body.strip():
         raise WrongBody("the body is empty", "missing", "Field required")
@@ -55,13 +45,10 @@ def document(call: Call) -> dict[str, Any]:
 
 
 class BodyReader(ParameterReader):
-    """A body's fields; booleans and integers may be what Pydantic takes as such: "yes", 1, "16".
-
-    Where a required one is absent, `WrongBody` is raised.
-    """
+    """A body's fields; booleans and integers may be what Pydantic takes as such: "yes", 1, "16". Where a required one
+    is absent, `WrongBody` is raised."""
 
     def required_string(self, name: str) -> str:
-        """A string."""
         self._require(name)
         value = self._take(name, "string", None)
         if not isinstance(value, str):
@@ -69,7 +56,6 @@ class BodyReader(ParameterReader):
         return value
 
     def required_ids(self, name: str, vocabulary_size: int) -> list[int]:
-        """Ids of the vocabulary."""
         self._require(name)
         ids = list(self.integers(name, minimum=0))
         if len(ids) > MOST_IDS:
@@ -104,17 +90,12 @@ class Generation:
 
     prompt: str
     prompt_in_response: bool
-    parameters: VllmParameters
-    """With the constraint that `response_pool` or `json_format` stands for."""
+    parameters: VllmParameters  # With the constraint that `response_pool` or `json_format` stands for.
 
 
 def read_generation(values: dict[str, Any]) -> Generation:
-    """Validate and translate a body.
-
-    Raises:
-        InvalidRequest: the prompt is missing, or keywords exclude each other; as InvalidParameter, a keyword has the
-            wrong type or value, or is unknown.
-    """
+    """Validate and translate a body. Raises InvalidRequest: the prompt is missing, or keywords exclude each other; as
+    InvalidParameter, a keyword has the wrong type or value, or is unknown."""
     read = BodyReader(values)
     prompt = read.required_string("prompt")
     prompt_in_response = read.boolean("prompt_in_response", False)

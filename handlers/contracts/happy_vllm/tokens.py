@@ -20,17 +20,14 @@ from handlers.loaded_model import LoadedModel, ModelTexts
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
 DEFAULT_CHUNK = 200
 
+# happy_vllm's own. How the beginning of a text is split depends on the word in front of it, so it is the same here.
 _WORD = "thisisareallybigwordisntit"
-"""happy_vllm's own. How the beginning of a text is split depends on the word in front of it, so it is the same here."""
-_HEAD = 256
-"""Characters of a text on which a word is tried first; what follows them hardly ever matters."""
-_TRIES = 3
-"""Words that are tried on a whole text; the first fits all but texts that were made to defeat it."""
-_BLOCK = 32
-"""Tokens decoded together: a decoder may take quadratic time over bytes that are not text."""
+_HEAD = 256  # Characters of a text on which a word is tried first; what follows them hardly ever matters.
+_TRIES = 3  # Words that are tried on a whole text; the first fits all but texts that were made to defeat it.
+_BLOCK = 32  # Tokens decoded together: a decoder may take quadratic time over bytes that are not text.
 _CONTEXT = 16
+# Tokens that may together be one character: four bytes of UTF-8, and some for special ones in between.
 _LONGEST_CHARACTER = 8
-"""Tokens that may together be one character: four bytes of UTF-8, and some for special ones in between."""
 
 
 def tokenizer(call: Call, view: ModelView) -> Reply:
@@ -176,10 +173,8 @@ def ids_inside(model: LoadedModel, text: str) -> list[int]:
 
 
 def _behind(model: LoadedModel, word: str, text: str, tries: int) -> tuple[str, list[int]]:
-    """The longest beginning of the word whose tokens do not change when the text follows it, and the text's ids.
-
-    After so many `tries` the text is tokenized by itself.
-    """
+    """The longest beginning of the word whose tokens do not change when the text follows it, and the text's ids. After
+    so many `tries` the text is tokenized by itself."""
     while word and tries:
         before, together = _encode(model, word), _encode(model, word + text)
         if together[: len(before)] == before:
@@ -193,10 +188,8 @@ def _encode(model: LoadedModel, text: str) -> list[int]:
 
 
 def texts_inside(model: LoadedModel, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token, as inside a longer text; joined, they are the text of all.
-
-    A character that takes several tokens comes whole with the last of them.
-    """
+    """The text of each token, as inside a longer text; joined, they are the text of all. A character that takes several
+    tokens comes whole with the last of them."""
     before = _encode(model, _WORD)[-1:]
     texts: list[str] = []
     while len(texts) < len(token_ids):
@@ -221,10 +214,8 @@ def _pending(texts: Sequence[str]) -> int:
 
 
 def split_text(model: LoadedModel, text: str, minimum: int, separators: Iterable[str]) -> list[str]:
-    """Chunks of at least `minimum` tokens that end right after a separator; the last one has the rest.
-
-    Separators are compared as tokens: "?" is not " ?". The chunks, joined, are the text.
-    """
+    """Chunks of at least `minimum` tokens that end right after a separator; the last one has the rest. Separators are
+    compared as tokens: "?" is not " ?". The chunks, joined, are the text."""
     ids = ids_inside(model, text)
     texts = texts_inside(model, ids)
     by_last_id: dict[int, list[list[int]]] = {}

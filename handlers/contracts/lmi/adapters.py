@@ -20,8 +20,7 @@ from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply, adapter_header
 
 ALIAS_HEADER = "X-Amzn-SageMaker-Adapter-Alias"
-MOST_LISTED = 100
-"""Adapters in one answer."""
+MOST_LISTED = 100  # Adapters in one answer.
 DISABLED = "LoRA is not enabled: set option.enable_lora=true"
 
 _FIELD = b'"adapters"'
@@ -64,8 +63,7 @@ def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
 
     `given`: the body's `adapters`, one for all prompts or a list with one for each.
 
-    Raises:
-        InvalidRequest: it is of another kind, or the list is not as long as that of the prompts.
+    Raises InvalidRequest: it is of another kind, or the list is not as long as that of the prompts.
     """
     if (header := adapter_header(call)) is not None:
         given = header
@@ -97,11 +95,8 @@ def adapter_query(call: Call) -> str | None:
 
 
 def registration(call: Call) -> AdapterOrder:
-    """The order of `POST .../adapters`.
-
-    Raises:
-        InvalidRequest: `name` or `src` is missing, or a value is of the wrong kind.
-    """
+    """The order of `POST .../adapters`. Raises InvalidRequest: `name` or `src` is missing, or a value is of the wrong
+    kind."""
     given = _given(call)
     order = _order(given, _text(given, "name", required=True), call)
     _text(given, "src", required=True)
@@ -109,11 +104,7 @@ def registration(call: Call) -> AdapterOrder:
 
 
 def change(call: Call) -> AdapterOrder:
-    """The order of `POST .../adapters/<name>/update`.
-
-    Raises:
-        InvalidRequest: a value is of the wrong kind.
-    """
+    """The order of `POST .../adapters/<name>/update`. Raises InvalidRequest: a value is of the wrong kind."""
     return _order(_given(call), call.path_parameters["adapter"], call)
 
 
@@ -123,10 +114,8 @@ def alias(call: Call) -> str:
 
 
 def done(call: Call, name: str, what: str, message: str) -> Reply:
-    """The answer to an order that was carried out.
-
-    `what`: such as "registered". `message`: a custom handler's own, which replaces the usual text.
-    """
+    """The answer to an order that was carried out. `what`: such as "registered". `message`: a custom handler's own,
+    which replaces the usual text."""
     text = message or f"Adapter {alias(call) or name} {what}"
     if _is_json(call):
         return Reply(200, _TEXT, text.encode("utf-8", "replace"))
@@ -139,11 +128,8 @@ def described(adapter: Adapter) -> Reply:
 
 
 def listed(call: Call, adapters: Sequence[Adapter]) -> Reply:
-    """The answer to `GET .../adapters`: at most `limit` of them, and the token of the next page.
-
-    Raises:
-        InvalidRequest: `limit` or `next_page_token` is not a number.
-    """
+    """The answer to `GET .../adapters`: at most `limit` of them, and the token of the next page. Raises InvalidRequest:
+    `limit` or `next_page_token` is not a number."""
     query = dict(call.query)
     limit = _number(query, "limit", MOST_LISTED)
     start = _number(query, "next_page_token", 0)

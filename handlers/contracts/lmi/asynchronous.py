@@ -26,7 +26,7 @@ from handlers.contracts.protocol import Answer, Call, Exchange, Reply
 from handlers.contracts.vllm_parameters import VllmParameters, read_vllm_parameters
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
-from handlers.request import Constraint, FinishReason, GeneratedSequence, Token, TokenDelta
+from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
 _FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
 RENAMED = {
@@ -43,24 +43,18 @@ PASSED_ON = frozenset(
         *("truncate_prompt_tokens", *FORMS),
     }
 )
+# What a model's own generation config may set.
 _MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
-"""What a model's own generation config may set."""
-_STREAM_END = b"\n\n"
-"""LMI's empty lines for vLLM's usage chunk and for its `[DONE]`."""
+_STREAM_END = b"\n\n"  # LMI's empty lines for vLLM's usage chunk and for its `[DONE]`.
 _NO_TOKEN = Token(-1, "")
 
 
 class LmiAsyncContract:
-    """Parses bodies with `inputs` for one model.
+    """Parses bodies with `inputs` for one model. `model_defaults`: vLLM's default sampling parameters for the model,
+    from its generation config."""
 
-    `model_defaults`: vLLM's default sampling parameters for the model, from its generation config.
-    """
-
-    def __init__(
-        self, settings: ModelSettings, overload_status: int = 503, model_defaults: Mapping[str, Any] | None = None
-    ) -> None:
-        self._settings, self._overload_status = settings, overload_status
-        self._model_defaults = model_defaults or {}
+    def __init__(self, settings: ModelSettings, model_defaults: Mapping[str, Any] | None = None) -> None:
+        self._settings, self._model_defaults = settings, model_defaults or {}
         self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
 
     def parse(self, call: Call) -> Exchange:
@@ -80,16 +74,12 @@ class LmiAsyncContract:
             want_prompt_tokens=parameters.prompt_details and not stream,
             adapter=adapter,
         )
-        answer = StreamAnswer if stream else WholeAnswer
-        notes = notes_of(document, self._fields, parameters.ignored)
-        return Exchange((request,), answer(prompt, parameters, self._overload_status), notes)
+        answer = (StreamAnswer if stream else WholeAnswer)(prompt, parameters)
+        return Exchange((request,), answer, notes_of(document, self._fields, parameters.ignored))
 
     def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
-        """The same request as one to vLLM's completions, which is what LMI makes of it, and notes for the log.
-
-        Raises:
-            ContractError: as `parse`.
-        """
+        """The same request as one to vLLM's completions, which is what LMI makes of it, and notes for the log. Raises
+        ContractError: as `parse`."""
         try:
             document, prompt, stream, parameters = self._read(call)
         except InvalidRequest as error:
@@ -100,7 +90,8 @@ class LmiAsyncContract:
         }
         del sampling["typical_p"]  # which vLLM's API does not have
         if (constraint := sampling.pop("constraint", None)) is not None:
-            sampling["structured_outputs"] = _structured_outputs(constraint)
+            compact = {"disable_any_whitespace": not constraint.any_whitespace}
+            sampling["structured_outputs"] = constraint.for_vllm() | compact
         completion = {"prompt": prompt, "stream": stream, **sampling}
         if vllm.truncate_prompt_tokens is not None:
             completion["truncate_prompt_tokens"] = vllm.truncate_prompt_tokens
@@ -123,18 +114,6 @@ class LmiAsyncContract:
         stream = stream_of(document.get("stream", values.get("stream")))
         parameters = read_async_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
         return document, body.prompts[0], stream, parameters
-
-
-def _structured_outputs(constraint: Constraint) -> dict[str, Any]:
-    kinds = {
-        "json": constraint.json_schema,
-        "regex": constraint.regex,
-        "choice": constraint.choice,
-        "grammar": constraint.grammar,
-        "json_object": constraint.json_object or None,
-    }
-    given = {kind: value for kind, value in kinds.items() if value is not None}
-    return given | {"disable_any_whitespace": not constraint.any_whitespace}
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:
@@ -170,8 +149,7 @@ def read_async_parameters(
 
     `model_defaults`: vLLM's default sampling parameters for the model. `strict`: unknown names are refused.
 
-    Raises:
-        InvalidParameter: naming the parameter, its value and what is allowed.
+    Raises InvalidParameter: naming the parameter, its value and what is allowed.
     """
     given = {name: value for name, value in values.items() if value is not None}
     own = ParameterReader({name: value for name, value in given.items() if name in _OWN})
@@ -211,8 +189,8 @@ def _named_as_sent(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmP
 class _Answer(Answer):
     """What both forms of answer share."""
 
-    def __init__(self, prompt: str, parameters: AsyncParameters, overload_status: int) -> None:
-        self._parameters, self._overload_status = parameters, overload_status
+    def __init__(self, prompt: str, parameters: AsyncParameters) -> None:
+        self._parameters = parameters
         self._sequence = GeneratedSequence(text=[prompt] if parameters.full_text else [])
         seed = parameters.vllm.request.sampling.seed
         self._seed = "null" if seed is None else str(seed)
@@ -220,10 +198,9 @@ class _Answer(Answer):
     def fail(self, error: RequestError) -> Reply:
         # In generation: vLLM's server, whose statuses LMI passes on here, says 400 or 500.
         status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
-        return failure(error, self._overload_status, payload_error(error.message, status), status)
+        return failure(error, payload_error(error.message, status), status)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """vLLM's error object as the last record."""
         message = error.message.encode("utf-8", "replace").decode()
         return error_body(message, "InternalServerError", 500) + b"\n\n"
 

@@ -31,16 +31,16 @@ _MULTIPART = "multipart/form-data"
 _MAX_FIELDS = 1000
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
+# Fields of a form that are not the prompt, whatever else is there.
 _NO_PROMPT = frozenset({"parameters", "stream", "adapters", "adapter"})
-"""Fields of a form that are not the prompt, whatever else is there."""
 
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 _ALLOW_OVERRIDE = "ALLOW_REQUEST_HANDLER_OVERRIDE"
+# Properties by which the server controls a handler; a client cannot set them.
 _RESERVED = re.compile(
     r"batch_size|batch_\d.*|reset_rollingbatch|model_dir|device_id|.*_formatter|prediction_handler|init_handler",
     re.IGNORECASE | re.DOTALL,
 )
-"""Properties by which the server controls a handler; a client cannot set them."""
 
 
 _decode_json = msgspec.json.Decoder().decode
@@ -55,8 +55,7 @@ class Body(msgspec.Struct):
 
     document: dict[str, Any]
     prompts: tuple[str, ...]
-    parameters: dict[str, Any]
-    """Empty where they are absent or null."""
+    parameters: dict[str, Any]  # Empty where they are absent or null.
 
 
 class HandlerInput(NamedTuple):
@@ -76,8 +75,7 @@ def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: 
 
     `prompts_of`: reads `inputs` that are not simply one prompt. `wanted`: what the body should have, for the message.
 
-    Raises:
-        InvalidRequest: it is no object that could be a request, or has a constraint outside its parameters.
+    Raises InvalidRequest: it is no object that could be a request, or has a constraint outside its parameters.
     """
     try:
         document = _decode_json(call.body) if call.content_type == JSON else decode(call.body, call.content_type)
@@ -99,12 +97,11 @@ def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: 
 def decode(body: bytes, content_type: str) -> Any:
     """The JSON document that the body is or stands for.
 
-    text/plain is the prompt itself, and text/csv has prompts in its column `inputs`; a form has the prompt in
-    `inputs`, else in `data`, else in its first field of another name than `parameters`, `stream` and `adapters`. JSON
-    is also taken where the content type is absent, application/octet-stream, or the one that curl sets by default.
+    text/plain is the prompt itself, and text/csv has prompts in its column `inputs`; a form has the prompt in `inputs`,
+    else in `data`, else in its first field of another name than `parameters`, `stream` and `adapters`. JSON is also
+    taken where the content type is absent, application/octet-stream, or the one that curl sets by default.
 
-    Raises:
-        InvalidRequest: the body is not of its content type, or the type cannot hold a prompt.
+    Raises InvalidRequest: the body is not of its content type, or the type cannot hold a prompt.
     """
     kind = media_type(content_type)
     if "application/json" in kind or kind in ("", "application/octet-stream"):
@@ -162,11 +159,7 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
 
 
 def stream_of(value: Any) -> bool:
-    """The field `stream` of a body; false where it is absent or null.
-
-    Raises:
-        InvalidRequest: it is not a boolean.
-    """
+    """The field `stream` of a body; false where it is absent or null. Raises InvalidRequest: it is not a boolean."""
     if value is not None and not isinstance(value, bool):
         raise InvalidRequest(f"`stream` must be true or false, got {json_kind(value)}")
     return bool(value)
@@ -188,11 +181,8 @@ def notes_of(document: dict[str, Any], fields: Iterable[str], ignored: Iterable[
 
 
 def input_of(call: Call) -> HandlerInput:
-    """Query parameters and body as contents; headers, SageMaker's attributes and the request's id as properties.
-
-    Raises:
-        ContractError: 400; the form is broken, or the request names a handler function.
-    """
+    """Query parameters and body as contents; headers, SageMaker's attributes and the request's id as properties. Raises
+    ContractError: 400; the form is broken, or the request names a handler function."""
     given: list[tuple[str, str]] = []
     for name, value in call.headers:
         if name.lower() != _CUSTOM_ATTRIBUTES:
@@ -212,11 +202,7 @@ def input_of(call: Call) -> HandlerInput:
 
 
 def priority_of(given: HandlerInput) -> int:
-    """The property `x-priority`; lower ones are served first.
-
-    Raises:
-        ContractError: 400; it is not an integer.
-    """
+    """The property `x-priority`; lower ones are served first. Raises ContractError: 400; it is not an integer."""
     text = next((value for name, value in given.properties if name.lower() == "x-priority"), "")
     try:
         return int(text) if text else DEFAULT_PRIORITY
@@ -253,11 +239,7 @@ def is_form(content_type: str) -> bool:
 
 
 def form_fields(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
-    """All fields and files of a form in order, without file names.
-
-    Raises:
-        FormError: the form is broken.
-    """
+    """All fields and files of a form in order, without file names. Raises FormError: the form is broken."""
     return _urlencoded(body) if media_type(content_type) == _URLENCODED else _multipart(body, content_type)
 
 

@@ -17,8 +17,7 @@ from handlers.contracts.protocol import Reply
 
 DONE = b"[DONE]"
 _EVENT = b"data: "
-_OVERLOADED = 503
-"""vLLM's status for a full queue."""
+_OVERLOADED = 503  # vLLM's status for a full queue.
 
 
 class VllmError(msgspec.Struct):
@@ -87,11 +86,8 @@ def error_of(body: bytes) -> VllmError:
 
 
 class LmiChatShape:
-    """Chat as LMI's rolling batch answers it; used for one answer.
-
-    `sse`: a stream is server-sent events instead of lines. `stop_token_ids`: the request's own; vLLM reports further
-    end tokens of the model as stop tokens, too.
-    """
+    """Chat as LMI's rolling batch answers it; used for one answer. `sse`: a stream is server-sent events instead of
+    lines. `stop_token_ids`: the request's own; vLLM reports further end tokens of the model as stop tokens, too."""
 
     def __init__(self, *, sse: bool = False, stop_token_ids: Collection[int] = (), overload_status: int = 503) -> None:
         self.stream_type = "text/event-stream" if sse else "application/jsonlines"
@@ -99,8 +95,7 @@ class LmiChatShape:
         self._before, self._after = ("data: ", "\n\n") if sse else ("", "\n")
         self._stop_token_ids = stop_token_ids
         self._overload_status = overload_status
-        self._chunk: dict[str, Any] = {}
-        """The fields that all records of a stream have."""
+        self._chunk: dict[str, Any] = {}  # The fields that all records of a stream have.
         self._roles: dict[int, str] = {}
 
     def reply(self, reply: Reply) -> Reply:

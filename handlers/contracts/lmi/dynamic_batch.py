@@ -14,18 +14,17 @@ import msgspec
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.lmi.body import notes_of, read_body, request_ids
 from handlers.contracts.lmi.errors import JSON, failure, handler_failure, status_of
-from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
+from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, ParameterRules, read_parameters
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
 from handlers.errors import InvalidParameter, InvalidRequest, RequestError
 from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GenerationRequest, TokenDelta
 
-STREAMED_MAX_NEW_TOKENS = 50
-"""LMI's default limit on new tokens where the answer is streamed."""
+STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on new tokens where the answer is streamed.
 
 _FIELDS = frozenset({"inputs", "parameters"})
+# Parameters of rolling batch for which this answer has no place.
 _WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_n_tokens")
-"""Parameters of rolling batch for which this answer has no place."""
 
 
 def default_max_new_tokens(settings: ModelSettings) -> int:
@@ -45,13 +44,10 @@ def parameter_rules(settings: ModelSettings) -> ParameterRules:
 
 
 class LmiDynamicContract:
-    """Parses dynamic-batch bodies for one model.
+    """Parses dynamic-batch bodies for one model. `pad_text`: what a streamed record holds for a prompt that has
+    finished; the text of the model's pad token."""
 
-    `pad_text`: what a streamed record holds for a prompt that has finished; the text of the model's pad token.
-    """
-
-    def __init__(self, settings: ModelSettings, overload_status: int = 503, pad_text: str = "") -> None:
-        self._overload_status = overload_status
+    def __init__(self, settings: ModelSettings, pad_text: str = "") -> None:
         self._pad_text = pad_text
         self._streaming = settings.enable_streaming
         self._stop_sequences = settings.stop_sequences
@@ -63,40 +59,34 @@ class LmiDynamicContract:
             body = read_body(call, _prompts)
             prompts, values = body.prompts, _plain_names(body.parameters, self._max_new_tokens)
             parameters = read_parameters(values, self._rules)
-            if self._streaming != "false" and parameters.beam_search is not None:
+            if self._streaming != "false" and parameters.request.beam_search is not None:
                 raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
         except RequestError as error:
-            raise ContractError(_failure(error, self._overload_status), error.message) from None
+            raise ContractError(_failure(error), error.message) from None
         requests = tuple(
-            self._request(request_id, prompt, parameters)
+            self._request(request_id, prompt, parameters.request)
             for request_id, prompt in zip(request_ids(call, len(prompts)), prompts, strict=True)
         )
         ignored = (*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values))
         return Exchange(requests, self._answer(prompts, values), notes_of(body.document, _FIELDS, ignored))
 
-    def _request(self, request_id: str, prompt: str, parameters: LmiParameters) -> GenerationRequest:
-        stream = self._streaming != "false"
-        sampling = parameters.sampling
+    def _request(self, request_id: str, prompt: str, asked: GenerationRequest) -> GenerationRequest:
+        stream, sampling = self._streaming != "false", asked.sampling
         if self._stop_sequences:
             sampling = msgspec.structs.replace(sampling, stop=(*sampling.stop, *self._stop_sequences))
-        return GenerationRequest(
-            request_id=request_id,
-            prompt=prompt,
-            sampling=sampling,
-            stream=stream,
-            # The answer has one text for each prompt: the most probable of those that were asked for.
-            candidates=1 if stream else parameters.candidates,
-            beam_search=parameters.beam_search,
-            truncate_prompt_tokens=parameters.truncate,
+        # The answer has one text for each prompt: the most probable of those that were asked for.
+        shown = {"sequences": 1, "candidates": 1 if stream else asked.candidates}
+        return msgspec.structs.replace(
+            asked, request_id=request_id, prompt=prompt, sampling=sampling, stream=stream, **shown
         )
 
     def _answer(self, prompts: tuple[str, ...], values: dict[str, Any]) -> Answer:
         if self._streaming == "false":
             lead = prompts if values.get("return_full_text") is not False else ("",) * len(prompts)
-            return ListAnswer(lead, self._overload_status)
+            return ListAnswer(lead)
         # The library's own streamer, which this setting names, begins with the prompt.
         with_prompt = self._streaming == "huggingface" and values.get("return_full_text") is not False
-        return RecordListAnswer(len(prompts), self._overload_status, self._pad_text, prompts if with_prompt else ())
+        return RecordListAnswer(len(prompts), self._pad_text, prompts if with_prompt else ())
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:
@@ -131,11 +121,10 @@ class ListAnswer(Answer):
 
     content_type = JSON
 
-    def __init__(self, lead: Sequence[str], overload_status: int) -> None:
+    def __init__(self, lead: Sequence[str]) -> None:
         """`lead`: what each text begins with; the prompt, or nothing."""
         self._texts = [[text] for text in lead]
         self._open = len(lead)
-        self._overload_status = overload_status
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         if delta.sequence == 0:  # further ones are less probable
@@ -147,7 +136,7 @@ class ListAnswer(Answer):
         return ("[\n" + ",\n".join(objects) + "\n]").encode()
 
     def fail(self, error: RequestError) -> Reply:
-        return _failure(error, self._overload_status)
+        return _failure(error)
 
 
 class RecordListAnswer(Answer):
@@ -159,12 +148,11 @@ class RecordListAnswer(Answer):
 
     content_type = "application/jsonlines"
 
-    def __init__(self, prompts: int, overload_status: int, pad_text: str, first_record: Sequence[str] = ()) -> None:
+    def __init__(self, prompts: int, pad_text: str, first_record: Sequence[str] = ()) -> None:
         """`first_record`: what is sent before anything was generated; nothing if empty."""
         self._entries: list[str | None] = [None] * prompts
         self._finished = [False] * prompts
         self._missing = prompts
-        self._overload_status = overload_status
         self._pad_text = pad_text
         self._head = _record(first_record) if first_record else ""
         self._sent = bool(first_record)
@@ -182,7 +170,7 @@ class RecordListAnswer(Answer):
         return records.encode()
 
     def fail(self, error: RequestError) -> Reply:
-        return _failure(error, self._overload_status)
+        return _failure(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
         """The pending record, and the error as one without `outputs`."""
@@ -209,5 +197,5 @@ def _record(entries: Sequence[str]) -> str:
     return f'{{"outputs": [{", ".join(map(encode_basestring_ascii, entries))}]}}\n'
 
 
-def _failure(error: RequestError, overload_status: int) -> Reply:
-    return failure(error, overload_status, handler_failure(error.message, status_of(error)))
+def _failure(error: RequestError) -> Reply:
+    return failure(error, handler_failure(error.message, status_of(error)))

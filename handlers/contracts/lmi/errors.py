@@ -14,10 +14,9 @@ from handlers.contracts.protocol import ContractError, Reply
 from handlers.errors import EngineDead, InvalidRequest, Overloaded, RequestError, UnknownAdapter
 
 JSON = "application/json"
-FAILED_DEPENDENCY = 424
-"""LMI's status for whatever goes wrong with an inference request."""
+FAILED_DEPENDENCY = 424  # LMI's status for whatever goes wrong with an inference request.
+# LMI's front end writes JSON that can be embedded in HTML.
 HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=": "\\u003d", "'": "\\u0027"})
-"""LMI's front end writes JSON that can be embedded in HTML."""
 
 
 def front_end_reply(status: int, kind: str, message: str) -> Reply:
@@ -92,16 +91,16 @@ def tgi_error_type(error: RequestError) -> str:
     return "overloaded" if isinstance(error, Overloaded) else "generation"
 
 
-def failure(error: RequestError, overload_status: int, body: bytes, status: int | None = None) -> Reply:
+def failure(error: RequestError, body: bytes, status: int | None = None) -> Reply:
     """The reply to a request that failed before its first byte: `body`, or the front end's own for a full queue."""
     if isinstance(error, Overloaded):
-        return overloaded(error, overload_status)
+        return overloaded(error)
     return Reply(status_of(error) if status is None else status, JSON, body)
 
 
-def overloaded(error: Overloaded, status: int) -> Reply:
+def overloaded(error: Overloaded) -> Reply:
     """The reply to a request for which the queue has no place."""
-    return front_end_reply(status, "WlmCapacityException", error.message)
+    return front_end_reply(error.status, "WlmCapacityException", error.message)
 
 
 def unknown_adapter(error: UnknownAdapter) -> Reply:

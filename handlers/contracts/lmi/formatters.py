@@ -26,14 +26,7 @@ from djl_python.request_io import RequestInput, TextGenerationOutput, TextInput
 from djl_python.request_io import Token as FormatterToken
 from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.lmi.body import decode, input_of, is_form, media_type, read_body
-from handlers.contracts.lmi.errors import (
-    JSON,
-    failed_dependency,
-    failure,
-    payload_error,
-    payload_refused,
-    status_of,
-)
+from handlers.contracts.lmi.errors import JSON, failed_dependency, failure, payload_error, payload_refused, status_of
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
 from handlers.contracts.protocol import Answer, Call, Contract, Exchange, Reply
 from handlers.errors import GenerationFailed, InvalidRequest, RequestError
@@ -62,16 +55,11 @@ class FormatterContract:
         write: Formatter | None,
         writes_tokens: bool = False,
         tokenizer: Any = None,
-        overload_status: int = 503,
     ) -> None:
-        """Wrap `contract`.
-
-        `read` and `write` are the input and the output formatter; `writes_tokens`: the latter is of the older kind,
-        called with each token. `tokenizer`: what an input formatter gets under this name.
-        """
+        """Wrap `contract`. `read` and `write` are the input and the output formatter; `writes_tokens`: the latter is of
+        the older kind, called with each token. `tokenizer`: what an input formatter gets under this name."""
         self._contract, self._settings = contract, settings
         self._read, self._write, self._writes_tokens = read, write, writes_tokens
-        self._overload_status = overload_status
         self._tokenizer = tokenizer
         self._keywords = _accepted(read, self._offered()) if read is not None else {}
         self._ids = itertools.count()
@@ -119,7 +107,7 @@ class FormatterContract:
         asked = msgspec.structs.replace(
             exchange.requests[0], stream=True, want_tokens=True, want_logprobs=self._settings.token_logprobs
         )
-        answer = FormatterAnswer(write, request, stream, self._writes_tokens, self._overload_status)
+        answer = FormatterAnswer(write, request, stream, self._writes_tokens)
         return Exchange((asked,), answer, exchange.notes)
 
     def _read_by_formatter(self, read: Formatter, call: Call) -> RequestInput:
@@ -150,7 +138,6 @@ class FormatterContract:
         return TextInput(parameters=parameters, input_text=document.get("inputs"), adapters=document.get("adapters"))
 
     def _complete(self, request: RequestInput, call: Call) -> None:
-        """Fill in what LMI's runtime does after the formatter."""
         parameters = request.parameters
         request.request_id = next(self._ids)
         request.client_request_id = call.request_id
@@ -211,19 +198,13 @@ class FormatterAnswer(Answer):
 
     content_type = ""
 
-    def __init__(
-        self, write: Callable[..., Any], request: RequestInput, stream: bool, by_token: bool, overload_status: int
-    ) -> None:
+    def __init__(self, write: Formatter, request: RequestInput, stream: bool, by_token: bool) -> None:
         self._write, self._request, self._stream, self._by_token = write, request, stream, by_token
-        self._overload_status = overload_status
         self._output = TextGenerationOutput(request_id=request.request_id, input=request)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The formatter's text.
-
-        Raises:
-            GenerationFailed: the formatter raised an error, or returned something else than text.
-        """
+        """The formatter's text. Raises GenerationFailed: the formatter raised an error, or returned something else than
+        text."""
         self._take(delta)
         try:
             return "".join(self._by_tokens() if self._by_token else self._by_output()).encode()
@@ -232,7 +213,7 @@ class FormatterAnswer(Answer):
             raise GenerationFailed(f"{FAILED}: {error}") from None
 
     def fail(self, error: RequestError) -> Reply:
-        return failure(error, self._overload_status, payload_error(error.message, status_of(error)))
+        return failure(error, payload_error(error.message, status_of(error)))
 
     def fail_midway(self, error: RequestError) -> bytes:
         return payload_error(error.message, status_of(error))
@@ -296,16 +277,14 @@ class PayloadFormatters:
         """`read` and `write`: the input and the output formatter. `tokenizer`: what `read` gets under this name."""
         self._contract, self._read, self._write = contract, read, write
         self._keywords = _accepted(read, {"tokenizer": tokenizer}) if read is not None else {}
-        self.writes = write is not None
-        """There is an output formatter."""
+        self.writes = write is not None  # There is an output formatter.
 
     def read(self, call: Call) -> Call:
         """The call with the body that the input formatter makes of its own.
 
         As in LMI the formatter does not see `adapters`, which has been taken out by then.
 
-        Raises:
-            ContractError: the body cannot be decoded, or the formatter failed.
+        Raises ContractError: the body cannot be decoded, or the formatter failed.
         """
         if self._read is None:
             return call
@@ -324,22 +303,16 @@ class PayloadFormatters:
         return replace(call, body=body, content_type=JSON)
 
     def as_completion(self, call: Call) -> Call:
-        """A call with `inputs` as one to vLLM's completions, so that its answer is vLLM's.
-
-        Raises:
-            ContractError: the call is refused.
-        """
+        """A call with `inputs` as one to vLLM's completions, so that its answer is vLLM's. Raises ContractError: the
+        call is refused."""
         completion, notes = self._contract.as_completion(call)
         for note in notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
         return completion
 
     def written(self, response: Any) -> bytes:
-        """What the output formatter makes of vLLM's response, or of one event of its stream, as a line.
-
-        Raises:
-            GenerationFailed: the formatter raised an error, or returned something that cannot be sent.
-        """
+        """What the output formatter makes of vLLM's response, or of one event of its stream, as a line. Raises
+        GenerationFailed: the formatter raised an error, or returned something that cannot be sent."""
         assert self._write is not None
         try:
             return _line(self._write(response))
@@ -349,7 +322,6 @@ class PayloadFormatters:
 
 
 def _decoded(call: Call) -> Any:
-    """The document that an input formatter gets. Raises ContractError."""
     kind = media_type(call.content_type)
     try:
         if "json" in kind or is_form(kind) or kind in ("", "application/octet-stream"):

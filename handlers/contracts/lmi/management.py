@@ -20,11 +20,11 @@ from handlers.contracts.lmi.errors import HTML_SAFE, JSON, bad_request
 from handlers.contracts.protocol import Call, Reply
 
 MAX_LISTED = 100
-MAX_WORKERS = 128
-"""A process each; more than any machine can use."""
+MAX_WORKERS = 128  # A process each; more than any machine can use.
+# Not `.` or `..`: clients resolve them in a path, and could never unload such a model.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
-"""Not `.` or `..`: clients resolve them in a path, and could never unload such a model."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
+# Parameters of a registration, and the keys of serving.properties that they override.
 MODEL_KEYS = {
     "engine": "engine",
     "device": "load_on_devices",
@@ -35,7 +35,6 @@ MODEL_KEYS = {
     "min_worker": "minWorkers",
     "max_worker": "maxWorkers",
 }
-"""Parameters of a registration, and the keys of serving.properties that they override."""
 _PARAMETERS = MODEL_KEYS.keys() | {"url", "model_name", "model_version", "synchronous"}
 
 
@@ -46,8 +45,7 @@ class Registration:
     url: str
     name: str | None
     version: str | None
-    settings: Mapping[str, str]
-    """The model's settings, by their keys in serving.properties."""
+    settings: Mapping[str, str]  # The model's settings, by their keys in serving.properties.
     synchronous: bool
 
 
@@ -66,8 +64,7 @@ class WorkerShown:
     """One worker, or the engine."""
 
     id: int
-    started: float
-    """Seconds since the epoch."""
+    started: float  # Seconds since the epoch.
     status: str
 
 
@@ -76,10 +73,8 @@ class Described(Listed):
     """A model in full."""
 
     batch_size: int
-    max_batch_delay: float
-    """Seconds."""
-    max_idle_time: float
-    """Seconds."""
+    max_batch_delay: float  # Seconds.
+    max_idle_time: float  # Seconds.
     queue_size: int
     waiting: int
     at_startup: bool
@@ -90,13 +85,8 @@ class Described(Listed):
 
 
 def read_registration(call: Call) -> Registration:
-    """Read `POST /models`: query parameters or, with a JSON content type, an object with the same names.
-
-    Unknown parameters are ignored.
-
-    Raises:
-        ContractError: 400; a parameter is missing or wrong, and is named.
-    """
+    """Read `POST /models`: query parameters or, with a JSON content type, an object with the same names. Unknown
+    parameters are ignored. Raises ContractError: 400; a parameter is missing or wrong, and is named."""
     in_json = media_type(call.content_type) == JSON
     given = _json_parameters(call.body) if in_json else dict(call.query)
     url, name = given.get("url", "").strip(), given.get("model_name")
@@ -114,11 +104,8 @@ def read_registration(call: Call) -> Registration:
 
 
 def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
-    """`min_worker` and `max_worker` of a PUT; one that is not given keeps its value as far as the other allows.
-
-    Raises:
-        ContractError: 400; none is given, or one is wrong.
-    """
+    """`min_worker` and `max_worker` of a PUT; one that is not given keeps its value as far as the other allows. Raises
+    ContractError: 400; none is given, or one is wrong."""
     given = dict(call.query)
     least, most = (
         _integer(name, given[name], 0, MAX_WORKERS) if name in given else None for name in ("min_worker", "max_worker")
@@ -135,11 +122,8 @@ def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
 
 
 def read_page(call: Call) -> tuple[int, int]:
-    """The first place and the greatest length of a list, from `next_page_token` and `limit`.
-
-    Raises:
-        ContractError: 400; one of them is not an integer in its range.
-    """
+    """The first place and the greatest length of a list, from `next_page_token` and `limit`. Raises ContractError: 400;
+    one of them is not an integer in its range."""
     given = dict(call.query)
     limit = _integer("limit", given.get("limit", str(MAX_LISTED)), 1)
     return _integer("next_page_token", given.get("next_page_token", "0"), 0), min(limit, MAX_LISTED)

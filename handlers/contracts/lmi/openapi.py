@@ -26,10 +26,8 @@ _FRONT_END_ERROR = an_answer(
 
 
 def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operation:
-    """`/invocations` under these settings.
-
-    `for_vllm`: schemas of the bodies that vLLM's front end answers there, by vLLM's path for them.
-    """
+    """`/invocations` under these settings. `for_vllm`: schemas of the bodies that vLLM's front end answers there, by
+    vLLM's path for them."""
     if model.handler is not None:
         return _custom_handler(model.handler)
     if model.rolling_batch == "disable":
@@ -129,6 +127,7 @@ _FAILURES = {
     "503": "The server is stopping",
     "507": "There is no memory for the model",
 }
+# By method and path; `/workflows` has the same operations.
 MANAGEMENT: Mapping[tuple[str, str], Operation] = {
     ("GET", "/models"): _manages_models("List models", "400"),
     ("POST", "/models"): _manages_models("Load a model", "400 404 408 409 413 500 503 507", creates=True),
@@ -136,7 +135,6 @@ MANAGEMENT: Mapping[tuple[str, str], Operation] = {
     ("PUT", "/models/{model}"): _manages_models("Scale a model", "400 404"),
     ("DELETE", "/models/{model}"): _manages_models("Unload a model", "400 404"),
 }
-"""By method and path; `/workflows` has the same operations."""
 ADAPTERS: Mapping[tuple[str, str], Operation] = {
     (method, prefix + path): _manages(summary, creates=method == "POST")
     for prefix in ("", "/models/{model}")

@@ -13,7 +13,7 @@ import msgspec
 from handlers.contracts.constraints import FORMS, read_constraint, refuse_unread
 from handlers.contracts.json_fields import ParameterReader, Reader
 from handlers.errors import InvalidParameter
-from handlers.request import BeamSearch, SamplingParameters
+from handlers.request import BeamSearch, GenerationRequest, SamplingParameters
 
 DEFAULT_MAX_NEW_TOKENS = 30
 NOT_READ = (
@@ -21,34 +21,23 @@ NOT_READ = (
     "stop_token_ids, bad_words, logit_bias, allowed_token_ids or min_new_tokens"
 )
 
-_SAMPLING_DEFAULTS = (1.0, 0, 1.0)
-"""Temperature, top_k and top_p."""
-_TRTLLM_SAMPLING_DEFAULTS = (1.0, 5, 0.85)
-"""The same in TensorRT-LLM's table."""
+_SAMPLING_DEFAULTS = (1.0, 0, 1.0)  # Temperature, top_k and top_p.
+_TRTLLM_SAMPLING_DEFAULTS = (1.0, 5, 0.85)  # The same in TensorRT-LLM's table.
 _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 
 
 class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
     """One request's `parameters`, validated and translated."""
 
-    sampling: SamplingParameters
+    request: GenerationRequest  # Without its id, its prompt and what the answer shows.
     details: bool
     return_full_text: bool
     decoder_input_details: bool
-    sequences: int
-    candidates: int
-    beam_search: BeamSearch | None
-    truncate: int | None
     top_n_tokens: int
     token_logprobs: bool
     output_formatter: str | None
+    # Parameters without effect: unknown ones, and those that this mode of the engine does not have.
     ignored: tuple[str, ...]
-    """Parameters without effect: unknown ones, and those that this mode of the engine does not have."""
-
-    @property
-    def several(self) -> bool:
-        """Whether the answer has several sequences."""
-        return self.sequences > 1 or self.candidates > 1 or self.beam_search is not None
 
 
 class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,10 +45,9 @@ class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
 
     do_sample_inferred: bool = True
     details_by_default: bool = False
+    # Locally typical sampling is available (lmi-dist); otherwise the parameter has no effect, as on LMI's vLLM.
     typical_p: bool = False
-    """Locally typical sampling is available (lmi-dist); otherwise the parameter has no effect, as on LMI's vLLM."""
-    trtllm: bool = False
-    """TensorRT-LLM's names and defaults."""
+    trtllm: bool = False  # TensorRT-LLM's names and defaults.
     max_sequences: int = 256
     strict: bool = False
     token_logprobs: bool = True
@@ -68,11 +56,8 @@ class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
 def read_parameters(
     values: Mapping[str, Any], rules: ParameterRules, reader: Reader = ParameterReader
 ) -> LmiParameters:
-    """Validate and translate `parameters`. The API description asks with a `reader` of its own.
-
-    Raises:
-        InvalidParameter: naming the parameter, its value and what is allowed.
-    """
+    """Validate and translate `parameters`. The API description asks with a `reader` of its own. Raises
+    InvalidParameter: naming the parameter, its value and what is allowed."""
     # TensorRT-LLM's table calls `stop` a boolean, to which LMI gives no meaning; elsewhere it is a list of strings.
     stop_ignored = rules.trtllm and isinstance(values.get("stop"), bool)
     read = reader({**values, "stop": None} if stop_ignored else values)
@@ -88,14 +73,16 @@ def read_parameters(
     read.integer("logprobs", 0, minimum=0)
     read.integer("prompt_logprobs", 0, minimum=0)
     parameters = LmiParameters(
-        sampling=sampling,
         details=read.boolean("details", rules.details_by_default),
         return_full_text=read.boolean("return_full_text", False),
         decoder_input_details=read.boolean("decoder_input_details", False),
-        sequences=sequences,
-        candidates=candidates,
-        beam_search=beam_search,
-        truncate=read.optional_integer("truncate", minimum=1),
+        request=GenerationRequest(
+            sampling=sampling,
+            sequences=sequences,
+            candidates=candidates,
+            beam_search=beam_search,
+            truncate_prompt_tokens=read.optional_integer("truncate", minimum=1),
+        ),
         top_n_tokens=read.integer("top_n_tokens", 0, minimum=0),
         token_logprobs=read.boolean("token_logprobs", rules.token_logprobs),
         output_formatter=read.optional_string("output_formatter"),

@@ -64,11 +64,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     full_text: bool = False
     prefill: bool = False
     top_tokens: bool = False
-    several: bool = False
-    """The answer has several sequences; it has details then."""
-    tgi: bool = False
-    """TGI's names of fields (`option.tgi_compat`)."""
-    overload_status: int = 503
+    several: bool = False  # The answer has several sequences; it has details then.
+    tgi: bool = False  # TGI's names of fields (`option.tgi_compat`).
 
 
 class _Plan(msgspec.Struct, frozen=True):
@@ -76,21 +73,19 @@ class _Plan(msgspec.Struct, frozen=True):
 
     formatter: str
     options: AnswerOptions
-    request: GenerationRequest
-    """Without its id and its prompt."""
+    request: GenerationRequest  # Without its id and its prompt.
     notes: tuple[str, ...]
 
 
 class LmiContract:
     """Parses LMI bodies for one model."""
 
-    def __init__(self, settings: ModelSettings, overload_status: int = 503) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
-        self._overload_status = overload_status
         self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
         self._rules = parameter_rules(settings)
+        # By parameters and `stream`. Clients repeat them, and a look-up costs less than reading them again.
         self._plans: dict[tuple[bytes, bool], _Plan] = {}
-        """By parameters and `stream`. Clients repeat them, and a look-up costs less than reading them again."""
 
     def parse(self, call: Call) -> Exchange:
         try:
@@ -136,7 +131,8 @@ class LmiContract:
         parameters = read_parameters(values, self._rules)
         formatter = self._formatter(parameters.output_formatter, stream)
         records = formatter != "json"
-        several = parameters.several and not records
+        asked = parameters.request
+        several = not records and (max(asked.sequences, asked.candidates) > 1 or asked.beam_search is not None)
         options = AnswerOptions(
             details=parameters.details or several,
             full_text=parameters.return_full_text,
@@ -144,7 +140,6 @@ class LmiContract:
             top_tokens=parameters.top_n_tokens > 0,
             several=several,
             tgi=self._settings.tgi_compat,
-            overload_status=self._overload_status,
         )
         notes = notes_of({}, (), parameters.ignored)
         if parameters.output_formatter not in (None, formatter):
@@ -181,17 +176,13 @@ def _prompts(inputs: Any) -> tuple[str, ...]:
 
 
 def _request(parameters: LmiParameters, options: AnswerOptions, records: bool) -> GenerationRequest:
-    want_tokens = records or options.details
-    return GenerationRequest(
-        request_id="",
-        prompt="",
-        sampling=parameters.sampling,
+    asked, want_tokens = parameters.request, records or options.details
+    return msgspec.structs.replace(
+        asked,
         stream=records,
         # A stream shows one sequence, so no more are generated for it.
-        sequences=1 if records else parameters.sequences,
-        candidates=1 if records else parameters.candidates,
-        beam_search=parameters.beam_search,
-        truncate_prompt_tokens=parameters.truncate,
+        sequences=1 if records else asked.sequences,
+        candidates=1 if records else asked.candidates,
         want_tokens=want_tokens,
         want_logprobs=want_tokens and parameters.token_logprobs,
         want_prompt_tokens=options.details and options.prefill,
@@ -293,7 +284,7 @@ class RecordAnswer(Answer):
 def _failure(error: RequestError, options: AnswerOptions, write: Callable[[str, int, str | None], str]) -> Reply:
     if isinstance(error, UnknownAdapter):
         return unknown_adapter(error)
-    return failure(error, options.overload_status, _error(error, options, write).encode())
+    return failure(error, _error(error, options, write).encode())
 
 
 def _error(error: RequestError, options: AnswerOptions, write: Callable[[str, int, str | None], str]) -> str:

@@ -21,8 +21,7 @@ Int = Annotated[int, msgspec.Meta(ge=MIN_INT64, le=MAX_INT64)]
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]
 
-_CONSTRAINT = "structured_outputs"
-"""What an error calls a constraint, whichever field it came in."""
+_CONSTRAINT = "structured_outputs"  # What an error calls a constraint, whichever field it came in.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}").fullmatch
 _SAMPLING_DEFAULTS = {
     "repetition_penalty": 1.0,
@@ -141,11 +140,8 @@ read_chat = msgspec.json.Decoder(ChatBody).decode
 
 
 def sampling_of(body: Body, defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParameters:
-    """The sampling parameters of a body. `defaults`: the model's own, by vLLM's names.
-
-    Raises:
-        LeftToVllm: one of them may have a value that vLLM refuses or changes.
-    """
+    """The sampling parameters of a body. `defaults`: the model's own, by vLLM's names. Raises LeftToVllm: one of them
+    may have a value that vLLM refuses or changes."""
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stop) > MAX_STRINGS or any(len(text) > MAX_STRING_LENGTH for text in stop):
         raise LeftToVllm("stop")

@@ -19,6 +19,7 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completion
 BATCH = "/v1/chat/completions/batch"
 
 _SAMPLING = frozenset({"stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens"})
+# What vLLM enforces of `CONSTRAINING` by path, and what is translated for it.
 _READ = {
     CHAT: _SAMPLING | {"tool_choice", *FORMS},
     BATCH: _SAMPLING | {"tool_choice", *FORMS},
@@ -26,12 +27,11 @@ _READ = {
     RESPONSES: frozenset({"stop", "logit_bias", "tool_choice", *FORMS}),
     MESSAGES: frozenset({"stop_sequences", "tool_choice"}),
 }
-"""What vLLM enforces of `CONSTRAINING` by path, and what is translated for it."""
 _ALSO = {CHAT: "", BATCH: "", COMPLETIONS: "", RESPONSES: ", text.format", MESSAGES: ", output_config.format"}
+# Objects from which other servers and clients take fields; vLLM reads none of them.
 _NESTS = ("extra_body", "parameters")
-"""Objects from which other servers and clients take fields; vLLM reads none of them."""
+# The fields that `enforceable` looks at.
 FIELDS = CONSTRAINING | {"use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
-"""The fields that `enforceable` looks at."""
 _NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 
@@ -41,8 +41,7 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
 
     `body`: its `FIELDS` at least. `parses_tools`: the model has a parser of tool calls.
 
-    Raises:
-        InvalidParameter: naming what vLLM would ignore, or what is wrong.
+    Raises InvalidParameter: naming what vLLM would ignore, or what is wrong.
     """
     if path not in _READ:
         return {}
@@ -83,11 +82,7 @@ def form_name(body: Mapping[str, Any], path: str) -> str:
 
 
 def _forms(body: Mapping[str, Any], path: str) -> list[str]:
-    """The names of the forms that a body asks for.
-
-    Raises:
-        InvalidParameter: it has none on this route.
-    """
+    """The names of the forms that a body asks for. Raises InvalidParameter: it has none on this route."""
     given = [name for name in FORMS if asks(name, body.get(name))]
     if path == RESPONSES and (form := _text_format(body)) is not None:
         given.append(form)
@@ -128,7 +123,6 @@ def _member(body: Mapping[str, Any], name: str, member: str) -> Any:
 
 
 def _text_format(body: Mapping[str, Any]) -> str | None:
-    """The name of the format, if it is not plain text."""
     form = _member(body, "text", "format")
     if not isinstance(form, dict) or form.get("type") == "text":
         return None  # no object: refused by vLLM
@@ -181,14 +175,7 @@ def _checked(given: Any) -> dict[str, Any]:
 
 
 def _spelled(constraint: Constraint) -> dict[str, Any]:
+    form, compact = constraint.for_vllm(), not constraint.any_whitespace
     if constraint.json_schema is not None:
-        return {
-            "json": constraint.json_schema,
-            "disable_any_whitespace": not constraint.any_whitespace,
-            "disable_additional_properties": not constraint.any_whitespace,
-        }
-    if constraint.json_object:
-        return {"json_object": True, "disable_any_whitespace": not constraint.any_whitespace}
-    if constraint.choice is not None:
-        return {"choice": list(constraint.choice)}
-    return {"regex": constraint.regex} if constraint.regex is not None else {"grammar": constraint.grammar}
+        return form | {"disable_any_whitespace": compact, "disable_additional_properties": compact}
+    return form | {"disable_any_whitespace": compact} if constraint.json_object else form

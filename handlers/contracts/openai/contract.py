@@ -13,7 +13,13 @@ from typing import Any
 
 import msgspec
 
-from handlers.contracts.openai.answer import AnswerOptions
+from handlers.contracts.openai.answer import (
+    AnswerOptions,
+    ChatDocument,
+    ChatStream,
+    CompletionDocument,
+    CompletionStream,
+)
 from handlers.contracts.openai.body import (
     Body,
     CompletionBody,
@@ -23,43 +29,32 @@ from handlers.contracts.openai.body import (
     read_completion,
     sampling_of,
 )
-from handlers.contracts.openai.chat import ChatDocument, ChatStream
-from handlers.contracts.openai.completions import CompletionDocument, CompletionStream
 from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
 from handlers.contracts.protocol import Answer, Call, Exchange
 from handlers.contracts.vllm_parameters import GREEDY_BELOW
 from handlers.request import GenerationRequest
 
+# Request headers that vLLM's serving classes follow.
 _STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority", "endpoint-load-metrics-format"})
-"""Request headers that vLLM's serving classes follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontEnd:
     """What the front end of a model was started with, as far as requests and answers show it."""
 
-    model: str
-    """Its name in answers."""
-    accepts: Callable[[str], bool]
-    """Says of a name whether it is the model's."""
-    adapters: Collection[str]
-    """Names; adapters come and go."""
-    fingerprint: str | None
-    """`system_fingerprint` of answers."""
-    role: str
-    """Whose turn an answer is in a chat."""
-    default_sampling: Mapping[str, Any]
-    """The model's own sampling parameters, by vLLM's names."""
-    most_new_tokens: int | None
-    """Whatever a request asks for."""
+    model: str  # Its name in answers.
+    accepts: Callable[[str], bool]  # Says of a name whether it is the model's.
+    adapters: Collection[str]  # Names; adapters come and go.
+    fingerprint: str | None  # `system_fingerprint` of answers.
+    role: str  # Whose turn an answer is in a chat.
+    default_sampling: Mapping[str, Any]  # The model's own sampling parameters, by vLLM's names.
+    most_new_tokens: int | None  # Whatever a request asks for.
     max_model_len: int
-    most_prompts: int
-    """In the body of a completion."""
-    most_sequences: int
-    """For each prompt."""
+    most_prompts: int  # In the body of a completion.
+    most_sequences: int  # For each prompt.
     most_stop_strings: int
+    # Makes a prompt of messages. None: vLLM's serving classes answer all chats.
     render: Callable[[list[dict[str, Any]]], str] | None
-    """Makes a prompt of messages. None: vLLM's serving classes answer all chats."""
 
 
 class OpenAIContract:
@@ -69,10 +64,8 @@ class OpenAIContract:
         self._front_end = front_end
 
     def parse(self, call: Call, path: str, *, any_model: bool = False, adapter: str | None = None) -> Exchange | None:
-        """Understand a call as one to `path`; None if it is left to vLLM's serving classes.
-
-        `any_model`: no `model` in the body is refused. `adapter`: takes its place; "" is the model itself.
-        """
+        """Understand a call as one to `path`; None if it is left to vLLM's serving classes. `any_model`: no `model` in
+        the body is refused. `adapter`: takes its place; "" is the model itself."""
         if call.content_type.partition(";")[0].lower() != "application/json":
             return None
         if any(name.lower() in _STEERING for name, _ in call.headers):
@@ -161,8 +154,6 @@ class OpenAIContract:
         if sequences > 1 and sampling.temperature < GREEDY_BELOW:
             raise LeftToVllm("n")
         return GenerationRequest(
-            request_id="",
-            prompt="",
             sampling=sampling,
             # Several sequences come in their order, where the engine would otherwise sort them by probability.
             stream=bool(body.stream) or sequences > 1,

@@ -22,15 +22,12 @@ from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.schemas import OBJECT
 
 JSON = "application/json"
-ALIASED = "/openai"
-"""Prefix of the paths on which any `model` is accepted."""
+ALIASED = "/openai"  # Prefix of the paths on which any `model` is accepted.
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 _TEXT = "text/plain; charset=utf-8"
-_SHOWN = 200
-"""Characters of a client's text that a message repeats."""
-_TOO_LARGE = "Request Entity Too Large"
-"""The phrase of 413, for which `HTTPStatus` has another from Python 3.13 on."""
+_SHOWN = 200  # Characters of a client's text that a message repeats.
+_TOO_LARGE = "Request Entity Too Large"  # The phrase of 413, for which `HTTPStatus` has another from Python 3.13 on.
 
 T = TypeVar("T")
 
@@ -43,11 +40,8 @@ def models(call: Call, views: Sequence[ModelView]) -> Reply:
 
 
 def model(call: Call, views: Sequence[ModelView]) -> Reply:
-    """GET /v1/models/<id>: one of the entries of that list. vLLM itself has no such route.
-
-    Raises:
-        UnknownModel: none has this id.
-    """
+    """GET /v1/models/<id>: one of the entries of that list. vLLM itself has no such route. Raises UnknownModel: none
+    has this id."""
     wanted, created = call.path_parameters["id"], int(time.time())
     for card in (card for view in views for card in _cards(view, created)):
         if card["id"] == wanted:
@@ -144,7 +138,6 @@ class LoadOrder(msgspec.Struct, frozen=True):
 
     @property
     def order(self) -> AdapterOrder:
-        """The order for the adapter registry."""
         return AdapterOrder(name=self.lora_name, src=self.lora_path)
 
 
@@ -156,11 +149,7 @@ class UnloadOrder(msgspec.Struct, frozen=True):
 
 
 def read_load(call: Call) -> LoadOrder:
-    """The adapter to load.
-
-    Raises:
-        InvalidRequest: the body is wrong.
-    """
+    """The adapter to load. Raises InvalidRequest: the body is wrong."""
     body = _read(call, LoadOrder)
     if not body.lora_name or not body.lora_path:
         raise errors.InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
@@ -170,11 +159,7 @@ def read_load(call: Call) -> LoadOrder:
 
 
 def read_unload(call: Call) -> UnloadOrder:
-    """The adapter to remove.
-
-    Raises:
-        InvalidRequest: the body is wrong.
-    """
+    """The adapter to remove. Raises InvalidRequest: the body is wrong."""
     body = _read(call, UnloadOrder)
     if not body.lora_name:
         raise errors.InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.")

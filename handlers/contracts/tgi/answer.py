@@ -18,12 +18,12 @@ from handlers.contracts.tgi.errors import EVENTS, INCOMPLETE_STREAM, JSON, Incom
 from handlers.errors import RequestError
 from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
+# Clients know no others; an answer that ends otherwise is incomplete.
 FINISH_REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.EOS: "eos_token",
     FinishReason.STOP: "stop_sequence",
 }
-"""Clients know no others; an answer that ends otherwise is incomplete."""
 _pack, _unpack = Struct("<f").pack, Struct("<f").unpack
 _NO_TOKEN = Token(0, "", special=True)
 
@@ -34,17 +34,13 @@ Headers = tuple[tuple[str, str], ...]
 class AnswerOptions:
     """What one answer shows."""
 
-    prompt: str
-    """What each text begins with; empty unless the full text is wanted."""
+    prompt: str  # What each text begins with; empty unless the full text is wanted.
     details: bool
     top_tokens: bool
     in_array: bool
-    seeds: tuple[int | None, ...]
-    """Of each sequence; None for greedy decoding."""
-    special_texts: Mapping[int, str]
-    """Texts of special tokens, which are no part of the generated text."""
-    characters: int
-    """Length of `inputs`."""
+    seeds: tuple[int | None, ...]  # Of each sequence; None for greedy decoding.
+    special_texts: Mapping[int, str]  # Texts of special tokens, which are no part of the generated text.
+    characters: int  # Length of `inputs`.
     compute_type: str
 
 

@@ -59,7 +59,6 @@ INCOMPLETE_STREAM = b'data:{"error":"Incomplete generation stream","error_type":
 
 
 def _meaning(error: errors.RequestError) -> tuple[int, str, str]:
-    """Status, `error_type` and text."""
     if isinstance(error, errors.InvalidRequest):
         return 422, "validation", f"Input validation error: {_what_is_wrong(error)}"
     if isinstance(error, errors.Overloaded):

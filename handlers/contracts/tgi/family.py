@@ -18,14 +18,7 @@ from handlers.contracts.tgi.answer import (
     StreamAnswer,
     stream_headers,
 )
-from handlers.contracts.tgi.errors import (
-    EVENTS,
-    JSON,
-    does_not_fit,
-    error_document,
-    refuse,
-    refuse_stream,
-)
+from handlers.contracts.tgi.errors import EVENTS, JSON, does_not_fit, error_document, refuse, refuse_stream
 from handlers.contracts.tgi.model import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens, templated
 from handlers.contracts.tgi.request import (
     Body,
@@ -40,10 +33,9 @@ from handlers.contracts.tgi.request import (
 from handlers.errors import InvalidRequest
 from handlers.request import GenerationRequest
 
-_COMMENT = b":\n\n"
-"""What TGI sends while a stream is idle."""
+_COMMENT = b":\n\n"  # What TGI sends while a stream is idle.
+# Bytes above which a body is parsed in a thread: the model's template takes up to 4 ms for them.
 _LONG_CHATS = 16 * 1024
-"""Bytes above which a body is parsed in a thread: the model's template takes up to 4 ms for them."""
 _KIND = "Input validation error"
 
 
@@ -130,11 +122,8 @@ class _Body(msgspec.Struct, frozen=True):
 
 
 class VertexContract:
-    """/vertex of one model: several requests in one call, as Vertex AI sends them.
-
-    TGI reads only `max_new_tokens` and `seed` of an instance's parameters; here all of them have an effect. Sampling is
-    the default, as it is there.
-    """
+    """/vertex of one model: several requests in one call, as Vertex AI sends them. TGI reads only `max_new_tokens` and
+    `seed` of an instance's parameters; here all of them have an effect. Sampling is the default, as it is there."""
 
     def __init__(self, setting: ContractSetting) -> None:
         self._setting = setting
@@ -205,6 +194,7 @@ _TOKENS = an_array(
     an_answer("TgiToken", "A token and the bytes of the text from which it is.", "id", "text", "start", "stop")
 )
 _ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
+# What is said of a body beside what `refuse` says; a 422 is one of both.
 _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
     "400": ("The body is no JSON", {"text/plain": STRING}),
     "415": ("The content type is not application/json", {"text/plain": STRING}),
@@ -213,7 +203,6 @@ _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
         {"text/plain": STRING},
     ),
 }
-"""What is said of a body beside what `refuse` says; a 422 is one of both."""
 
 
 def _about(summary: str, answer: Mapping[str, Schema], request: Schema | None = None) -> Operation:

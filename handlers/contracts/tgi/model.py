@@ -21,12 +21,10 @@ from handlers.contracts.tgi.request import Body, max_input_tokens, read
 from handlers.errors import InvalidRequest
 from handlers.loaded_model import ModelTexts
 
-TGI_VERSION = "3.3.6"
-"""The release whose contract this is; clients derive from it what they may ask for."""
+TGI_VERSION = "3.3.6"  # The release whose contract this is; clients derive from it what they may ask for.
+# TGI's defaults, which clients look for in /info; here the size of a batch has no limit of its own.
 _MAX_CLIENT_BATCH_SIZE, _VALIDATION_WORKERS = 4, 2
-"""TGI's defaults, which clients look for in /info; here the size of a batch has no limit of its own."""
-_BLOCK = 4096
-"""Tokens that are encoded together."""
+_BLOCK = 4096  # Tokens that are encoded together.
 _UNHEALTHY = Reply(503, JSON, error_document("unhealthy", "healthcheck").encode())
 
 
@@ -121,11 +119,8 @@ class Chat(msgspec.Struct, frozen=True):
 
 
 def templated(chat: Chat, texts: ModelTexts) -> str:
-    """The prompt of a chat; it ends where the model's turn begins, or with the model's own last turn.
-
-    Raises:
-        ContractError: the model has no template, or the template does not take these messages.
-    """
+    """The prompt of a chat; it ends where the model's turn begins, or with the model's own last turn. Raises
+    ContractError: the model has no template, or the template does not take these messages."""
     messages = [msgspec.to_builtins(message) | {"content": _text(message.content)} for message in chat.messages]
     if not texts.has_chat_template:
         raise _template_error("template not found: this model has no chat template")

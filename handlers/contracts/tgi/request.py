@@ -25,13 +25,12 @@ from handlers.request import Constraint, GenerationRequest, SamplingParameters
 
 Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+# msgspec knows no bounds beyond 63 bits; the upper one is checked where the number is used.
 Unsigned64 = Annotated[int, msgspec.Meta(ge=0)]
-"""msgspec knows no bounds beyond 63 bits; the upper one is checked where the number is used."""
 
-MAX_TOP_N_TOKENS = 5
-"""TGI's default."""
+MAX_TOP_N_TOKENS = 5  # TGI's default.
+# New tokens for which TGI wants room in the context at once; more are generated as far as they fit.
 MOST_RESERVED = 1024
-"""New tokens for which TGI wants room in the context at once; more are generated as far as they fit."""
 
 _NOT_READ = "is not read here; in `parameters`, `grammar` and `stop` constrain the text"
 _PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
@@ -56,8 +55,7 @@ class Parameters(msgspec.Struct, frozen=True):
     max_new_tokens: Unsigned32 | None = None
     return_full_text: bool | None = None
     stop: tuple[str, ...] | None = None
-    stop_sequences: tuple[str, ...] | None = None
-    """Earlier name of `stop`; clients send both."""
+    stop_sequences: tuple[str, ...] | None = None  # Earlier name of `stop`; clients send both.
     truncate: Unsigned64 | None = None
     watermark: bool | None = None
     details: bool | None = None
@@ -72,18 +70,12 @@ class Body(msgspec.Struct, frozen=True):
     """A request of /generate and its like."""
 
     inputs: str
-    parameters: Parameters | None = None
-    """None: sampling, which is TGI's default where they are missing altogether."""
-    stream: bool | None = None
-    """Only / reads it."""
+    parameters: Parameters | None = None  # None: sampling, which is TGI's default where they are missing altogether.
+    stream: bool | None = None  # Only / reads it.
 
 
 def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
-    """The body in its shape, and as it came.
-
-    Raises:
-        ContractError: with the reply that TGI's web framework gives.
-    """
+    """The body in its shape, and as it came. Raises ContractError: with the reply that TGI's web framework gives."""
     kind = call.content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise unreadable(415, "Expected request with `Content-Type: application/json`")
@@ -110,8 +102,7 @@ def max_input_tokens(model: LoadedModel, settings: ModelSettings) -> int:
 class TgiParameters:
     """One request's `parameters`, validated and translated."""
 
-    request: GenerationRequest
-    """Without its id and its prompt."""
+    request: GenerationRequest  # Without its id and its prompt.
     best_of: int
     details: bool
     prefill: bool
@@ -133,11 +124,7 @@ class TgiParameters:
 
 
 def validate(inputs: str, given: Parameters | None, setting: ContractSetting, *, streams: bool) -> TgiParameters:
-    """Check all values, and translate them.
-
-    Raises:
-        InvalidRequest: with TGI's text, without its prefix.
-    """
+    """Check all values, and translate them. Raises InvalidRequest: with TGI's text, without its prefix."""
     parameters = Parameters(do_sample=True) if given is None else given
     best_of = _best_of(parameters, setting.settings.max_best_of, streams)
     sampling = _sampling(parameters, setting, best_of)
@@ -152,8 +139,6 @@ def validate(inputs: str, given: Parameters | None, setting: ContractSetting, *,
         raise InvalidRequest(f"`truncate` must be strictly positive and less than {most}. Given: {truncate}")
     prefill = bool(parameters.decoder_input_details)
     request = GenerationRequest(
-        request_id="",
-        prompt="",
         sampling=sampling,
         truncate_prompt_tokens=truncate,
         room=min(sampling.max_tokens or 1, MOST_RESERVED),
@@ -177,7 +162,6 @@ def _best_of(parameters: Parameters, most: int, streams: bool) -> int:
 
 
 def _selects(parameters: Parameters) -> bool:
-    """Whether a parameter is given that selects the tokens to sample from."""
     return not (parameters.top_k is parameters.top_p is parameters.typical_p is None)
 
 
@@ -275,11 +259,8 @@ def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:
 
 
 def unread_names(document: Mapping[str, Any], shape: type[msgspec.Struct]) -> list[str]:
-    """Names in a request of this shape, and in its `parameters`, that nothing reads.
-
-    Raises:
-        InvalidParameter: one of them would constrain the text.
-    """
+    """Names in a request of this shape, and in its `parameters`, that nothing reads. Raises InvalidParameter: one of
+    them would constrain the text."""
     given = document.get("parameters")
     values = given if isinstance(given, dict) else {}
     names = sorted(values.keys() - set(Parameters.__struct_fields__))

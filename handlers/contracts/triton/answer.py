@@ -22,6 +22,7 @@ from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
 EVENTS = "text/event-stream; charset=utf-8"
 
+# vLLM's names, as its backend writes them.
 _FINISH_REASONS = {
     None: "None",
     FinishReason.LENGTH: "length",
@@ -30,15 +31,14 @@ _FINISH_REASONS = {
     FinishReason.ABORT: "abort",
     FinishReason.ERROR: "error",
 }
-"""vLLM's names, as its backend writes them."""
 _FLOAT32 = struct.Struct("f")
 
 
 class _Answer(Answer):
     def __init__(self, model: str, request: TritonRequest) -> None:
         self._request = request
+        # What this response has of each sequence.
         self._pieces = [GeneratedSequence() for _ in range(request.vllm.request.sequences)]
-        """What this response has of each sequence."""
         self._counts_before = [0] * len(self._pieces)
         self._lead = request.prompt if request.repeat_prompt else ""
         self._members = {"id": quote(request.id)} if request.id else {}
@@ -81,10 +81,8 @@ class _Answer(Answer):
 
 
 class CollectedAnswer(_Answer):
-    """One response: an object, or the only event of a stream.
-
-    With `stream` each step of the engine is a response, and more than one of them is an error.
-    """
+    """One response: an object, or the only event of a stream. With `stream` each step of the engine is a response, and
+    more than one of them is an error."""
 
     def __init__(self, model: str, request: TritonRequest, *, events: bool) -> None:
         super().__init__(model, request)
@@ -93,11 +91,8 @@ class CollectedAnswer(_Answer):
         self._fed = False
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The response, with the last delta.
-
-        Raises:
-            SeveralResponses: this is a second step, and there is room for one.
-        """
+        """The response, with the last delta. Raises SeveralResponses: this is a second step, and there is room for
+        one."""
         if self._steps and self._fed:
             raise SeveralResponses
         self._fed = True
@@ -118,8 +113,8 @@ class EventAnswer(_Answer):
         super().__init__(model, request)
         head = "".join(f'"{name}":{value},' for name, value in self._members.items())
         shows_text_alone = not request.outputs and request.vllm.request.sequences == 1 and request.vllm.detokenize
+        # What comes before the text, if only a brace comes after it; None if there is more.
         self._plain = f'data: {{{head}"text_output":' if shows_text_alone else None
-        """What comes before the text, if only a brace comes after it; None if there is more."""
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """The event of this delta. The hot path: called for each token of each stream."""

@@ -15,8 +15,8 @@ from handlers.contracts.protocol import Reply
 from handlers.model_settings import ModelSettings
 
 JSON = "application/json"
-VERSION = "1"
-"""The only version of a model."""
+VERSION = "1"  # The only version of a model.
+# Any other error is a 500.
 _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     400: (errors.InvalidRequest, errors.BodyTooLarge),
     404: (errors.UnknownModel,),
@@ -24,7 +24,6 @@ _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     501: (errors.NotServed,),
     503: (errors.Overloaded, errors.NotReady),
 }
-"""Any other error is a 500."""
 _LARGEST_VERSION = 2**63 - 1
 _LONGEST_NAME = 200
 

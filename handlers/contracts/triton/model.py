@@ -18,8 +18,7 @@ from handlers.contracts.triton.errors import JSON, VERSION, error_reply, missing
 from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, Kind
 from handlers.meter import Meter
 
-PROTOCOL_VERSION = "2.68.0"
-"""The release of Triton whose protocol this is."""
+PROTOCOL_VERSION = "2.68.0"  # The release of Triton whose protocol this is.
 _EXTENSIONS = ("model_repository", "model_configuration", "parameters", "statistics")
 _SERVER = {"name": "triton", "version": PROTOCOL_VERSION, "extensions": _EXTENSIONS}
 _YES, _NO = Reply(200, "", b""), Reply(400, "", b"")
@@ -219,7 +218,6 @@ def infer(call: Call, view: ModelView) -> Reply:
 
 
 def _backend(view: ModelView) -> str:
-    """The name of Triton's backend for such a model."""
     if view.engine != "vllm":
         return "python"
     return "tensorrtllm" if view.settings.rolling_batch == "trtllm" else "vllm"

@@ -24,6 +24,7 @@ from handlers.request import Constraint, GenerationRequest
 
 Kind = Literal["text", "texts", "boolean", "integer"]
 
+# Inputs of a model that Triton's vLLM backend serves.
 VLLM_INPUTS: dict[str, Kind] = {
     "text_input": "text",
     "stream": "boolean",
@@ -36,8 +37,8 @@ VLLM_INPUTS: dict[str, Kind] = {
     "return_num_input_tokens": "boolean",
     "return_num_output_tokens": "boolean",
 }
-"""Inputs of a model that Triton's vLLM backend serves."""
 
+# Further inputs of a TensorRT-LLM ensemble; only it has inputs of these names.
 TENSORRT_LLM_INPUTS: dict[str, Kind] = {
     "streaming": "boolean",
     "bad_words": "texts",
@@ -55,32 +56,30 @@ TENSORRT_LLM_INPUTS: dict[str, Kind] = {
     "guided_decoding_guide_type": "text",
     "guided_decoding_guide": "text",
 }
-"""Further inputs of a TensorRT-LLM ensemble; only it has inputs of these names."""
 
-SAMPLING_PREFIX = "sampling_param_"
-"""Prefix of sampling fields in the LLM-API model."""
+SAMPLING_PREFIX = "sampling_param_"  # Prefix of sampling fields in the LLM-API model.
+# All of them, and the sampling fields of the LLM-API model that may be arrays; what is not here is a parameter.
 _INPUTS = VLLM_INPUTS | TENSORRT_LLM_INPUTS | {f"{SAMPLING_PREFIX}stop": "texts", f"{SAMPLING_PREFIX}bad": "texts"}
-"""All of them, and the sampling fields of the LLM-API model that may be arrays; what is not here is a parameter."""
 _NO_STRING = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
+# Types of the elements of inputs, with Triton's message for others.
 _TYPES: dict[Kind, tuple[type, str]] = {
     "text": (str, _NO_STRING),
     "texts": (str, _NO_STRING),
     "boolean": (bool, "Unable to parse 'data': attempt to access JSON non-boolean as boolean"),
     "integer": (int, "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer"),
 }
-"""Types of the elements of inputs, with Triton's message for others."""
+# Outputs, beside `text_output`, by the inputs that ask for them.
 _OUTPUTS = {
     **{name: (name.removeprefix("return_"),) for name in VLLM_INPUTS if name.startswith("return_")},
     "return_log_probs": ("cum_log_probs", "output_log_probs"),
 }
-"""Outputs, beside `text_output`, by the inputs that ask for them."""
+# Names that Triton reserves, and `id` as a parameter; they have no effect here.
 _FOR_THE_SERVER = frozenset(
     {"id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
 )
-"""Names that Triton reserves, and `id` as a parameter; they have no effect here."""
-_WITHIN = "Converting keyword: 'parameters': "
-"""How Triton's messages about what is within `parameters` begin."""
+_WITHIN = "Converting keyword: 'parameters': "  # How Triton's messages about what is within `parameters` begin.
 _LONGEST_NAME = 80
+# Older names of TensorRT-LLM's ensemble, and those of the LLM-API model, by vLLM's.
 _RENAMED = {
     "stop_words": "stop",
     "bad": "bad_words",
@@ -92,7 +91,6 @@ _RENAMED = {
     "runtime_top_p": "top_p",
     "exclude_input_from_output": "exclude_input_in_output",
 }
-"""Older names of TensorRT-LLM's ensemble, and those of the LLM-API model, by vLLM's."""
 _WITHOUT_EFFECT = ("pad_id", "return_perf_metrics", "add_special_tokens")
 _REFUSED_IF_TRUE = ("return_context_logits", "return_generation_logits")
 _GUIDES = ("json", "json_schema", "regex", "ebnf_grammar")
@@ -103,20 +101,14 @@ _NO_END = -1
 class TritonRequest:
     """One request, validated and translated."""
 
-    id: str
-    """Empty: the request has none, and so have the responses."""
+    id: str  # Empty: the request has none, and so have the responses.
     prompt: str
     vllm: VllmParameters
-    stream: bool
-    """One response for each step of the engine, instead of one at the end."""
-    repeat_prompt: bool
-    """`text_output` begins with the prompt."""
-    outputs: frozenset[str]
-    """Those that the request asks for beside `text_output`."""
-    adapter: str | None
-    """`lora_name`."""
-    ignored: tuple[str, ...]
-    """Names that were given and have no effect."""
+    stream: bool  # One response for each step of the engine, instead of one at the end.
+    repeat_prompt: bool  # `text_output` begins with the prompt.
+    outputs: frozenset[str]  # Those that the request asks for beside `text_output`.
+    adapter: str | None  # `lora_name`.
+    ignored: tuple[str, ...]  # Names that were given and have no effect.
 
     @property
     def shows_logprobs(self) -> bool:
@@ -124,7 +116,6 @@ class TritonRequest:
         return "logprobs" in self.outputs and self.vllm.logprobs is not None
 
     def for_engine(self, request_id: str) -> GenerationRequest:
-        """The request to the engine."""
         want_logprobs = self.shows_logprobs or not self.outputs.isdisjoint(("cumulative_logprob", "cum_log_probs"))
         return msgspec.structs.replace(
             self.vllm.request,
@@ -140,12 +131,8 @@ class TritonRequest:
 
 
 def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
-    """Read a request's body.
-
-    Raises:
-        TritonRefusal: it is not JSON, or a key has a wrong type or shape.
-        InvalidParameter: naming the one that is wrong, and what is allowed.
-    """
+    """Read a request's body. Raises TritonRefusal: it is not JSON, or a key has a wrong type or shape;
+    InvalidParameter: naming the one that is wrong, and what is allowed."""
     members = _members(body)
     request_id = next((value for name, value in reversed(members) if name == "id"), "")
     if not isinstance(request_id, str):
@@ -332,11 +319,7 @@ def _vllm(values: Mapping[str, Any], constraint: Constraint | None, stream: bool
 
 
 def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values under today's names, without the prefix.
-
-    Raises:
-        InvalidParameter: two of them have one name.
-    """
+    """The same values under today's names, without the prefix. Raises InvalidParameter: two of them have one name."""
     plain: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for given, value in values.items():
@@ -349,11 +332,8 @@ def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_vllm(plain: Mapping[str, Any], eos_token_ids: frozenset[int]) -> tuple[dict[str, Any], Constraint | None]:
-    """vLLM's names and values, and the constraint.
-
-    Raises:
-        InvalidParameter: naming the one that is wrong, and what is allowed.
-    """
+    """vLLM's names and values, and the constraint. Raises InvalidParameter: naming the one that is wrong, and what is
+    allowed."""
     values = {name: value for name, value in plain.items() if name not in _WITHOUT_EFFECT}
     for name in _REFUSED_IF_TRUE:
         if values.pop(name, False):

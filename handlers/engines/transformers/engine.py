@@ -46,18 +46,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Hashable)
 
+# Prompts of one batch where answers are streamed, whatever `batch_size` says: a client's list is one stream.
 STREAMED_TOGETHER = 32
-"""Prompts of one batch where answers are streamed, whatever `batch_size` says: a client's list is one stream."""
-_STUCK_SECONDS = 30.0
-"""How long a batch that was given up may take to end; then the engine's thread counts as lost."""
+_STUCK_SECONDS = 30.0  # How long a batch that was given up may take to end; then the engine's thread counts as lost.
 _STOP_SECONDS = 1.0
 
 
 class _Waiting(NamedTuple):
     key: Hashable
     weight: int
-    deadline: float
-    """Until then it waits for others."""
+    deadline: float  # Until then it waits for others.
 
 
 class BatchQueue(Generic[T]):
@@ -69,8 +67,7 @@ class BatchQueue(Generic[T]):
 
     def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._size, self._delay, self._clock = size, delay, clock
-        self._waiting: OrderedDict[T, _Waiting] = OrderedDict()
-        """In order of arrival, and so of their deadlines."""
+        self._waiting: OrderedDict[T, _Waiting] = OrderedDict()  # In order of arrival, and so of their deadlines.
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
@@ -86,7 +83,6 @@ class BatchQueue(Generic[T]):
         return self._waiting.pop(item, None) is not None
 
     def drain(self) -> list[T]:
-        """Drop all that waits and return it, in order of arrival."""
         items = list(self._waiting)
         self._waiting.clear()
         return items
@@ -137,14 +133,12 @@ class BatchEngine:
         size = max(settings.batch_size, STREAMED_TOGETHER) if streams else settings.batch_size
         self._waiting = BatchQueue[Job](size, settings.max_batch_delay if settings.batch_size > 1 else 0.0)
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        self._free = asyncio.Event()
-        """The engine's thread has ended its batch."""
+        self._free = asyncio.Event()  # The engine's thread has ended its batch.
         self._running: Batch | None = None
         self._progress = Progress()
         self._given_up_at: float | None = None
         self._dead: str | None = None
-        self._abandoned = False
-        """Nobody waits for the model any more that a thread still loads."""
+        self._abandoned = False  # Nobody waits for the model any more that a thread still loads.
         self._stopped = False
         self._watchdog = Watchdog(self._look)
         self._dispatcher: asyncio.Task[None] | None = None
@@ -228,10 +222,8 @@ class BatchEngine:
             self._running = self._given_up_at = None
 
     def _serve(self) -> None:
-        """Run batches in the engine's thread, until there is None instead of one.
-
-        In one thread, as PyTorch starts threads of its own for each that it is called from.
-        """
+        """Run batches in the engine's thread, until there is None instead of one. In one thread, as PyTorch starts
+        threads of its own for each that it is called from."""
         while (batch := self._batches.get()) is not None:
             try:
                 self._runner.run(batch)
@@ -242,7 +234,6 @@ class BatchEngine:
             self._call(self._free.set)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        """Have the event loop call a function."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -284,7 +275,6 @@ class BatchEngine:
             self.fail(job, GenerationFailed("internal error while handling a token"))
 
     def fail(self, job: Job, error: RequestError) -> None:
-        """End a request with an error, unless it has ended."""
         if not job.ended:
             job.ended = True
             self.meter.failed_requests += job.open_sequences

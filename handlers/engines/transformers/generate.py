@@ -37,16 +37,12 @@ class Row:
 
     job: Job
     sequence: GeneratedSequence
-    generator: torch.Generator
-    """Where its random numbers come from."""
-    finished: bool = False
-    """It has failed, or its search has ended."""
-    last_at: float = 0.0
-    """When its last token came; belongs to the event loop."""
+    generator: torch.Generator  # Where its random numbers come from.
+    finished: bool = False  # It has failed, or its search has ended.
+    last_at: float = 0.0  # When its last token came; belongs to the event loop.
 
     @property
     def done(self) -> bool:
-        """No further token is wanted."""
         return self.finished or self.sequence.finish_reason is not None or self.job.ended
 
 
@@ -57,18 +53,15 @@ class Job:
     request: GenerationRequest
     prompt_ids: list[int]
     sink: Sink
-    open_sequences: int
-    """Sequences, or beams, that have not finished; belongs to the event loop."""
+    open_sequences: int  # Sequences, or beams, that have not finished; belongs to the event loop.
     arrived_at: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(default_factory=list)
-    ended: bool = False
-    """Nothing more reaches the sink. The engine's thread reads it before each step."""
-    aborted: bool = False
-    """It shall end with what there is. The engine's thread reads it before each step."""
+    ended: bool = False  # Nothing more reaches the sink. The engine's thread reads it before each step.
+    aborted: bool = False  # It shall end with what there is. The engine's thread reads it before each step.
 
 
+# Takes the result of a step: when it was, the sequences that got a token, and what there is to tell.
 Post = Callable[[float, Sequence[Row], Sequence[tuple[Job, TokenDelta | RequestError]]], None]
-"""Takes the result of a step: when it was, the sequences that got a token, and what there is to tell."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +69,7 @@ class Batch:
     """Jobs that run together; all have the same parameters."""
 
     jobs: list[Job]
-    moved_at: float = field(default_factory=time.monotonic)
-    """When it began, and then when its last step was."""
+    moved_at: float = field(default_factory=time.monotonic)  # When it began, and then when its last step was.
 
 
 class BatchRunner:
@@ -85,23 +77,20 @@ class BatchRunner:
 
     def __init__(self, model: TransformersModel, post: Post) -> None:
         self._model, self._post = model, post
+        # Prompts of different lengths can run together. A model without a mask would take padding for text.
         self.pads = "attention_mask" in inspect.signature(model.model.forward).parameters
-        """Prompts of different lengths can run together. A model without a mask would take padding for text."""
         # The request alone says how to generate; what the model's own configuration has would be added to it.
         model.model.generation_config = GenerationConfig(pad_token_id=model.pad_token_id)
 
     def try_out(self) -> None:
-        """Generate one token; raises whatever keeps the model from it."""
         self._model.model.generate(
             **padded([[self._model.pad_token_id]], self._model),
             generation_config=GenerationConfig(do_sample=False, max_new_tokens=1),
         )
 
     def run(self, batch: Batch) -> None:
-        """Run a batch to its end; every job of it ends with its last delta or an error.
-
-        Raises DeviceLost: nothing can be run any more.
-        """
+        """Run a batch to its end; every job of it ends with its last delta or an error. Raises DeviceLost: nothing can
+        be run any more."""
         self._attempt(batch, [row for job in batch.jobs for row in job.rows])
 
     def _attempt(self, batch: Batch, rows: Sequence[Row]) -> None:
@@ -233,8 +222,7 @@ class _Steps:
             [row.sequence.token_ids for row in rows],
             [row.generator for row in rows],
         )
-        self.count = 0
-        """Steps so far."""
+        self.count = 0  # Steps so far.
 
     def choose(self, input_ids: Any, scores: Any) -> Any:
         """Give each unfinished sequence its next token, and leave `generate` nothing else to choose."""
@@ -276,10 +264,8 @@ def _advance(row: Row, choice: Choice | RequestError) -> TokenDelta | RequestErr
 
 
 def beam_deltas(job: Job, beams: Sequence[Sequence[int]], model: TransformersModel) -> list[TokenDelta]:
-    """Return one delta for each beam of a search; `beams`: their tokens, best first, none before the first step.
-
-    A beam of an aborted job that has not come to its own end is aborted.
-    """
+    """Return one delta for each beam of a search; `beams`: their tokens, best first, none before the first step. A beam
+    of an aborted job that has not come to its own end is aborted."""
     assert job.request.beam_search is not None
     whole = msgspec.structs.replace(job.request, stream=False)
     width = job.request.beam_search.width
@@ -310,13 +296,8 @@ def padded(prompts: Sequence[Sequence[int]], model: TransformersModel) -> dict[s
 
 
 def check_device(device: Any) -> None:
-    """Free what a failed pass has left, and compute something.
-
-    To be called once the pass's exception is gone, whose traceback holds tensors.
-
-    Raises:
-        DeviceLost: the device computes no more.
-    """
+    """Free what a failed pass has left, and compute something. To be called once the pass's exception is gone, whose
+    traceback holds tensors. Raises DeviceLost: the device computes no more."""
     release_memory()
     try:
         if device.type == "cuda":
@@ -330,8 +311,7 @@ class DeviceLost(Exception):
     """The device does not compute any more; nothing in this process will bring it back."""
 
 
-_CHUNK = 256
-"""Tokens in one pass: the logits of all tokens of a long prompt would take gigabytes."""
+_CHUNK = 256  # Tokens in one pass: the logits of all tokens of a long prompt would take gigabytes.
 
 
 class GeneratedSequence:
@@ -348,12 +328,12 @@ class GeneratedSequence:
         self._request, self._model, self._sequence = request, model, sequence
         self._prompt_ids = prompt_ids
         room = model.max_model_len - len(prompt_ids)
+        # Tokens after which it ends for its length.
         self.limit = room if s.max_tokens is None else min(s.max_tokens, room)
-        """Tokens after which it ends for its length."""
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        # To be set before the first token where the request wants the prompt's tokens.
         self.prompt_logprobs: list[float] | None = None
-        """To be set before the first token where the request wants the prompt's tokens."""
         self._cumulative_logprob: float | None = None
         self._texts = TokenTexts(model.tokenizer, prompt_ids, s.skip_special_tokens)
         self._stop = StopStrings(s.stop, s.include_stop_str_in_output)
@@ -362,10 +342,8 @@ class GeneratedSequence:
         self._prompt_tokens_due = request.want_prompt_tokens
 
     def add(self, choice: Choice) -> TokenDelta | None:
-        """Take the next token; returns what there is to tell, if anything.
-
-        The last delta has a `finish_reason`, and `last` set as for a request of a single sequence.
-        """
+        """Take the next token; returns what there is to tell, if anything. The last delta has a `finish_reason`, and
+        `last` set as for a request of a single sequence."""
         self.token_ids.append(choice.token_id)
         if choice.logprob is not None:
             self._cumulative_logprob = (self._cumulative_logprob or 0.0) + choice.logprob
@@ -444,9 +422,7 @@ class StopStrings:
 
     def add(self, text: str, count: bool) -> int | None:
         """Take what was added; where a stop string ends in it, how many characters of the text are to be taken back.
-
-        Without `count` the text is taken note of, but a stop string that ends in it does not.
-        """
+        Without `count` the text is taken note of, but a stop string that ends in it does not."""
         old, whole = len(self._tail), self._tail + text
         self._tail = whole[-self._reach :] if self._reach else ""
         found = ((whole.find(stop, max(old - len(stop) + 1, 0)), len(stop)) for stop in self._stop if text and count)

@@ -20,13 +20,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from handlers.engines.protocol import EngineStartError
 from handlers.engines.start_failure import failure_of
+from handlers.engines.texts import end_token_ids
 from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
 _BITS = {"bitsandbytes": "load_in_4bit", "bitsandbytes4": "load_in_4bit", "bitsandbytes8": "load_in_8bit"}
+# Kinds of RoPE scaling whose factor stretches the context beyond the trained one.
 _STRETCHED_ROPE = frozenset({"linear", "dynamic", "yarn"})
-"""Kinds of RoPE scaling whose factor stretches the context beyond the trained one."""
 
 
 class LoadingArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,22 +58,17 @@ class TransformersModel:
 
     model: Any
     tokenizer: Any
-    device: Any
-    """The `torch.device` that takes the token ids and gives the logits."""
-    max_model_len: int
-    """Tokens of prompt and answer together."""
-    vocabulary_size: int
-    """Width of the logits; it may be more than the tokenizer has tokens."""
+    device: Any  # The `torch.device` that takes the token ids and gives the logits.
+    max_model_len: int  # Tokens of prompt and answer together.
+    vocabulary_size: int  # Width of the logits; it may be more than the tokenizer has tokens.
     eos_token_ids: frozenset[int]
     special_ids: frozenset[int]
     pad_token_id: int
 
 
 def load_model(settings: ModelSettings) -> TransformersModel:
-    """Load model and tokenizer; blocks for as long as that takes.
-
-    Raises EngineStartError: it cannot be loaded, or a setting has a value that does not fit; the message says why.
-    """
+    """Load model and tokenizer; blocks for as long as that takes. Raises EngineStartError: it cannot be loaded, or a
+    setting has a value that does not fit; the message says why."""
     arguments = model_arguments(settings)
     device = _device(settings)
     if settings.devices and device.type == "cuda":
@@ -106,7 +102,7 @@ def load_model(settings: ModelSettings) -> TransformersModel:
         device=model.device,
         max_model_len=max_model_len(settings, config),
         vocabulary_size=int(config.vocab_size),
-        eos_token_ids=_eos_token_ids(model, tokenizer),
+        eos_token_ids=end_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer),
         special_ids=frozenset(tokenizer.all_special_ids),
         pad_token_id=pad_token_id(tokenizer, int(config.vocab_size)),
     )
@@ -178,10 +174,8 @@ def source(settings: ModelSettings, name: str) -> str:
 
 
 def check_kind(settings: ModelSettings, config: Any) -> None:
-    """Refuse what is no causal language model, though transformers would load a part of it as one.
-
-    Raises EngineStartError: it is an encoder-decoder model, or an encoder.
-    """
+    """Refuse what is no causal language model, though transformers would load a part of it as one. Raises
+    EngineStartError: it is an encoder-decoder model, or an encoder."""
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder model"
     elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False:
@@ -198,8 +192,7 @@ def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:
 
     `loading`: what `from_pretrained` gives with `output_loading_info`; it counts tied weights as loaded.
 
-    Raises:
-        EngineStartError: it names some of the weights.
+    Raises EngineStartError: it names some of the weights.
     """
     mismatched = [key if isinstance(key, str) else key[0] for key in loading.get("mismatched_keys") or ()]
     for what, names in (
@@ -252,14 +245,6 @@ def longest_context(config: Any) -> int | None:
         return length
     trained = rope.get("original_max_position_embeddings") or length
     return max(length, int(trained * float(rope.get("factor") or 1.0)))
-
-
-def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    generation_config = getattr(model, "generation_config", None)
-    configured = getattr(generation_config, "eos_token_id", None)
-    ids = [] if configured is None else configured if isinstance(configured, list) else [configured]
-    own = tokenizer.eos_token_id
-    return frozenset(ids if own is None else [*ids, own])
 
 
 def pad_token_id(tokenizer: Any, vocabulary_size: int) -> int:

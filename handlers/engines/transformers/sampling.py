@@ -21,20 +21,16 @@ from handlers.errors import GenerationFailed, InvalidParameter, RequestError
 from handlers.request import GenerationRequest, SamplingParameters
 
 MAX_TOP_TOKENS = 20
-MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384
-"""Of all bad words together: each is looked for at each token."""
-_LOWEST_TEMPERATURE = 0.01
-"""Below it vLLM takes 0.01, since the quotients would overflow."""
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384  # Of all bad words together: each is looked for at each token.
+_LOWEST_TEMPERATURE = 0.01  # Below it vLLM takes 0.01, since the quotients would overflow.
 _NEVER = -math.inf
+# Of a random number whose logarithm is taken: neither infinite nor 0.
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
-"""Of a random number whose logarithm is taken: neither infinite nor 0."""
 
 
 def check_request(request: GenerationRequest, model: TransformersModel) -> None:
-    """Refuse what cannot be done, or would be an index beyond the model's vocabulary.
-
-    Raises InvalidParameter: it names the parameter.
-    """
+    """Refuse what cannot be done, or would be an index beyond the model's vocabulary. Raises InvalidParameter: it names
+    the parameter."""
     s, size = request.sampling, model.vocabulary_size
     if s.constraint is not None:
         raise InvalidParameter(s.constraint.parameter, "needs the vLLM engine (option.rolling_batch=vllm)")
@@ -63,12 +59,9 @@ class Choice(msgspec.Struct, gc=False):
     """The next token of a sequence."""
 
     token_id: int
-    logprob: float | None = None
-    """None unless the request needs it."""
-    top: tuple[tuple[int, float], ...] = ()
-    """Ids and log probabilities of the most probable tokens, best first."""
-    rank: int | None = None
-    """Place among all tokens by probability, from 1; set together with `logprob`."""
+    logprob: float | None = None  # None unless the request needs it.
+    top: tuple[tuple[int, float], ...] = ()  # Ids and log probabilities of the most probable tokens, best first.
+    rank: int | None = None  # Place among all tokens by probability, from 1; set together with `logprob`.
 
 
 class Sampler:
@@ -93,18 +86,16 @@ class Sampler:
         self._bias = _bias(s, model)
         words = _bad_word_ids(s.bad_words, model)
         self._bad_words = transformers.NoBadWordsLogitsProcessor(words) if words else None
+        # No such token before `min_tokens`.
         self._ending = sorted({*s.stop_token_ids, *(i for i in model.eos_token_ids if i < model.vocabulary_size)})
-        """No such token before `min_tokens`."""
         self._in_prompt = self._counts(prompts) > 0 if s.repetition_penalty != 1.0 else None
         self._warpers = [] if s.greedy else _warpers(s)
         ranked = request.candidates > request.sequences or (request.candidates > 1 and not request.stream)
         self._wants_logprobs = request.want_logprobs or request.top_tokens > 0 or ranked
 
     def choose(self, input_ids: Any, logits: Any) -> list[Choice | RequestError]:
-        """Choose for each sequence from its row of `logits`; both tensors have a row for each.
-
-        An error stands in the place of a choice where the logits are no numbers, or the parameters forbid every token.
-        """
+        """Choose for each sequence from its row of `logits`; both tensors have a row for each. An error stands in the
+        place of a choice where the logits are no numbers, or the parameters forbid every token."""
         scores = self._adjusted(input_ids, logits)
         for warper in self._warpers:
             scores = warper(input_ids, scores)
@@ -135,7 +126,6 @@ class Sampler:
         return scores - s.frequency_penalty * counts - s.presence_penalty * (counts > 0)
 
     def _counts(self, texts: Sequence[Sequence[int]]) -> Any:
-        """Return how often each text has each token of the vocabulary."""
         size, device = self._model.vocabulary_size, self._model.device
         ids = (torch.tensor(text, dtype=torch.long, device=device) for text in texts)
         return torch.stack([torch.bincount(row, minlength=size) for row in ids])

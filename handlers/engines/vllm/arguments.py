@@ -22,17 +22,17 @@ from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
 
 logger = logging.getLogger(__name__)
 
-_LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}
-"""Values that LMI calls otherwise."""
+_LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}  # Values that LMI calls otherwise.
+# LMI v0.31's form of `limit_mm_per_prompt`: image=2,video=1.
 _COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
-"""LMI v0.31's form of `limit_mm_per_prompt`: image=2,video=1."""
 _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
+# vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one. They
+# add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1.
 EMPTY_SLOTS_ON_CPU = 1
-"""vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one.
-They add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1."""
+# vLLM's own handling of streams and logs, which Slipway does not use.
 _WITHOUT_EFFECT = frozenset({"stream_interval", "disable_log_stats", "enable_log_requests"})
-"""vLLM's own handling of streams and logs, which Slipway does not use."""
 
+# Arguments of vLLM's OpenAI front end.
 FRONT_END = frozenset(
     {
         *("chat_template", "chat_template_content_format", "trust_request_chat_template", "response_role"),
@@ -43,16 +43,12 @@ FRONT_END = frozenset(
         *("cohere_format", "log_error_stack"),
     }
 )
-"""Arguments of vLLM's OpenAI front end."""
 _PATHS = frozenset({"chat_template", "tool_parser_plugin"})
 
 
 def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
-    """Return keyword arguments of vLLM's `AsyncEngineArgs`; for the rest `serve_defaults` hold.
-
-    Raises:
-        EngineStartError: an option has a value that vLLM's own argument parser refuses; the option is named.
-    """
+    """Return keyword arguments of vLLM's `AsyncEngineArgs`; for the rest `serve_defaults` hold. Raises
+    EngineStartError: an option has a value that vLLM's own argument parser refuses; the option is named."""
     given = {name: text for name, text in settings.engine_arguments.items() if name not in FRONT_END}
     passed = _parse(AsyncEngineArgs.add_cli_args, settings, given)
     arguments: dict[str, Any] = {
@@ -98,11 +94,8 @@ def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
 
 
 def frontend_arguments(settings: ModelSettings) -> dict[str, Any]:
-    """Return all of vLLM's front-end arguments: the model's, and vLLM's defaults for the rest.
-
-    Raises:
-        EngineStartError: an option has a value that vLLM refuses; the option is named.
-    """
+    """Return all of vLLM's front-end arguments: the model's, and vLLM's defaults for the rest. Raises EngineStartError:
+    an option has a value that vLLM refuses; the option is named."""
     given = {
         name: _in_model_dir(settings, text) if name in _PATHS else text
         for name, text in settings.engine_arguments.items()
@@ -143,11 +136,8 @@ def _check_parsers(arguments: Mapping[str, Any], settings: ModelSettings) -> Non
 
 
 def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: Mapping[str, str]) -> dict[str, Any]:
-    """Read options with vLLM's own parser, to which `add_arguments` adds what it knows.
-
-    Raises:
-        EngineStartError: an option has a value that the parser refuses; the option is named.
-    """
+    """Read options with vLLM's own parser, to which `add_arguments` adds what it knows. Raises EngineStartError: an
+    option has a value that the parser refuses; the option is named."""
     parser = add_arguments(_Parser(add_help=False, argument_default=argparse.SUPPRESS))
     actions = {action.dest: action for action in parser._actions}
     for action in actions.values():

@@ -40,7 +40,6 @@ class BeamSearchTask:
     def __init__(
         self, engine: Engine, request: GenerationRequest, sink: Sink, prompt_ids: Sequence[int], submit: Submit
     ) -> None:
-        """`submit` takes the search's steps."""
         assert request.beam_search is not None
         self._engine, self._request, self._options, self._sink = engine, request, request.beam_search, sink
         self._submit = submit
@@ -49,21 +48,19 @@ class BeamSearchTask:
         self._running, self._finished = [_Beam()], list[_Beam]()
         self._stop_ids = set(request.sampling.stop_token_ids)
         self._eos_ids: frozenset[int] = frozenset() if request.sampling.ignore_eos else engine.eos_token_ids
+        # Tokens that may not come before `min_tokens`, be the end token ignored or not, as in the samplers.
         self._ending = engine.eos_token_ids | self._stop_ids
-        """Tokens that may not come before `min_tokens`, be the end token ignored or not, as in the samplers."""
         limit = request.sampling.max_tokens or engine.max_model_len
         self._limit = min(limit, engine.max_model_len - len(self._prompt_ids))
         self._task = asyncio.create_task(self._run())
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Have something called when the search has ended, in whatever way."""
         self._task.add_done_callback(lambda _: call())
 
     def cancel(self) -> None:
         self._task.cancel()
 
     def abort(self) -> None:
-        """Stop, and hand over the best beams so far."""
         if self._task.done() or self._task.cancelling():
             return
         self._task.cancel()

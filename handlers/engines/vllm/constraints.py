@@ -33,13 +33,11 @@ from handlers.request import Constraint, SamplingParameters
 
 logger = logging.getLogger(__name__)
 
-MAX_CHARACTERS = 1 << 17
-"""Of a schema, an expression or a grammar: what people write has a hundredth of it."""
-MAX_CHOICE_CHARACTERS = 1 << 21
-"""Of all choices together; they cost the engine less, since each is a plain text."""
+MAX_CHARACTERS = 1 << 17  # Of a schema, an expression or a grammar: what people write has a hundredth of it.
+MAX_CHOICE_CHARACTERS = 1 << 21  # Of all choices together; they cost the engine less, since each is a plain text.
 _ERROR_CHARACTERS = 200
+# How long a request waits until its constraint has been tried out, those before it included, before it is refused.
 WAIT_SECONDS = 60.0
-"""How long a request waits until its constraint has been tried out, those before it included, before it is refused."""
 _REMEMBERED = 1024
 TOO_MUCH = "it takes too much time or memory to compile"
 _STOPPING = "the server is stopping; the request was not completed"
@@ -48,8 +46,8 @@ _NO_TAGS = (
 )
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf")
+# llguidance's options for writing JSON, which stand in the schema in the place of the client's.
 _FLEXIBLE = {"whitespace_flexible": True}
-"""llguidance's options for writing JSON, which stand in the schema in the place of the client's."""
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _COMBINED = ("anyOf", "oneOf", "$ref", "if", "unevaluatedProperties", "additionalProperties")
 
@@ -74,17 +72,16 @@ class ConstraintTranslator:
             self._trials = GrammarTrials(fast, size, tokenizer.eos_token_id)
 
     async def structured_outputs(self, sampling: SamplingParameters) -> StructuredOutputsParams | None:
-        """Return what vLLM is to enforce; None without a constraint.
-
-        Raises:
-            InvalidParameter: it cannot be compiled, or not together with another parameter.
-            GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.error`.
-        """
+        """Return what vLLM is to enforce; None without a constraint. Raises InvalidParameter: it cannot be compiled, or
+        not together with another parameter; GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.error`."""
         constraint = sampling.constraint
         if constraint is None:
             return None
         if constraint.as_is:
-            outputs = _as_is(constraint)
+            form = constraint.for_vllm()
+            if constraint.json_schema is not None:
+                form["json"] = json.loads(constraint.json_schema)
+            outputs = StructuredOutputsParams(**form)
             return await self.checked(constraint.parameter, SamplingParams(structured_outputs=outputs))
         _check_company(constraint.parameter, sampling)
         kind, text = self._spelled(constraint)
@@ -124,7 +121,6 @@ class ConstraintTranslator:
             raise InvalidParameter(parameter, f"cannot be used as a constraint: {_shortened(error)}")
 
     def _spelled(self, constraint: Constraint) -> tuple[str, str]:
-        """Return the constraint's kind and text, as vLLM calls and takes them."""
         if constraint.choice is not None:
             _check_size(constraint.parameter, constraint.choice, MAX_CHOICE_CHARACTERS)
             if not constraint.choice:
@@ -144,20 +140,8 @@ class ConstraintTranslator:
         return "json", json.dumps(schema)
 
     async def stop(self) -> None:
-        """End the process that tries constraints out."""
         if self._trials is not None:
             await self._trials.stop()
-
-
-def _as_is(constraint: Constraint) -> StructuredOutputsParams:
-    """Return what vLLM's own front end makes of the same constraint."""
-    return StructuredOutputsParams(
-        json=json.loads(constraint.json_schema) if constraint.json_schema is not None else None,
-        regex=constraint.regex,
-        choice=list(constraint.choice) if constraint.choice is not None else None,
-        grammar=constraint.grammar,
-        json_object=constraint.json_object or None,
-    )
 
 
 def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams) -> None:
@@ -257,8 +241,8 @@ class GrammarTrials:
         plain = json.loads(tokenizer.to_str()) | {"padding": None, "truncation": None}  # as llguidance wants it
         self._first = {"tokenizer": json.dumps(plain), "vocabulary_size": vocabulary_size, "eos": eos_token_id}
         self._process: Popen[str] | None = None
+        # Starts the process and waits for its answers; the kernel ends the process with it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
-        """Starts the process and waits for its answers; the kernel ends the process with it."""
         self._known: dict[bytes, str] = {}
         self._stopped = False
 

@@ -23,12 +23,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.daemon_thread import LastingThread
 from handlers.engines.protocol import EngineHealth, Generation, Progress, SequenceGroup, Sink, Watchdog
-from handlers.engines.texts import PromptTokenizer, split_text
+from handlers.engines.texts import PromptTokenizer, end_token_ids, split_text
 from handlers.engines.vllm import fork_server
 from handlers.engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from handlers.engines.vllm.beam_search import BeamSearchTask
 from handlers.engines.vllm.constraints import ConstraintTranslator
-from handlers.engines.vllm.loading import LoadedModel, VllmLoader, end_token_ids, own_tokenizer, shut_down
+from handlers.engines.vllm.loading import LoadedModel, VllmLoader, own_tokenizer, shut_down
 from handlers.engines.vllm.lora import VllmAdapters, has_prompt_logprobs
 from handlers.engines.vllm.output import PushedState, TokensApart, use_lean_decoder
 from handlers.engines.vllm.sampling import SamplingTranslator, check_bad_words, sibling
@@ -40,11 +40,10 @@ from handlers.request import GenerationRequest, Token
 
 logger = logging.getLogger(__name__)
 
+# Sequences of one request that are submitted before other tasks get their turn on the event loop.
 SUBMITS_PER_TURN = 16
-"""Sequences of one request that are submitted before other tasks get their turn on the event loop."""
 REMEMBERED_REQUESTS = 256
-_REMEMBERED_CHARACTERS = 256
-"""Of stop strings."""
+_REMEMBERED_CHARACTERS = 256  # Of stop strings.
 
 
 class VllmEngine:
@@ -55,14 +54,14 @@ class VllmEngine:
         self._ids = itertools.count()
         self.meter = Meter()
         self._reports = SchedulerReports()
+        # Starts vLLM's processes; the kernel kills those that are spawned with it.
         self._thread = LastingThread("engine")
-        """Starts vLLM's processes; the kernel kills those that are spawned with it."""
         self._progress = Progress()
         self._watchdog = Watchdog(self._look)
         self._stopped = False
         self.adapters: VllmAdapters | None = None
+        # Requests that vLLM has checked, without their prompts, by what others may have in common with them.
         self._checked: dict[Hashable, EngineCoreRequest] = {}
-        """Requests that vLLM has checked, without their prompts, by what others may have in common with them."""
 
     async def start(self) -> None:
         fork_server.start()
@@ -92,9 +91,10 @@ class VllmEngine:
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
         self.texts = ModelTexts(own_tokenizer(llm.model_config))
         self._apart = TokensApart(self.texts.tokenizer)
-        self.eos_token_ids = end_token_ids(llm)
+        generation_config = llm.model_config.try_get_generation_config() or {}
+        self.eos_token_ids = end_token_ids(generation_config.get("eos_token_id"), self.tokenizer)
+        # The model's own generation config, as far as it differs from vLLM's defaults.
         self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
-        """The model's own generation config, as far as it differs from vLLM's defaults."""
         config = llm.vllm_config
         self.max_model_len: int = llm.model_config.max_model_len
         self.max_sequences = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
@@ -174,11 +174,8 @@ class VllmEngine:
     async def _checked_request(
         self, request: GenerationRequest, token_ids: list[int], adapter: LoRARequest | None
     ) -> EngineCoreRequest:
-        """Return vLLM's request for the first sequence, checked by vLLM.
-
-        Raises:
-            InvalidRequest: vLLM refuses it, or it would harm the engine.
-        """
+        """Return vLLM's request for the first sequence, checked by vLLM. Raises InvalidRequest: vLLM refuses it, or it
+        would harm the engine."""
         constraint = await self.constraints.structured_outputs(request.sampling)
         params = self.sampling.sampling_params(request, len(token_ids), constraint)
         processed = partial(
@@ -254,10 +251,8 @@ class VllmEngine:
         return split_text(texts.tokenizer, token_ids, texts.special_ids, skip_special_tokens, prompt_ids)
 
     async def _look(self) -> bool:
-        """End requests that would wait for ever: all when the engine has died, and each that gets no token.
-
-        vLLM tells pending requests of a crash, but not of an engine process that was killed.
-        """
+        """End requests that would wait for ever: all when the engine has died, and each that gets no token. vLLM tells
+        pending requests of a crash, but not of an engine process that was killed."""
         if self.async_llm.errored:
             self._reports.status = EngineStatus(0, 0, 0.0)
             self._fail_all(EngineDead())
@@ -316,9 +311,7 @@ class VllmEngine:
 
 def _repeated(request: GenerationRequest) -> Hashable:
     """Return what makes requests alike for vLLM's checks, whatever their prompts; None for one that is not remembered.
-
-    Left out are those that are rarely repeated, whose parameters may be large, or that have tokens as their prompt.
-    """
+    Left out are those that are rarely repeated, whose parameters may be large, or that have tokens as their prompt."""
     s = request.sampling
     if not isinstance(request.prompt, str) or s.min_tokens or s.seed is not None or s.constraint is not None:
         return None
@@ -364,12 +357,10 @@ class SchedulerReports:
     """Takes the place of vLLM's stat loggers, and keeps only the schedulers' gauges."""
 
     def __init__(self) -> None:
-        self.count = 0
-        """Messages of the engine's process: steps with tokens and steps without, as of a long prompt."""
+        self.count = 0  # Messages of the engine's process: steps with tokens and steps without, as of a long prompt.
+        # After the last step: of the scheduler, or of those of all data-parallel replicas together.
         self.status = EngineStatus(0, 0, 0.0)
-        """After the last step: of the scheduler, or of those of all data-parallel replicas together."""
-        self._latest: dict[int, Any] = {}
-        """The last report of each data-parallel replica, by its number."""
+        self._latest: dict[int, Any] = {}  # The last report of each data-parallel replica, by its number.
 
     def record(self, scheduler_stats: Any, *_: Any, engine_idx: int = 0, **__: Any) -> None:
         self.count += 1

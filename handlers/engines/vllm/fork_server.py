@@ -33,10 +33,8 @@ class _ForkServer:
         self._started = False
 
     def start(self) -> None:
-        """Start it, or start it again if it has ended; does not wait until it has imported vLLM.
-
-        To be called from the main thread: the kernel ends the fork server with the thread that started it.
-        """
+        """Start it, or start it again if it has ended; does not wait until it has imported vLLM. To be called from the
+        main thread: the kernel ends the fork server with the thread that started it."""
         if self._wanted is None:
             # Looked at once: vLLM sets the variable itself when it is configured for a CPU.
             self._wanted = not os.environ.get(_METHOD) and not _needs_spawn()
@@ -49,10 +47,8 @@ class _ForkServer:
         start_no_other()
 
     def context(self) -> ForkServerContext | None:
-        """Return what starts processes; None where they have to be spawned. Blocks until vLLM is imported.
-
-        The fork server ends by itself where it must not fork, and says why.
-        """
+        """Return what starts processes; None where they have to be spawned. Blocks until vLLM is imported. The fork
+        server ends by itself where it must not fork, and says why."""
         if not self._started:
             return None
         context = multiprocessing.get_context("forkserver")
@@ -116,11 +112,8 @@ def _bind_threads(cpus: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Set the environment that the fork server is to see, for a while.
-
-    It imports from where this process does, and never from the working directory, which may be a model's. OpenBLAS
-    starts no threads, which a fork would lose.
-    """
+    """Set the environment that the fork server is to see, for a while. It imports from where this process does, and
+    never from the working directory, which may be a model's. OpenBLAS starts no threads, which a fork would lose."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in own}

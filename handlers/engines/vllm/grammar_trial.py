@@ -20,17 +20,13 @@ from typing import Any
 
 import llguidance
 
-CPU_SECONDS = 2.0
-"""Limit for one constraint; ordinary ones take a hundredth of it."""
-CLOCK_SECONDS, START_SECONDS = 20, 60
-"""By the clock, where a busy machine may give it little time."""
+CPU_SECONDS = 2.0  # Limit for one constraint; ordinary ones take a hundredth of it.
+CLOCK_SECONDS, START_SECONDS = 20, 60  # By the clock, where a busy machine may give it little time.
+# Limit for one token's mask, which the engine makes between two steps of all requests; ordinary ones take 0.001.
 STEP_CPU_SECONDS = 0.1
-"""Limit for one token's mask, which the engine makes between two steps of all requests; ordinary ones take 0.001."""
-STEPS = 64
-"""Tokens that are tried out."""
+STEPS = 64  # Tokens that are tried out.
 _MEMORY_BYTES = 1 << 30
-_STACK_BYTES = 4 << 20
-"""Half of what the engine's threads have."""
+_STACK_BYTES = 4 << 20  # Half of what the engine's threads have.
 _PR_SET_PDEATHSIG = 1
 
 
@@ -86,10 +82,8 @@ def _limit() -> None:
 
 
 def main() -> None:
-    """Answer each line until the standard input ends, or the server does, be it in the middle of a constraint.
-
-    Signals of the timers are not handled, so they end the process.
-    """
+    """Answer each line until the standard input ends, or the server does, be it in the middle of a constraint. Signals
+    of the timers are not handled, so they end the process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.alarm(START_SECONDS)
     answers = os.fdopen(os.dup(1), "w")

@@ -35,8 +35,7 @@ from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_SECONDS = 1.0
-"""How long vLLM's processes have to end by themselves before they are killed."""
+SHUTDOWN_SECONDS = 1.0  # How long vLLM's processes have to end by themselves before they are killed.
 _SWITCH = "TORCH_COMPILE_DISABLE"
 _COMPILER = "g++"
 _INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
@@ -48,8 +47,7 @@ class LoadedModel:
 
     llm: AsyncLLM
     frontend_arguments: dict[str, Any]
-    typical_refusal: str
-    """Why `typical_p` is refused; "" if it is not."""
+    typical_refusal: str  # Why `typical_p` is refused; "" if it is not.
 
 
 class VllmLoader:
@@ -59,16 +57,12 @@ class VllmLoader:
         """`thread`: starts vLLM's processes; the kernel kills those that are spawned with it."""
         self._settings = settings
         self._thread = thread
-        self._abandoned = False
-        """Nobody waits for it any more."""
+        self._abandoned = False  # Nobody waits for it any more.
         self._cannot = f"vLLM cannot load {settings.model_id}"
 
     async def load(self) -> LoadedModel:
-        """Load the model, which takes half a minute and more; other tasks go on meanwhile.
-
-        Raises:
-            EngineStartError: vLLM cannot load the model, or not within `model_loading_timeout`.
-        """
+        """Load the model, which takes half a minute and more; other tasks go on meanwhile. Raises EngineStartError:
+        vLLM cannot load the model, or not within `model_loading_timeout`."""
         try:
             return await asyncio.wait_for(self._thread.run(self._load), self._settings.model_loading_timeout)
         except TimeoutError:
@@ -150,14 +144,6 @@ def own_tokenizer(config: ModelConfig) -> Any:
     return copied(cached_tokenizer_from_config(config))
 
 
-def end_token_ids(llm: AsyncLLM) -> frozenset[int]:
-    """Return the tokens that end a text, by the model's generation config and by its tokenizer."""
-    configured = (llm.model_config.try_get_generation_config() or {}).get("eos_token_id") or []
-    ids = configured if isinstance(configured, list) else [configured]
-    own = llm.get_tokenizer().eos_token_id
-    return frozenset(ids if own is None else [*ids, own])
-
-
 def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
     """Have torch compile nothing where there is no compiler; returns whether that was done.
 
@@ -175,10 +161,7 @@ def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
 
 def choose_devices(engine_args: AsyncEngineArgs, settings: ModelSettings) -> None:
     """Set how many GPUs share each layer, unless that is given, and which GPUs vLLM takes: the first of `devices`.
-
-    Raises:
-        EngineStartError: there are fewer than the model needs.
-    """
+    Raises EngineStartError: there are fewer than the model needs."""
     visible = range(vllm.platforms.current_platform.device_count())
     devices = visible if settings.devices is None else settings.devices
     if settings.devices == ():

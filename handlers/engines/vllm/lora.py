@@ -32,25 +32,16 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from handlers.adapters import Adapter
 from handlers.engines.vllm.lora_files import Shapes, base_shapes, check_adapter, read_ahead
-from handlers.errors import (
-    AdapterFailed,
-    AdapterUnusable,
-    EngineDead,
-    NoRoomForAdapter,
-    Overloaded,
-    UnknownAdapter,
-)
+from handlers.errors import AdapterFailed, AdapterUnusable, EngineDead, NoRoomForAdapter, Overloaded, UnknownAdapter
 
 logger = logging.getLogger(__name__)
 
+# Seconds between looks at what runs; also the time for an abort to reach the engine before its adapter is removed.
 _POLL = 0.05
-"""Seconds between looks at what runs; also the time for an abort to reach the engine before its adapter is removed."""
-_REMOVE_SECONDS = 30.0
-"""The longest time that `remove` waits for requests."""
-_FAILURE = "Call to add_lora method failed: "
-"""vLLM's words before an error of its engine process."""
+_REMOVE_SECONDS = 30.0  # The longest time that `remove` waits for requests.
+_FAILURE = "Call to add_lora method failed: "  # vLLM's words before an error of its engine process.
+# vLLM's words around an error of a worker.
 _WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the stack trace above .*", re.DOTALL)
-"""vLLM's words around an error of a worker."""
 
 
 def has_prompt_logprobs(llm: AsyncLLM) -> bool:
@@ -73,7 +64,6 @@ class PublicAdapters(dict[str, LoRARequest]):
     """
 
     def values(self) -> Any:
-        """Return none of them."""
         return ()
 
 
@@ -85,8 +75,7 @@ class Claim:
     def __init__(self, held: _Held) -> None:
         held.claims += 1
         self._held, self._open = held, True
-        self.request = held.request
-        """The adapter, as vLLM is told of it."""
+        self.request = held.request  # The adapter, as vLLM is told of it.
 
     def release(self) -> None:
         """Let go; harmless when that has been done."""
@@ -119,8 +108,8 @@ class VllmAdapters:
         self._max_rank: int = lora.max_lora_rank
         self._held: dict[int, _Held] = {}
         self.public = PublicAdapters()
+        # Adapters are loaded one by one: each stops the engine's steps for as long as it takes.
         self._turn = asyncio.Lock()
-        """Adapters are loaded one by one: each stops the engine's steps for as long as it takes."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @cached_property
@@ -191,7 +180,6 @@ class VllmAdapters:
         return claim
 
     async def stop(self) -> None:
-        """End all tasks that wait."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -234,11 +222,8 @@ class VllmAdapters:
             raise NoRoomForAdapter(f"{pinned} adapters are pinned, as many as fit into memory {self._settings()}")
 
     async def _make_place(self) -> None:
-        """Drop the adapter that was not used for the longest time, unless there is a place.
-
-        Raises:
-            NoRoomForAdapter: all are pinned, or in use for as long as it may take.
-        """
+        """Drop the adapter that was not used for the longest time, unless there is a place. Raises NoRoomForAdapter:
+        all are pinned, or in use for as long as it may take."""
         deadline = time.monotonic() + self._patience
         while len(resident := [held for held in self._held.values() if held.resident]) >= self._places:
             movable = [held for held in resident if not held.adapter.pin]

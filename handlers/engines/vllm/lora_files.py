@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-Shapes = Mapping[str, tuple[int, ...]]
-"""Names of tensors to their shapes."""
+Shapes = Mapping[str, tuple[int, ...]]  # Names of tensors to their shapes.
 _LARGEST_CONFIG = 10_000_000
+# Types of weights that have the shape of the matrix; packed ones have another.
 _PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-"""Types of weights that have the shape of the matrix; packed ones have another."""
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _Rank = Annotated[int, msgspec.Meta(ge=1)]
@@ -42,11 +41,8 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def check_adapter(directory: Path, max_rank: int) -> None:
-    """Refuse a directory that is no adapter, or one of too large a rank. Reads its configuration; may block.
-
-    Raises:
-        AdapterFailed: the file that is missing or broken is named.
-    """
+    """Refuse a directory that is no adapter, or one of too large a rank. Reads its configuration; may block. Raises
+    AdapterFailed: the file that is missing or broken is named."""
     if not os.path.isdir(directory):
         raise AdapterMissing(f"src: there is no directory {directory}")
     config = _config(directory / CONFIG)
@@ -64,8 +60,7 @@ def read_ahead(directory: Path, max_rank: int, base: Shapes) -> None:
 
     `base`: shapes of the base model's weights, as far as they are known.
 
-    Raises:
-        AdapterFailed: as `check_adapter`, or the weights cannot be used; the tensor is named.
+    Raises AdapterFailed: as `check_adapter`, or the weights cannot be used; the tensor is named.
     """
     check_adapter(directory, max_rank)
     path = _weights(directory)
@@ -148,7 +143,6 @@ def _weights(directory: Path) -> Path:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """Load tensors by their names. Raises AdapterFailed."""
     import torch
     from safetensors.torch import load
 

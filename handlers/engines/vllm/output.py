@@ -105,8 +105,7 @@ class TokensApart:
         return corrected
 
 
-_CHARACTER_TOKENS = 4
-"""That vLLM looks at in front of a token to find the character that it ends."""
+_CHARACTER_TOKENS = 4  # That vLLM looks at in front of a token to find the character that it ends.
 
 
 class SequenceMeter:
@@ -118,11 +117,9 @@ class SequenceMeter:
         self._meter = meter
         self._queued_at: float | None = None
         self.token_count = 0
-        self.last_at = time.monotonic()
-        """When the last token came; before the first, when the sequence began."""
+        self.last_at = time.monotonic()  # When the last token came; before the first, when the sequence began.
 
     def step(self, output: EngineCoreOutput) -> None:
-        """Take a step of the engine."""
         if output.events:
             self._read(output.events)
         if not output.new_token_ids:
@@ -265,7 +262,6 @@ class PushedState(RequestState):
         self.make_request_output([], None, VllmFinishReason.ABORT, None)
 
     def fail(self, error: RequestError) -> None:
-        """End the sequence with an error."""
         if self.ended:
             return
         self.end()
@@ -276,7 +272,6 @@ class PushedState(RequestState):
             logger.exception("request %s: internal error while handling an error", self.external_req_id)
 
     def end(self) -> None:
-        """Send nothing more to the sink."""
         self.ended = True
         self.queue = _ENDED  # without the cycle this state is freed at once
 

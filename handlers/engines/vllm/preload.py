@@ -18,8 +18,7 @@ from pathlib import Path
 
 from handlers.engines.vllm.fork_server import end_with_parent
 
-PROCESS = os.getpid()
-"""The fork server's id, by which its children know their parent."""
+PROCESS = os.getpid()  # The fork server's id, by which its children know their parent.
 
 _ANY_DEVICE = (
     "vllm.v1.engine.async_llm",
@@ -28,8 +27,8 @@ _ANY_DEVICE = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
 )
+# On a GPU the worker's modules are left to the worker: some look at the GPU when they are imported.
 _CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.llama")
-"""On a GPU the worker's modules are left to the worker: some look at the GPU when they are imported."""
 
 
 def _share_openmp() -> bool:
@@ -82,10 +81,8 @@ def _import_vllm(openmp: bool) -> str:
 
 
 def _count_eagerly() -> None:
-    """Have the sampler rank tokens by torch's own kernels, which take microseconds.
-
-    vLLM compiles its function for that with the first log probability, for 15 to 90 seconds of that request.
-    """
+    """Have the sampler rank tokens by torch's own kernels, which take microseconds. vLLM compiles its function for that
+    with the first log probability, for 15 to 90 seconds of that request."""
     from vllm.v1.sample import sampler
 
     compiled = sampler.batched_count_greater_than

@@ -164,11 +164,8 @@ def prepare_engine(report: Connection) -> None:
 
 
 def _end_workers(workers: Sequence[BaseProcess]) -> None:
-    """Wait for the workers' end, as vLLM does; if one has died, kill the others first.
-
-    They wait for it, and end by themselves only when the engine process has waited for them for 8 seconds. It tells
-    nobody until then.
-    """
+    """Wait for the workers' end, as vLLM does; if one has died, kill the others first. They wait for it, and end by
+    themselves only when the engine process has waited for them for 8 seconds. It tells nobody until then."""
     if any(worker.exitcode for worker in workers):
         for worker in workers:
             worker.kill()
@@ -212,10 +209,8 @@ def _call(environment: Mapping[str, str], pickled: bytes) -> Any:
 
 
 def usage_without_page_cache() -> int | None:
-    """Return what a container uses of its memory, for vLLM's check whether its KV cache fits.
-
-    vLLM's own function counts pages of files as used, so that no cache fits where the weights have just been read.
-    """
+    """Return what a container uses of its memory, for vLLM's check whether its KV cache fits. vLLM's own function
+    counts pages of files as used, so that no cache fits where the weights have just been read."""
     used: int | None = _cgroup_usage()
     if used is None:
         return None

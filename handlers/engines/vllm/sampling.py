@@ -46,21 +46,15 @@ class SamplingTranslator:
     max_model_len: int
     max_top_tokens: int
     vocabulary_size: int
-    typical_refusal: str = ""
-    """Why `typical_p` is refused, after its name; "" if it is not."""
-    prompt_logprobs: bool = True
-    """Log probabilities of the prompt are served (`lora.has_prompt_logprobs`)."""
-    prefix_cache: bool = True
-    """The engine has one; without it there is no beam search."""
+    typical_refusal: str = ""  # Why `typical_p` is refused, after its name; "" if it is not.
+    prompt_logprobs: bool = True  # Log probabilities of the prompt are served (`lora.has_prompt_logprobs`).
+    prefix_cache: bool = True  # The engine has one; without it there is no beam search.
 
     def sampling_params(
         self, request: GenerationRequest, prompt_length: int, structured_outputs: StructuredOutputsParams | None = None
     ) -> SamplingParams:
-        """Return the parameters of the request's first sequence; `structured_outputs`: its constraint.
-
-        Raises:
-            InvalidRequest: vLLM would refuse it, or it would harm the engine.
-        """
+        """Return the parameters of the request's first sequence; `structured_outputs`: its constraint. Raises
+        InvalidRequest: vLLM would refuse it, or it would harm the engine."""
         self.check(request)
         s = request.sampling
         room = self.max_model_len - prompt_length
@@ -124,11 +118,8 @@ class SamplingTranslator:
             )
 
     def check_listed_tokens(self, params: SamplingParameters | SamplingParams) -> None:
-        """Check the token ids in parameters of ours or of vLLM's.
-
-        Raises:
-            InvalidParameter: one that the vocabulary does not have, or too many of them.
-        """
+        """Check the token ids in parameters of ours or of vLLM's. Raises InvalidParameter: one that the vocabulary does
+        not have, or too many of them."""
         for name, most in _LISTED_TOKENS.items():
             token_ids = getattr(params, name) or ()
             check_token_ids(name, token_ids, most, self.vocabulary_size)
@@ -166,21 +157,16 @@ def sibling(request: EngineCoreRequest, index: int) -> EngineCoreRequest:
 
 
 def check_bad_words(params: SamplingParams) -> None:
-    """Refuse bad words of more tokens than the engine has room for; to be called once vLLM has tokenized them.
-
-    Raises:
-        InvalidParameter: there are too many.
-    """
+    """Refuse bad words of more tokens than the engine has room for; to be called once vLLM has tokenized them. Raises
+    InvalidParameter: there are too many."""
     count = sum(len(token_ids) for token_ids in params.bad_words_token_ids or ())
     if count > MAX_BAD_WORD_TOKENS:
         raise InvalidParameter("bad_words", f"must have at most {MAX_BAD_WORD_TOKENS} tokens together, got {count}")
 
 
 def load_typical(config: VllmConfig) -> str:
-    """Have the engine load the processor that fits its model runner.
-
-    Returns why it cannot, as the rest of a sentence that begins with the parameter's name; "" if it can.
-    """
+    """Have the engine load the processor that fits its model runner. Returns why it cannot, as the rest of a sentence
+    that begins with the parameter's name; "" if it can."""
     if config.speculative_config is not None:
         return "cannot be used together with speculative decoding"
     if config.model_config.return_sampling_mask:
@@ -265,6 +251,5 @@ def _cut(logits: torch.Tensor, rows: torch.Tensor, scaled: torch.Tensor, masses:
 
 
 def _mass(params: Any) -> float | None:
-    """Return what a request asks for; None for nothing."""
     value = (params.extra_args or {}).get(TYPICAL_P)
     return None if value is None or value >= 1.0 else float(value)

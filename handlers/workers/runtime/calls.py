@@ -51,7 +51,6 @@ class Caller:
         return getattr(self._module, function)(inputs)
 
     def initialize(self) -> Any:
-        """The result of the first call."""
         return self.call(Message(properties=tuple(self._order.properties.items())))
 
 
@@ -65,10 +64,8 @@ def output_of(result: Any) -> Output:
 
 
 def _message_of(call: int, output: Output, error: str | None = None) -> Message:
-    """An output as the server gets it.
-
-    Raises TypeError, ValueError: the handler has put something into it that cannot be sent.
-    """
+    """An output as the server gets it. Raises TypeError, ValueError: the handler has put something into it that cannot
+    be sent."""
     streams = output.stream_content is not None
     pairs = () if streams else zip(output.content.get_keys(), output.content.get_values(), strict=True)
     return Message(
@@ -129,7 +126,6 @@ class SyncMode:
         self._windows: dict[int, _Window[threading.Semaphore]] = {}
 
     def serve(self) -> None:
-        """Answer calls until told to stop."""
         while (message := self._calls.get()) is not None:
             self._answer(message, self._windows[message.call])
             del self._windows[message.call]
@@ -185,7 +181,6 @@ class SyncMode:
         self._channel.send(Message(kind=Kind.STREAM_END, call=call))
 
     def _send_chunk(self, call: int, chunk: bytes, window: _Window[threading.Semaphore]) -> None:
-        """Send a chunk, unless the client has gone."""
         for start in range(0, len(chunk), CREDIT):
             piece = chunk[start : start + CREDIT]
             for _ in window.due(len(piece)):
@@ -302,11 +297,9 @@ class ServerEngine:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._numbers = itertools.count(1)
-        self._messages: dict[int, asyncio.Queue[Message]] = {}
-        """Of the calls that are not answered yet."""
+        self._messages: dict[int, asyncio.Queue[Message]] = {}  # Of the calls that are not answered yet.
 
     async def call(self, inputs: Input) -> Output | AsyncGenerator[Output, None]:
-        """The engine's answer to a request; an input without content loads the engine."""
         number = next(self._numbers)
         messages = self._messages[number] = asyncio.Queue()
         properties = tuple((name, value) for name, value in inputs.properties.items() if isinstance(value, str))
@@ -329,7 +322,6 @@ class ServerEngine:
         return output
 
     def take(self, message: Message) -> None:
-        """Take a message of an answer."""
         if (messages := self._messages.get(message.call)) is None:
             return
         messages.put_nowait(message)

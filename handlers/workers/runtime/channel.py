@@ -17,36 +17,27 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NoReturn
 
-CREDIT = 64 * 1024
-"""Bytes of a call's answer that one CREDIT allows."""
-CREDITS = 3
-"""Credits that a call begins with."""
+CREDIT = 64 * 1024  # Bytes of a call's answer that one CREDIT allows.
+CREDITS = 3  # Credits that a call begins with.
 
-SIZES = struct.Struct(">IQ")
-"""The lengths of header and contents."""
+SIZES = struct.Struct(">IQ")  # The lengths of header and contents.
 
 Properties = tuple[tuple[str, str], ...]
 Contents = tuple[tuple[str | None, bytes], ...]
 
 
 class Kind(StrEnum):
-    """What a message is.
-
-    A handler may call the model's engine: then CALL and CANCEL go to the server, and OUTPUT, CHUNK and STREAM_END to
-    the worker, under numbers of the worker's own.
-    """
+    """What a message is. A handler may call the model's engine: then CALL and CANCEL go to the server, and OUTPUT,
+    CHUNK and STREAM_END to the worker, under numbers of the worker's own."""
 
     # To the worker.
-    LOAD = "load"
-    """The content is a `LoadOrder` in JSON."""
+    LOAD = "load"  # The content is a `LoadOrder` in JSON.
     CALL = "call"
-    CREDIT = "credit"
-    """The client has taken so much that CREDIT more bytes may be sent."""
+    CREDIT = "credit"  # The client has taken so much that CREDIT more bytes may be sent.
     CANCEL = "cancel"
     STOP = "stop"
     # To the server.
-    LOADED = "loaded"
-    """The handler is ready, or has failed with an error."""
+    LOADED = "loaded"  # The handler is ready, or has failed with an error.
     OUTPUT = "output"
     CHUNK = "chunk"
     STREAM_END = "stream_end"
@@ -63,10 +54,8 @@ class Message:
     message: str = ""
     properties: Properties = ()
     contents: Contents = ()
-    streams: bool = False
-    """Chunks follow."""
-    error: str | None = None
-    """The text of the exception; None if there was none."""
+    streams: bool = False  # Chunks follow.
+    error: str | None = None  # The text of the exception; None if there was none.
 
     @property
     def data(self) -> bytes:
@@ -76,11 +65,9 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Bytes of all contents."""
         return sum(len(value) for _, value in self.contents)
 
     def encode(self) -> bytes:
-        """Its bytes."""
         header = {name: getattr(self, name) for name in self.__slots__}
         header["contents"] = [(key, len(value)) for key, value in self.contents]
         text = json.dumps(header).encode()
@@ -106,8 +93,7 @@ class LoadOrder:
     entry_point: str
     function: str
     async_mode: bool
-    properties: Mapping[str, str]
-    """For the initializing call."""
+    properties: Mapping[str, str]  # For the initializing call.
     device_id: str = "-1"
 
 

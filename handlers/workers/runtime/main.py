@@ -25,8 +25,7 @@ from .channel import Channel, Kind, LoadOrder, Message
 from .script import LOADS, Script
 
 _FAILED = 300
-_HANDLE = "handle"
-"""The function that scripts of SageMaker's script mode lack."""
+_HANDLE = "handle"  # The function that scripts of SageMaker's script mode lack.
 
 
 class LoadError(Exception):
@@ -90,7 +89,6 @@ async def _serve_async(channel: Channel, caller: calls.Caller, order: LoadOrder)
 
 @contextlib.contextmanager
 def _initializing(order: LoadOrder) -> Iterator[None]:
-    """Make a LoadError of any error."""
     try:
         yield
     except Exception as error:
@@ -100,7 +98,6 @@ def _initializing(order: LoadOrder) -> Iterator[None]:
 
 
 def _check(output: Output) -> None:
-    """Raise LoadError if the initializing call answered with an error status."""
     if output.code < _FAILED:
         return
     body = b"".join(map(output.encode_value, output.content.get_values())).decode("utf-8", "replace")
@@ -108,10 +105,8 @@ def _check(output: Output) -> None:
 
 
 def load_module(order: LoadOrder) -> ModuleType:
-    """Import the entry point, with the model's folder first on the import path.
-
-    Raises LoadError: it cannot be imported, or does not define the function.
-    """
+    """Import the entry point, with the model's folder first on the import path. Raises LoadError: it cannot be
+    imported, or does not define the function."""
     sys.path.insert(0, order.model_dir)
     try:
         module = _import(order)

@@ -16,12 +16,10 @@ from djl_python.inputs import Input
 from djl_python.lazy_import import require
 from djl_python.outputs import Output
 
-LOADS = "model_fn"
-"""The function that a script must have."""
+LOADS = "model_fn"  # The function that a script must have.
 _STEPS = ("input_fn", "predict_fn", "output_fn")
 _JSON, _CSV, _NPY = "application/json", "text/csv", "application/x-npy"
-_TEXT = (_JSON, _CSV)
-"""Types whose bodies `input_fn` and `transform_fn` get as text; they get others as bytes."""
+_TEXT = (_JSON, _CSV)  # Types whose bodies `input_fn` and `transform_fn` get as text; they get others as bytes.
 _ANY = "*/*"
 _PURPOSE = "the default input_fn and output_fn"
 _UNSUPPORTED = 415
@@ -46,7 +44,6 @@ class Script:
         self._default_accept = _JSON
 
     def handle(self, inputs: Input) -> Output | None:
-        """The handler function: the first call loads the model."""
         if inputs.is_empty():
             self._load(inputs)
             return None
@@ -76,7 +73,6 @@ class Script:
             self._call("model_warmup_fn", None, model_dir, self._model)
 
     def _answer(self, item: Input) -> tuple[Any, str]:
-        """The body of the answer, and its type."""
         content_type, accept = item.get_property("Content-Type") or _JSON, item.get_property("Accept")
         if not accept or accept == _ANY:
             accept = self._default_accept
@@ -116,7 +112,6 @@ def _media_type(content_type: str) -> str:
 
 
 def _decode(body: str | bytes, content_type: str) -> Any:
-    """The default `input_fn`: an array."""
     numpy = require("numpy", _PURPOSE)
     match _media_type(content_type):
         case "application/json":
@@ -129,7 +124,6 @@ def _decode(body: str | bytes, content_type: str) -> Any:
 
 
 def _predict(data: Any, model: Any) -> Any:
-    """The default `predict_fn`: the model's `predict`, or the model itself."""
     return model.predict(data) if hasattr(model, "predict") else model(data)
 
 

@@ -10,7 +10,6 @@ import re
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -89,7 +88,7 @@ def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.As
 def with_engine(lifecycle: Lifecycle) -> ScriptedEngine:
     engine = ScriptedEngine()
     queue = EngineQueue(engine, 4)
-    handler = EngineHandler(queue, LmiContract(MODEL), refuse_unread=partial(overloaded, status=503))
+    handler = EngineHandler(queue, LmiContract(MODEL), refuse_unread=overloaded)
     lifecycle.service = Service(MODEL, handler, engine, engine=engine, queue=queue)
     return engine
 

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -348,7 +349,8 @@ def with_formatter(directory: Path) -> str:
 
 async def test_only_adapters_that_are_there_have_their_formatters_loaded(tmp_path: Path) -> None:
     engine, before = Engine(), set(sys.modules)
-    formatters = AdapterFormatters(lambda found: found, None, 10)  # type: ignore[arg-type, return-value]
+    otherwise: Any = None
+    formatters = AdapterFormatters(otherwise, lambda found: found, None, 10)  # type: ignore[arg-type, return-value]
     host = EngineAdapterHost(engine, formatters)
     registry = AdapterRegistry(host, tmp_path)
     first, second = (with_formatter(tmp_path / name) for name in ("first", "second"))

@@ -18,14 +18,19 @@ def _never(_: Any) -> Any:
     raise AssertionError("there are no formatters to make a handler of")
 
 
+def formatters(async_mode: bool = False) -> AdapterFormatters:
+    otherwise: Any = None
+    return AdapterFormatters(otherwise, _never, None, 5.0, async_mode)
+
+
 async def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AdapterFailed, match=r"src: '.*xxx' cannot be read: File name too long"):
-        await AdapterFormatters(_never, None, 5.0).load(Adapter(name="a", src="", path=tmp_path / ("x" * 5000), id=1))
+        await formatters().load(Adapter(name="a", src="", path=tmp_path / ("x" * 5000), id=1))
 
 
 async def test_an_adapter_without_a_model_py_has_no_formatters(tmp_path: Path) -> None:
     adapter = Adapter(name="a", src="", path=tmp_path, id=1)
-    assert await AdapterFormatters(_never, None, 5.0).load(adapter) is None
+    assert await formatters().load(adapter) is None
 
 
 async def test_a_formatter_of_the_other_mode_refuses_its_adapter(tmp_path: Path) -> None:
@@ -39,6 +44,6 @@ async def test_a_formatter_of_the_other_mode_refuses_its_adapter(tmp_path: Path)
     with pytest.raises(
         AdapterFailed, match=r"model\.py of the adapter: write.* is written for option\.async_mode=true"
     ):
-        await AdapterFormatters(_never, None, 5.0).load(adapter)
+        await formatters().load(adapter)
     with pytest.raises(AssertionError):  # it would make a handler
-        await AdapterFormatters(_never, None, 5.0, async_mode=True).load(adapter)
+        await formatters(async_mode=True).load(adapter)

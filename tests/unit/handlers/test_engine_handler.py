@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -180,7 +179,7 @@ async def test_sequences_count_and_what_does_not_fit_is_refused(queue: EngineQue
 
 
 async def test_where_no_place_is_left_a_call_is_refused_before_its_body_is_understood(queue: EngineQueue) -> None:
-    handler = EngineHandler(queue, CONTRACT, refuse_unread=partial(overloaded, status=503))
+    handler = EngineHandler(queue, CONTRACT, refuse_unread=overloaded)
     await handler.handle(call({"inputs": ["a", "b", "c", "d"]}), Writer())
     with pytest.raises(ContractError) as full:
         await handler.handle(call(b"{"), Writer())

@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 
 from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape
 from handlers.contracts.protocol import Call, ContractError, Reply, ReplyWriter, Running
-from handlers.invocations import (
-    ASYNCHRONOUS,
-    ROLLING_BATCH,
-    InvocationsHandler,
-    ShapedReply,
-    Table,
-    read_body,
-)
+from handlers.formatters.reply import ShapedReply
+from handlers.invocations import ASYNCHRONOUS, ROLLING_BATCH, InvocationsHandler, Table, read_body
 from handlers.model_settings import ModelSettings
 from handlers.sessions import Sessions
 from tests.unit.collected_reply import CollectedReply

@@ -4,7 +4,7 @@ import json
 
 from handlers.contracts.lmi.chat import LmiChatShape
 from handlers.contracts.protocol import Reply
-from handlers.invocations import ShapedReply
+from handlers.formatters.reply import ShapedReply
 from tests.unit.collected_reply import CollectedReply
 
 
