@@ -40,16 +40,6 @@ def constraint_violation(name: str, value: str, constraint: str) -> RuntimeApiEr
     )
 
 
-def payload_too_large(limit: int) -> RuntimeApiError:
-    """A request's body has more than `limit` bytes."""
-    return RuntimeApiError("ValidationError", 413, f"HTTP content length exceeded {limit} bytes.")
-
-
-def payload_timed_out(seconds: float) -> RuntimeApiError:
-    """No more of a request's body came for `seconds`."""
-    return RuntimeApiError("ValidationError", 408, f"Nothing of the body's rest has come for {seconds:g} seconds.")
-
-
 def model_error(endpoint: str, status: int, body: bytes | None) -> RuntimeApiError:
     """The container answered with an error status; `body` is None if it is longer than the API reads."""
     text = None if body is None else body.decode(errors="replace")
@@ -97,18 +87,6 @@ def _model_error(endpoint: str, status: int, message: str, original: str, code: 
             "OriginalStatusCode": status,
         },
     )
-
-
-def model_not_ready(endpoint: str) -> RuntimeApiError:
-    """The container runs, but its model is still loading."""
-    return RuntimeApiError(
-        "ModelNotReadyException", 429, f"Model for endpoint {endpoint} is not ready for inference yet. Please retry."
-    )
-
-
-def internal_failure() -> RuntimeApiError:
-    """A fault of the local endpoint itself."""
-    return RuntimeApiError("InternalFailure", 500, "The request processing has failed because of an unknown error.")
 
 
 def unknown_operation(method: str, path: str) -> RuntimeApiError:
