@@ -32,11 +32,7 @@ class ErrorRate:
 
 
 def error_rate(text: str) -> ErrorRate:
-    """Parse `N`, in a minute, or `N/<ISO-8601 duration>`, such as `1/PT5M`.
-
-    Raises:
-        ValueError: the text is neither.
-    """
+    """Parse `N`, in a minute, or `N/<ISO-8601 duration>`, such as `1/PT5M`. Raises ValueError for another text."""
     parts = _RATE.fullmatch(text)
     if parts is None or int(parts[1]) > _MOST:
         raise ValueError(text)

@@ -164,8 +164,7 @@ class _Server(uvicorn.Server):
 def http_server(application: Application) -> uvicorn.Server:
     """An HTTP server for an ASGI application; it runs until `should_exit` is set, whatever signals come.
 
-    Raises:
-        RuntimeError: this uvicorn is not one that Slipway knows.
+    Raises RuntimeError where this uvicorn is not one that Slipway knows.
     """
     check_uvicorn()
     return _Server(
@@ -207,11 +206,7 @@ class ModelServer:
         return self.models.starting or self._registrar.loading
 
     async def load(self) -> None:
-        """Load the models that the server starts with.
-
-        Raises:
-            EngineStartError: one of them cannot be loaded.
-        """
+        """Load the models that the server starts with. Raises EngineStartError where one of them cannot be loaded."""
         self._loop_watch.start()
         await self._registrar.start()
 
@@ -415,8 +410,7 @@ def prepared(startup: Startup) -> Iterator[None]:
 def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     """Run a server process with these models, and with further applications, until it is told to stop.
 
-    Returns:
-        The exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
+    Returns the exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(prepared(startup))

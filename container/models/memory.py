@@ -38,21 +38,17 @@ class Free:
 def free_memory() -> tuple[Free, ...]:
     """Return what is free now on each GPU that this process sees, in CUDA's order, and last in main memory.
 
-    Raises:
-        SliceNotChosen: it is not clear which GPU or MIG slice would be used.
+    Raises SliceNotChosen where it is not clear which GPU or MIG slice would be used.
     """
     main = min(limit.available for limit in machine_limits())
     return (*_gpus(), Free(main, gpu=False))
 
 
 def check_room(settings: Settings, memory: Sequence[Free]) -> None:
-    """Refuse a model for which there is too little memory where it will be loaded.
+    """Raise OutOfMemory for a model for which there is too little memory where it will be loaded.
 
     It needs what its settings declare, or else 1.2 times its weight files, as in LMI. What vLLM takes of a GPU beside
     weights it compares with what is free by itself.
-
-    Raises:
-        OutOfMemory: less is free than it needs and has to stay free.
     """
     name, reserved = settings.model.name, settings.reserved_memory * _MEBIBYTE
     gpus = _gpus_of(settings.model, memory)

@@ -82,11 +82,7 @@ class Registrar:
         return bool(self._loads)
 
     async def start(self) -> None:
-        """Load the models that the server starts with, one after the other.
-
-        Raises:
-            EngineStartError: one of them cannot be loaded.
-        """
+        """Load the models that the server starts with, one after the other. Raises EngineStartError."""
         async with self._one_at_a_time:
             for model in self._models:
                 if model.at_startup:
@@ -134,8 +130,7 @@ class Registrar:
     async def unregister(self, model: Model) -> None:
         """Wait for the model's calls, at most `drain_timeout`, and free all that it has.
 
-        Raises:
-            NotReady: it is still loading, and the server starts with it.
+        Raises NotReady where it is still loading, and the server starts with it.
         """
         if model.at_startup and model.lifecycle.state is State.STARTING:
             raise NotReady(f"model {model.name} is not loaded yet")
@@ -148,8 +143,7 @@ class Registrar:
     def scale(self, model: Model, min_workers: int, max_workers: int) -> tuple[int, int]:
         """Set the numbers of workers and return what they are now; an engine has one or, scaled down, none.
 
-        Raises:
-            NotReady: the model is not ready.
+        Raises NotReady where the model is not.
         """
         if model.lifecycle.state is not State.READY or model.lifecycle.service is None:
             raise NotReady(f"model {model.name} is not ready to be scaled: {model.lifecycle.state.value}")
@@ -219,9 +213,8 @@ class Registrar:
     def _place(self, model: ModelSettings, check: Settings | None = None) -> ModelSettings:
         """Return a model's settings with the GPUs that have the most room now.
 
-        Raises:
-            OutOfMemory: `check` is given, which has all settings of the model, and it does not fit.
-            EngineStartError: the settings ask for GPUs that it cannot have.
+        `check` has all settings of the model, which then has to fit. Raises OutOfMemory where it does not, and
+        EngineStartError where the settings ask for GPUs that it cannot have.
         """
         try:
             memory = self._free()

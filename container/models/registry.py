@@ -102,12 +102,8 @@ class Lifecycle:
     async def start(self, place: Callable[[ModelSettings], ModelSettings] | None = None) -> None:
         """Load the model and have it generate a first token; it is ready after that.
 
-        Args:
-            place: chooses the model's GPUs once its weights are here. It may block, and raise an error that refuses
-                the model.
-
-        Raises:
-            EngineStartError: the model cannot be loaded, or cannot generate.
+        `place` chooses the model's GPUs once its weights are here. It may block, and raise an error that refuses the
+        model. Raises EngineStartError where the model cannot be loaded, or cannot generate.
         """
         try:
             await self._load(place)
@@ -122,10 +118,7 @@ class Lifecycle:
     async def restart(self, place: Callable[[ModelSettings], ModelSettings]) -> None:
         """Stop what there is of a model that has failed, and load it again, with the adapters that it had.
 
-        It counts as failed until it is ready. `place`: as in `start`.
-
-        Raises:
-            EngineStartError: the model cannot be loaded, or cannot generate.
+        It counts as failed until it is ready. `place` and errors: as in `start`.
         """
         old = self.service
         assert old is not None, "it was ready once"
@@ -186,8 +179,7 @@ class Lifecycle:
     async def fetch(self) -> None:
         """Download the weights that are on S3; `start` does it where it has not been done.
 
-        Raises:
-            EngineStartError: the download fails, or the secure mode refuses a file.
+        Raises EngineStartError where the download fails, or the secure mode refuses a file.
         """
         if self._fetched or not self.settings.remote_models:
             return
@@ -264,8 +256,7 @@ async def _warm_up(engine: Engine) -> None:
 async def fetch_weights(models: Sequence[RemoteModel], seconds: float) -> None:
     """Download the weights that are not here yet, in a thread that ends when this is cancelled.
 
-    Raises:
-        EngineStartError: the download fails, or takes longer than `seconds`.
+    Raises EngineStartError where the download fails, or takes longer than `seconds`.
     """
     stop = threading.Event()
 
@@ -358,9 +349,8 @@ class Model:
     def service(self) -> Service:
         """Return what answers its calls.
 
-        Raises:
-            NotReady: the model is loading, or it or the server is stopping.
-            NoWorkers: it was scaled to no workers.
+        Raises NotReady where the model is loading, or it or the server is stopping, and NoWorkers where it is scaled to
+        none.
         """
         stage, service = self.lifecycle.stage, self.lifecycle.service
         if self.scaled_to_zero:
@@ -409,8 +399,7 @@ class Models:
     def startup(self) -> Model:
         """Return the model of a call that names none: the one that the server started with.
 
-        Raises:
-            ModelNotNamed: the server did not start with exactly one.
+        Raises ModelNotNamed where the server did not start with exactly one.
         """
         found = [model for model in self._models.values() if model.at_startup]
         if len(found) == 1:
@@ -421,12 +410,9 @@ class Models:
         raise ModelNotNamed("", f"the request has to name one of this server's models{models}")
 
     def versions(self, name: str, version: str | None = None, *, exact: bool = False) -> list[Model]:
-        """Return all versions of a model, or the one that is asked for.
+        """Return all versions of a model, or the one that is asked for. Raises UnknownModel where there is none.
 
         Unless `exact`, a model without versions counts as any version.
-
-        Raises:
-            UnknownModel: there is no such model or version.
         """
         found = [model for (known, _), model in self._models.items() if known == name]
         if version is not None:
@@ -440,8 +426,7 @@ class Models:
     def choose(self, name: str, version: str | None = None) -> Model:
         """Return one model: of several versions each in turn, and only those that are ready, if any are.
 
-        Raises:
-            UnknownModel: there is no such model or version.
+        Raises UnknownModel where there is no such model or version.
         """
         found = self.versions(name, version)
         if len(found) == 1:
@@ -450,11 +435,7 @@ class Models:
         return (ready or found)[next(self._turns) % len(ready or found)]
 
     def add(self, model: Model) -> None:
-        """Register a model.
-
-        Raises:
-            AlreadyRegistered: there is a model with its name and version.
-        """
+        """Register a model. Raises AlreadyRegistered where there is one with its name and version."""
         key = (model.name, model.version)
         if key in self._models:
             raise AlreadyRegistered(f"Model {model.title} is already registered.")

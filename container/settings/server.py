@@ -44,11 +44,7 @@ _TLS = "let a proxy in front of the container do TLS"
 
 
 def address(text: str) -> tuple[str, str]:
-    """Host and port of `http://host:port`; the port is 80 if left out.
-
-    Raises:
-        ValueError: another text.
-    """
+    """Host and port of `http://host:port`; the port is 80 if left out. Raises ValueError for another text."""
     match = _ADDRESS.fullmatch(text.strip())
     if match is None:
         raise ValueError(text)

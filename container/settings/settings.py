@@ -91,11 +91,7 @@ class RemoteModel(Protocol):
         """Bytes of all its weights."""
 
     def fetch_weights(self, seconds: float, stop: threading.Event) -> None:
-        """Download the weights that are not here, and block meanwhile; setting `stop` ends it.
-
-        Raises:
-            SourceError: the download fails, or takes longer than `seconds`.
-        """
+        """Download what is not here, and block meanwhile; setting `stop` ends it. Raises SourceError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

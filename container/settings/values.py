@@ -81,11 +81,7 @@ class Parser:
     allowed: str
 
     def __call__(self, text: str) -> Scalar:
-        """Convert `text`; blanks at its ends do not count.
-
-        Raises:
-            ValueError: the value is not allowed.
-        """
+        """Convert `text`; blanks at its ends do not count. Raises ValueError where the value is not allowed."""
         return self.convert(text.strip())
 
 
@@ -141,8 +137,7 @@ def names(text: str) -> tuple[str, ...]:
 def assignments(text: str) -> dict[str, str]:
     """The variables in `K=V,K=V`; a comma that no name follows belongs to the value before it.
 
-    Raises:
-        ValueError: the text does not begin with a name and `=`.
+    Raises ValueError where the text does not begin with a name and `=`.
     """
     variables: dict[str, str] = {}
     name = ""

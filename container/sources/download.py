@@ -86,11 +86,7 @@ class RemoteModels:
         self._opened: dict[S3Url, RemoteModel] = {}
 
     def open(self, url: str) -> Path:
-        """Return the local directory of a model, whose weights are yet to be fetched.
-
-        Raises:
-            SourceError: it cannot be opened.
-        """
+        """Return the local directory of a model, whose weights are yet to be fetched. Raises SourceError."""
         key = S3Url.parse(url)
         if key not in self._opened:
             self._opened[key] = open_model(url, self._downloads, offline=self._offline)
@@ -138,15 +134,10 @@ class RemoteAdapters:
 
 
 def open_model(url: str, downloads: Path | None = None, *, offline: bool = False) -> RemoteModel:
-    """List the model at `url` and fetch all of it but the weights. Blocks for seconds.
+    """List the model at `url` (`s3://bucket/prefix/`) and fetch all of it but the weights. Blocks for seconds.
 
-    Args:
-        url: `s3://bucket/prefix/`.
-        downloads: the cache directory; None: as the environment says.
-        offline: take the copy that is here, and ask nobody.
-
-    Raises:
-        SourceError: there is no such model, or it cannot be reached, read or stored.
+    `offline`: take the copy that is here, and ask nobody. Raises SourceError where there is no such model, or it cannot
+    be reached, read or stored.
     """
     place = S3Url.parse(url)
     copy = LocalCopy(place, downloads or download_dir())
@@ -275,8 +266,7 @@ class _Download:
     def run(self, files: Sequence[RemoteFile], wanted: Sequence[RemoteFile]) -> None:
         """Fetch those of `files` that are missing; `wanted` are all files of the model.
 
-        Raises:
-            SourceError: S3, the disk or the time does not allow it, or `stop` was set.
+        Raises SourceError where S3, the disk or the time does not allow it, or `stop` was set.
         """
         try:
             self._copy.directory.mkdir(parents=True, exist_ok=True)

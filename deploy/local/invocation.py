@@ -55,11 +55,7 @@ class LocalSettings:
     """Seconds until a stream is complete."""
 
     def check_name(self, name: str) -> None:
-        """Check that an endpoint exists.
-
-        Raises:
-            RuntimeApiError: ValidationError, the name is malformed or unknown.
-        """
+        """Raise RuntimeApiError for the name of an endpoint that is malformed or unknown."""
         check_endpoint_name(name)
         if name not in self.endpoints:
             raise validation_error(f"Endpoint {name} of account {ACCOUNT} not found.")
@@ -67,8 +63,7 @@ class LocalSettings:
     def container_headers(self, name: str, parameters: Parameters) -> Headers:
         """The container's headers for a call of an endpoint.
 
-        Raises:
-            RuntimeApiError: ValidationError, something that the call names does not exist.
+        Raises RuntimeApiError where something that the call names does not exist.
         """
         variant = parameters.values.get("TargetVariant")
         if variant not in (None, VARIANT):
@@ -97,8 +92,7 @@ class Invocation:
     ) -> None:
         """`receive` tells when the client has left; `name`: of the endpoint.
 
-        Raises:
-            RuntimeApiError: ValidationError, something that the call names does not exist.
+        Raises RuntimeApiError where something that the call names does not exist.
         """
         self._receive, self._settings, self._name, self._parameters = receive, settings, name, parameters
         path = {"path": "/invocations", "raw_path": b"/invocations", "query_string": b""}
@@ -115,9 +109,7 @@ class Invocation:
     async def whole(self) -> None:
         """Have the container answer; its reply is in `headers` and `body`.
 
-        Raises:
-            RuntimeApiError: the call fails.
-            ClientGone: the client has left.
+        Raises RuntimeApiError where the call fails, and ClientGone.
         """
         try:
             async with asyncio.timeout(self._settings.answer_timeout):
@@ -130,11 +122,8 @@ class Invocation:
         """Send the reply as an event stream while it comes. `common`: headers that every reply has.
 
         It begins with the first bytes of the container's; a later failure is the stream's last message. Where the
-        caller does not take that message, its connection is dropped.
-
-        Raises:
-            RuntimeApiError: the call fails before the first bytes.
-            ClientGone: the client has left.
+        caller does not take that message, its connection is dropped. Raises RuntimeApiError where the call fails before
+        the first bytes, and ClientGone.
         """
         begun, last = False, b""
         seconds = self._settings.stream_timeout

@@ -60,11 +60,7 @@ def _check(name: str, member: Any, value: str) -> None:
 
 
 def check_endpoint_name(name: str) -> None:
-    """Check that an endpoint, or a component, can have this name.
-
-    Raises:
-        RuntimeApiError: ValidationError, it cannot.
-    """
+    """Raise RuntimeApiError for what cannot be the name of an endpoint, or of a component."""
     _check("EndpointName", _members(Api.INVOKE)["EndpointName"], name)
 
 
@@ -82,8 +78,7 @@ class Parameters:
 def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Parameters:
     """The parameters among a request's headers, whose names are in lower case.
 
-    Raises:
-        RuntimeApiError: ValidationError, one of them breaks a constraint of the service model.
+    Raises RuntimeApiError where one of them breaks a constraint of the service model.
     """
     given = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
     values: dict[str, str] = {}

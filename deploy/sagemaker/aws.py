@@ -20,9 +20,7 @@ class Aws:
     def __init__(self, region: str | None = None, profile: str | None = None, otherwise: str | None = None) -> None:
         """Without `region`, AWS_REGION, AWS_DEFAULT_REGION or the profile's counts, and `otherwise` without these.
 
-        Raises:
-            ConfigurationError: there is none.
-            botocore.exceptions.ProfileNotFound: there is no such profile.
+        Raises ConfigurationError where there is none, and botocore's ProfileNotFound.
         """
         import boto3
 

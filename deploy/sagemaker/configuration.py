@@ -165,11 +165,7 @@ class ConfigurationError(Exception):
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The values of a TOML file.
-
-    Raises:
-        ConfigurationError: it cannot be read, or is no TOML.
-    """
+    """The values of a TOML file. Raises ConfigurationError where it cannot be read, or is no TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -181,8 +177,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The values of command line options, in the shape of a file; what is None was not given.
 
-    Raises:
-        ConfigurationError: a value of --env or --set has no "=", or is no TOML.
+    Raises ConfigurationError where a value of --env or --set has no "=", or is no TOML.
     """
     values = {name: value for name, value in options.items() if value is not None and name not in ("env", "set")}
     if pairs := options.get("env"):
@@ -229,11 +224,7 @@ def laid_over(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, A
 
 
 def read_configuration(values: Mapping[str, Any]) -> Configuration:
-    """Read and check all fields.
-
-    Raises:
-        ConfigurationError: something is wrong.
-    """
+    """Read and check all fields. Raises ConfigurationError."""
     try:
         read = msgspec.convert(values, Configuration)
     except msgspec.ValidationError as error:

@@ -39,8 +39,7 @@ Properties = dict[str, Any]
 def template(configuration: Configuration) -> dict[str, Any]:
     """The template, as JSON's values; credentials are parameters.
 
-    Raises:
-        ConfigurationError: `properties` names a resource that is not in it.
+    Raises ConfigurationError where `properties` names a resource that is not in it.
     """
     parameters = {
         parameter: {"Type": "String", "NoEcho": True, "Description": f"Environment variable {variable}"}
