@@ -77,7 +77,6 @@ class Routes:
         self._patterns[path][1].setdefault(method, application)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one ASGI connection."""
         if scope["type"] != "http":
             return
         path = scope["path"]
@@ -108,7 +107,6 @@ class Routes:
         return None
 
     def methods(self, path: str) -> list[str]:
-        """The methods of a path, as it was added."""
         methods = self._patterns[path][1] if path in self._patterns else self._plain.get(path, {})
         return sorted(methods.keys() - {_ANY})
 

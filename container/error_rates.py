@@ -65,7 +65,6 @@ class ErrorRates:
         """Whether there are any limits."""
 
     def count(self, status: int) -> None:
-        """Count an answer."""
         if status < 400 or status == CLIENT_GONE or self.exceeded:
             return
         refusal = status in self._refusals

@@ -121,7 +121,6 @@ def _named_in(body: bytes) -> str:
 
 
 def _has_field(body: bytes, name: str | None) -> bool:
-    """Whether the body is a JSON object with this field."""
     return f'"{name}"'.encode() in body and name in _fields(body)
 
 

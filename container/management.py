@@ -125,7 +125,6 @@ def management_endpoints(state: AppState, registrar: Registrar) -> Iterator[tupl
 
 
 def _endpoint(state: AppState, route: str, tell: _Tell, refuse: _Refuse, headers: Headers | None) -> Endpoint:
-    """An endpoint for whole replies."""
 
     async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
         reply.reply(await tell(call))

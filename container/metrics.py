@@ -38,11 +38,9 @@ class Metrics(Collector):
     """Everything that /metrics shows."""
 
     def __init__(self, models: Models, counts: HttpCounts, lag: Distribution | None = None) -> None:
-        """`lag`: how late the event loop is, in seconds."""
         self._models, self._counts, self._lag = models, counts, lag
 
     def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
         return generate_latest(self)
 
     def collect(self) -> Iterable[Metric]:
@@ -210,7 +208,6 @@ def _one(
     value: float,
     labels: Labels = _NONE,
 ) -> Metric:
-    """A metric with one value."""
     metric = family(name, text, labels=list(labels))
     metric.add_metric(list(labels.values()), value)
     return metric

@@ -222,7 +222,6 @@ def _hoisted(content: Any, schemas: dict[str, Any]) -> Any:
 
 
 def _forwarded(vllm: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The path items of forwarded routes, from vLLM's document."""
     paths: dict[str, dict[str, Any]] = {}
     for family in FAMILIES:
         for route in family.routes:
@@ -260,7 +259,6 @@ def _joined(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _body_schema(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a request's or a response's body."""
     schema: dict[str, Any] = part.get("content", {}).get(JSON, {}).get("schema", {})
     return schema
 

@@ -202,7 +202,6 @@ class ModelServer:
 
     @property
     def loading(self) -> bool:
-        """Whether an engine is being started."""
         return self.models.starting or self._registrar.loading
 
     async def load(self) -> None:
@@ -256,7 +255,6 @@ class ModelServer:
         await asyncio.gather(self._registrar.stop(), self.models.drain(self.settings.drain_timeout))
 
     async def stop(self) -> None:
-        """Free all engines and end all workers."""
         await self._registrar.stop()
         await self.models.stop()
         self._loop_watch.stop()
@@ -321,7 +319,6 @@ class Process:
         self._end()
 
     async def watch(self) -> None:
-        """Watch the engines, and end the process where `fail_fast` says so."""
         await self.server.watch()
         self.exit_code = EXIT_ENGINE_DIED
         await self.server.models.drain(1.0)  # its clients get their errors first

@@ -114,7 +114,6 @@ def _spread(model: ModelSettings, gpus: int) -> tuple[Sequence[int], int]:
 
 
 def _needed(settings: Settings, count: int, copies: int) -> int:
-    """Return the bytes for each of `count` GPUs or processes."""
     if settings.required_memory is not None:
         return settings.required_memory * _MEBIBYTE
     cache = _integer(settings.model.engine_arguments.get("kv_cache_memory_bytes", ""))
@@ -122,7 +121,6 @@ def _needed(settings: Settings, count: int, copies: int) -> int:
 
 
 def _chooses_itself(model: ModelSettings) -> bool:
-    """Return whether vLLM or Ray chooses the GPUs, by the settings."""
     arguments = model.engine_arguments
     return (
         "device_ids" in arguments

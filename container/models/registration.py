@@ -236,7 +236,6 @@ class Registrar:
         raise failure
 
     async def _failure_of_load(self, model: Model) -> Exception | None:
-        """Load the model; return the error for its client where that fails."""
         settings = model.lifecycle.settings
         try:
             await model.lifecycle.fetch()  # before the room is measured, and without keeping others from loading

@@ -212,18 +212,15 @@ class Lifecycle:
         )
 
     def end_call(self) -> None:
-        """Count a call of the model as answered."""
         self.open_calls -= 1
 
     async def drain(self, limit: float) -> None:
-        """Refuse new calls and wait for the running ones, at most `limit` seconds."""
         self.stage = State.DRAINING
         await until_none(lambda: self.open_calls, limit)
         if self.open_calls:
             logger.warning("%d requests were still running after %g s of draining; ending them", self.open_calls, limit)
 
     async def stop(self) -> None:
-        """Free the engine or end the workers."""
         self.stage = State.STOPPED
         if self.service is not None:
             await self.service.stop()
@@ -293,7 +290,6 @@ class StallWatch:
 
     @property
     def reason(self) -> str:
-        """Why the engine counts as stalled; empty if it does not."""
         if not self._limit:
             return ""
         health = self._health()
@@ -338,12 +334,10 @@ class Model:
 
     @property
     def name(self) -> str:
-        """Its name in routes and in /ping."""
         return self.lifecycle.model.name
 
     @property
     def title(self) -> str:
-        """Its name, and its version if it has one."""
         return f"{self.name}:{self.version}" if self.version else self.name
 
     def service(self) -> Service:
@@ -378,14 +372,12 @@ class Models:
 
     @classmethod
     def of(cls, lifecycle: Lifecycle) -> Models:
-        """Return the models of a server that has one."""
         return cls([Model(lifecycle, str(lifecycle.model.model_dir))])
 
     def __iter__(self) -> Iterator[Model]:
         return iter(tuple(self._models.values()))
 
     def __contains__(self, name: object) -> bool:
-        """Return whether a model has this name."""
         return any(known == name for known, _ in self._models)
 
     def __len__(self) -> int:
@@ -442,13 +434,11 @@ class Models:
         self._models[key] = model
 
     def remove(self, model: Model) -> None:
-        """Take a model off the list, if it is on it."""
         if self._models.get((model.name, model.version)) is model:
             del self._models[model.name, model.version]
 
     @property
     def loaded(self) -> bool:
-        """Whether any model is loaded."""
         return any(model.lifecycle.service is not None for model in self)
 
     @property
@@ -470,7 +460,6 @@ class Models:
                 patience.reschedule(now)
 
     async def stop(self) -> None:
-        """Free all engines and end all workers."""
         every = {*self._models.values(), *self.leaving}
         await asyncio.gather(*(m.lifecycle.stop() for m in every if m.lifecycle.state is not State.STOPPED))
 

@@ -65,17 +65,14 @@ class Option:
 
     @property
     def field(self) -> str:
-        """The field that takes the value."""
         return self.field_name or self.key.removeprefix(PREFIX)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The key and its aliases."""
         return (self.key, *self.aliases)
 
     @property
     def allowed(self) -> str:
-        """The values that may be given, in words."""
         if self.serves is None:
             return self.parser.allowed
         words = (str(value).lower() if isinstance(value, bool) else str(value) for value in self.serves)
@@ -133,7 +130,6 @@ class Lookup:
         self.entries.append(SettingEntry(key, value.text, value.source, f"ignored: {reason}"))
 
     def replace(self, entry: SettingEntry) -> None:
-        """Put an entry in the place of the one with the same name."""
         self.entries = [entry if other.name == entry.name else other for other in self.entries]
 
     def _parse(self, option: Option, key: str, given: Value) -> Scalar | None:
@@ -168,7 +164,6 @@ class Sources:
     lookup: Lookup
 
     def value(self, option: Option) -> Scalar | None:
-        """The value of one of the model's options."""
         return self.lookup.value(option, self.model, self.variables)
 
 

@@ -169,7 +169,6 @@ def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
 
 
 def _is_main_listener(layer: Mapping[str, Value], fields: Mapping[str, Any]) -> bool:
-    """Whether the management address is the one of the main listener."""
     inference = layer.get(_INFERENCE_ADDRESS.key)
     if inference is not None and inference.text == layer["management_address"].text:
         return True

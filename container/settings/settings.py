@@ -136,7 +136,6 @@ class StartupModel:
 
     @property
     def title(self) -> str:
-        """Its name, and its version if it has one."""
         name = self.settings.model.name
         return f"{name}:{self.version}" if self.version else name
 
@@ -152,12 +151,10 @@ class Startup:
 
     @property
     def exports(self) -> dict[str, str]:
-        """Environment variables for the libraries that read them by themselves."""
         return {name: text for one in self._all for name, text in one.exports.items()}
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Those of all settings, each once."""
         return tuple(dict.fromkeys(warning for one in self._all for warning in one.warnings))
 
     @property

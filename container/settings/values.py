@@ -59,7 +59,6 @@ class Value:
 
     @property
     def word(self) -> str:
-        """The text in lower case, without blanks at its ends."""
         return self.text.strip().lower()
 
     def describe(self, key: str) -> str:

@@ -93,7 +93,6 @@ class RemoteModels:
         return self._opened[key].directory
 
     def has(self, url: str) -> bool:
-        """Return whether a URL has been opened."""
         try:
             return S3Url.parse(url) in self._opened
         except SourceError:
@@ -101,7 +100,6 @@ class RemoteModels:
 
     @property
     def opened(self) -> tuple[RemoteModel, ...]:
-        """All models that have been opened."""
         return tuple(self._opened.values())
 
 
@@ -203,7 +201,6 @@ class LocalCopy:
         partial.replace(self._listing)
 
     def put(self, file: RemoteFile, downloaded: Path) -> None:
-        """Move a whole file into its place."""
         place = self.directory / file.path
         place.parent.mkdir(parents=True, exist_ok=True)
         downloaded.replace(place)
@@ -236,7 +233,6 @@ class Progress:
             self.bytes += size
 
     def log(self, url: str) -> None:
-        """Log a line, unless there was one in the last seconds."""
         now = time.monotonic()
         elapsed = now - self._logged
         if elapsed < _LOG_SECONDS:

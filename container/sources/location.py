@@ -170,12 +170,10 @@ class S3Url:
 
     @property
     def name(self) -> str:
-        """The last part, which names the model."""
         return self.prefix.rpartition("/")[2] or self.bucket
 
     @property
     def key_prefix(self) -> str:
-        """What all keys in the folder begin with."""
         return f"{self.prefix}/" if self.prefix else ""
 
     @classmethod

@@ -225,8 +225,6 @@ class _Subscriber:
 
 
 class _Crc32:
-    """CRC-32, with the methods of hashlib's classes."""
-
     def __init__(self) -> None:
         self._value = 0
 

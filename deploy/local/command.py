@@ -94,7 +94,6 @@ def local(
 
 
 async def _run(url: str, settings: LocalSettings, host: str, port: int) -> None:
-    """Serve until told to stop."""
     from container.server import http_server, listen
     from deploy.local.container import Local, RemoteContainer
 
@@ -119,7 +118,6 @@ def _announce(host: str, port: int, settings: LocalSettings) -> None:
 
 
 def _url(host: str, port: int) -> str:
-    """The URL under which a client on this machine reaches a listener."""
     return f"http://{_LOOPBACK.get(host, f'[{host}]' if ':' in host else host)}:{port}"
 
 

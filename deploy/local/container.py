@@ -76,7 +76,6 @@ class RemoteContainer:
         await send({"type": "http.response.body", "body": b""})
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._http.aclose()
 
 
@@ -87,7 +86,6 @@ class Local:
         self._api, self._container = api, container
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
         if scope["type"] != "http":
             return
         application = self._api if scope["path"].startswith(PREFIX) else self._container

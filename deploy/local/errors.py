@@ -22,7 +22,6 @@ class RuntimeApiError(Exception):
         self._more = dict(more or {})
 
     def body(self) -> bytes:
-        """The reply's body, JSON."""
         return json.dumps({**self._more, "Message": self.message}).encode()
 
 

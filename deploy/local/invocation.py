@@ -165,7 +165,6 @@ class Invocation:
             self._scope["extensions"][BREAK_OFF]()
 
     async def _run(self) -> None:
-        """Pass the request on, until the reply is complete or given up."""
         try:
             await self._scope["app"](self._scope, self._next, self._send)
         finally:

@@ -40,7 +40,6 @@ _JAVA = {r"\p{ASCII}": r"[\x00-\x7f]", r"\p{Print}": r"\x20-\x7e", r"\z": r"\Z"}
 
 @functools.cache
 def _members(api: Api) -> Mapping[str, Any]:
-    """botocore's shape of each parameter, by name."""
     from botocore.session import get_session  # takes a while, and is not needed by other commands
 
     shape = get_session().get_service_model("sagemaker-runtime").operation_model(api.value).input_shape

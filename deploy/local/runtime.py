@@ -33,7 +33,6 @@ class RuntimeApi:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         request_id = str(uuid.uuid4())
         common = [(b"x-amzn-requestid", request_id.encode())]
         try:

@@ -32,11 +32,9 @@ class Aws:
 
     @property
     def has_credentials(self) -> bool:
-        """Whether calls can be made at all."""
         return self._session.get_credentials() is not None
 
     def client(self, service: str) -> Any:
-        """boto3's client of a service: "cloudformation", "sagemaker-runtime", ..."""
         from botocore.config import Config
 
         config = Config(

@@ -59,8 +59,6 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Deployment:
-    """A configuration, and the stack that is to be made of it."""
-
     aws: Aws
     configuration: Configuration
     stack: Stack
@@ -87,7 +85,6 @@ def _read(
     region: Region = None,
     profile: Profile = None,
 ) -> _Deployment:
-    """The deployment of a file and of options."""
     options = dict(locals())
     del options["file"], options["profile"]
     values = laid_over(read_file(file) if file else {}, read_options(options))

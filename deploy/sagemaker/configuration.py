@@ -64,7 +64,6 @@ class Adapter(_Table, frozen=True):
 
     @property
     def resource(self) -> str:
-        """Its name in the stack."""
         return "Adapter" + "".join(word.capitalize() for word in self.name.split("-"))
 
 
@@ -133,12 +132,10 @@ class Configuration(_Table, frozen=True, kw_only=True):
 
     @property
     def environment(self) -> dict[str, str]:
-        """`env` as a container gets it."""
         return _texts(self.env)
 
     @property
     def labels(self) -> dict[str, str]:
-        """`tags` as AWS takes them."""
         return _texts(self.tags)
 
     @property
@@ -148,7 +145,6 @@ class Configuration(_Table, frozen=True, kw_only=True):
 
     @property
     def is_archive(self) -> bool:
-        """The model is one archive in S3."""
         return self.model.endswith((".tar.gz", ".tgz"))
 
 

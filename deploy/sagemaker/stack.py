@@ -190,7 +190,6 @@ class Stack:
         return True
 
     def _settle(self) -> None:
-        """Wait until what goes on with the stack has ended."""
         told = ""
         while (status := self.status()) and status.endswith("_IN_PROGRESS"):
             if status != told:

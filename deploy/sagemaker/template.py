@@ -71,7 +71,6 @@ def as_yaml(value: Mapping[str, Any]) -> str:
 
 
 def _without_none(value: Any) -> Any:
-    """Properties that are None are not given."""
     if isinstance(value, list):
         return [_without_none(item) for item in value]
     if isinstance(value, dict):
@@ -233,7 +232,6 @@ def _component(configuration: Configuration, component: Component) -> Properties
 
 
 def _adapter(endpoint: str, adapter: Adapter) -> Properties:
-    """An adapter's component, which takes the resources and the copies of the model's."""
     return {
         "InferenceComponentName": f"{endpoint}-{adapter.name}",
         "EndpointName": endpoint,
