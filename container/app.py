@@ -85,7 +85,7 @@ class Routes:
         methods = self._plain.get(path) or self._match(scope, path)
         if methods is None:
             scope["app"] = self  # Starlette's key: a mounted application may call the container's own routes
-            application = self._mounted(path)
+            application = next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
         else:
             application = methods.get(scope["method"]) or methods.get(_ANY) or self._head(scope["method"], methods)
         await application(scope, receive, send)
@@ -93,9 +93,6 @@ class Routes:
     def _head(self, method: str, methods: Mapping[str, Application]) -> Application:
         """HEAD is served wherever GET is (RFC 9110, section 9.1); the HTTP server leaves the body out."""
         return (methods.get("GET") if method == "HEAD" else None) or self._not_found
-
-    def _mounted(self, path: str) -> Application:
-        return next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
 
     def _match(self, scope: Any, path: str) -> Mapping[str, Application] | None:
         for pattern, methods in self._patterns.values():

@@ -62,7 +62,6 @@ class ErrorRates:
         self.exceeded = ""
         """The limit that was exceeded, in words; empty if none was."""
         self.limited = bool(self._limits)
-        """Whether there are any limits."""
 
     def count(self, status: int) -> None:
         if status < 400 or status == CLIENT_GONE or self.exceeded:

@@ -17,14 +17,7 @@ from handlers.adapters import AdapterRegistry
 from handlers.contracts.lmi import adapters as lmi
 from handlers.contracts.lmi import management as contract
 from handlers.contracts.lmi.errors import front_end_reply, refused
-from handlers.contracts.lmi.management import (
-    Described,
-    Listed,
-    WorkerShown,
-    read_page,
-    read_registration,
-    read_scale,
-)
+from handlers.contracts.lmi.management import Described, Listed, WorkerShown, read_page, read_registration, read_scale
 from handlers.contracts.openai import family as openai
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import NotServed, RequestError

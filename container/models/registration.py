@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from container.devices import SliceNotChosen
-from container.models.memory import Free, OutOfMemory, check_room, free_memory, placed
+from container.models.memory import OutOfMemory, check_room, free_memory, placed
 from container.models.registry import AlreadyRegistered, Lifecycle, Model, Models, State, until_none
 from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value
@@ -29,10 +29,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ReadSettings = Callable[[Value, str, Mapping[str, Value]], Settings]
-"""Reads the settings of a model, by its URL, its name, and the settings that its registration gives.
-
-May raise UrlNotFound and SettingsError.
-"""
+"""Reads a model's settings, by its URL, its name, and what its registration gives; see `further_settings`."""
 
 _MOST_LOADS = 100
 """Models that may wait to be loaded. One is loaded at a time, since each measures the free memory."""
@@ -63,7 +60,7 @@ class Registrar:
         models: Models,
         server: ServerSettings,
         read_settings: ReadSettings,
-        free: Callable[[], Sequence[Free]] = free_memory,
+        free: Callable[[], Sequence[int]] = free_memory,
         said: Iterable[str] = (),
     ) -> None:
         """`free` returns the free memory of each device; `said` has warnings that are in the log already."""

@@ -370,18 +370,11 @@ class Models:
         self.leaving: set[Model] = set()
         """Models that were unregistered and still have calls or memory."""
 
-    @classmethod
-    def of(cls, lifecycle: Lifecycle) -> Models:
-        return cls([Model(lifecycle, str(lifecycle.model.model_dir))])
-
     def __iter__(self) -> Iterator[Model]:
         return iter(tuple(self._models.values()))
 
     def __contains__(self, name: object) -> bool:
         return any(known == name for known, _ in self._models)
-
-    def __len__(self) -> int:
-        return len(self._models)
 
     @property
     def single(self) -> bool:

@@ -161,12 +161,6 @@ def checked(check: Callable[[str], object], allowed: str) -> Parser:
     return Parser(convert, allowed)
 
 
-def _boolean(text: str) -> bool:
-    if text.lower() not in TRUE | FALSE:
-        raise ValueError(text)
-    return text.lower() in TRUE
-
-
 def _positive(text: str) -> float:
     value = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not (math.isfinite(value) and value > 0):
@@ -193,7 +187,8 @@ def _are_names(text: str) -> bool:
 
 ANYTHING = Parser(lambda text: text, "anything")
 TEXT = matching(".+", "text that is not empty", re.DOTALL)
-BOOLEAN = Parser(_boolean, "true or false (also 1/0, yes/no, on/off)")
+_WORDS = choice(dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False))
+BOOLEAN = Parser(_WORDS.convert, "true or false (also 1/0, yes/no, on/off)")
 STRINGS = checked(_are_strings, 'strings as a JSON array, such as ["a", "b"]')
 NAMES = checked(_are_names, "names with commas between, or a JSON array of them")
 ASSIGNMENTS = checked(assignments, "NAME=value, further ones after a comma")
@@ -211,15 +206,6 @@ HEADER_VALUE = matching(r"[\x20-\x7e]+", "the value of an HTTP header, in ASCII"
 MODEL_NAME = matching(r"[A-Za-z0-9_.-]+", "letters, digits and _ . -")
 LOG_LEVEL = choice({level: level for level in ("debug", "info", "warning", "error", "critical")} | {"warn": "warning"})
 DTYPE = choice(
-    {
-        "auto": "auto",
-        "fp32": "float32",
-        "fp16": "float16",
-        "bf16": "bfloat16",
-        "float32": "float32",
-        "float16": "float16",
-        "bfloat16": "bfloat16",
-        "float": "float32",
-        "half": "float16",
-    }
+    {"auto": "auto", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "float32": "float32"}
+    | {"float16": "float16", "bfloat16": "bfloat16", "float": "float32", "half": "float16"}
 )

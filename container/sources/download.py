@@ -50,7 +50,6 @@ class RemoteModel:
         """`folder`: None where S3 must not be asked."""
         self.url = copy.url
         self.directory = copy.directory
-        """The local model directory."""
         self._copy, self._folder, self._files = copy, folder, files
         self._weights = tuple(file for file in files if file.is_weights)
         self._progress = Progress(self._weights)
@@ -248,12 +247,7 @@ class _Download:
     """One download into a local copy. Several processes may begin it at a time: one downloads, the others wait."""
 
     def __init__(
-        self,
-        copy: LocalCopy,
-        folder: S3Folder,
-        progress: Progress,
-        seconds: float,
-        stop: threading.Event | None = None,
+        self, copy: LocalCopy, folder: S3Folder, progress: Progress, seconds: float, stop: threading.Event | None = None
     ) -> None:
         self._copy, self._folder, self._progress = copy, folder, progress
         self._seconds, self._deadline = seconds, time.monotonic() + seconds

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from container import cli, logs
-from container.app import Mount
+from container.app import Mount, Routes
 from deploy.local.errors import REGION, RuntimeApiError
 from deploy.local.invocation import MEBIBYTE, LocalSettings
 from deploy.local.parameters import check_endpoint_name
@@ -95,10 +95,10 @@ def local(
 
 async def _run(url: str, settings: LocalSettings, host: str, port: int) -> None:
     from container.server import http_server, listen
-    from deploy.local.container import Local, RemoteContainer
+    from deploy.local.container import RemoteContainer
 
     container = RemoteContainer(url)
-    server = http_server(Local(RuntimeApi(settings), container))
+    server = http_server(Routes(container, [Mount(PREFIX, RuntimeApi(settings))]))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, setattr, server, "should_exit", True)

@@ -48,26 +48,19 @@ def model_error(endpoint: str, status: int, body: bytes | None) -> RuntimeApiErr
     return _model_error(endpoint, status, f"Received {side} error ({status}) from primary {shown}.", original, code)
 
 
-def model_timed_out(endpoint: str) -> RuntimeApiError:
-    """The container did not answer in time."""
-    return _no_answer(
-        endpoint,
-        "Your invocation timed out while waiting for a response from container primary. Review the latency metrics for "
-        "each container in Amazon CloudWatch, resolve the issue, and try again.",
-    )
+TIMED_OUT = (
+    "Your invocation timed out while waiting for a response from container primary. Review the latency metrics for "
+    "each container in Amazon CloudWatch, resolve the issue, and try again."
+)
+NO_RESPONSE = (
+    "Amazon SageMaker could not get a response from the {} endpoint. This can occur when CPU or memory utilization is "
+    "high. To check your utilization, see Amazon CloudWatch. To fix this problem, use an instance type with more CPU "
+    "capacity or memory."
+)
 
 
-def model_without_response(endpoint: str) -> RuntimeApiError:
-    """The container closed the connection before its answer was complete."""
-    return _no_answer(
-        endpoint,
-        f"Amazon SageMaker could not get a response from the {endpoint} endpoint. This can occur when CPU or memory "
-        "utilization is high. To check your utilization, see Amazon CloudWatch. To fix this problem, use an instance "
-        "type with more CPU capacity or memory.",
-    )
-
-
-def _no_answer(endpoint: str, reason: str) -> RuntimeApiError:
+def no_answer(endpoint: str, reason: str) -> RuntimeApiError:
+    """The container did not answer in time, or closed the connection before its answer was complete."""
     message = f'Received server error (0) from primary with message "{reason}".'
     return _model_error(endpoint, 0, message, reason, "INTERNAL_FAILURE")
 

@@ -14,10 +14,11 @@ from starlette.types import Message, Receive, Scope, Send
 from container.http.protocol import BREAK_OFF
 from deploy.local.errors import (
     ACCOUNT,
+    NO_RESPONSE,
+    TIMED_OUT,
     RuntimeApiError,
     model_error,
-    model_timed_out,
-    model_without_response,
+    no_answer,
     validation_error,
 )
 from deploy.local.parameters import VARIANT, Headers, Parameters, check_endpoint_name, reply_headers
@@ -115,7 +116,7 @@ class Invocation:
             async with asyncio.timeout(self._settings.answer_timeout):
                 await self._run()
         except TimeoutError:
-            raise model_timed_out(self._name) from None
+            raise no_answer(self._name, TIMED_OUT) from None
         await self._check()
 
     async def stream(self, common: Headers, send: Send) -> None:
@@ -148,7 +149,7 @@ class Invocation:
                 await self._run()
         except TimeoutError:
             if not begun:
-                raise model_timed_out(self._name) from None
+                raise no_answer(self._name, TIMED_OUT) from None
             text = f"The model did not finish its response within {seconds:g} seconds."
             last = model_stream_error("ModelInvocationTimeExceeded", text)
         else:
@@ -210,7 +211,7 @@ class Invocation:
         if self._too_large:
             raise model_error(self._name, self.status, None)
         if not self._complete:
-            raise model_without_response(self._name)
+            raise no_answer(self._name, NO_RESPONSE.format(self._name))
         if not 200 <= self.status < 300:
             raise model_error(self._name, self.status, self.body)
 

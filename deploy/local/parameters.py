@@ -65,13 +65,12 @@ def check_endpoint_name(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The checked parameters of one call."""
+    """The checked parameters of one call, and the headers that the container gets."""
 
     api: Api
     values: Mapping[str, str]
     """Those that were given, by their names in the service model, such as `TargetModel`."""
     forwarded: Headers
-    """Headers for the container."""
 
 
 def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Parameters:

@@ -244,11 +244,7 @@ def scaled_target(name: str, *, component: bool) -> Properties:
     resource, dimension = f"endpoint/{name}/variant/{VARIANT}", "variant:DesiredInstanceCount"
     if component:
         resource, dimension = f"inference-component/{name}", "inference-component:DesiredCopyCount"
-    return {
-        "ServiceNamespace": "sagemaker",
-        "ResourceId": resource,
-        "ScalableDimension": f"sagemaker:{dimension}",
-    }
+    return {"ServiceNamespace": "sagemaker", "ResourceId": resource, "ScalableDimension": f"sagemaker:{dimension}"}
 
 
 def _scaling(configuration: Configuration, scaling: Autoscaling) -> dict[str, Any]:
