@@ -173,10 +173,8 @@ def create_app(
     for family in FAMILIES:
         for route in family.routes:
             _refuse_other_methods(routes, state, route.path, family.wrong_method)
-    for path, method, endpoint in adapter_routes(state):
-        management.add(path, method, endpoint)
     own = list(management_endpoints(state, registrar))
-    for path, method, endpoint in own:
+    for path, method, endpoint in (*adapter_routes(state), *own):
         management.add(path, method, endpoint)
     for path, _, _ in own:
         _refuse_other_methods(management, state, path, lambda _: wrong_method())
