@@ -302,21 +302,14 @@ class Process:
     async def _load(self) -> None:
         try:
             await self.server.load()
-        except EngineStartError as error:
-            logger.critical("the model cannot be served: %s", error)
-            await self._fail_to_start()
-            return
-        except Exception:
-            logger.critical("the model cannot be served: internal error", exc_info=True)
-            await self._fail_to_start()
-            return
-        await self.watch()
-
-    async def _fail_to_start(self) -> None:
-        """Let /ping say why for a while, as LMI does, then exit."""
-        self.exit_code = EXIT_FAILED_TO_START
-        await asyncio.sleep(_FAILED_SECONDS)
-        self._end()
+        except Exception as error:
+            known = isinstance(error, EngineStartError)
+            logger.critical("the model cannot be served: %s", error if known else "internal error", exc_info=not known)
+            self.exit_code = EXIT_FAILED_TO_START
+            await asyncio.sleep(_FAILED_SECONDS)  # /ping says why, as LMI's does
+            self._end()
+        else:
+            await self.watch()
 
     async def watch(self) -> None:
         await self.server.watch()
