@@ -43,7 +43,7 @@ class Option:
     key: str
     """Its name in serving.properties, with `option.` where it has that."""
     parser: Parser
-    default: str | None
+    default: str | None = None
     """The text that would give the default; None: no value."""
     _: KW_ONLY
     aliases: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class Option:
 def refused(key: str, parser: Parser, serves: tuple[Scalar, ...], advice: str, *variables: str) -> Option:
     """An option of LMI of which only the values in `serves` are served."""
     served = frozenset(serves)
-    return Option(key, parser, None, variables=variables, shows_default=False, serves=served, advice=advice)
+    return Option(key, parser, variables=variables, shows_default=False, serves=served, advice=advice)
 
 
 @dataclass(slots=True)
@@ -170,32 +170,32 @@ class Sources:
 _ENGINES = ("auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disable")
 _TASKS = ("auto", "text-embedding", "feature-extraction", "classify", "embed")
 _WORKERS = integer(0, 1024)
-MODEL_ID = Option("option.model_id", TEXT, None, variables=("HF_MODEL_ID",))
+MODEL_ID = Option("option.model_id", TEXT, variables=("HF_MODEL_ID",))
 ROLLING_BATCH = Option("option.rolling_batch", choice({name: name for name in _ENGINES} | {"tnx": "vllm"}), "auto")
 BATCH_SIZE = Option(
     "batch_size", integer(1, 100_000), "1", aliases=("max_dynamic_batch_size", "option.batch_size"), first_counts=True
 )
 MAX_ROLLING_BATCH_SIZE = Option(
-    "option.max_rolling_batch_size", integer(1, 1_000_000), None, aliases=("option.max_num_seqs",)
+    "option.max_rolling_batch_size", integer(1, 1_000_000), aliases=("option.max_num_seqs",)
 )
 SERVED = (
     MODEL_ID,
-    Option("option.revision", TEXT, None),
+    Option("option.revision", TEXT),
     Option("option.trust_remote_code", BOOLEAN, "false"),
     ROLLING_BATCH,
     BATCH_SIZE,
     Option("max_batch_delay", MILLISECONDS, "100"),
     Option("option.enable_streaming", choice(("false", "true", "huggingface")), "false"),
     MAX_ROLLING_BATCH_SIZE,
-    Option("option.stop_sequence", STRINGS, None),
-    Option("option.output_formatter", FORMATTER, None),
+    Option("option.stop_sequence", STRINGS),
+    Option("option.output_formatter", FORMATTER),
     Option("option.tgi_compat", BOOLEAN, "false"),
     Option("option.chat_format", choice(("lmi", "openai")), "lmi"),
-    Option("option.served_model_name", NAMES, None),
+    Option("option.served_model_name", NAMES),
     Option("option.do_sample_inferred", BOOLEAN, "true"),
     Option("option.token_logprobs", BOOLEAN, "true"),
     Option("option.strict_parameters", BOOLEAN, "false"),
-    Option("option.max_prompt_tokens", integer(1), None),
+    Option("option.max_prompt_tokens", integer(1)),
     Option("option.max_stop_sequences", integer(0, 1024), "4"),
     Option("option.max_best_of", integer(1, 64), "2"),
     Option("option.enable_lora", BOOLEAN, "false"),
@@ -203,11 +203,10 @@ SERVED = (
     Option(
         "option.tensor_parallel_degree",
         integer_or("max", 1),
-        None,
         aliases=("option.tensor_parallel_size",),
         variables=("TENSOR_PARALLEL_DEGREE",),
     ),
-    Option("load_on_devices", TEXT, None, field_name="devices"),
+    Option("load_on_devices", TEXT, field_name="devices"),
     Option(
         "option.pipeline_parallel_degree",
         integer(1),
@@ -219,21 +218,20 @@ SERVED = (
     Option("option.model_loading_timeout", SECONDS, "1800", variables=("MODEL_LOADING_TIMEOUT",)),
     Option("option.enable_stateful_sessions", BOOLEAN, "true"),
     Option("option.sessions_expiration", integer(1, 10**9), "1200"),
-    Option("option.sessions_path", TEXT, None),
-    Option("option.sessions_s3url", TEXT, None),
-    Option("option.quantize", TEXT, None, aliases=("option.quantization",), argument="quantization"),
+    Option("option.sessions_path", TEXT),
+    Option("option.sessions_s3url", TEXT),
+    Option("option.quantize", TEXT, aliases=("option.quantization",), argument="quantization"),
     Option(
         "option.max_rolling_batch_prefill_tokens",
         integer(1),
-        None,
         aliases=("option.max_num_batched_tokens",),
         argument="max_num_batched_tokens",
     ),
-    Option("option.cpu_offload_gb_per_gpu", TEXT, None, aliases=("option.cpu_offload_gb",), argument="cpu_offload_gb"),
+    Option("option.cpu_offload_gb_per_gpu", TEXT, aliases=("option.cpu_offload_gb",), argument="cpu_offload_gb"),
 )
 """The settings of a model that an engine serves."""
 
-ENTRY_POINT = Option("option.entryPoint", TEXT, None, variables=("DJL_ENTRY_POINT",), shows_default=False)
+ENTRY_POINT = Option("option.entryPoint", TEXT, variables=("DJL_ENTRY_POINT",), shows_default=False)
 FUNCTION = Option("option.handler", FUNCTION_NAME, "handle", field_name="function")
 ASYNC_MODE = Option("option.async_mode", BOOLEAN, "false")
 HANDLER_OPTIONS = (
@@ -245,12 +243,11 @@ HANDLER_OPTIONS = (
     Option(
         "option.pythonExecutable",
         TEXT,
-        None,
         aliases=("option.python_executable",),
         variables=("PYTHON_EXECUTABLE",),
         field_name="python_executable",
     ),
-    Option("option.env", ASSIGNMENTS, None, field_name="environment"),
+    Option("option.env", ASSIGNMENTS, field_name="environment"),
     Option("option.enable_venv", BOOLEAN, "false"),
 )
 """The settings of a customer's handler, beside what names it."""

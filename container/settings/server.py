@@ -77,24 +77,24 @@ SERVED = (
     Option("allow_multi_status", BOOLEAN, "false"),
     Option("health_check_override", BOOLEAN, "false"),
     Option("workers_health_check", BOOLEAN, "false", variables=("SAGEMAKER_HEALTH_CHECK_OVERRIDE",)),
-    Option("management_address", _HTTP_ADDRESS, None),
+    Option("management_address", _HTTP_ADDRESS),
     Option("multi_model", BOOLEAN, "false", variables=("SAGEMAKER_MULTI_MODEL",)),
     Option("console", BOOLEAN, "true"),
     Option("model_aliases", ANYTHING, '"",dummy,tgi'),
-    Option("error_rate_wlm", _ERROR_RATE, None),
-    Option("error_rate_server", _ERROR_RATE, None),
-    Option("error_rate_model", _ERROR_RATE, None),
-    Option("error_rate_any", _ERROR_RATE, None),
-    Option("cors_allowed_origin", HEADER_VALUE, None),
-    Option("cors_allowed_methods", HEADER_VALUE, None),
-    Option("cors_allowed_headers", HEADER_VALUE, None),
+    Option("error_rate_wlm", _ERROR_RATE),
+    Option("error_rate_server", _ERROR_RATE),
+    Option("error_rate_model", _ERROR_RATE),
+    Option("error_rate_any", _ERROR_RATE),
+    Option("cors_allowed_origin", HEADER_VALUE),
+    Option("cors_allowed_methods", HEADER_VALUE),
+    Option("cors_allowed_headers", HEADER_VALUE),
     Option("throttle_error_http_code", HTTP_ERROR, "503"),
     Option("wlm_error_http_code", HTTP_ERROR, "503"),
     Option("server_error_http_code", HTTP_ERROR, "500"),
 )
 """The settings with a field in `ServerSettings`."""
 
-MODEL_NAME_OPTION = Option("model_name", MODEL_NAME, None, shows_default=False)
+MODEL_NAME_OPTION = Option("model_name", MODEL_NAME, shows_default=False)
 LOAD_MODELS = Option(
     "load_models",
     Parser(lambda text: text.upper() if text.upper() in ("ALL", "NONE") else text, "ALL, NONE, or urls"),
@@ -105,7 +105,7 @@ FOR_MODELS = (
     MODEL_NAME_OPTION,
     Option("model_store", TEXT, "/opt/ml/model"),
     LOAD_MODELS,
-    Option("download_dir", TEXT, None, variables=("DJL_CACHE_DIR",)),
+    Option("download_dir", TEXT, variables=("DJL_CACHE_DIR",)),
 )
 """The settings that say which models there are, and where."""
 
@@ -130,7 +130,7 @@ IGNORED: Mapping[str, str] = {
 """LMI's settings that have nothing to set here, and why."""
 
 SERVER_OPTIONS = (*SERVED, *FOR_MODELS, *NOT_SERVED)
-_INFERENCE_ADDRESS = Option("inference_address", _HTTP_ADDRESS, None, shows_default=False)
+_INFERENCE_ADDRESS = Option("inference_address", _HTTP_ADDRESS, shows_default=False)
 _KEYS = frozenset({*(option.key for option in SERVER_OPTIONS), _INFERENCE_ADDRESS.key})
 
 
