@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import compile_path
 
@@ -24,7 +25,7 @@ from container.management import adapter_routes, management_endpoints, wrong_met
 from container.metrics import CONTENT_TYPE, Metrics
 from container.models.registration import Registrar
 from container.models.registry import Models
-from container.openapi import Document, openapi_document, swagger_assets, swagger_page
+from container.openapi import openapi_document, swagger_assets, swagger_page
 from container.settings.settings import ServerReport, ServerSettings
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.lmi.errors import JSON, front_end_reply
@@ -76,7 +77,6 @@ class Routes:
         self._patterns[path][1].setdefault(method, application)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one ASGI connection."""
         if scope["type"] != "http":
             return
         path = scope["path"]
@@ -85,7 +85,7 @@ class Routes:
         methods = self._plain.get(path) or self._match(scope, path)
         if methods is None:
             scope["app"] = self  # Starlette's key: a mounted application may call the container's own routes
-            application = self._mounted(path)
+            application = next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
         else:
             application = methods.get(scope["method"]) or methods.get(_ANY) or self._head(scope["method"], methods)
         await application(scope, receive, send)
@@ -93,9 +93,6 @@ class Routes:
     def _head(self, method: str, methods: Mapping[str, Application]) -> Application:
         """HEAD is served wherever GET is (RFC 9110, section 9.1); the HTTP server leaves the body out."""
         return (methods.get("GET") if method == "HEAD" else None) or self._not_found
-
-    def _mounted(self, path: str) -> Application:
-        return next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
 
     def _match(self, scope: Any, path: str) -> Mapping[str, Application] | None:
         for pattern, methods in self._patterns.values():
@@ -107,7 +104,6 @@ class Routes:
         return None
 
     def methods(self, path: str) -> list[str]:
-        """The methods of a path, as it was added."""
         methods = self._patterns[path][1] if path in self._patterns else self._plain.get(path, {})
         return sorted(methods.keys() - {_ANY})
 
@@ -149,54 +145,40 @@ def create_app(
     counts = HttpCounts()
     state = AppState(models, settings, counts)
     metrics = Metrics(models, counts, lag)
-    description = _Description(models)
+    not_found = answered_early(state, "unknown", _not_found)
+    options = _Page(lambda: Response(b"{}\n", media_type=JSON))
 
-    routes = Routes(answered_early(state, "unknown", _not_found), mounts)
+    routes = Routes(not_found, mounts)
     for path in _INFERENCE:
         routes.add(path, _ANY, invocations(state, "/predictions" if path.startswith("/predictions") else path))
     routes.add("/ping", _ANY, _Page(lambda: _response(ping(models, settings, state.error_rates))))
     routes.add("/metrics", "GET", _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE})))
-    document = _Page(lambda: Response(description.document().json, media_type=JSON), in_thread=True)
-    routes.add("/openapi.json", "GET", document)
-    _add_pages(routes, description)
-    routes.add("/", "OPTIONS", _Page(lambda: Response(b"{}\n", media_type=JSON)))
+    _add_description(routes, models)
+    routes.add("/", "OPTIONS", options)
+    management = routes
+    if settings.management_address is not None:
+        management = Routes(not_found)
+        management.add("/", "OPTIONS", options)
     endpoints: dict[tuple[str, str], Application] = dict(family_endpoints(state, FAMILIES))
     if settings.console:
         names = tuple(name for mount in mounts for name in mount.endpoints)
-        show_state = partial(console_state, state, report, names)
         for path, file in console.files().items():
             routes.add(path, "GET", file)
-        routes.add("/console/state", "GET", _state_page(show_state, management=settings.management_address is None))
+        for listener in (routes, management):
+            show = partial(console_state, state, report, names, management=listener is management)
+            listener.add("/console/state", "GET", _Page(show))
         endpoints["/", "GET"] = console.for_browsers(endpoints["/", "GET"])
     for (path, method), endpoint in endpoints.items():
         routes.add(path, method, endpoint)
     for family in FAMILIES:
-        for path in {route.path: None for route in family.routes}:
-            _refuse_other_methods(routes, state, path, family.wrong_method)
-    if settings.management_address is None:
-        _add_management(routes, state, registrar)
-        return Applications(routes, None)
-    management = Routes(answered_early(state, "unknown", _not_found))
-    management.add("/", "OPTIONS", _Page(lambda: Response(b"{}\n", media_type=JSON)))
-    if settings.console:
-        management.add("/console/state", "GET", _state_page(show_state, management=True))
-    _add_management(management, state, registrar)
-    return Applications(routes, management)
-
-
-def _state_page(show: Callable[..., bytes], *, management: bool) -> _Page:
-    return _Page(lambda: Response(show(management=management), media_type=JSON, headers=console.HEADERS))
-
-
-def _add_management(routes: Routes, state: AppState, registrar: Registrar) -> None:
-    for path, method, endpoint in adapter_routes(state):
-        routes.add(path, method, endpoint)
-    paths: dict[str, None] = {}
-    for path, method, endpoint in management_endpoints(state, registrar):
-        routes.add(path, method, endpoint)
-        paths[path] = None
-    for path in paths:
-        _refuse_other_methods(routes, state, path, lambda _: wrong_method())
+        for route in family.routes:
+            _refuse_other_methods(routes, state, route.path, family.wrong_method)
+    own = list(management_endpoints(state, registrar))
+    for path, method, endpoint in (*adapter_routes(state), *own):
+        management.add(path, method, endpoint)
+    for path, _, _ in own:
+        _refuse_other_methods(management, state, path, lambda _: wrong_method())
+    return Applications(routes, None if management is routes else management)
 
 
 def _refuse_other_methods(routes: Routes, state: AppState, path: str, wrong_method: Callable[[Call], Reply]) -> None:
@@ -217,28 +199,26 @@ class _Description:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._document = openapi_document(self._model())
-        self._complete = False
+        self._document, self._complete = b"", False
 
-    def document(self) -> Document:
-        """What is served at this moment."""
+    def __call__(self) -> Response:
         openai = next((s.openai for m in self._models if (s := m.lifecycle.service) and s.openai), None)
-        if not self._complete and openai is not None:
-            self._document = openapi_document(self._model(), openai.openapi())
-            self._complete = True
-        return self._document
+        if not self._document or (openai is not None and not self._complete):
+            model = self._models.startup().lifecycle.model if self._models.single else _ANY_MODEL
+            content = openapi_document(model, openai.openapi() if openai is not None else None)
+            self._document = msgspec.json.format(msgspec.json.encode(content), indent=2)
+            self._complete = openai is not None
+        return Response(self._document, media_type=JSON)
 
-    def _model(self) -> ModelSettings:
-        return self._models.startup().lifecycle.model if self._models.single else _ANY_MODEL
 
-
-def _add_pages(routes: Routes, description: _Description) -> None:
+def _add_description(routes: Routes, models: Models) -> None:
+    routes.add("/openapi.json", "GET", _Page(_Description(models), in_thread=True))
     assets = swagger_assets()
     if assets:
-        title = str(description.document().content["info"]["title"])
-        routes.add("/docs", "GET", _Page(lambda: HTMLResponse(swagger_page(title))))
-    for name, (path, kind) in assets.items():
-        routes.add(f"/docs/{name}", "GET", _Page(partial(FileResponse, path, media_type=kind)))
+        name = models.startup().name if models.single else _ANY_MODEL.name
+        routes.add("/docs", "GET", _Page(lambda: HTMLResponse(swagger_page(f"Slipway: {name}"))))
+    for file, (path, kind) in assets.items():
+        routes.add(f"/docs/{file}", "GET", _Page(partial(FileResponse, path, media_type=kind)))
 
 
 def _not_found(call: Call) -> Reply:

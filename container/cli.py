@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -20,37 +20,14 @@ if TYPE_CHECKING:
     from container.app import Mount
 
 
-class ProcessEnd:
-    """Ends the process with `code`, once that is known, after all other exit functions.
-
-    Make it first: exit functions run in the reverse order of their registration.
-    """
-
-    def __init__(self) -> None:
-        self.code: int | None = None
-        atexit.register(self._end)
-
-    def _end(self) -> None:
-        if self.code is None:
-            return
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(self.code)
-
-
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 ModelDir = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--model-dir", "-m", help="Directory, or s3://, with the model or its serving.properties."),
+    str | None, typer.Option("--model-dir", "-m", help="Directory, or s3://, with the model or its serving.properties.")
 ]
-Port = Annotated[Optional[int], typer.Option("--port", "-p", help="Port to listen on.")]  # noqa: UP045
-Host = Annotated[Optional[str], typer.Option("--host", help="Address to listen on.")]  # noqa: UP045
-ModelName = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--model-name", help="Name of the model in routes and in /ping."),
-]
+Port = Annotated[int | None, typer.Option("--port", "-p", help="Port to listen on.")]
+Host = Annotated[str | None, typer.Option("--host", help="Address to listen on.")]
+ModelName = Annotated[str | None, typer.Option("--model-name", help="Name of the model in routes and in /ping.")]
 
 
 @app.command()
@@ -61,7 +38,16 @@ def serve(model_dir: ModelDir = None, port: Port = None, host: Host = None, mode
 
 def run(startup: Startup, mounts: Sequence[Mount] = ()) -> NoReturn:
     """Serve, and end the process with the server's exit code."""
-    end = ProcessEnd()
+    codes: list[int] = []
+
+    def end() -> None:
+        if codes:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(codes[0])
+
+    atexit.register(end)  # first, since exit functions run in the reverse order: it ends the process after all others
     logging_as = startup.server.log_format, startup.server.log_level
     logs.configure(*logging_as)
     logs.configure_vllm(*logging_as)
@@ -69,8 +55,8 @@ def run(startup: Startup, mounts: Sequence[Mount] = ()) -> NoReturn:
         logging.getLogger("container.settings.load").warning("%s", warning)
     from container import server
 
-    end.code = server.serve(startup, mounts)
-    sys.exit(end.code)
+    codes.append(server.serve(startup, mounts))
+    sys.exit(codes[0])
 
 
 @app.command()

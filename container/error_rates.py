@@ -32,11 +32,7 @@ class ErrorRate:
 
 
 def error_rate(text: str) -> ErrorRate:
-    """Parse `N`, in a minute, or `N/<ISO-8601 duration>`, such as `1/PT5M`.
-
-    Raises:
-        ValueError: the text is neither.
-    """
+    """Parse `N`, in a minute, or `N/<ISO-8601 duration>`, such as `1/PT5M`. Raises ValueError for another text."""
     parts = _RATE.fullmatch(text)
     if parts is None or int(parts[1]) > _MOST:
         raise ValueError(text)
@@ -66,10 +62,8 @@ class ErrorRates:
         self.exceeded = ""
         """The limit that was exceeded, in words; empty if none was."""
         self.limited = bool(self._limits)
-        """Whether there are any limits."""
 
     def count(self, status: int) -> None:
-        """Count an answer."""
         if status < 400 or status == CLIENT_GONE or self.exceeded:
             return
         refusal = status in self._refusals

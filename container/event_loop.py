@@ -39,7 +39,6 @@ class EventLoopWatch:
         threading.Thread(target=self._watch, name="event-loop-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """End it."""
         self._ended.set()
 
     def _tick(self) -> None:

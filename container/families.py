@@ -95,9 +95,7 @@ def _handler(route: Generates | Forwards, service: Service) -> Handler:
 def model_of(models: Models, family: Family, names: Mapping[str, str], body: bytes = b"") -> Model:
     """The model that a call is for: by its path, by its body where the family's bodies name one, or the startup one.
 
-    Raises:
-        UnknownModel: its path names another.
-        ModelNotNamed: none of these, and there is not exactly one startup model.
+    Raises UnknownModel where its path names another, and ModelNotNamed where there is not exactly one startup model.
     """
     if models.single:
         return models.startup()
@@ -123,7 +121,6 @@ def _named_in(body: bytes) -> str:
 
 
 def _has_field(body: bytes, name: str | None) -> bool:
-    """Whether the body is a JSON object with this field."""
     return f'"{name}"'.encode() in body and name in _fields(body)
 
 

@@ -41,11 +41,9 @@ class PlainFormatter(logging.Formatter):
         super().__init__(_PLAIN, defaults={"replica": self._replica})
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
-        """UTC with milliseconds."""
         return _timestamp(record.created)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Add the request's id where there is one."""
         identity = getattr(record, "request_id", None)
         record.request = f" [{identity}]" if identity else ""
         return super().format(record)
@@ -67,12 +65,10 @@ class JsonFormatter(logging.Formatter):
     """One JSON object for each record, with a traceback in one string."""
 
     def __init__(self, replica: str = "") -> None:
-        """`replica`: as for `PlainFormatter`."""
         super().__init__()
         self._replica = {"replica": replica} if replica else {}
 
     def format(self, record: logging.LogRecord) -> str:
-        """Time, level, logger, message and, where there are any, the replica and the request's id."""
         fields: dict[str, Any] = {
             "time": _timestamp(record.created),
             "level": record.levelname.lower(),
@@ -87,7 +83,6 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False)
 
     def access(self, created: float, message: str, identity: str) -> str:
-        """A line of the access log, as `format` would make it."""
         fields = {"time": _timestamp(created), "level": "info", **self._replica, "logger": _ACCESS.name}
         return json.dumps(fields | {"message": message, "request_id": identity}, ensure_ascii=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 from container.devices import gpu_count
 from container.http.endpoint import AppState, Endpoint, front_end_refusal
@@ -16,14 +17,7 @@ from handlers.adapters import AdapterRegistry
 from handlers.contracts.lmi import adapters as lmi
 from handlers.contracts.lmi import management as contract
 from handlers.contracts.lmi.errors import front_end_reply, refused
-from handlers.contracts.lmi.management import (
-    Described,
-    Listed,
-    WorkerShown,
-    read_page,
-    read_registration,
-    read_scale,
-)
+from handlers.contracts.lmi.management import Described, Listed, WorkerShown, read_page, read_registration, read_scale
 from handlers.contracts.openai import family as openai
 from handlers.contracts.protocol import Call, Reply
 from handlers.errors import NotServed, RequestError
@@ -32,17 +26,32 @@ ANY_METHOD = "*"
 _PREFIXES = ("", "/models/{model}")
 _Answer = Callable[[Call, AdapterRegistry], Awaitable[Reply]]
 _Tell = Callable[[Call], Awaitable[Reply]]
+_Word = Callable[[Call], Reply]
+_Refuse = Callable[[RequestError], Reply]
 
 
 def adapter_routes(state: AppState) -> Iterator[tuple[str, str, Endpoint]]:
     """Path, method and endpoint of each route."""
+    of_lmi = partial(_of_adapters, state, lmi.wrong_method, lmi.refuse, NO_CACHE)
+    of_vllm = partial(_of_adapters, state, openai.wrong_method, openai.refuse_adapter, None)
     for prefix in _PREFIXES:
         path = f"{prefix}/adapters"
-        yield path, ANY_METHOD, _lmi(state, path, {"GET": _list, "POST": _register})
-        yield f"{path}/{{adapter}}", ANY_METHOD, _lmi(state, path, {"GET": _describe, "DELETE": _unregister})
-        yield f"{path}/{{adapter}}/update", ANY_METHOD, _lmi(state, path, {"POST": _update})
-    yield openai.LOAD, ANY_METHOD, _vllm(state, openai.LOAD, _load)
-    yield openai.UNLOAD, ANY_METHOD, _vllm(state, openai.UNLOAD, _unload)
+        yield path, ANY_METHOD, of_lmi(path, GET=_list, POST=_register)
+        yield f"{path}/{{adapter}}", ANY_METHOD, of_lmi(path, GET=_describe, DELETE=_unregister)
+        yield f"{path}/{{adapter}}/update", ANY_METHOD, of_lmi(path, POST=_update)
+    yield openai.LOAD, ANY_METHOD, of_vllm(openai.LOAD, POST=_load)
+    yield openai.UNLOAD, ANY_METHOD, of_vllm(openai.UNLOAD, POST=_unload)
+
+
+def _of_adapters(
+    state: AppState, wrong_method: _Word, refuse: _Refuse, headers: Headers | None, route: str, **answers: _Answer
+) -> Endpoint:
+    async def tell(call: Call) -> Reply:
+        if (chosen := answers.get(call.method)) is None:
+            return wrong_method(call)
+        return await chosen(call, _registry(state, call))
+
+    return _endpoint(state, route, tell, refuse, headers)
 
 
 def _registry(state: AppState, call: Call) -> AdapterRegistry:
@@ -53,15 +62,6 @@ def _registry(state: AppState, call: Call) -> AdapterRegistry:
     if registry is None:
         raise NotServed(lmi.DISABLED)
     return registry
-
-
-def _lmi(state: AppState, route: str, answers: dict[str, _Answer]) -> Endpoint:
-    async def tell(call: Call) -> Reply:
-        if (chosen := answers.get(call.method)) is None:
-            return lmi.wrong_method(call.method, call.path)
-        return await chosen(call, _registry(state, call))
-
-    return _endpoint(state, route, tell, lmi.refuse, NO_CACHE)
 
 
 async def _register(call: Call, registry: AdapterRegistry) -> Reply:
@@ -85,15 +85,6 @@ async def _describe(call: Call, registry: AdapterRegistry) -> Reply:
 
 async def _list(call: Call, registry: AdapterRegistry) -> Reply:
     return lmi.listed(call, registry.all())
-
-
-def _vllm(state: AppState, route: str, carry_out: _Answer) -> Endpoint:
-    async def tell(call: Call) -> Reply:
-        if call.method != "POST":
-            return openai.wrong_method(call)
-        return await carry_out(call, _registry(state, call))
-
-    return _endpoint(state, route, tell, openai.refuse_adapter)
 
 
 async def _load(call: Call, registry: AdapterRegistry) -> Reply:
@@ -126,10 +117,7 @@ def management_endpoints(state: AppState, registrar: Registrar) -> Iterator[tupl
                 yield path, method, _endpoint(state, path, tell, front_end_refusal, NO_CACHE)
 
 
-def _endpoint(
-    state: AppState, route: str, tell: _Tell, refuse: Callable[[RequestError], Reply], headers: Headers | None = None
-) -> Endpoint:
-    """An endpoint for whole replies."""
+def _endpoint(state: AppState, route: str, tell: _Tell, refuse: _Refuse, headers: Headers | None) -> Endpoint:
 
     async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
         reply.reply(await tell(call))

@@ -5,7 +5,7 @@ The counting is in `handlers.meter` and in `HttpCounts`, as plain numbers; only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from prometheus_client import generate_latest
@@ -38,11 +38,9 @@ class Metrics(Collector):
     """Everything that /metrics shows."""
 
     def __init__(self, models: Models, counts: HttpCounts, lag: Distribution | None = None) -> None:
-        """`lag`: how late the event loop is, in seconds."""
         self._models, self._counts, self._lag = models, counts, lag
 
     def render(self) -> bytes:
-        """The metrics in Prometheus' text format."""
         return generate_latest(self)
 
     def collect(self) -> Iterable[Metric]:
@@ -56,32 +54,25 @@ class Metrics(Collector):
     def _model(self, model: Model) -> Iterable[Metric]:
         service = model.lifecycle.service
         if phases := model.lifecycle.startup_times.seconds:
-            startup = GaugeMetricFamily(
-                "slipway_startup_seconds", "What each phase of the model's start took.", labels=["phase"]
-            )
-            for phase, seconds in phases.items():
-                startup.add_metric([phase], seconds)
-            yield startup
+            text = "What each phase of the model's start took."
+            values = {(phase,): seconds for phase, seconds in phases.items()}
+            yield _each(GaugeMetricFamily, "slipway_startup_seconds", text, ["phase"], values)
         if service is not None and service.engine is not None:
+            status, stalled = service.engine.status(), bool(model.lifecycle.stalled)
             yield from self._generation(service.engine.meter)
-            yield _gauge(
-                "slipway_engine_stalled",
-                "1 while requests run and the engine makes nothing of them.",
-                float(bool(model.lifecycle.stalled)),
-            )
-            status = service.engine.status()
-            yield from self._engine(status)
+            text = "1 while requests run and the engine makes nothing of them."
+            yield _gauge("slipway_engine_stalled", text, float(stalled))
+            yield _gauge("slipway_engine_running", "Sequences in the engine's batch.", status.running_requests)
+            yield _gauge("slipway_engine_waiting", "Sequences that wait for the engine.", status.waiting_requests)
+            yield _gauge("slipway_kv_cache_usage_ratio", "Share of the KV cache in use.", status.kv_cache_usage)
             yield from known_metrics(model.name, service.engine.meter, status, model.version)
         if service is not None and service.custom is not None:
             yield from self._workers(service.custom.pool)
 
     def _http(self) -> Iterable[Metric]:
-        requests = CounterMetricFamily(
-            "slipway_requests", "HTTP requests served, by route and status.", labels=["route", "status"]
-        )
-        for (route, status), count in self._counts.requests.items():
-            requests.add_metric([route, str(status)], count)
-        yield requests
+        text, labels = "HTTP requests served, by route and status.", ["route", "status"]
+        counts = {(route, str(status)): count for (route, status), count in self._counts.requests.items()}
+        yield _each(CounterMetricFamily, "slipway_requests", text, labels, counts)
         yield _histogram("slipway_request_seconds", "Duration of HTTP requests.", self._counts.duration)
 
     def _container(self) -> Iterable[Metric]:
@@ -109,11 +100,6 @@ class Metrics(Collector):
         )
         yield _histogram("slipway_inter_token_seconds", "Between one token and the next.", meter.inter_token)
         yield _histogram("slipway_queue_seconds", "From submission to its first step.", meter.queue_time)
-
-    def _engine(self, status: EngineStatus) -> Iterable[Metric]:
-        yield _gauge("slipway_engine_running", "Sequences in the engine's batch.", status.running_requests)
-        yield _gauge("slipway_engine_waiting", "Sequences that wait for the engine.", status.waiting_requests)
-        yield _gauge("slipway_kv_cache_usage_ratio", "Share of the KV cache in use.", status.kv_cache_usage)
 
     def _workers(self, pool: Pool) -> Iterable[Metric]:
         yield _gauge("slipway_workers", "Worker processes of the custom handler that can serve.", pool.ready)
@@ -203,17 +189,21 @@ def _with_model(sample: Sample, model: str) -> Sample:
     return sample._replace(labels={"model": model, **sample.labels})
 
 
-def _one(
-    family: type[CounterMetricFamily | GaugeMetricFamily | UntypedMetricFamily],
-    name: str,
-    text: str,
-    value: float,
-    labels: Labels = _NONE,
+_Family = type[CounterMetricFamily | GaugeMetricFamily | UntypedMetricFamily]
+
+
+def _each(
+    family: _Family, name: str, text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]
 ) -> Metric:
-    """A metric with one value."""
-    metric = family(name, text, labels=list(labels))
-    metric.add_metric(list(labels.values()), value)
+    """A metric, by the values of its labels."""
+    metric = family(name, text, labels=labels)
+    for key, value in values.items():
+        metric.add_metric(key, value)
     return metric
+
+
+def _one(family: _Family, name: str, text: str, value: float, labels: Labels = _NONE) -> Metric:
+    return _each(family, name, text, list(labels), {tuple(labels.values()): value})
 
 
 _gauge = partial(_one, GaugeMetricFamily)

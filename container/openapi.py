@@ -10,7 +10,7 @@ import html
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -84,16 +84,8 @@ _VLLM_ADAPTERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """An OpenAPI document, as data and as bytes."""
-
-    content: dict[str, Any]
-    json: bytes
-
-
-def openapi_document(model: ModelSettings, vllm: Mapping[str, Any] | None = None) -> Document:
-    """Describe what is served with these settings.
+def openapi_document(model: ModelSettings, vllm: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The OpenAPI document of what is served with these settings.
 
     `vllm`: the OpenAPI document of vLLM's front end, known once the model is loaded.
     """
@@ -110,13 +102,12 @@ def openapi_document(model: ModelSettings, vllm: Mapping[str, Any] | None = None
         for verb, item in verbs.items():
             ours[verb] = _joined(ours[verb], item) if verb in ours else item
     schemas |= _referred_to([paths, schemas], vllm.get("components", {}).get("schemas", {}))
-    content = {
+    return {
         "openapi": "3.1.0",
         "info": {"title": f"Slipway: {model.name}", "version": version("slipway")},
         "paths": paths,
         "components": {"schemas": schemas},
     }
-    return Document(content, msgspec.json.format(msgspec.json.encode(content), indent=2))
 
 
 def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Operation]]:
@@ -231,7 +222,6 @@ def _hoisted(content: Any, schemas: dict[str, Any]) -> Any:
 
 
 def _forwarded(vllm: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The path items of forwarded routes, from vLLM's document."""
     paths: dict[str, dict[str, Any]] = {}
     for family in FAMILIES:
         for route in family.routes:
@@ -241,11 +231,7 @@ def _forwarded(vllm: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             for method in route.methods:
                 if (item := verbs.get(method.lower())) is not None:
                     responses = _responses(_errors(family, route)) | item.get("responses", {})
-                    own = {
-                        "operationId": _identity(method, route.path),
-                        "tags": [family.name],
-                        "responses": responses,
-                    }
+                    own = {"operationId": _identity(method, route.path), "tags": [family.name], "responses": responses}
                     paths.setdefault(route.path, {})[method.lower()] = {**item, **own}
     return paths
 
@@ -269,7 +255,6 @@ def _joined(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _body_schema(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a request's or a response's body."""
     schema: dict[str, Any] = part.get("content", {}).get(JSON, {}).get("schema", {})
     return schema
 

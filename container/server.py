@@ -164,8 +164,7 @@ class _Server(uvicorn.Server):
 def http_server(application: Application) -> uvicorn.Server:
     """An HTTP server for an ASGI application; it runs until `should_exit` is set, whatever signals come.
 
-    Raises:
-        RuntimeError: this uvicorn is not one that Slipway knows.
+    Raises RuntimeError where this uvicorn is not one that Slipway knows.
     """
     check_uvicorn()
     return _Server(
@@ -203,15 +202,10 @@ class ModelServer:
 
     @property
     def loading(self) -> bool:
-        """Whether an engine is being started."""
         return self.models.starting or self._registrar.loading
 
     async def load(self) -> None:
-        """Load the models that the server starts with.
-
-        Raises:
-            EngineStartError: one of them cannot be loaded.
-        """
+        """Load the models that the server starts with. Raises EngineStartError where one of them cannot be loaded."""
         self._loop_watch.start()
         await self._registrar.start()
 
@@ -261,7 +255,6 @@ class ModelServer:
         await asyncio.gather(self._registrar.stop(), self.models.drain(self.settings.drain_timeout))
 
     async def stop(self) -> None:
-        """Free all engines and end all workers."""
         await self._registrar.stop()
         await self.models.stop()
         self._loop_watch.stop()
@@ -309,24 +302,16 @@ class Process:
     async def _load(self) -> None:
         try:
             await self.server.load()
-        except EngineStartError as error:
-            logger.critical("the model cannot be served: %s", error)
-            await self._fail_to_start()
-            return
-        except Exception:
-            logger.critical("the model cannot be served: internal error", exc_info=True)
-            await self._fail_to_start()
-            return
-        await self.watch()
-
-    async def _fail_to_start(self) -> None:
-        """Let /ping say why for a while, as LMI does, then exit."""
-        self.exit_code = EXIT_FAILED_TO_START
-        await asyncio.sleep(_FAILED_SECONDS)
-        self._end()
+        except Exception as error:
+            known = isinstance(error, EngineStartError)
+            logger.critical("the model cannot be served: %s", error if known else "internal error", exc_info=not known)
+            self.exit_code = EXIT_FAILED_TO_START
+            await asyncio.sleep(_FAILED_SECONDS)  # /ping says why, as LMI's does
+            self._end()
+        else:
+            await self.watch()
 
     async def watch(self) -> None:
-        """Watch the engines, and end the process where `fail_fast` says so."""
         await self.server.watch()
         self.exit_code = EXIT_ENGINE_DIED
         await self.server.models.drain(1.0)  # its clients get their errors first
@@ -415,8 +400,7 @@ def prepared(startup: Startup) -> Iterator[None]:
 def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     """Run a server process with these models, and with further applications, until it is told to stop.
 
-    Returns:
-        The exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
+    Returns the exit code: 0 after a drain, 1 if the model could not be loaded, 137 if the engine died under fail_fast.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(prepared(startup))

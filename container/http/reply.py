@@ -103,7 +103,6 @@ class HttpReply:
         self.bytes_sent = 0
 
     def reply(self, reply: Reply) -> None:
-        """Send a whole reply, with its length."""
         framing: Headers = []
         if reply.status not in WITHOUT_BODY:
             if reply.content_type:
@@ -183,7 +182,6 @@ class HttpReply:
             await asyncio.wait({self._resuming})
 
     def flush(self) -> None:
-        """Send what is held."""
         if self._held and not self._broken:
             data = b"".join(self._held)
             self._held.clear()
@@ -200,7 +198,6 @@ class HttpReply:
         self._resuming = asyncio.create_task(self._resume(_rest(sending, waiting_for)))
 
     def _keep(self, data: bytes, last: bool) -> None:
-        """Keep a part until the client has taken what was sent before."""
         if self._backlog and len(self._backlog) + len(data) > MAX_UNSENT:
             logger.warning("a client does not read: its connection is broken off with %d bytes unsent", MAX_UNSENT)
             self._give_up()

@@ -59,7 +59,6 @@ def make_environment(directory: Path) -> None:
 
 
 def _lines(lock: str) -> dict[str, str]:
-    """The lines of a lock file by the canonical names of their packages."""
     return {
         canonicalize_name(line.partition("==")[0]): line
         for line in lock.splitlines()

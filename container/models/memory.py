@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from container.devices import GpusUnknown, gpu_count, gpu_memory
 from container.settings.settings import Settings
@@ -27,38 +27,32 @@ class OutOfMemory(Exception):
     """A model does not fit; the message has the figures."""
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
-    """The free bytes of a GPU, or of main memory."""
+def free_memory() -> tuple[int, ...]:
+    """Return the bytes that are free now on each GPU that this process sees, in CUDA's order, and last in main memory.
 
-    free: int
-    gpu: bool
-
-
-def free_memory() -> tuple[Free, ...]:
-    """Return what is free now on each GPU that this process sees, in CUDA's order, and last in main memory.
-
-    Raises:
-        SliceNotChosen: it is not clear which GPU or MIG slice would be used.
+    Raises SliceNotChosen where it is not clear which GPU or MIG slice would be used.
     """
     main = min(limit.available for limit in machine_limits())
-    return (*_gpus(), Free(main, gpu=False))
+    if not gpu_count():
+        return (main,)
+    try:
+        return (*gpu_memory(), main)
+    except GpusUnknown as error:
+        logger.warning("the memory of the GPUs is not known, and main memory is counted instead: %s", error)
+        return (main,)
 
 
-def check_room(settings: Settings, memory: Sequence[Free]) -> None:
-    """Refuse a model for which there is too little memory where it will be loaded.
+def check_room(settings: Settings, memory: Sequence[int]) -> None:
+    """Raise OutOfMemory for a model for which there is too little of `free_memory` where it will be loaded.
 
     It needs what its settings declare, or else 1.2 times its weight files, as in LMI. What vLLM takes of a GPU beside
     weights it compares with what is free by itself.
-
-    Raises:
-        OutOfMemory: less is free than it needs and has to stay free.
     """
     name, reserved = settings.model.name, settings.reserved_memory * _MEBIBYTE
     gpus = _gpus_of(settings.model, memory)
     counts, copies = _spread(settings.model, len(gpus))
     if not gpus:
-        each, free = _needed(settings, counts[0], copies), memory[-1].free
+        each, free = _needed(settings, counts[0], copies), memory[-1]
         need = each if settings.required_memory is not None else each * counts[0]
         if need + reserved > free:
             raise OutOfMemory(
@@ -68,17 +62,17 @@ def check_room(settings: Settings, memory: Sequence[Free]) -> None:
         return
     for count in counts:
         each = _needed(settings, count, copies)
-        if all(each + reserved <= memory[index].free for index in gpus[:count]):
+        if all(each + reserved <= memory[index] for index in gpus[:count]):
             return
     where = "GPU memory" if count == 1 else f"memory on each of {count} GPUs"
-    listing = ", ".join(f"{_mebibytes(memory[index].free)} of GPU {index}" for index in sorted(gpus))
+    listing = ", ".join(f"{_mebibytes(memory[index])} of GPU {index}" for index in sorted(gpus))
     raise OutOfMemory(
         f"model {name} needs {_mebibytes(each)} of {where} and {_mebibytes(reserved)} "
         f"have to stay free (reserved_memory_mb); free are {listing}"
     )
 
 
-def placed(model: ModelSettings, memory: Sequence[Free]) -> ModelSettings:
+def placed(model: ModelSettings, memory: Sequence[int]) -> ModelSettings:
     """Return the settings with `devices` in the order in which the engine is to take them: most room first.
 
     They stay as they are for a custom handler, whose workers have their devices already, and where the engine chooses
@@ -90,14 +84,14 @@ def placed(model: ModelSettings, memory: Sequence[Free]) -> ModelSettings:
     return replace(model, devices=gpus)
 
 
-def _gpus_of(model: ModelSettings, memory: Sequence[Free]) -> tuple[int, ...]:
+def _gpus_of(model: ModelSettings, memory: Sequence[int]) -> tuple[int, ...]:
     """Return the GPUs that a model may use, in the order in which it takes them; none: it runs in main memory."""
-    gpus = [index for index, one in enumerate(memory) if one.gpu]
+    gpus = range(len(memory) - 1)
     if model.handler is not None:
         own = {int(index) for group in model.handler.devices for index in group.split(",")}
         return tuple(index for index in gpus if index in own)
     allowed = gpus if model.devices is None else [index for index in model.devices if index in gpus]
-    return tuple(sorted(allowed, key=lambda index: (-(memory[index].free // _ALIKE), index)))
+    return tuple(sorted(allowed, key=lambda index: (-(memory[index] // _ALIKE), index)))
 
 
 def _spread(model: ModelSettings, gpus: int) -> tuple[Sequence[int], int]:
@@ -118,7 +112,6 @@ def _spread(model: ModelSettings, gpus: int) -> tuple[Sequence[int], int]:
 
 
 def _needed(settings: Settings, count: int, copies: int) -> int:
-    """Return the bytes for each of `count` GPUs or processes."""
     if settings.required_memory is not None:
         return settings.required_memory * _MEBIBYTE
     cache = _integer(settings.model.engine_arguments.get("kv_cache_memory_bytes", ""))
@@ -126,7 +119,6 @@ def _needed(settings: Settings, count: int, copies: int) -> int:
 
 
 def _chooses_itself(model: ModelSettings) -> bool:
-    """Return whether vLLM or Ray chooses the GPUs, by the settings."""
     arguments = model.engine_arguments
     return (
         "device_ids" in arguments
@@ -152,16 +144,6 @@ def size_of(path: str) -> int:
         files = [os.path.join(folder, name) for name in names]
         size += sum(os.path.getsize(file) for file in files if os.path.isfile(file))
     return size
-
-
-def _gpus() -> tuple[Free, ...]:
-    if not gpu_count():
-        return ()
-    try:
-        return tuple(Free(free, gpu=True) for free in gpu_memory())
-    except GpusUnknown as error:
-        logger.warning("the memory of the GPUs is not known, and main memory is counted instead: %s", error)
-        return ()
 
 
 def _integer(text: str) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from container.devices import SliceNotChosen
-from container.models.memory import Free, OutOfMemory, check_room, free_memory, placed
+from container.models.memory import OutOfMemory, check_room, free_memory, placed
 from container.models.registry import AlreadyRegistered, Lifecycle, Model, Models, State, until_none
 from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value
@@ -29,10 +29,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ReadSettings = Callable[[Value, str, Mapping[str, Value]], Settings]
-"""Reads the settings of a model, by its URL, its name, and the settings that its registration gives.
-
-May raise UrlNotFound and SettingsError.
-"""
+"""Reads a model's settings, by its URL, its name, and what its registration gives; see `further_settings`."""
 
 _MOST_LOADS = 100
 """Models that may wait to be loaded. One is loaded at a time, since each measures the free memory."""
@@ -63,7 +60,7 @@ class Registrar:
         models: Models,
         server: ServerSettings,
         read_settings: ReadSettings,
-        free: Callable[[], Sequence[Free]] = free_memory,
+        free: Callable[[], Sequence[int]] = free_memory,
         said: Iterable[str] = (),
     ) -> None:
         """`free` returns the free memory of each device; `said` has warnings that are in the log already."""
@@ -82,11 +79,7 @@ class Registrar:
         return bool(self._loads)
 
     async def start(self) -> None:
-        """Load the models that the server starts with, one after the other.
-
-        Raises:
-            EngineStartError: one of them cannot be loaded.
-        """
+        """Load the models that the server starts with, one after the other. Raises EngineStartError."""
         async with self._one_at_a_time:
             for model in self._models:
                 if model.at_startup:
@@ -134,8 +127,7 @@ class Registrar:
     async def unregister(self, model: Model) -> None:
         """Wait for the model's calls, at most `drain_timeout`, and free all that it has.
 
-        Raises:
-            NotReady: it is still loading, and the server starts with it.
+        Raises NotReady where it is still loading, and the server starts with it.
         """
         if model.at_startup and model.lifecycle.state is State.STARTING:
             raise NotReady(f"model {model.name} is not loaded yet")
@@ -148,8 +140,7 @@ class Registrar:
     def scale(self, model: Model, min_workers: int, max_workers: int) -> tuple[int, int]:
         """Set the numbers of workers and return what they are now; an engine has one or, scaled down, none.
 
-        Raises:
-            NotReady: the model is not ready.
+        Raises NotReady where the model is not.
         """
         if model.lifecycle.state is not State.READY or model.lifecycle.service is None:
             raise NotReady(f"model {model.name} is not ready to be scaled: {model.lifecycle.state.value}")
@@ -219,9 +210,8 @@ class Registrar:
     def _place(self, model: ModelSettings, check: Settings | None = None) -> ModelSettings:
         """Return a model's settings with the GPUs that have the most room now.
 
-        Raises:
-            OutOfMemory: `check` is given, which has all settings of the model, and it does not fit.
-            EngineStartError: the settings ask for GPUs that it cannot have.
+        `check` has all settings of the model, which then has to fit. Raises OutOfMemory where it does not, and
+        EngineStartError where the settings ask for GPUs that it cannot have.
         """
         try:
             memory = self._free()
@@ -243,7 +233,6 @@ class Registrar:
         raise failure
 
     async def _failure_of_load(self, model: Model) -> Exception | None:
-        """Load the model; return the error for its client where that fails."""
         settings = model.lifecycle.settings
         try:
             await model.lifecycle.fetch()  # before the room is measured, and without keeping others from loading

@@ -102,12 +102,8 @@ class Lifecycle:
     async def start(self, place: Callable[[ModelSettings], ModelSettings] | None = None) -> None:
         """Load the model and have it generate a first token; it is ready after that.
 
-        Args:
-            place: chooses the model's GPUs once its weights are here. It may block, and raise an error that refuses
-                the model.
-
-        Raises:
-            EngineStartError: the model cannot be loaded, or cannot generate.
+        `place` chooses the model's GPUs once its weights are here. It may block, and raise an error that refuses the
+        model. Raises EngineStartError where the model cannot be loaded, or cannot generate.
         """
         try:
             await self._load(place)
@@ -122,10 +118,7 @@ class Lifecycle:
     async def restart(self, place: Callable[[ModelSettings], ModelSettings]) -> None:
         """Stop what there is of a model that has failed, and load it again, with the adapters that it had.
 
-        It counts as failed until it is ready. `place`: as in `start`.
-
-        Raises:
-            EngineStartError: the model cannot be loaded, or cannot generate.
+        It counts as failed until it is ready. `place` and errors: as in `start`.
         """
         old = self.service
         assert old is not None, "it was ready once"
@@ -186,8 +179,7 @@ class Lifecycle:
     async def fetch(self) -> None:
         """Download the weights that are on S3; `start` does it where it has not been done.
 
-        Raises:
-            EngineStartError: the download fails, or the secure mode refuses a file.
+        Raises EngineStartError where the download fails, or the secure mode refuses a file.
         """
         if self._fetched or not self.settings.remote_models:
             return
@@ -220,18 +212,15 @@ class Lifecycle:
         )
 
     def end_call(self) -> None:
-        """Count a call of the model as answered."""
         self.open_calls -= 1
 
     async def drain(self, limit: float) -> None:
-        """Refuse new calls and wait for the running ones, at most `limit` seconds."""
         self.stage = State.DRAINING
         await until_none(lambda: self.open_calls, limit)
         if self.open_calls:
             logger.warning("%d requests were still running after %g s of draining; ending them", self.open_calls, limit)
 
     async def stop(self) -> None:
-        """Free the engine or end the workers."""
         self.stage = State.STOPPED
         if self.service is not None:
             await self.service.stop()
@@ -264,8 +253,7 @@ async def _warm_up(engine: Engine) -> None:
 async def fetch_weights(models: Sequence[RemoteModel], seconds: float) -> None:
     """Download the weights that are not here yet, in a thread that ends when this is cancelled.
 
-    Raises:
-        EngineStartError: the download fails, or takes longer than `seconds`.
+    Raises EngineStartError where the download fails, or takes longer than `seconds`.
     """
     stop = threading.Event()
 
@@ -302,7 +290,6 @@ class StallWatch:
 
     @property
     def reason(self) -> str:
-        """Why the engine counts as stalled; empty if it does not."""
         if not self._limit:
             return ""
         health = self._health()
@@ -347,20 +334,17 @@ class Model:
 
     @property
     def name(self) -> str:
-        """Its name in routes and in /ping."""
         return self.lifecycle.model.name
 
     @property
     def title(self) -> str:
-        """Its name, and its version if it has one."""
         return f"{self.name}:{self.version}" if self.version else self.name
 
     def service(self) -> Service:
         """Return what answers its calls.
 
-        Raises:
-            NotReady: the model is loading, or it or the server is stopping.
-            NoWorkers: it was scaled to no workers.
+        Raises NotReady where the model is loading, or it or the server is stopping, and NoWorkers where it is scaled to
+        none.
         """
         stage, service = self.lifecycle.stage, self.lifecycle.service
         if self.scaled_to_zero:
@@ -386,20 +370,11 @@ class Models:
         self.leaving: set[Model] = set()
         """Models that were unregistered and still have calls or memory."""
 
-    @classmethod
-    def of(cls, lifecycle: Lifecycle) -> Models:
-        """Return the models of a server that has one."""
-        return cls([Model(lifecycle, str(lifecycle.model.model_dir))])
-
     def __iter__(self) -> Iterator[Model]:
         return iter(tuple(self._models.values()))
 
     def __contains__(self, name: object) -> bool:
-        """Return whether a model has this name."""
         return any(known == name for known, _ in self._models)
-
-    def __len__(self) -> int:
-        return len(self._models)
 
     @property
     def single(self) -> bool:
@@ -409,8 +384,7 @@ class Models:
     def startup(self) -> Model:
         """Return the model of a call that names none: the one that the server started with.
 
-        Raises:
-            ModelNotNamed: the server did not start with exactly one.
+        Raises ModelNotNamed where the server did not start with exactly one.
         """
         found = [model for model in self._models.values() if model.at_startup]
         if len(found) == 1:
@@ -421,12 +395,9 @@ class Models:
         raise ModelNotNamed("", f"the request has to name one of this server's models{models}")
 
     def versions(self, name: str, version: str | None = None, *, exact: bool = False) -> list[Model]:
-        """Return all versions of a model, or the one that is asked for.
+        """Return all versions of a model, or the one that is asked for. Raises UnknownModel where there is none.
 
         Unless `exact`, a model without versions counts as any version.
-
-        Raises:
-            UnknownModel: there is no such model or version.
         """
         found = [model for (known, _), model in self._models.items() if known == name]
         if version is not None:
@@ -440,8 +411,7 @@ class Models:
     def choose(self, name: str, version: str | None = None) -> Model:
         """Return one model: of several versions each in turn, and only those that are ready, if any are.
 
-        Raises:
-            UnknownModel: there is no such model or version.
+        Raises UnknownModel where there is no such model or version.
         """
         found = self.versions(name, version)
         if len(found) == 1:
@@ -450,24 +420,18 @@ class Models:
         return (ready or found)[next(self._turns) % len(ready or found)]
 
     def add(self, model: Model) -> None:
-        """Register a model.
-
-        Raises:
-            AlreadyRegistered: there is a model with its name and version.
-        """
+        """Register a model. Raises AlreadyRegistered where there is one with its name and version."""
         key = (model.name, model.version)
         if key in self._models:
             raise AlreadyRegistered(f"Model {model.title} is already registered.")
         self._models[key] = model
 
     def remove(self, model: Model) -> None:
-        """Take a model off the list, if it is on it."""
         if self._models.get((model.name, model.version)) is model:
             del self._models[model.name, model.version]
 
     @property
     def loaded(self) -> bool:
-        """Whether any model is loaded."""
         return any(model.lifecycle.service is not None for model in self)
 
     @property
@@ -489,7 +453,6 @@ class Models:
                 patience.reschedule(now)
 
     async def stop(self) -> None:
-        """Free all engines and end all workers."""
         every = {*self._models.values(), *self.leaving}
         await asyncio.gather(*(m.lifecycle.stop() for m in every if m.lifecycle.state is not State.STOPPED))
 

@@ -79,7 +79,6 @@ def handler_before_engine(sources: Sources, model_id: str | None, packages: Mapp
 
 
 def _show_other_keys(sources: Sources) -> None:
-    """Report the settings that nobody but the handler reads."""
     entries = sources.lookup.entries
     reported = {entry.name for entry in entries}
     for key, value in sources.model.items():

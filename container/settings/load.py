@@ -65,8 +65,7 @@ def load_settings(
         command_line: server keys such as "port", "host", "model_name"
         arguments: keys of the model, such as "batch_size", that take precedence over all sources (the management API's)
 
-    Raises:
-        SettingsError: something is wrong; all that is wrong is listed.
+    Raises SettingsError, which lists all that is wrong.
     """
     lookup = Lookup()
     variables, aliases = read_variables(environ, lookup.problems, lookup.warnings)
@@ -103,11 +102,7 @@ def load_settings(
 
 
 def load_server(environ: Mapping[str, str], command_line: Mapping[str, str]) -> ServerReport:
-    """Read and check the server's settings alone, of a server that has no model yet or several.
-
-    Raises:
-        SettingsError: something is wrong; all that is wrong is listed.
-    """
+    """Read and check the settings of a server that has no model yet, or several. Raises SettingsError."""
     lookup = Lookup()
     variables, aliases = read_variables(environ, lookup.problems, lookup.warnings)
     layer = server_layer(variables, command_line, lookup)
@@ -242,11 +237,7 @@ def _for_model(mode: SecureMode, sources: Sources, model: Mapping[str, Any], rem
 
 
 def load_startup(model_dir: Path | str | None, environ: Mapping[str, str], command_line: Mapping[str, str]) -> Startup:
-    """Find the models and read their settings; the arguments are those of `load_settings`.
-
-    Raises:
-        SettingsError: something is wrong; all that is wrong with the first model that has problems is listed.
-    """
+    """Find the models and read their settings; arguments and errors are those of `load_settings`."""
     lookup = Lookup()
     variables, _ = read_variables(environ, lookup.problems, lookup.warnings)
     layer = server_layer(variables, command_line, lookup)
@@ -283,11 +274,8 @@ def further_settings(
 ) -> Settings:
     """The settings of one model of several: its own file under the same environment and server settings.
 
-    `url` is an absolute path, `file://` and one, or `s3://`; the other arguments are those of `load_settings`.
-
-    Raises:
-        UrlNotFound: the URL is of another kind, or nothing is there.
-        SettingsError: something is wrong; all that is wrong is listed.
+    `url` is an absolute path, `file://` and one, or `s3://`; the other arguments are those of `load_settings`. Raises
+    UrlNotFound where it is of another kind or nothing is there, and SettingsError.
     """
     place = url.text
     if not is_s3(place):

@@ -143,7 +143,6 @@ def _defines(path: Path, function: str) -> bool:
 
 
 def _use_engine(name: str, given: Value, sources: Sources) -> None:
-    """Set what the name of one of LMI's own handlers implies."""
     if name in _ASYNCHRONOUS:
         sources.model.setdefault(ASYNC_MODE.key, Value("true", given.source))
     if "trtllm" in name or name == "djl_python.tensorrt_llm":
@@ -375,7 +374,6 @@ def _set_revision(sources: Sources, fields: dict[str, Any], by_variable: bool) -
 
 
 def _package_fields(sources: Sources) -> dict[str, Any]:
-    """How the packages of `requirements.txt` are installed."""
     wanted = sources.variables.get("STANDARD_AUTO_INSTALL_REQ")
     fields: dict[str, Any] = {
         "offline": is_true(sources.variables.get("DJL_OFFLINE")),

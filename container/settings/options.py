@@ -1,7 +1,7 @@
 """The settings of a model: names, defaults, what is allowed, and how one is looked up.
 
 Names, aliases and defaults are LMI's. An `option.<name>` that is not here goes to the engine unchanged.
-The tables of docs/configuration.md are made of the ones here and in `server`.
+docs/configuration.md says what each is for, in tables that a test compares with the ones here and in `server`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ class Option:
     key: str
     """Its name in serving.properties, with `option.` where it has that."""
     parser: Parser
-    default: str | None
+    default: str | None = None
     """The text that would give the default; None: no value."""
-    meaning: str
     _: KW_ONLY
     aliases: tuple[str, ...] = ()
     """Other keys for the same; two of them with different values are an error, unless `first_counts`."""
@@ -66,29 +65,24 @@ class Option:
 
     @property
     def field(self) -> str:
-        """The field that takes the value."""
         return self.field_name or self.key.removeprefix(PREFIX)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The key and its aliases."""
         return (self.key, *self.aliases)
 
     @property
     def allowed(self) -> str:
-        """The values that may be given, in words."""
         if self.serves is None:
             return self.parser.allowed
         words = (str(value).lower() if isinstance(value, bool) else str(value) for value in self.serves)
         return ", ".join(sorted(words)) or "nothing"
 
 
-def refused(
-    key: str, parser: Parser, serves: tuple[Scalar, ...], meaning: str, advice: str, variables: tuple[str, ...] = ()
-) -> Option:
+def refused(key: str, parser: Parser, serves: tuple[Scalar, ...], advice: str, *variables: str) -> Option:
     """An option of LMI of which only the values in `serves` are served."""
     served = frozenset(serves)
-    return Option(key, parser, None, meaning, variables=variables, shows_default=False, serves=served, advice=advice)
+    return Option(key, parser, variables=variables, shows_default=False, serves=served, advice=advice)
 
 
 @dataclass(slots=True)
@@ -136,7 +130,6 @@ class Lookup:
         self.entries.append(SettingEntry(key, value.text, value.source, f"ignored: {reason}"))
 
     def replace(self, entry: SettingEntry) -> None:
-        """Put an entry in the place of the one with the same name."""
         self.entries = [entry if other.name == entry.name else other for other in self.entries]
 
     def _parse(self, option: Option, key: str, given: Value) -> Scalar | None:
@@ -171,271 +164,114 @@ class Sources:
     lookup: Lookup
 
     def value(self, option: Option) -> Scalar | None:
-        """The value of one of the model's options."""
         return self.lookup.value(option, self.model, self.variables)
 
 
 _ENGINES = ("auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disable")
 _TASKS = ("auto", "text-embedding", "feature-extraction", "classify", "embed")
 _WORKERS = integer(0, 1024)
-MODEL_ID = Option(
-    "option.model_id",
-    TEXT,
-    None,
-    "Hub id, `s3://bucket/prefix/`, or a directory; a relative one is below the model directory",
-    variables=("HF_MODEL_ID",),
-)
-ROLLING_BATCH = Option(
-    "option.rolling_batch",
-    choice({name: name for name in _ENGINES} | {"tnx": "vllm"}),
-    "auto",
-    "The engine: `vllm`; `auto` is vLLM, or dynamic batch where vLLM is not installed; `lmi-dist`, `trtllm` and "
-    "`scheduler` are vLLM with those backends' parameters, `scheduler` also with transformers' code of the model; "
-    "`disable` is dynamic batch",
-)
+MODEL_ID = Option("option.model_id", TEXT, variables=("HF_MODEL_ID",))
+ROLLING_BATCH = Option("option.rolling_batch", choice({name: name for name in _ENGINES} | {"tnx": "vllm"}), "auto")
 BATCH_SIZE = Option(
-    "batch_size",
-    integer(1, 100_000),
-    "1",
-    "Prompts in a dynamic batch; above 1 means `option.rolling_batch=disable`. With a custom handler: calls that it "
-    "gets together",
-    aliases=("max_dynamic_batch_size", "option.batch_size"),
-    first_counts=True,
+    "batch_size", integer(1, 100_000), "1", aliases=("max_dynamic_batch_size", "option.batch_size"), first_counts=True
 )
 MAX_ROLLING_BATCH_SIZE = Option(
-    "option.max_rolling_batch_size",
-    integer(1, 1_000_000),
-    None,
-    "Sequences that run together; without it, vLLM's own default for the device",
-    aliases=("option.max_num_seqs",),
+    "option.max_rolling_batch_size", integer(1, 1_000_000), aliases=("option.max_num_seqs",)
 )
 SERVED = (
     MODEL_ID,
-    Option("option.revision", TEXT, None, "Branch, tag or commit on the hub"),
-    Option("option.trust_remote_code", BOOLEAN, "false", "Run Python code that comes with the model"),
+    Option("option.revision", TEXT),
+    Option("option.trust_remote_code", BOOLEAN, "false"),
     ROLLING_BATCH,
     BATCH_SIZE,
-    Option(
-        "max_batch_delay",
-        MILLISECONDS,
-        "100",
-        "Milliseconds that the first request of a dynamic batch waits for others",
-    ),
-    Option(
-        "option.enable_streaming",
-        choice(("false", "true", "huggingface")),
-        "false",
-        "Stream the answers of the dynamic batch",
-    ),
+    Option("max_batch_delay", MILLISECONDS, "100"),
+    Option("option.enable_streaming", choice(("false", "true", "huggingface")), "false"),
     MAX_ROLLING_BATCH_SIZE,
-    Option("option.stop_sequence", STRINGS, None, "Stop strings for every request of the dynamic batch"),
-    Option(
-        "option.output_formatter",
-        FORMATTER,
-        None,
-        "Format of answers: `json`, `jsonlines`, `sse`, or a function of the model's `model.py`; without it, the "
-        "request decides",
-    ),
-    Option("option.tgi_compat", BOOLEAN, "false", "Answer `inputs` with the field names of Text Generation Inference"),
-    Option(
-        "option.chat_format",
-        choice(("lmi", "openai")),
-        "lmi",
-        "How `/invocations` answers `messages`: `lmi` as LMI's rolling batch does, `openai` as vLLM does",
-    ),
-    Option(
-        "option.served_model_name",
-        NAMES,
-        None,
-        "What OpenAI's clients call the model, several names with commas; without it, the model's name",
-    ),
-    Option(
-        "option.do_sample_inferred",
-        BOOLEAN,
-        "true",
-        "Sampling parameters switch sampling on unless `do_sample` is given",
-    ),
-    Option(
-        "option.token_logprobs",
-        BOOLEAN,
-        "true",
-        "Compute `log_prob` for each token; false: it is null, and generation is faster",
-    ),
-    Option("option.strict_parameters", BOOLEAN, "false", "Refuse unknown generation parameters"),
-    Option(
-        "option.max_prompt_tokens",
-        integer(1),
-        None,
-        "Tokens of the longest prompt that is accepted; without it, only the model's context limits it",
-    ),
-    Option("option.max_stop_sequences", integer(0, 1024), "4", "Stop sequences of a request on TGI's routes"),
-    Option("option.max_best_of", integer(1, 64), "2", "The largest `best_of` on TGI's routes"),
-    Option(
-        "option.enable_lora",
-        BOOLEAN,
-        "false",
-        "Serve LoRA adapters, on vLLM or by a custom handler; `option.max_loras` (4 by default), "
-        "`option.max_lora_rank`, `option.max_cpu_loras`, ... are vLLM's",
-    ),
-    Option(
-        "option.dtype", DTYPE, "auto", "Type of weights and activations; int8 is not a type here: use `option.quantize`"
-    ),
+    Option("option.stop_sequence", STRINGS),
+    Option("option.output_formatter", FORMATTER),
+    Option("option.tgi_compat", BOOLEAN, "false"),
+    Option("option.chat_format", choice(("lmi", "openai")), "lmi"),
+    Option("option.served_model_name", NAMES),
+    Option("option.do_sample_inferred", BOOLEAN, "true"),
+    Option("option.token_logprobs", BOOLEAN, "true"),
+    Option("option.strict_parameters", BOOLEAN, "false"),
+    Option("option.max_prompt_tokens", integer(1)),
+    Option("option.max_stop_sequences", integer(0, 1024), "4"),
+    Option("option.max_best_of", integer(1, 64), "2"),
+    Option("option.enable_lora", BOOLEAN, "false"),
+    Option("option.dtype", DTYPE, "auto"),
     Option(
         "option.tensor_parallel_degree",
         integer_or("max", 1),
-        None,
-        "GPUs that share each layer; `max`: as many as the model allows; without it, the fewest that hold the model",
         aliases=("option.tensor_parallel_size",),
         variables=("TENSOR_PARALLEL_DEGREE",),
     ),
-    Option(
-        "load_on_devices",
-        TEXT,
-        None,
-        "GPUs that the model may use, such as `0;2`, or `cpu`; without it or with `*`, all. It takes those with "
-        "the most free memory",
-        field_name="devices",
-    ),
+    Option("load_on_devices", TEXT, field_name="devices"),
     Option(
         "option.pipeline_parallel_degree",
         integer(1),
         "1",
-        "Pipeline stages: groups of GPUs that hold a part of the layers each",
         aliases=("option.pipeline_parallel_size",),
         variables=("PIPELINE_PARALLEL_DEGREE",),
     ),
-    Option(
-        "option.predict_timeout",
-        SECONDS,
-        "240",
-        "Seconds without a new token after which a request fails",
-        variables=("PREDICT_TIMEOUT",),
-    ),
-    Option(
-        "option.model_loading_timeout",
-        SECONDS,
-        "1800",
-        "Seconds that loading may take",
-        variables=("MODEL_LOADING_TIMEOUT",),
-    ),
-    Option("option.enable_stateful_sessions", BOOLEAN, "true", "Serve stateful sessions on `/invocations`"),
-    Option("option.sessions_expiration", integer(1, 10**9), "1200", "Seconds that a session lives"),
-    Option("option.sessions_path", TEXT, None, "Directory for sessions; without it, `/dev/shm/djl_sessions`"),
-    Option(
-        "option.sessions_s3url",
-        TEXT,
-        None,
-        "Where in S3 sessions are kept, so that another container can continue them",
-    ),
-    Option(
-        "option.quantize",
-        TEXT,
-        None,
-        "Quantization of the weights, by the engine's name for it: with vLLM `awq`, `gptq`, `fp8`, ...; `bitsandbytes` "
-        "with `option.rolling_batch=disable`",
-        aliases=("option.quantization",),
-        argument="quantization",
-    ),
+    Option("option.predict_timeout", SECONDS, "240", variables=("PREDICT_TIMEOUT",)),
+    Option("option.model_loading_timeout", SECONDS, "1800", variables=("MODEL_LOADING_TIMEOUT",)),
+    Option("option.enable_stateful_sessions", BOOLEAN, "true"),
+    Option("option.sessions_expiration", integer(1, 10**9), "1200"),
+    Option("option.sessions_path", TEXT),
+    Option("option.sessions_s3url", TEXT),
+    Option("option.quantize", TEXT, aliases=("option.quantization",), argument="quantization"),
     Option(
         "option.max_rolling_batch_prefill_tokens",
         integer(1),
-        None,
-        "The most tokens in one step of the engine",
         aliases=("option.max_num_batched_tokens",),
         argument="max_num_batched_tokens",
     ),
-    Option(
-        "option.cpu_offload_gb_per_gpu",
-        TEXT,
-        None,
-        "GiB of weights, for each GPU, that stay in main memory",
-        aliases=("option.cpu_offload_gb",),
-        argument="cpu_offload_gb",
-    ),
+    Option("option.cpu_offload_gb_per_gpu", TEXT, aliases=("option.cpu_offload_gb",), argument="cpu_offload_gb"),
 )
 """The settings of a model that an engine serves."""
 
-ENTRY_POINT = Option(
-    "option.entryPoint",
-    TEXT,
-    None,
-    "The handler: a `.py` file of the model directory, a module, or one of LMI's names; without it, `model.py`",
-    variables=("DJL_ENTRY_POINT",),
-    shows_default=False,
-)
-FUNCTION = Option("option.handler", FUNCTION_NAME, "handle", "The handler's function", field_name="function")
-ASYNC_MODE = Option(
-    "option.async_mode",
-    BOOLEAN,
-    "false",
-    "The function is `async`, and its calls run together; without a custom handler: `/invocations` has the schema of "
-    "LMI's asynchronous handler",
-)
+ENTRY_POINT = Option("option.entryPoint", TEXT, variables=("DJL_ENTRY_POINT",), shows_default=False)
+FUNCTION = Option("option.handler", FUNCTION_NAME, "handle", field_name="function")
+ASYNC_MODE = Option("option.async_mode", BOOLEAN, "false")
 HANDLER_OPTIONS = (
     ASYNC_MODE,
-    Option(
-        "minWorkers",
-        _WORKERS,
-        "1",
-        "Worker processes that always run; `gpu.minWorkers` or `cpu.minWorkers` take precedence on such a machine",
-        aliases=("min_workers",),
-        field_name="min_workers",
-    ),
-    Option(
-        "maxWorkers",
-        _WORKERS,
-        "1",
-        "Worker processes under load, at least `minWorkers`; `gpu.` and `cpu.` as above",
-        aliases=("max_workers",),
-        field_name="max_workers",
-    ),
-    Option("max_idle_time", SECONDS, "60", "Seconds after which an idle worker beyond `minWorkers` ends"),
-    Option(
-        "retry_threshold", integer(0), "0", "Crashes and hangs of workers after which the model still counts as healthy"
-    ),
+    Option("minWorkers", _WORKERS, "1", aliases=("min_workers",), field_name="min_workers"),
+    Option("maxWorkers", _WORKERS, "1", aliases=("max_workers",), field_name="max_workers"),
+    Option("max_idle_time", SECONDS, "60"),
+    Option("retry_threshold", integer(0), "0"),
     Option(
         "option.pythonExecutable",
         TEXT,
-        None,
-        "Interpreter of the workers",
         aliases=("option.python_executable",),
         variables=("PYTHON_EXECUTABLE",),
         field_name="python_executable",
     ),
-    Option("option.env", ASSIGNMENTS, None, "Environment variables of the workers", field_name="environment"),
-    Option(
-        "option.enable_venv",
-        BOOLEAN,
-        "false",
-        "A virtual environment for the model's packages, even without a `requirements.txt`",
-    ),
+    Option("option.env", ASSIGNMENTS, field_name="environment"),
+    Option("option.enable_venv", BOOLEAN, "false"),
 )
 """The settings of a customer's handler, beside what names it."""
 
 MEMORY = tuple(
-    Option(f"{device}{key}", integer(0), default, meaning, shows_default=False)
+    Option(f"{device}{key}", integer(0), default, shows_default=False)
     for device in ("", "gpu.", "cpu.")
-    for key, default, meaning in (
-        ("required_memory_mb", None, "MiB that the model needs, where it is loaded into a running server"),
-        ("reserved_memory_mb", None if device else "500", "MiB that have to stay free when it is loaded"),
-    )
+    for key, default in (("required_memory_mb", None), ("reserved_memory_mb", None if device else "500"))
 )
 NOT_SERVED = (
-    refused("engine", choice(("Python", "MPI")), ("Python", "MPI"), "The runtime", "give Python or leave it out"),
-    refused("option.entry_point", TEXT, (), "No option of LMI", "`option.entryPoint` is meant (OPTION_ENTRYPOINT)"),
-    refused("option.model", TEXT, (), "No option of LMI", "`option.model_id` is meant"),
-    refused("option.s3url", TEXT, (), "`option.model_id` of LMI's first versions", "`option.model_id` takes s3://"),
-    refused("option.bedrock_compat", BOOLEAN, (False,), "Format of Bedrock", "leave it out"),
+    refused("engine", choice(("Python", "MPI")), ("Python", "MPI"), "give Python or leave it out"),
+    refused("option.entry_point", TEXT, (), "`option.entryPoint` is meant (OPTION_ENTRYPOINT)"),
+    refused("option.model", TEXT, (), "`option.model_id` is meant"),
+    refused("option.s3url", TEXT, (), "`option.model_id` takes s3://"),
+    refused("option.bedrock_compat", BOOLEAN, (False,), "leave it out"),
     refused(
         "option.task",
         choice({name: name for name in _TASKS} | {"text-generation": "generate", "generate": "generate"}),
         ("auto", "generate"),
-        "What the model does; `text-generation` is `generate`",
         "only text generation is served",
-        variables=("HF_TASK",),
+        "HF_TASK",
     ),
-    refused("option.lmcache_auto_config", BOOLEAN, (False,), "LMCache", "use `option.kv_transfer_config`"),
-    refused("option.lmcache_config_file", TEXT, (), "LMCache", "use `option.kv_transfer_config`"),
+    refused("option.lmcache_auto_config", BOOLEAN, (False,), "use `option.kv_transfer_config`"),
+    refused("option.lmcache_config_file", TEXT, (), "use `option.kv_transfer_config`"),
 )
 MODEL_OPTIONS = (*SERVED, ENTRY_POINT, FUNCTION, *HANDLER_OPTIONS, *MEMORY, *NOT_SERVED)
 BY_KEY: Mapping[str, Option] = {key: option for option in MODEL_OPTIONS for key in option.keys}

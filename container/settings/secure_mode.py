@@ -73,7 +73,6 @@ class SecureMode:
     """The file of the model's handler; None where an engine or a module serves."""
 
     def model_faults(self) -> list[str]:
-        """What is refused of the model, a line each."""
         found = [
             f"{key} ({value.source}) is not allowed in the secure mode"
             for key, value in self.keys.items()

@@ -44,11 +44,7 @@ _TLS = "let a proxy in front of the container do TLS"
 
 
 def address(text: str) -> tuple[str, str]:
-    """Host and port of `http://host:port`; the port is 80 if left out.
-
-    Raises:
-        ValueError: another text.
-    """
+    """Host and port of `http://host:port`; the port is 80 if left out. Raises ValueError for another text."""
     match = _ADDRESS.fullmatch(text.strip())
     if match is None:
         raise ValueError(text)
@@ -58,139 +54,65 @@ def address(text: str) -> tuple[str, str]:
 _HTTP_ADDRESS = checked(address, "http://host:port, without TLS")
 _ERROR_RATE = checked(error_rate, "a number, or a number and an ISO-8601 duration, such as 10/PT5M")
 SERVED = (
-    Option("host", HOST, "0.0.0.0", "Address to listen on"),
-    Option("port", integer(1, 65535), "8080", "Port to listen on", variables=("SAGEMAKER_BIND_TO_PORT",)),
-    Option(
-        "job_queue_size",
-        integer(1),
-        "1000",
-        "Sequences that may wait beside those that run; more are refused. A model's own `job_queue_size` takes "
-        "precedence. With a custom handler: calls, including the one that a worker has",
-    ),
+    Option("host", HOST, "0.0.0.0"),
+    Option("port", integer(1, 65535), "8080", variables=("SAGEMAKER_BIND_TO_PORT",)),
+    Option("job_queue_size", integer(1), "1000"),
     Option(
         "max_request_size",
         integer(1),
         "67108864",
-        "Bytes of a request's body; more is 413",
         variables=("SAGEMAKER_MAX_REQUEST_SIZE", "SAGEMAKER_MAX_PAYLOAD_IN_MB"),
     ),
-    Option(
-        "request_read_timeout",
-        SECONDS,
-        "60",
-        "Seconds without data in the middle of a request's body after which the answer is 408",
-    ),
-    Option("drain_timeout", SECONDS, "20", "Seconds that running requests get after SIGTERM"),
-    Option("fail_fast", BOOLEAN, "false", "Exit when the engine dies instead of answering that it is gone"),
-    Option(
-        "stall_timeout",
-        SECONDS_OR_NEVER,
-        "60",
-        "Seconds without progress of the engine while requests run, after which /ping answers 500; 0: never",
-    ),
-    Option("fail_fast_when_stalled", BOOLEAN, "false", "With `fail_fast`, exit when the engine is stalled, too"),
-    Option(
-        "engine_restart",
-        integer(0),
-        "0",
-        "How often a vLLM engine that has died is started again, after pauses of 1, 2, 4 ... seconds; `fail_fast` is "
-        "for what comes after that",
-    ),
-    Option("engine_restart_when_stalled", BOOLEAN, "false", "With `engine_restart`, a stalled engine, too"),
-    Option("log_format", choice(("plain", "json")), "plain", "Format of logs"),
-    Option("log_level", LOG_LEVEL, "info", "Lowest level that is logged"),
-    Option("log_prompts", BOOLEAN, "false", "Log request bodies, including prompts"),
-    Option(
-        "request_id_header_key",
-        HEADER_NAME,
-        "x-request-id",
-        "Header with the request's id; on SageMaker the default is `X-Amzn-SageMaker-Inference-Id`",
-        field_name="request_id_header",
-    ),
-    Option("allow_multi_status", BOOLEAN, "false", "/ping answers 207 while the model loads"),
-    Option(
-        "health_check_override", BOOLEAN, "false", "A custom handler counts as healthy however often its workers crash"
-    ),
-    Option(
-        "workers_health_check",
-        BOOLEAN,
-        "false",
-        "/ping answers 500 while a custom handler has fewer workers than `minWorkers`",
-        variables=("SAGEMAKER_HEALTH_CHECK_OVERRIDE",),
-    ),
-    Option(
-        "management_address",
-        _HTTP_ADDRESS,
-        None,
-        "Address of a separate listener for the management API; without it, the main listener has it",
-    ),
-    Option(
-        "multi_model",
-        BOOLEAN,
-        "false",
-        "Start without a model and speak SageMaker's form of the management API",
-        variables=("SAGEMAKER_MULTI_MODEL",),
-    ),
-    Option(
-        "console",
-        BOOLEAN,
-        "true",
-        "Serve [the console](console.md) at /console, and to browsers at /; on SageMaker the default is false",
-    ),
-    Option(
-        "model_aliases",
-        ANYTHING,
-        '"",dummy,tgi',
-        "Further values of `model` on OpenAI's routes that select the model, with commas between",
-    ),
-    Option(
-        "error_rate_wlm",
-        _ERROR_RATE,
-        None,
-        "Refusals because the queue is full or no worker is ready that are allowed in a minute, or in the time after "
-        "`/`; with more, /ping answers 503 for good",
-    ),
-    Option("error_rate_server", _ERROR_RATE, None, "The same for answers with 424 or 5xx"),
-    Option("error_rate_model", _ERROR_RATE, None, "The same for answers with 424 or 5xx without such refusals"),
-    Option("error_rate_any", _ERROR_RATE, None, "The same for answers with 4xx or 5xx"),
-    Option("cors_allowed_origin", HEADER_VALUE, None, "CORS origin"),
-    Option("cors_allowed_methods", HEADER_VALUE, None, "CORS methods"),
-    Option("cors_allowed_headers", HEADER_VALUE, None, "CORS headers"),
-    Option("throttle_error_http_code", HTTP_ERROR, "503", "Status of an answer when the queue is full"),
-    Option("wlm_error_http_code", HTTP_ERROR, "503", "Status of an answer when the model is not ready"),
-    Option("server_error_http_code", HTTP_ERROR, "500", "Status of an answer to an unexpected error"),
+    Option("request_read_timeout", SECONDS, "60"),
+    Option("drain_timeout", SECONDS, "20"),
+    Option("fail_fast", BOOLEAN, "false"),
+    Option("stall_timeout", SECONDS_OR_NEVER, "60"),
+    Option("fail_fast_when_stalled", BOOLEAN, "false"),
+    Option("engine_restart", integer(0), "0"),
+    Option("engine_restart_when_stalled", BOOLEAN, "false"),
+    Option("log_format", choice(("plain", "json")), "plain"),
+    Option("log_level", LOG_LEVEL, "info"),
+    Option("log_prompts", BOOLEAN, "false"),
+    Option("request_id_header_key", HEADER_NAME, "x-request-id", field_name="request_id_header"),
+    Option("allow_multi_status", BOOLEAN, "false"),
+    Option("health_check_override", BOOLEAN, "false"),
+    Option("workers_health_check", BOOLEAN, "false", variables=("SAGEMAKER_HEALTH_CHECK_OVERRIDE",)),
+    Option("management_address", _HTTP_ADDRESS),
+    Option("multi_model", BOOLEAN, "false", variables=("SAGEMAKER_MULTI_MODEL",)),
+    Option("console", BOOLEAN, "true"),
+    Option("model_aliases", ANYTHING, '"",dummy,tgi'),
+    Option("error_rate_wlm", _ERROR_RATE),
+    Option("error_rate_server", _ERROR_RATE),
+    Option("error_rate_model", _ERROR_RATE),
+    Option("error_rate_any", _ERROR_RATE),
+    Option("cors_allowed_origin", HEADER_VALUE),
+    Option("cors_allowed_methods", HEADER_VALUE),
+    Option("cors_allowed_headers", HEADER_VALUE),
+    Option("throttle_error_http_code", HTTP_ERROR, "503"),
+    Option("wlm_error_http_code", HTTP_ERROR, "503"),
+    Option("server_error_http_code", HTTP_ERROR, "500"),
 )
 """The settings with a field in `ServerSettings`."""
 
-MODEL_NAME_OPTION = Option(
-    "model_name", MODEL_NAME, None, "What the model is called in routes and in /ping", shows_default=False
-)
+MODEL_NAME_OPTION = Option("model_name", MODEL_NAME, shows_default=False)
 LOAD_MODELS = Option(
     "load_models",
     Parser(lambda text: text.upper() if text.upper() in ("ALL", "NONE") else text, "ALL, NONE, or urls"),
     "ALL",
-    "Models that are loaded at the start: all of the model store, none, or a list of `[<name>[:<version>]=]<url>` with "
-    "commas between",
     shows_default=False,
 )
 FOR_MODELS = (
     MODEL_NAME_OPTION,
-    Option("model_store", TEXT, "/opt/ml/model", "Directory, or `s3://`, with serving.properties or the model"),
+    Option("model_store", TEXT, "/opt/ml/model"),
     LOAD_MODELS,
-    Option(
-        "download_dir",
-        TEXT,
-        None,
-        "Directory for models from S3; without it, the user's cache, on SageMaker `/tmp/slipway`",
-        variables=("DJL_CACHE_DIR",),
-    ),
+    Option("download_dir", TEXT, variables=("DJL_CACHE_DIR",)),
 )
 """The settings that say which models there are, and where."""
 
 NOT_SERVED = (
-    refused("model_url_pattern", TEXT, (), "Models that requests may load", "load models with POST /models"),
+    refused("model_url_pattern", TEXT, (), "load models with POST /models"),
     *(
-        refused(key, TEXT, (), "TLS", _TLS)
+        refused(key, TEXT, (), _TLS)
         for key in ("keystore", "keystore_pass", "keystore_type", "private_key_file", "certificate_file")
     ),
 )
@@ -208,7 +130,7 @@ IGNORED: Mapping[str, str] = {
 """LMI's settings that have nothing to set here, and why."""
 
 SERVER_OPTIONS = (*SERVED, *FOR_MODELS, *NOT_SERVED)
-_INFERENCE_ADDRESS = Option("inference_address", _HTTP_ADDRESS, None, "Sets host and port", shows_default=False)
+_INFERENCE_ADDRESS = Option("inference_address", _HTTP_ADDRESS, shows_default=False)
 _KEYS = frozenset({*(option.key for option in SERVER_OPTIONS), _INFERENCE_ADDRESS.key})
 
 
@@ -247,7 +169,6 @@ def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
 
 
 def _is_main_listener(layer: Mapping[str, Value], fields: Mapping[str, Any]) -> bool:
-    """Whether the management address is the one of the main listener."""
     inference = layer.get(_INFERENCE_ADDRESS.key)
     if inference is not None and inference.text == layer["management_address"].text:
         return True

@@ -14,20 +14,19 @@ from handlers.model_settings import ModelSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How the process listens, queues, logs and ends. `container.settings.server` says what each is."""
+    """How the process listens, queues, logs and ends. Sizes are in bytes, times in seconds.
+
+    `container.settings.server` has their names and what may be given, docs/configuration.md what each is for.
+    """
 
     host: str = "0.0.0.0"
     port: int = 8080
     job_queue_size: int = 1000
     max_request_size: int = 67108864
-    """Bytes."""
     request_read_timeout: float = 60.0
-    """Seconds."""
     drain_timeout: float = 20.0
-    """Seconds."""
     fail_fast: bool = False
     stall_timeout: float = 60.0
-    """Seconds; 0: a stalled engine is not looked for."""
     fail_fast_when_stalled: bool = False
     engine_restart: int = 0
     engine_restart_when_stalled: bool = False
@@ -39,9 +38,7 @@ class ServerSettings:
     health_check_override: bool = False
     workers_health_check: bool = False
     management_address: str | None = None
-    """None: the main listener serves the management API."""
     multi_model: bool = False
-    """The server starts without a model, and its platform loads and unloads them."""
     console: bool = True
     error_rate_wlm: str | None = None
     """This and the following three are texts for `container.error_rates`."""
@@ -80,22 +77,18 @@ class Alias:
 
 
 class RemoteModel(Protocol):
-    """A model on S3 whose weights are fetched before it is loaded."""
+    """A model on S3 whose weights are fetched before it is loaded: how many bytes they are, and are here already.
+
+    `fetch_weights` blocks; setting `stop` ends it. It raises SourceError.
+    """
 
     @property
-    def bytes_here(self) -> int:
-        """Bytes of its weights that are on this machine."""
+    def bytes_here(self) -> int: ...
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of all its weights."""
+    def total_bytes(self) -> int: ...
 
-    def fetch_weights(self, seconds: float, stop: threading.Event) -> None:
-        """Download the weights that are not here, and block meanwhile; setting `stop` ends it.
-
-        Raises:
-            SourceError: the download fails, or takes longer than `seconds`.
-        """
+    def fetch_weights(self, seconds: float, stop: threading.Event) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +133,6 @@ class StartupModel:
 
     @property
     def title(self) -> str:
-        """Its name, and its version if it has one."""
         name = self.settings.model.name
         return f"{name}:{self.version}" if self.version else name
 
@@ -156,12 +148,10 @@ class Startup:
 
     @property
     def exports(self) -> dict[str, str]:
-        """Environment variables for the libraries that read them by themselves."""
         return {name: text for one in self._all for name, text in one.exports.items()}
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Those of all settings, each once."""
         return tuple(dict.fromkeys(warning for one in self._all for warning in one.warnings))
 
     @property

@@ -59,7 +59,6 @@ class Value:
 
     @property
     def word(self) -> str:
-        """The text in lower case, without blanks at its ends."""
         return self.text.strip().lower()
 
     def describe(self, key: str) -> str:
@@ -81,11 +80,7 @@ class Parser:
     allowed: str
 
     def __call__(self, text: str) -> Scalar:
-        """Convert `text`; blanks at its ends do not count.
-
-        Raises:
-            ValueError: the value is not allowed.
-        """
+        """Convert `text`; blanks at its ends do not count. Raises ValueError where the value is not allowed."""
         return self.convert(text.strip())
 
 
@@ -141,8 +136,7 @@ def names(text: str) -> tuple[str, ...]:
 def assignments(text: str) -> dict[str, str]:
     """The variables in `K=V,K=V`; a comma that no name follows belongs to the value before it.
 
-    Raises:
-        ValueError: the text does not begin with a name and `=`.
+    Raises ValueError where the text does not begin with a name and `=`.
     """
     variables: dict[str, str] = {}
     name = ""
@@ -165,12 +159,6 @@ def checked(check: Callable[[str], object], allowed: str) -> Parser:
         return text
 
     return Parser(convert, allowed)
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in TRUE | FALSE:
-        raise ValueError(text)
-    return text.lower() in TRUE
 
 
 def _positive(text: str) -> float:
@@ -199,7 +187,8 @@ def _are_names(text: str) -> bool:
 
 ANYTHING = Parser(lambda text: text, "anything")
 TEXT = matching(".+", "text that is not empty", re.DOTALL)
-BOOLEAN = Parser(_boolean, "true or false (also 1/0, yes/no, on/off)")
+_WORDS = choice(dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False))
+BOOLEAN = Parser(_WORDS.convert, "true or false (also 1/0, yes/no, on/off)")
 STRINGS = checked(_are_strings, 'strings as a JSON array, such as ["a", "b"]')
 NAMES = checked(_are_names, "names with commas between, or a JSON array of them")
 ASSIGNMENTS = checked(assignments, "NAME=value, further ones after a comma")
@@ -217,15 +206,6 @@ HEADER_VALUE = matching(r"[\x20-\x7e]+", "the value of an HTTP header, in ASCII"
 MODEL_NAME = matching(r"[A-Za-z0-9_.-]+", "letters, digits and _ . -")
 LOG_LEVEL = choice({level: level for level in ("debug", "info", "warning", "error", "critical")} | {"warn": "warning"})
 DTYPE = choice(
-    {
-        "auto": "auto",
-        "fp32": "float32",
-        "fp16": "float16",
-        "bf16": "bfloat16",
-        "float32": "float32",
-        "float16": "float16",
-        "bfloat16": "bfloat16",
-        "float": "float32",
-        "half": "float16",
-    }
+    {"auto": "auto", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "float32": "float32"}
+    | {"float16": "float16", "bfloat16": "bfloat16", "float": "float32", "half": "float16"}
 )

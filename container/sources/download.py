@@ -50,7 +50,6 @@ class RemoteModel:
         """`folder`: None where S3 must not be asked."""
         self.url = copy.url
         self.directory = copy.directory
-        """The local model directory."""
         self._copy, self._folder, self._files = copy, folder, files
         self._weights = tuple(file for file in files if file.is_weights)
         self._progress = Progress(self._weights)
@@ -86,18 +85,13 @@ class RemoteModels:
         self._opened: dict[S3Url, RemoteModel] = {}
 
     def open(self, url: str) -> Path:
-        """Return the local directory of a model, whose weights are yet to be fetched.
-
-        Raises:
-            SourceError: it cannot be opened.
-        """
+        """Return the local directory of a model, whose weights are yet to be fetched. Raises SourceError."""
         key = S3Url.parse(url)
         if key not in self._opened:
             self._opened[key] = open_model(url, self._downloads, offline=self._offline)
         return self._opened[key].directory
 
     def has(self, url: str) -> bool:
-        """Return whether a URL has been opened."""
         try:
             return S3Url.parse(url) in self._opened
         except SourceError:
@@ -105,7 +99,6 @@ class RemoteModels:
 
     @property
     def opened(self) -> tuple[RemoteModel, ...]:
-        """All models that have been opened."""
         return tuple(self._opened.values())
 
 
@@ -138,15 +131,10 @@ class RemoteAdapters:
 
 
 def open_model(url: str, downloads: Path | None = None, *, offline: bool = False) -> RemoteModel:
-    """List the model at `url` and fetch all of it but the weights. Blocks for seconds.
+    """List the model at `url` (`s3://bucket/prefix/`) and fetch all of it but the weights. Blocks for seconds.
 
-    Args:
-        url: `s3://bucket/prefix/`.
-        downloads: the cache directory; None: as the environment says.
-        offline: take the copy that is here, and ask nobody.
-
-    Raises:
-        SourceError: there is no such model, or it cannot be reached, read or stored.
+    `offline`: take the copy that is here, and ask nobody. Raises SourceError where there is no such model, or it cannot
+    be reached, read or stored.
     """
     place = S3Url.parse(url)
     copy = LocalCopy(place, downloads or download_dir())
@@ -212,7 +200,6 @@ class LocalCopy:
         partial.replace(self._listing)
 
     def put(self, file: RemoteFile, downloaded: Path) -> None:
-        """Move a whole file into its place."""
         place = self.directory / file.path
         place.parent.mkdir(parents=True, exist_ok=True)
         downloaded.replace(place)
@@ -245,7 +232,6 @@ class Progress:
             self.bytes += size
 
     def log(self, url: str) -> None:
-        """Log a line, unless there was one in the last seconds."""
         now = time.monotonic()
         elapsed = now - self._logged
         if elapsed < _LOG_SECONDS:
@@ -261,12 +247,7 @@ class _Download:
     """One download into a local copy. Several processes may begin it at a time: one downloads, the others wait."""
 
     def __init__(
-        self,
-        copy: LocalCopy,
-        folder: S3Folder,
-        progress: Progress,
-        seconds: float,
-        stop: threading.Event | None = None,
+        self, copy: LocalCopy, folder: S3Folder, progress: Progress, seconds: float, stop: threading.Event | None = None
     ) -> None:
         self._copy, self._folder, self._progress = copy, folder, progress
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
@@ -275,8 +256,7 @@ class _Download:
     def run(self, files: Sequence[RemoteFile], wanted: Sequence[RemoteFile]) -> None:
         """Fetch those of `files` that are missing; `wanted` are all files of the model.
 
-        Raises:
-            SourceError: S3, the disk or the time does not allow it, or `stop` was set.
+        Raises SourceError where S3, the disk or the time does not allow it, or `stop` was set.
         """
         try:
             self._copy.directory.mkdir(parents=True, exist_ok=True)

@@ -40,11 +40,7 @@ class FetchTimeout(SourceError):
 
 
 def existing_directory(text: str) -> Path:
-    """Return the absolute path of a directory.
-
-    Raises:
-        ModelNotFound: it does not exist.
-    """
+    """Return the absolute path of a directory. Raises ModelNotFound where there is none."""
     if scheme := _url_scheme(text):
         raise ModelNotFound(f"{scheme}:// {_NOT_SERVED}")
     path = Path(os.path.abspath(text.strip()))
@@ -96,11 +92,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def resolve_model_id(text: str, model_dir: Path) -> str:
-    """Return what the engine loads: an absolute path, or a hub id.
-
-    Raises:
-        ModelNotFound: `text` is neither, or a path that does not exist.
-    """
+    """Return what the engine loads: a hub id, or the path of what is there. Raises ModelNotFound for anything else."""
     if scheme := _url_scheme(text):
         raise ModelNotFound(f"{scheme}:// {_NOT_SERVED}")
     if os.path.exists(model_dir / text):
@@ -178,21 +170,15 @@ class S3Url:
 
     @property
     def name(self) -> str:
-        """The last part, which names the model."""
         return self.prefix.rpartition("/")[2] or self.bucket
 
     @property
     def key_prefix(self) -> str:
-        """What all keys in the folder begin with."""
         return f"{self.prefix}/" if self.prefix else ""
 
     @classmethod
     def parse(cls, text: str) -> S3Url:
-        """Return the folder that `text` names, with or without a slash at its end.
-
-        Raises:
-            SourceError: `text` is no such URL.
-        """
+        """Return the folder that `text` names, with or without a slash at its end. Raises SourceError."""
         found = _S3_URL.fullmatch(text.strip())
         if found is None or not found[0].isprintable():
             raise SourceError("allowed: s3://bucket/prefix/")

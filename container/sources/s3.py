@@ -68,11 +68,7 @@ class RemoteFile:
 
 
 def check_path(path: str) -> str:
-    """Return `path` if it names a file below the directory that it is joined to.
-
-    Raises:
-        SourceError: it leads out of the directory.
-    """
+    """Return `path` if it stays below the directory that it is joined to. Raises SourceError."""
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in path or "\\" in path:
         raise SourceError(f"{path!a} cannot be the path of a file below the model's directory")
@@ -82,10 +78,8 @@ def check_path(path: str) -> str:
 def selected(files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
     """Return the files to fetch, sorted by path: all but weights that are there as `*.safetensors` too.
 
-    Empty objects that stand for folders are left out.
-
-    Raises:
-        SourceError: an object with content has the path of a folder with others.
+    Empty objects that stand for folders are left out. Raises SourceError where one with content is the folder of
+    others.
     """
     everything = sorted(files, key=lambda file: file.path)
     folders = {str(parent) for file in everything for parent in PurePosixPath(file.path).parents}
@@ -108,19 +102,14 @@ class S3Folder:
     """A folder of a bucket. Any thread may use it."""
 
     def __init__(self, url: S3Url) -> None:
-        """Make a client; S3 is not asked yet.
-
-        Raises:
-            SourceError: AWS is configured wrongly in the environment or in its files.
-        """
+        """Make a client; S3 is not asked yet. Raises SourceError where AWS is configured wrongly."""
         self.url = url
         self._client = _client(url)
 
     def files(self) -> tuple[RemoteFile, ...]:
         """List all objects in the folder, save for those that stand for folders.
 
-        Raises:
-            SourceError: S3 refuses or cannot be reached, or the folder is empty.
+        Raises SourceError where S3 refuses or cannot be reached, or the folder is empty.
         """
         try:
             found = tuple(itertools.islice(self._listed(), _MAX_FILES + 1))
@@ -186,11 +175,8 @@ class S3Folder:
     def check(self, file: RemoteFile, download: TransferFuture, path: Path, go_on: Callable[[], None]) -> None:
         """Raise what went wrong with a download that has ended, and compare what came with S3's checksum of it.
 
-        `go_on` is called for each block of the file; what it raises ends the comparison.
-
-        Raises:
-            SourceError: S3 refuses or cannot be reached, or what came is not the object that was listed.
-            OSError: the file cannot be written or read.
+        `go_on` is called for each block of the file; what it raises ends the comparison. Raises SourceError for what S3
+        did wrong, or for another content than was listed, and OSError for the disk.
         """
         algorithm = next((name for name in _CHECKSUMS if name in file.checksums), None)
         try:
@@ -220,7 +206,6 @@ class S3Folder:
         return None if checksum is None or "-" in checksum else checksum
 
     def _explained(self, error: Exception, path: str = "") -> SourceError:
-        """Return the error in plain words, with the folder's URL."""
         return error if isinstance(error, SourceError) else SourceError(f"{self.url}: {_reason(error, path)}")
 
 
@@ -240,8 +225,6 @@ class _Subscriber:
 
 
 class _Crc32:
-    """CRC-32, with the methods of hashlib's classes."""
-
     def __init__(self) -> None:
         self._value = 0
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from container import cli, logs
-from container.app import Mount
+from container.app import Mount, Routes
 from deploy.local.errors import REGION, RuntimeApiError
 from deploy.local.invocation import MEBIBYTE, LocalSettings
 from deploy.local.parameters import check_endpoint_name
@@ -94,12 +94,11 @@ def local(
 
 
 async def _run(url: str, settings: LocalSettings, host: str, port: int) -> None:
-    """Serve until told to stop."""
     from container.server import http_server, listen
-    from deploy.local.container import Local, RemoteContainer
+    from deploy.local.container import RemoteContainer
 
     container = RemoteContainer(url)
-    server = http_server(Local(RuntimeApi(settings), container))
+    server = http_server(Routes(container, [Mount(PREFIX, RuntimeApi(settings))]))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, setattr, server, "should_exit", True)
@@ -119,7 +118,6 @@ def _announce(host: str, port: int, settings: LocalSettings) -> None:
 
 
 def _url(host: str, port: int) -> str:
-    """The URL under which a client on this machine reaches a listener."""
     return f"http://{_LOOPBACK.get(host, f'[{host}]' if ':' in host else host)}:{port}"
 
 

@@ -9,7 +9,6 @@ import httpx
 from starlette.types import Receive, Scope, Send
 
 from container.http.endpoint import disconnected
-from deploy.local.runtime import PREFIX, RuntimeApi
 
 logger = logging.getLogger(__name__)
 
@@ -76,19 +75,4 @@ class RemoteContainer:
         await send({"type": "http.response.body", "body": b""})
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._http.aclose()
-
-
-class Local:
-    """The runtime API below /endpoints/, and the container's own routes beside it."""
-
-    def __init__(self, api: RuntimeApi, container: RemoteContainer) -> None:
-        self._api, self._container = api, container
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
-        if scope["type"] != "http":
-            return
-        application = self._api if scope["path"].startswith(PREFIX) else self._container
-        await application({**scope, "app": self._container}, receive, send)

@@ -22,7 +22,6 @@ class RuntimeApiError(Exception):
         self._more = dict(more or {})
 
     def body(self) -> bytes:
-        """The reply's body, JSON."""
         return json.dumps({**self._more, "Message": self.message}).encode()
 
 
@@ -40,16 +39,6 @@ def constraint_violation(name: str, value: str, constraint: str) -> RuntimeApiEr
     )
 
 
-def payload_too_large(limit: int) -> RuntimeApiError:
-    """A request's body has more than `limit` bytes."""
-    return RuntimeApiError("ValidationError", 413, f"HTTP content length exceeded {limit} bytes.")
-
-
-def payload_timed_out(seconds: float) -> RuntimeApiError:
-    """No more of a request's body came for `seconds`."""
-    return RuntimeApiError("ValidationError", 408, f"Nothing of the body's rest has come for {seconds:g} seconds.")
-
-
 def model_error(endpoint: str, status: int, body: bytes | None) -> RuntimeApiError:
     """The container answered with an error status; `body` is None if it is longer than the API reads."""
     text = None if body is None else body.decode(errors="replace")
@@ -59,26 +48,19 @@ def model_error(endpoint: str, status: int, body: bytes | None) -> RuntimeApiErr
     return _model_error(endpoint, status, f"Received {side} error ({status}) from primary {shown}.", original, code)
 
 
-def model_timed_out(endpoint: str) -> RuntimeApiError:
-    """The container did not answer in time."""
-    return _no_answer(
-        endpoint,
-        "Your invocation timed out while waiting for a response from container primary. Review the latency metrics for "
-        "each container in Amazon CloudWatch, resolve the issue, and try again.",
-    )
+TIMED_OUT = (
+    "Your invocation timed out while waiting for a response from container primary. Review the latency metrics for "
+    "each container in Amazon CloudWatch, resolve the issue, and try again."
+)
+NO_RESPONSE = (
+    "Amazon SageMaker could not get a response from the {} endpoint. This can occur when CPU or memory utilization is "
+    "high. To check your utilization, see Amazon CloudWatch. To fix this problem, use an instance type with more CPU "
+    "capacity or memory."
+)
 
 
-def model_without_response(endpoint: str) -> RuntimeApiError:
-    """The container closed the connection before its answer was complete."""
-    return _no_answer(
-        endpoint,
-        f"Amazon SageMaker could not get a response from the {endpoint} endpoint. This can occur when CPU or memory "
-        "utilization is high. To check your utilization, see Amazon CloudWatch. To fix this problem, use an instance "
-        "type with more CPU capacity or memory.",
-    )
-
-
-def _no_answer(endpoint: str, reason: str) -> RuntimeApiError:
+def no_answer(endpoint: str, reason: str) -> RuntimeApiError:
+    """The container did not answer in time, or closed the connection before its answer was complete."""
     message = f'Received server error (0) from primary with message "{reason}".'
     return _model_error(endpoint, 0, message, reason, "INTERNAL_FAILURE")
 
@@ -97,18 +79,6 @@ def _model_error(endpoint: str, status: int, message: str, original: str, code: 
             "OriginalStatusCode": status,
         },
     )
-
-
-def model_not_ready(endpoint: str) -> RuntimeApiError:
-    """The container runs, but its model is still loading."""
-    return RuntimeApiError(
-        "ModelNotReadyException", 429, f"Model for endpoint {endpoint} is not ready for inference yet. Please retry."
-    )
-
-
-def internal_failure() -> RuntimeApiError:
-    """A fault of the local endpoint itself."""
-    return RuntimeApiError("InternalFailure", 500, "The request processing has failed because of an unknown error.")
 
 
 def unknown_operation(method: str, path: str) -> RuntimeApiError:

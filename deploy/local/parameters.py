@@ -40,7 +40,6 @@ _JAVA = {r"\p{ASCII}": r"[\x00-\x7f]", r"\p{Print}": r"\x20-\x7e", r"\z": r"\Z"}
 
 @functools.cache
 def _members(api: Api) -> Mapping[str, Any]:
-    """botocore's shape of each parameter, by name."""
     from botocore.session import get_session  # takes a while, and is not needed by other commands
 
     shape = get_session().get_service_model("sagemaker-runtime").operation_model(api.value).input_shape
@@ -60,30 +59,24 @@ def _check(name: str, member: Any, value: str) -> None:
 
 
 def check_endpoint_name(name: str) -> None:
-    """Check that an endpoint, or a component, can have this name.
-
-    Raises:
-        RuntimeApiError: ValidationError, it cannot.
-    """
+    """Raise RuntimeApiError for what cannot be the name of an endpoint, or of a component."""
     _check("EndpointName", _members(Api.INVOKE)["EndpointName"], name)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The checked parameters of one call."""
+    """The checked parameters of one call, and the headers that the container gets."""
 
     api: Api
     values: Mapping[str, str]
     """Those that were given, by their names in the service model, such as `TargetModel`."""
     forwarded: Headers
-    """Headers for the container."""
 
 
 def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Parameters:
     """The parameters among a request's headers, whose names are in lower case.
 
-    Raises:
-        RuntimeApiError: ValidationError, one of them breaks a constraint of the service model.
+    Raises RuntimeApiError where one of them breaks a constraint of the service model.
     """
     given = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
     values: dict[str, str] = {}

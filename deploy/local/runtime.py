@@ -10,14 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from container.http.endpoint import bounded_body
 from container.settings.settings import ServerSettings
-from deploy.local.errors import (
-    RuntimeApiError,
-    internal_failure,
-    payload_timed_out,
-    payload_too_large,
-    unknown_operation,
-)
-from deploy.local.invocation import ClientGone, Invocation, LocalSettings, invoke, stream
+from deploy.local.errors import RuntimeApiError, unknown_operation
+from deploy.local.invocation import ClientGone, Invocation, LocalSettings
 from deploy.local.parameters import Api, Headers, read_parameters, reply_headers
 
 logger = logging.getLogger(__name__)
@@ -28,10 +22,7 @@ READ_SECONDS = ServerSettings().request_read_timeout
 
 _PATH = re.compile(r"/endpoints/([^/]+)/(.+)")
 _OPENAI = "openai/v1/"
-_APIS = {
-    "invocations": Api.INVOKE,
-    "invocations-response-stream": Api.STREAM,
-}
+_APIS = {"invocations": Api.INVOKE, "invocations-response-stream": Api.STREAM}
 _JSON = (b"content-type", b"application/json")
 
 
@@ -42,7 +33,6 @@ class RuntimeApi:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         request_id = str(uuid.uuid4())
         common = [(b"x-amzn-requestid", request_id.encode())]
         try:
@@ -54,7 +44,8 @@ class RuntimeApi:
             await _send_error(send, common, error)
         except Exception:
             logger.exception("internal error", extra={"request_id": request_id})
-            await _send_error(send, common, internal_failure())
+            failure = "The request processing has failed because of an unknown error."
+            await _send_error(send, common, RuntimeApiError("InternalFailure", 500, failure))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, common: Headers) -> None:
         path: str = scope["path"]
@@ -70,14 +61,16 @@ class RuntimeApi:
             raise unknown_operation(scope["method"], path)
         self._settings.check_name(name)
         parameters = read_parameters(api, scope["headers"])
-        body = await _read_body(scope, receive, self._settings.max_payload)
-        headers = self._settings.container_headers(name, parameters)
-        call = Invocation(scope, receive, name, parameters, headers, body)
+        limit = self._settings.max_payload
+        body = await bounded_body(dict(scope["headers"]), receive, limit, READ_SECONDS, _too_large, _too_slow)
+        if body is None:
+            return
+        call = Invocation(scope, receive, self._settings, name, parameters, body)
         if api is Api.STREAM:
-            await stream(call, self._settings, common, send)
+            await call.stream(common, send)
         else:
-            container = await invoke(call, self._settings)
-            await _send_reply(send, 200, [*common, *reply_headers(api, container.headers)], container.body)
+            await call.whole()
+            await _send_reply(send, 200, [*common, *reply_headers(api, call.headers)], call.body)
 
 
 async def _pass_through(scope: Scope, receive: Receive, send: Send, prefix: str) -> None:
@@ -91,12 +84,12 @@ async def _pass_through(scope: Scope, receive: Receive, send: Send, prefix: str)
     await scope["app"]({**scope, **own, "headers": headers}, receive, send)
 
 
-async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    headers = dict(scope["headers"])
-    body = await bounded_body(headers, receive, limit, READ_SECONDS, payload_too_large, payload_timed_out)
-    if body is None:
-        raise ClientGone
-    return body
+def _too_large(limit: int) -> RuntimeApiError:
+    return RuntimeApiError("ValidationError", 413, f"HTTP content length exceeded {limit} bytes.")
+
+
+def _too_slow(seconds: float) -> RuntimeApiError:
+    return RuntimeApiError("ValidationError", 408, f"Nothing of the body's rest has come for {seconds:g} seconds.")
 
 
 async def _send_reply(send: Send, status: int, headers: Headers, body: bytes) -> None:

@@ -20,9 +20,7 @@ class Aws:
     def __init__(self, region: str | None = None, profile: str | None = None, otherwise: str | None = None) -> None:
         """Without `region`, AWS_REGION, AWS_DEFAULT_REGION or the profile's counts, and `otherwise` without these.
 
-        Raises:
-            ConfigurationError: there is none.
-            botocore.exceptions.ProfileNotFound: there is no such profile.
+        Raises ConfigurationError where there is none, and botocore's ProfileNotFound.
         """
         import boto3
 
@@ -34,11 +32,9 @@ class Aws:
 
     @property
     def has_credentials(self) -> bool:
-        """Whether calls can be made at all."""
         return self._session.get_credentials() is not None
 
     def client(self, service: str) -> Any:
-        """boto3's client of a service: "cloudformation", "sagemaker-runtime", ..."""
         from botocore.config import Config
 
         config = Config(

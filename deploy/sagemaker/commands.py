@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -58,8 +59,6 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Deployment:
-    """A configuration, and the stack that is to be made of it."""
-
     aws: Aws
     configuration: Configuration
     stack: Stack
@@ -86,7 +85,6 @@ def _read(
     region: Region = None,
     profile: Profile = None,
 ) -> _Deployment:
-    """The deployment of a file and of options."""
     options = dict(locals())
     del options["file"], options["profile"]
     values = laid_over(read_file(file) if file else {}, read_options(options))
@@ -110,10 +108,7 @@ def _configured(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def deploy(
-    deployment: _Deployment,
-    dry_run: DryRun = False,
-) -> None:
+def deploy(deployment: _Deployment, dry_run: DryRun = False) -> None:
     """Deploy a model to a SageMaker endpoint, with one CloudFormation stack."""
     configuration, stack = deployment.configuration, deployment.stack
     name = configuration.name
@@ -221,8 +216,8 @@ def logs(
     """Show what the containers of an endpoint log."""
     client = Aws(region, profile).client("logs")
     start = int((time.time() - since * 60) * 1000)
-    for line in reading.read(client, reading.group(name, component), start):
-        typer.echo(str(line))
+    for _, line in reading.read(client, reading.group(name, component), start):
+        typer.echo(line)
 
 
 def _stack(aws: Aws, name: str) -> Stack:
@@ -288,8 +283,8 @@ def _show_log(aws: Aws, configuration: Configuration, since: float) -> None:
     name = configuration.name
     group = reading.group(name, name if configuration.component else None)
     try:
-        lines = sorted(reading.read(aws.client("logs"), group, int(since * 1000)), key=lambda line: line.milliseconds)
-        shown = [str(line) for line in lines[-_LOG_LINES:]]
+        lines = sorted(reading.read(aws.client("logs"), group, int(since * 1000)), key=itemgetter(0))
+        shown = [line for _, line in lines[-_LOG_LINES:]]
     except (reading.NoLog, BotoCoreError, ClientError) as error:
         shown = [f"({error})"]
     for line in shown:

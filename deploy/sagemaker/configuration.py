@@ -64,7 +64,6 @@ class Adapter(_Table, frozen=True):
 
     @property
     def resource(self) -> str:
-        """Its name in the stack."""
         return "Adapter" + "".join(word.capitalize() for word in self.name.split("-"))
 
 
@@ -133,12 +132,10 @@ class Configuration(_Table, frozen=True, kw_only=True):
 
     @property
     def environment(self) -> dict[str, str]:
-        """`env` as a container gets it."""
         return _texts(self.env)
 
     @property
     def labels(self) -> dict[str, str]:
-        """`tags` as AWS takes them."""
         return _texts(self.tags)
 
     @property
@@ -148,7 +145,6 @@ class Configuration(_Table, frozen=True, kw_only=True):
 
     @property
     def is_archive(self) -> bool:
-        """The model is one archive in S3."""
         return self.model.endswith((".tar.gz", ".tgz"))
 
 
@@ -165,11 +161,7 @@ class ConfigurationError(Exception):
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The values of a TOML file.
-
-    Raises:
-        ConfigurationError: it cannot be read, or is no TOML.
-    """
+    """The values of a TOML file. Raises ConfigurationError where it cannot be read, or is no TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -181,8 +173,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The values of command line options, in the shape of a file; what is None was not given.
 
-    Raises:
-        ConfigurationError: a value of --env or --set has no "=", or is no TOML.
+    Raises ConfigurationError where a value of --env or --set has no "=", or is no TOML.
     """
     values = {name: value for name, value in options.items() if value is not None and name not in ("env", "set")}
     if pairs := options.get("env"):
@@ -229,11 +220,7 @@ def laid_over(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, A
 
 
 def read_configuration(values: Mapping[str, Any]) -> Configuration:
-    """Read and check all fields.
-
-    Raises:
-        ConfigurationError: something is wrong.
-    """
+    """Read and check all fields. Raises ConfigurationError."""
     try:
         read = msgspec.convert(values, Configuration)
     except msgspec.ValidationError as error:

@@ -26,11 +26,7 @@ def body(prompt: str, *, max_new_tokens: int, chat: bool, stream: bool) -> bytes
 
 
 def invoke(runtime: Any, endpoint: str, request: bytes, component: str | None = None) -> bytes:
-    """One request, one answer.
-
-    Raises:
-        botocore.exceptions.ClientError: the endpoint or the model refused.
-    """
+    """One request, one answer. Raises botocore's ClientError where the endpoint or the model refuses."""
     answer = runtime.invoke_endpoint(**_parameters(endpoint, request, component))
     with answer["Body"] as stream:
         return bytes(stream.read())
@@ -39,9 +35,7 @@ def invoke(runtime: Any, endpoint: str, request: bytes, component: str | None = 
 def invoke_stream(runtime: Any, endpoint: str, request: bytes, component: str | None = None) -> Iterator[bytes]:
     """The pieces of a streamed answer as they come.
 
-    Raises:
-        StreamBroken: the connection broke.
-        botocore.exceptions.ClientError: the endpoint or the model refused, or the stream ended with an error.
+    Raises StreamBroken, and botocore's ClientError where the endpoint refuses or the stream ends with an error.
     """
     from urllib3.exceptions import HTTPError
 

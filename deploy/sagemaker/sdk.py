@@ -14,14 +14,10 @@ if TYPE_CHECKING:
 
 
 def endpoint(name: str, session: boto3.Session) -> Any:
-    """The endpoint of a finished stack.
+    """The SDK's `sagemaker.core.resources.Endpoint` of a finished stack.
 
-    Returns:
-        The SDK's `sagemaker.core.resources.Endpoint`.
-
-    Raises:
-        ImportError: the extra is not installed.
-        deploy.sagemaker.stack.Conflict: there is no stack of the endpoint, or it is not finished.
+    Raises ImportError where the extra is not installed, and `deploy.sagemaker.stack.Conflict` where there is no stack
+    of the endpoint, or it is not finished.
     """
     try:
         from sagemaker.core.resources import Endpoint

@@ -72,8 +72,7 @@ class Stack:
     def status(self) -> str | None:
         """Such as "CREATE_COMPLETE"; None if there is no stack, or nothing has been made of it.
 
-        Raises:
-            Conflict: a stack of the name is there that Slipway has not made.
+        Raises Conflict where a stack of the name is there that Slipway has not made.
         """
         from botocore.exceptions import ClientError
 
@@ -95,8 +94,7 @@ class Stack:
     def ready_to_create(self) -> bool:
         """Wait for what goes on, and delete what an earlier creation has left; False if the stack is there, whole.
 
-        Raises:
-            Failed: what was left cannot be deleted.
+        Raises Failed where what was left cannot be deleted.
         """
         self._settle()
         status = self.status()
@@ -107,11 +105,7 @@ class Stack:
         return status is None
 
     def check_updatable(self) -> None:
-        """See whether it is there and at rest.
-
-        Raises:
-            Conflict: it is not.
-        """
+        """Raise Conflict unless the stack is there and at rest."""
         status = self.status()
         if status is None or status in _DEAD:
             there = f"the stack {self.name} is {status}" if status else f"there is no stack {self.name}"
@@ -122,9 +116,7 @@ class Stack:
     def propose(self, configuration: Configuration) -> ChangeSet | None:
         """Have CloudFormation work out what would change; None if nothing would.
 
-        Raises:
-            Failed: CloudFormation cannot do it.
-            botocore.exceptions.ClientError: it refused.
+        Raises Failed where CloudFormation cannot do it, and botocore's ClientError where it refuses.
         """
         from botocore.exceptions import WaiterError
 
@@ -166,12 +158,9 @@ class Stack:
             self._client.delete_change_set(ChangeSetName=change.id)
 
     def carry_out(self, change: ChangeSet) -> None:
-        """Make the stack, or change it; CloudFormation takes back what it made if it fails.
+        """Make the stack, or change it; CloudFormation takes back what it made if it fails, and Failed is raised.
 
         An interruption deletes a stack that is being made, and leaves CloudFormation at work on another.
-
-        Raises:
-            Failed: it failed.
         """
         try:
             self._new_events(change.stack)  # what has happened so far is not told
@@ -188,8 +177,7 @@ class Stack:
     def delete(self) -> bool:
         """Delete the stack with all that is in it, and wait until it is gone; False if there is none.
 
-        Raises:
-            Failed: something could not be deleted.
+        Raises Failed where something could not be deleted.
         """
         if self.status() != "CREATE_IN_PROGRESS":  # which can be deleted; the rest has to end first
             self._settle()
@@ -202,7 +190,6 @@ class Stack:
         return True
 
     def _settle(self) -> None:
-        """Wait until what goes on with the stack has ended."""
         told = ""
         while (status := self.status()) and status.endswith("_IN_PROGRESS"):
             if status != told:

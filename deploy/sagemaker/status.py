@@ -12,8 +12,7 @@ from deploy.sagemaker.template import scaled_target
 def status(aws: Aws, name: str, stack: str | None) -> dict[str, Any]:
     """The endpoint, its components and its scaling; `stack` is the status of its stack.
 
-    Raises:
-        botocore.exceptions.ClientError: something could not be looked up, or neither it nor a stack is there.
+    Raises botocore's ClientError where something cannot be looked up, or neither it nor a stack is there.
     """
     from botocore.exceptions import ClientError
 

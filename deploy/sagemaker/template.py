@@ -39,8 +39,7 @@ Properties = dict[str, Any]
 def template(configuration: Configuration) -> dict[str, Any]:
     """The template, as JSON's values; credentials are parameters.
 
-    Raises:
-        ConfigurationError: `properties` names a resource that is not in it.
+    Raises ConfigurationError where `properties` names a resource that is not in it.
     """
     parameters = {
         parameter: {"Type": "String", "NoEcho": True, "Description": f"Environment variable {variable}"}
@@ -72,7 +71,6 @@ def as_yaml(value: Mapping[str, Any]) -> str:
 
 
 def _without_none(value: Any) -> Any:
-    """Properties that are None are not given."""
     if isinstance(value, list):
         return [_without_none(item) for item in value]
     if isinstance(value, dict):
@@ -234,7 +232,6 @@ def _component(configuration: Configuration, component: Component) -> Properties
 
 
 def _adapter(endpoint: str, adapter: Adapter) -> Properties:
-    """An adapter's component, which takes the resources and the copies of the model's."""
     return {
         "InferenceComponentName": f"{endpoint}-{adapter.name}",
         "EndpointName": endpoint,
@@ -247,11 +244,7 @@ def scaled_target(name: str, *, component: bool) -> Properties:
     resource, dimension = f"endpoint/{name}/variant/{VARIANT}", "variant:DesiredInstanceCount"
     if component:
         resource, dimension = f"inference-component/{name}", "inference-component:DesiredCopyCount"
-    return {
-        "ServiceNamespace": "sagemaker",
-        "ResourceId": resource,
-        "ScalableDimension": f"sagemaker:{dimension}",
-    }
+    return {"ServiceNamespace": "sagemaker", "ResourceId": resource, "ScalableDimension": f"sagemaker:{dimension}"}
 
 
 def _scaling(configuration: Configuration, scaling: Autoscaling) -> dict[str, Any]:

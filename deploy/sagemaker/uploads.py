@@ -39,11 +39,8 @@ def ecr_image(image: str) -> EcrImage | None:
 def push(ecr: Any, local: str, image: str, tell: Callable[[str], None]) -> None:
     """Push a local image to ECR as `image`, with boto3's client `ecr`; its repository is made if it is not there.
 
-    docker's own progress goes to the terminal.
-
-    Raises:
-        UploadFailed: docker is not there, or one of its commands failed.
-        botocore.exceptions.ClientError: ECR refused.
+    docker's own progress goes to the terminal. Raises UploadFailed where docker is not there or fails, and botocore's
+    ClientError where ECR refuses.
     """
     host, _, rest = image.partition("/")
     repository = re.split("[:@]", rest)[0]
@@ -73,11 +70,8 @@ def _docker(*arguments: str, stdin: str | None = None) -> None:
 def upload_model(s3: Any, directory: Path, location: str, tell: Callable[[str], None]) -> None:
     """Upload a directory to an s3:// prefix, with boto3's client `s3`.
 
-    What S3 has already, of the same size and not older, is skipped. Nothing is removed there.
-
-    Raises:
-        UploadFailed: the directory is not there, or is empty.
-        botocore.exceptions.ClientError, boto3.exceptions.S3UploadFailedError: S3 refused.
+    What S3 has already, of the same size and not older, is skipped. Nothing is removed there. Raises UploadFailed where
+    the directory is not there or empty, and what boto3 raises where S3 refuses.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     if not files:

@@ -159,7 +159,7 @@ def test_further_errors() -> None:
         b'  "message": "the adapter \\u0027a\\u0027 is not registered"\n}\n'
     )
     assert adapters.refuse(InternalError()).status == 500
-    assert adapters.wrong_method("PUT", "/adapters").body == (
+    assert adapters.wrong_method(Call(body=b"", request_id="", method="PUT", path="/adapters")).body == (
         b'{\n  "code": 405,\n  "type": "MethodNotAllowedException",\n'
         b'  "message": "Method PUT is not allowed for /adapters"\n}\n'
     )

@@ -21,7 +21,7 @@ from tests.contracts.exchange import MODEL
 PAGES = sorted(Path(__file__).parents[2].glob("docs/*.md"))
 TABLE = re.compile(r"(?<=<!-- parameters: )(?P<name>[\w -]+) -->\n(?P<rows>.*?)(?=<!-- end -->)", re.DOTALL)
 
-_SCHEMAS = openapi_document(MODEL).content["components"]["schemas"]
+_SCHEMAS = openapi_document(MODEL)["components"]["schemas"]
 _TRITON = _SCHEMAS["TritonRequest"]["properties"]
 TABLES: dict[str, Mapping[str, Any]] = {
     "lmi": _SCHEMAS["LmiRequest"]["properties"]["parameters"]["properties"],

@@ -16,7 +16,7 @@ import pytest
 
 from container.app import create_app
 from container.models.registration import Registrar
-from container.models.registry import Lifecycle, Models, State
+from container.models.registry import Lifecycle, Model, Models, State
 from container.server import http_server
 from container.settings.settings import ServerSettings, Settings
 from handlers.contracts.lmi.rolling_batch import LmiContract
@@ -103,7 +103,7 @@ async def test_the_ways_of_a_request_and_of_a_token_are_short() -> None:
     queue = EngineQueue(engine, 4)
     invocations = InvocationsHandler(EngineHandler(queue, LmiContract(MODEL)), None, MODEL, Sessions(None, 503))
     lifecycle.service, lifecycle.stage = Service(MODEL, invocations, engine, engine=engine, queue=queue), State.READY
-    models = Models.of(lifecycle)
+    models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
     server = http_server(create_app(models, settings, Registrar(models, settings, {})).main)
     listener = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve([listener]))

@@ -147,9 +147,9 @@ def refuse(error: errors.RequestError) -> Reply:
     return front_end_reply(status, kind, error.message)
 
 
-def wrong_method(method: str, path: str) -> Reply:
+def wrong_method(call: Call) -> Reply:
     """The answer to a method that the route does not have."""
-    message = f"Method {method[:20]} is not allowed for {path[:200]}"
+    message = f"Method {call.method[:20]} is not allowed for {call.path[:200]}"
     return front_end_reply(405, "MethodNotAllowedException", message)
 
 

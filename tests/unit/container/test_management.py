@@ -20,7 +20,6 @@ import pytest
 from container.app import Applications, create_app
 from container.devices import SliceNotChosen
 from container.models import registration, registry
-from container.models.memory import Free
 from container.models.registration import Registrar
 from container.models.registry import Lifecycle, Model, Models
 from container.settings.load import further_settings
@@ -34,14 +33,14 @@ pytestmark = pytest.mark.asyncio
 
 HANDLERS = Path(__file__).parents[2] / "fixtures" / "handlers"
 ECHO = str(HANDLERS / "echo")
-PLENTY = Free(1 << 40, gpu=False)
+PLENTY = 1 << 40
 
 
 class Api:
     """A server without its process: its applications, and clients of them."""
 
     def __init__(
-        self, environ: dict[str, str], memory: tuple[Free, ...], startup: tuple[str, ...], **server: Any
+        self, environ: dict[str, str], memory: tuple[int, ...], startup: tuple[str, ...], **server: Any
     ) -> None:
         settings = ServerSettings(**server)
 
@@ -67,8 +66,8 @@ class Api:
 async def serving(
     *startup: str,
     environ: dict[str, str] | None = None,
-    free: Free = PLENTY,
-    gpus: tuple[Free, ...] = (),
+    free: int = PLENTY,
+    gpus: tuple[int, ...] = (),
     **server: Any,
 ) -> AsyncIterator[Api]:
     api = Api(environ or {}, (*gpus, free), startup, **server)
@@ -146,7 +145,7 @@ async def test_a_model_that_does_not_fit_is_507(tmp_path: Path) -> None:
     (tmp_path / "serving.properties").write_text("required_memory_mb=1000\nreserved_memory_mb=24\n")
     (tmp_path / "model.py").write_text((HANDLERS / "echo" / "model.py").read_text())
     for mebibytes, status in ((1023, 507), (1024, 200)):
-        async with serving(free=Free(mebibytes << 20, gpu=False)) as api:
+        async with serving(free=mebibytes << 20) as api:
             answer = await api.register("a", str(tmp_path))
             assert answer.status_code == status
             if status == 507:
@@ -168,7 +167,7 @@ async def test_an_engine_gets_the_gpus_with_room_and_is_507_where_too_few_have_i
         raise EngineStartError("enough is known")
 
     monkeypatch.setattr(registry, "load_service", load)
-    empty, full = Free(79 << 30, gpu=True), Free(8 << 30, gpu=True)
+    empty, full = 79 << 30, 8 << 30
     async with serving(gpus=(full, empty, full, empty)) as api:
         assert error(await api.register("a", str(tmp_path)))[:2] == (500, "EngineException")
         assert loaded[0].devices == (1, 3, 0, 2)
@@ -191,11 +190,11 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
         loaded.append(settings)
         raise EngineStartError("enough is known")
 
-    def divided() -> tuple[Free, ...]:
+    def divided() -> tuple[int, ...]:
         raise SliceNotChosen("set CUDA_VISIBLE_DEVICES")
 
     monkeypatch.setattr(registry, "load_service", load)
-    room = (Free(1 << 30, gpu=True), Free(2 << 30, gpu=True), PLENTY)
+    room = (1 << 30, 2 << 30, PLENTY)
     settings = further_settings(Value(str(tmp_path), "startup"), "a", {}, {})
     for free, message in ((lambda: room, "enough is known"), (divided, "set CUDA_VISIBLE_DEVICES")):
         model = Model(Lifecycle(settings), str(tmp_path))
@@ -281,7 +280,7 @@ async def test_a_client_that_goes_away_while_a_model_is_loaded_does_not_stop_the
     async with serving() as api:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(api.register("a"), 0.05)
-        await until(lambda: len(api.models) and not api.registrar.loading, 60)
+        await until(lambda: list(api.models) and not api.registrar.loading, 60)
         assert (await api.client.post("/models/a/invoke", content=b"x")).content == b"x"
 
 

@@ -20,7 +20,7 @@ import pytest_asyncio
 from container.app import create_app
 from container.logs import PlainFormatter, access_log
 from container.models.registration import Registrar
-from container.models.registry import Lifecycle, Models, State
+from container.models.registry import Lifecycle, Model, Models, State
 from container.settings.settings import ServerSettings, Settings
 from handlers import entry_point
 from handlers.contracts.families import FAMILIES
@@ -80,7 +80,7 @@ def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.As
     settings = ServerSettings(**server)
     lifecycle = Lifecycle(Settings(server=settings, model=MODEL))
     lifecycle.stage = state
-    models = Models.of(lifecycle)
+    models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
     transport = httpx.ASGITransport(create_app(models, settings, Registrar(models, settings, Mock())).main)
     return lifecycle, httpx.AsyncClient(transport=transport, base_url="http://server")
 

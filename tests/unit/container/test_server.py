@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from container import server
-from container.models.registry import Models, State
+from container.models.registry import Model, Models, State
 from container.settings.settings import ServerSettings, Startup
 from handlers.model_settings import ModelSettings
 
@@ -44,7 +44,7 @@ async def watched(monkeypatch: pytest.MonkeyPatch, lifecycle: Any = None, **sett
     monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
     lifecycle = lifecycle or Stalled()
     process = server.Process(Startup(ServerSettings(**settings), ()))
-    process.server.models = Models.of(lifecycle)
+    process.server.models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
     try:
         await asyncio.wait_for(process.watch(), 0.2)
     except TimeoutError:

@@ -15,7 +15,7 @@ import pytest
 from container.app import Applications, Mount, create_app
 from container.console.page import DIRECTORY
 from container.models.registration import Registrar
-from container.models.registry import Lifecycle, Models, State
+from container.models.registry import Lifecycle, Model, Models, State
 from container.settings import server as server_module
 from container.settings.load import load_settings, load_startup
 from container.settings.settings import Settings
@@ -51,7 +51,7 @@ def settings_of(model_dir: Path, environ: dict[str, str]) -> Settings:
 def applications(settings: Settings, *mounts: Mount) -> Applications:
     lifecycle = Lifecycle(settings)
     lifecycle.stage = State.READY
-    models = Models.of(lifecycle)
+    models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
     return create_app(models, settings.server, Registrar(models, settings.server, Mock()), mounts)
 
 
@@ -185,7 +185,7 @@ async def test_a_model_that_has_failed_shows_why(model_dir: Path) -> None:
     lifecycle = Lifecycle(settings)
     lifecycle.stage = State.READY
     lifecycle.fail("the engine is gone")
-    models = Models.of(lifecycle)
+    models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
     app = create_app(models, settings.server, Registrar(models, settings.server, Mock())).main
     state = (await client_of(app).get("/console/state")).json()
     assert state["health"]["status"] == 500

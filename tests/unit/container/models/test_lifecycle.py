@@ -86,7 +86,7 @@ async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says
     life = Lifecycle(Settings(server=settings, model=ModelSettings(name="m", model_dir=Path(), model_id="m")))
     await life.start()
     assert life.stalled == ""
-    reply = ping(Models.of(life), settings, ErrorRates({}, frozenset()))
+    reply = ping(Models([Model(life, str(life.model.model_dir))]), settings, ErrorRates({}, frozenset()))
     assert (reply.status, life.state) == (500, State.FAILED)
     assert life.reason == "the engine's health cannot be told: RuntimeError('no such process')"
     (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from container.devices import GpusUnknown, gpu_count
 from container.models import memory
-from container.models.memory import Free, OutOfMemory, check_room, free_memory, placed
+from container.models.memory import OutOfMemory, check_room, free_memory, placed
 from container.settings import model as model_fields
 from container.settings.load import load_settings
 from container.settings.settings import Settings
@@ -23,10 +23,10 @@ from handlers.model_settings import ModelSettings
 
 MEBIBYTE = 1 << 20
 GIBIBYTE = 1 << 30
-MAIN = Free(100 * MEBIBYTE, gpu=False)
-GPU = Free(100 * MEBIBYTE, gpu=True)
-EMPTY = Free(79 * GIBIBYTE, gpu=True)
-FULL = Free(GIBIBYTE, gpu=True)
+MAIN = 100 * MEBIBYTE
+GPU = 100 * MEBIBYTE
+EMPTY = 79 * GIBIBYTE
+FULL = GIBIBYTE
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 8192,
@@ -67,7 +67,7 @@ def load(model_dir: Path, properties: str = "") -> Settings:
 
 def needed(settings: Settings, gpus: int = 0) -> tuple[int, int]:
     """The number of GPUs on which a model would be, if they had nothing free, and the MiB that it needs of each."""
-    nothing = (*(Free(0, gpu=True) for _ in range(gpus)), Free(0, gpu=False))
+    nothing = [0] * (gpus + 1)
     with pytest.raises(OutOfMemory) as caught:
         check_room(settings, nothing)
     found = re.search(r"needs (\d+) MiB of (GPU )?memory(?: on each of (\d+) GPUs)?", str(caught.value))
@@ -206,7 +206,7 @@ def test_a_custom_handlers_workers_keep_their_devices_and_all_of_them_need_room(
 def test_the_gpus_that_are_taken_are_allowed_ones_and_none_left_has_more_room(
     gibibytes: list[int], allowed: list[int] | None, count: int
 ) -> None:
-    room = (*(Free(one * GIBIBYTE, gpu=True) for one in gibibytes), MAIN)
+    room = (*(one * GIBIBYTE for one in gibibytes), MAIN)
     model = ModelSettings(
         name="m", model_dir=Path("/m"), model_id="/m", devices=None if allowed is None else tuple(allowed)
     )
@@ -222,7 +222,7 @@ def test_the_gpus_that_are_taken_are_allowed_ones_and_none_left_has_more_room(
 
 
 def test_gpus_that_are_about_as_free_are_taken_in_their_order(model_dir: Path) -> None:
-    room = [Free(79 * GIBIBYTE + free, gpu=True) for free in (3, 400 * MEBIBYTE, 0)]
+    room = [79 * GIBIBYTE + free for free in (3, 400 * MEBIBYTE, 0)]
     assert placed(load(model_dir).model, (*room, MAIN)).devices == (0, 1, 2)
 
 
@@ -247,10 +247,10 @@ def test_a_size_counts_every_file_once_and_a_hub_id_for_nothing(tmp_path: Path) 
 
 def test_without_a_gpu_main_memory_counts_within_its_smallest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "gpu_count", lambda: 0)
-    assert 0 < free_memory()[0].free <= psutil.virtual_memory().total
+    assert 0 < free_memory()[0] <= psutil.virtual_memory().total
     found = [Limit("the machine", 9 * MEBIBYTE, 10 * MEBIBYTE), Limit("the control group /", MEBIBYTE, 4 * MEBIBYTE)]
     monkeypatch.setattr(memory, "machine_limits", lambda: found)
-    assert free_memory() == (Free(MEBIBYTE, gpu=False),)
+    assert free_memory() == (MEBIBYTE,)
 
 
 def test_the_memory_of_each_gpu_comes_before_main_memory(
@@ -259,12 +259,13 @@ def test_the_memory_of_each_gpu_comes_before_main_memory(
     monkeypatch.setattr(memory, "gpu_count", lambda: 2)
     monkeypatch.setattr(memory, "gpu_memory", lambda: (9, 1))
     first, second, main = free_memory()
-    assert (first, second, main.gpu) == (Free(9, gpu=True), Free(1, gpu=True), False)
+    assert (first, second) == (9, 1)
+    assert main > 9
     assert caplog.text == ""
 
     def unknown() -> tuple[int, ...]:
         raise GpusUnknown("there is no program nvidia-smi")
 
     monkeypatch.setattr(memory, "gpu_memory", unknown)
-    assert [one.gpu for one in free_memory()] == [False]
+    assert len(free_memory()) == 1
     assert "main memory is counted instead: there is no program nvidia-smi" in caplog.text

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from container.models.memory import Free
 from tests.s3 import CREDENTIALS, Gate, put, refuse, slow
 from tests.unit.container.test_management import ECHO, error, serving
 
@@ -56,7 +55,7 @@ async def test_a_model_of_s3_is_loaded_called_and_unloaded(model: Gate, url: str
 async def test_its_weights_count_when_the_room_for_it_is_measured(
     model: Gate, url: str, environ: dict[str, str]
 ) -> None:
-    async with serving(environ=environ, free=Free(11 * MEBIBYTE, gpu=False)) as api:
+    async with serving(environ=environ, free=11 * MEBIBYTE) as api:
         code, kind, message = error(await api.register("a", url))
         assert (code, kind) == (507, "WlmOutOfMemoryException")
         assert "needs 12 MiB" in message

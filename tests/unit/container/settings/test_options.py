@@ -82,6 +82,19 @@ def test_what_is_ignored_is_no_option() -> None:
     assert not server.IGNORED.keys() & {option.key for option in server.SERVER_OPTIONS}
 
 
+def table_of(name: str) -> tuple[str, str, str]:
+    """What is before a table of the documentation, its rows, and what is after it."""
+    before, rest = DOCUMENT.read_text(encoding="utf-8").split(begin := f"<!-- table {name} -->\n")
+    rows, after = rest.split(end := f"<!-- end of table {name} -->\n")
+    return before + begin, rows, end + after
+
+
+def meaning(name: str, first: str, column: int) -> str:
+    """What the documentation says of an option; it is written there alone."""
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table_of(name)[1].splitlines()]
+    return next((row[column] for row in rows if row[0] == first), "?")
+
+
 def code(words: tuple[str, ...] | list[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
 
@@ -94,18 +107,20 @@ def model_row(option: Option) -> str:
     overwriting = [name for name, key in SAGEMAKER_MODEL_KEYS if key == option.key]
     sources = code([*option.aliases, *option.variables, *overwriting])
     default = code((option.default,)) if option.default else "none"
-    return f"| `{option.key}` | {sources or '-'} | {default} | {option.allowed} | {option.meaning} |"
+    table = "model" if option in options.SERVED else "handler"
+    said = meaning(table, f"`{option.key}`", 4)
+    return f"| `{option.key}` | {sources or '-'} | {default} | {option.allowed} | {said} |"
 
 
 def server_row(option: Option) -> str:
     sources = code([server_name(option.key), *option.variables])
     default = code((option.default,)) if option.default else "none"
-    return f"| {sources} | {default} | {option.allowed} | {option.meaning} |"
+    return f"| {sources} | {default} | {option.allowed} | {meaning('server', sources, 3)} |"
 
 
 def refused_row(option: Option, name: str) -> str:
-    variables = f", {code(option.variables)}" if option.variables else ""
-    return f"| `{name}`{variables} | {option.allowed} | {option.meaning} | {option.advice} |"
+    first = code((name, *option.variables))
+    return f"| {first} | {option.allowed} | {meaning('refused', first, 2)} | {option.advice} |"
 
 
 def alias_row(alias: Alias) -> str:
@@ -147,15 +162,14 @@ TABLES = {
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_documentation_has_the_table_of_options(name: str) -> None:
-    """`UPDATE_DOCS=1 pytest tests/unit/container/settings/test_options.py` writes the tables anew."""
-    begin, end = f"<!-- table {name} -->\n", f"<!-- end of table {name} -->\n"
-    before, rest = DOCUMENT.read_text(encoding="utf-8").split(begin)
-    table, after = rest.split(end)
+    """`UPDATE_DOCS=1 pytest tests/unit/container/settings/test_options.py` writes them anew, meanings aside."""
+    before, table, after = table_of(name)
     expected = "\n".join(TABLES[name]) + "\n"
     if os.environ.get("UPDATE_DOCS"):
-        DOCUMENT.write_text(before + begin + expected + end + after, encoding="utf-8")
+        DOCUMENT.write_text(before + expected + after, encoding="utf-8")
         return
     assert table == expected
+    assert "| ? |" not in table, "an option without a meaning"
 
 
 def test_server_defaults_name_keys_that_the_model_has() -> None:

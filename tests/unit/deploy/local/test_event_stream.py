@@ -9,7 +9,7 @@ from botocore.eventstream import EventStreamBuffer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.event_stream import encode_headers, encode_message, model_stream_error, payload_part
+from deploy.local.invocation import event_message, model_stream_error, payload_part
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 
@@ -25,8 +25,8 @@ def test_the_bytes_of_a_piece() -> None:
 
 
 def test_a_message_without_headers_has_16_bytes_more_than_its_payload() -> None:
-    assert encode_message(b"", b"").hex() == "000000100000000005c248eb7d98c8ff"
-    assert len(encode_message(b"", b"x" * 100)) == 116
+    assert event_message({}, b"").hex() == "000000100000000005c248eb7d98c8ff"
+    assert len(event_message({}, b"x" * 100)) == 116
 
 
 @given(st.lists(st.binary(max_size=200), max_size=8), st.lists(st.integers(0, 2000), max_size=10))
@@ -47,7 +47,7 @@ def test_pieces_come_out_of_botocores_decoder_however_they_are_cut(pieces: list[
 @given(st.dictionaries(TEXTS.filter(lambda name: 0 < len(name.encode()) <= 255), TEXTS, max_size=6), st.binary())
 def test_any_headers_and_payload_come_back(headers: dict[str, str], payload: bytes) -> None:
     buffer = EventStreamBuffer()
-    buffer.add_data(encode_message(encode_headers(headers), payload))
+    buffer.add_data(event_message(headers, payload))
     (event,) = buffer
     assert (event.headers, event.payload) == (headers, payload)
 

@@ -15,7 +15,7 @@ from botocore.exceptions import EventStreamError
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.local.event_stream import payload_part
+from deploy.local.invocation import payload_part
 from deploy.sagemaker import invoke
 from deploy.sagemaker.aws import Aws
 
