@@ -28,10 +28,12 @@ from tests.live.constrained import (
     disobeyed,
 )
 from tests.live.server import Server, hosted, records, write_model
+from tests.waiting import wait_until
 
 MESSAGES: Any = [{"role": "user", "content": "Name three colours."}]
 GREEDY = {"model": "model", "temperature": 0.0, "max_tokens": 8}
 ENDLESS: dict[str, Any] = {"model": "model", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+BACKGROUND = {"model": "first", "input": "Once", "background": True, "max_output_tokens": 900, "ignore_eos": True}
 SCHEMA = {
     "type": "object",
     "properties": {"colour": {"type": "string", "enum": ["red", "green", "blue"]}, "number": {"enum": [1, 2, 3]}},
@@ -493,6 +495,19 @@ class TestSmall:
             == 400
         )
 
+    def test_a_response_in_the_background_keeps_its_place_until_it_ends(self, small: Server) -> None:
+        begun = [small.client.post("/v1/responses", json=BACKGROUND) for _ in range(3)]
+        assert [response.json()["status"] for response in begun] == ["queued"] * 3
+        paths = [f"/v1/responses/{response.json()['id']}" for response in begun]
+        full = small.client.post("/v1/completions", json={"model": "first", "prompt": "Once", "max_tokens": 1})
+        assert (full.status_code, full.json()["error"]["type"]) == (503, "Service Unavailable")
+        assert [small.client.post(f"{path}/cancel").json()["status"] for path in paths] == ["cancelled"] * 3
+        small.wait_for_metric("slipway_engine_running", 0)
+        assert [small.client.get(path).json()["status"] for path in paths] == ["cancelled"] * 3
+        short = BACKGROUND | {"ignore_eos": False, "max_output_tokens": 2}
+        path = f"/v1/responses/{small.client.post('/v1/responses', json=short).json()['id']}"
+        wait_until(lambda: small.client.get(path).json()["status"] == "incomplete", 60)
+
     def test_an_engine_that_hangs_ends_its_requests(self, small: Server) -> None:
         failed = small.metric("slipway_generations_failed_total")
         pid = small.engine_process()
@@ -518,6 +533,7 @@ class TestSmall:
     def test_a_dead_engine_ends_its_requests(self, small: Server) -> None:
         document = {"model": "first", "prompt": "Once", "max_tokens": 900, "ignore_eos": True}
         streamed = document | {"stream": True}
+        background = small.client.post("/v1/responses", json=BACKGROUND).json()
         with (
             ThreadPoolExecutor(1) as pool,
             small.client.stream("POST", "/v1/completions", json=streamed, timeout=60) as stream,
@@ -525,7 +541,7 @@ class TestSmall:
             lines = stream.iter_lines()
             assert next(lines)
             whole = pool.submit(small.client.post, "/v1/completions", json=document, timeout=60)
-            small.wait_for_metric("slipway_engine_running", 2)
+            small.wait_for_metric("slipway_engine_waiting", 1)
             os.kill(small.engine_process(), signal.SIGKILL)
             died = time.monotonic()
             assert whole.result().status_code == 500
@@ -537,3 +553,4 @@ class TestSmall:
         late = small.client.post("/v1/completions", json=document)
         assert late.status_code == 500
         assert "error" in late.json()
+        assert small.client.get(f"/v1/responses/{background['id']}").json()["status"] == "failed"
