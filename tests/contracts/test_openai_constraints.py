@@ -98,8 +98,21 @@ def test_responses_and_messages_have_forms_of_their_own() -> None:
 def test_a_tool_may_be_named_by_a_string_as_tgis_clients_do(path: str) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     assert enforceable({"tool_choice": "weather"}, path) == {"tool_choice": named}
+    assert enforceable({"tool_choice": "any"}, path) == {"tool_choice": "required"}
     for choice in ("", "auto", "none", "required", named, {"function": {"name": "weather"}}, 5):
         assert enforceable({"tool_choice": choice}, path) == {}
+
+
+def test_the_format_of_a_message_does_not_matter_where_a_tool_is_to_be_called() -> None:
+    named = {"tool_choice": {"type": "function", "name": "f"}}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}, "verbosity": "low"}
+    assert enforceable({**named, "text": text}, RESPONSES) == {"text": {"verbosity": "low"}}
+    for form in (OPENAIS, {"type": "json_object"}, {"type": "json_schema", "schema": SCHEMA}):
+        assert enforceable({"tool_choice": "required", "response_format": form}, CHAT) == {"response_format": None}
+    assert enforceable({"tool_choice": "f", "response_format": OPENAIS}, CHAT) == {
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "response_format": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -111,6 +124,7 @@ def test_a_tool_may_be_named_by_a_string_as_tgis_clients_do(path: str) -> None:
         (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text.format"),
         (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "output_config.format"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tool_choice": "required", "response_format": OPENAIS}, "tool_choice"),
         (CHAT, {"tool_choice": "auto"}, "structured_outputs"),
     ],
 )
@@ -174,15 +188,21 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         CHAT,
-        {"tool_choice": "required", "response_format": {"type": "json_object"}},
-        "response_format",
+        {"tool_choice": "required", "guided_regex": "a"},
+        "guided_regex",
         f"{ONCE} a `tool_choice` that makes the model call a tool",
     ),
     (
         CHAT,
-        {"tool_choice": {"function": {"name": "f"}}, "response_format": OPENAIS},
-        "response_format",
+        {"tool_choice": {"function": {"name": "f"}}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
         f"{ONCE} a `tool_choice` that makes the model call a tool",
+    ),
+    (
+        CHAT,
+        {"tool_choice": "required", "response_format": {"type": "xml"}},
+        "response_format.type",
+        "must be one of text, json_object, json_schema, json, regex; got xml",
     ),
     (
         CHAT,

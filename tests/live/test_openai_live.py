@@ -419,11 +419,17 @@ class TestSmall:
             assert [model.id for model in client.models.list()] == ["first", "second"]
             assert client.completions.create(model="second", prompt="Hi", max_tokens=1).model == "first"
 
-    @pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "weather"}}, "weather"])
+    @pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "weather"}}, "weather", "any"])
     def test_a_named_tool_is_called_with_arguments_of_its_schema(self, small: Server, choice: Any) -> None:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
             answer = client.chat.completions.create(
-                messages=MESSAGES, model="first", max_tokens=60, tools=[WEATHER], tool_choice=choice
+                messages=MESSAGES,
+                model="first",
+                max_tokens=60,
+                temperature=0,
+                tools=[WEATHER],
+                tool_choice=choice,
+                response_format={"type": "json_schema", "json_schema": {"name": "message", "schema": SCHEMA}},
             )
         (call,) = answer.choices[0].message.tool_calls or ()
         assert call.type == "function"
@@ -447,6 +453,7 @@ class TestSmall:
         tool = {"type": "function", "strict": True, **WEATHER["function"]}
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
             asked = {"model": "first", "input": "Hello!", "tools": [tool], "max_output_tokens": 60, "temperature": 0}
+            asked["text"] = {"format": {"type": "json_schema", "name": "message", "schema": SCHEMA}}
             response = client.responses.create(tool_choice=choice, stream=stream, **asked)
             if stream:
                 response = list(response)[-1].response
@@ -496,17 +503,19 @@ class TestSmall:
         )
 
     def test_a_response_in_the_background_keeps_its_place_until_it_ends(self, small: Server) -> None:
+        def state(response: httpx.Response, method: str = "GET", action: str = "") -> Any:
+            path = f"/v1/responses/{response.json()['id']}{action}"
+            return small.client.request(method, path, json={"model": "first"}).json()["status"]
+
         begun = [small.client.post("/v1/responses", json=BACKGROUND) for _ in range(3)]
         assert [response.json()["status"] for response in begun] == ["queued"] * 3
-        paths = [f"/v1/responses/{response.json()['id']}" for response in begun]
         full = small.client.post("/v1/completions", json={"model": "first", "prompt": "Once", "max_tokens": 1})
         assert (full.status_code, full.json()["error"]["type"]) == (503, "Service Unavailable")
-        assert [small.client.post(f"{path}/cancel").json()["status"] for path in paths] == ["cancelled"] * 3
+        assert [state(response, "POST", "/cancel") for response in begun] == ["cancelled"] * 3
         small.wait_for_metric("slipway_engine_running", 0)
-        assert [small.client.get(path).json()["status"] for path in paths] == ["cancelled"] * 3
-        short = BACKGROUND | {"ignore_eos": False, "max_output_tokens": 2}
-        path = f"/v1/responses/{small.client.post('/v1/responses', json=short).json()['id']}"
-        wait_until(lambda: small.client.get(path).json()["status"] == "incomplete", 60)
+        assert [state(response) for response in begun] == ["cancelled"] * 3
+        short = small.client.post("/v1/responses", json=BACKGROUND | {"max_output_tokens": 2})
+        wait_until(lambda: state(short) == "incomplete")
 
     def test_an_engine_that_hangs_ends_its_requests(self, small: Server) -> None:
         failed = small.metric("slipway_generations_failed_total")
@@ -553,4 +562,5 @@ class TestSmall:
         late = small.client.post("/v1/completions", json=document)
         assert late.status_code == 500
         assert "error" in late.json()
-        assert small.client.get(f"/v1/responses/{background['id']}").json()["status"] == "failed"
+        response = small.client.request("GET", f"/v1/responses/{background['id']}", json={"model": "first"})
+        assert response.json()["status"] == "failed"
