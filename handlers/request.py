@@ -48,7 +48,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     any_whitespace: bool = True
     """JSON may have any white space; otherwise it is written on one line."""
     as_is: bool = False
-    """The engine takes it as vLLM's own clients mean it: a schema is not tightened, and `any_whitespace` is not set."""
+    """The engine takes it as vLLM's own clients mean it: `any_whitespace` is not set."""
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):

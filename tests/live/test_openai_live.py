@@ -48,7 +48,6 @@ WEATHER: Any = {
             "type": "object",
             "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
             "required": ["city"],
-            "additionalProperties": False,
         },
     },
 }
@@ -419,7 +418,7 @@ class TestSmall:
             assert [model.id for model in client.models.list()] == ["first", "second"]
             assert client.completions.create(model="second", prompt="Hi", max_tokens=1).model == "first"
 
-    @pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "weather"}}, "weather", "any"])
+    @pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "weather"}}, "weather"])
     def test_a_named_tool_is_called_with_arguments_of_its_schema(self, small: Server, choice: Any) -> None:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
             answer = client.chat.completions.create(
@@ -434,7 +433,7 @@ class TestSmall:
         (call,) = answer.choices[0].message.tool_calls or ()
         assert call.type == "function"
         assert call.function.name == "weather"
-        assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+        assert json.loads(call.function.arguments) in ({"city": "Paris"}, {"city": "Rome"})
 
     @pytest.mark.parametrize("name", ASYNCHRONOUS)
     def test_the_asynchronous_handler_enforces_or_refuses_what_constrains(self, small: Server, name: str) -> None:
@@ -459,7 +458,7 @@ class TestSmall:
                 response = list(response)[-1].response
         calls = [item for item in response.output if item.type == "function_call"]
         assert [call.name for call in calls] == ["weather"]
-        assert json.loads(calls[0].arguments)["city"] in ("Paris", "Rome")
+        assert json.loads(calls[0].arguments) in ({"city": "Paris"}, {"city": "Rome"})
 
     def test_tools_may_be_left_to_the_model(self, small: Server) -> None:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:

@@ -107,11 +107,9 @@ def _forced(body: Mapping[str, Any]) -> bool:
 
 
 def _named_tool(choice: Any) -> dict[str, Any]:
-    """The field to replace where TGI's clients name a tool by a string, or LangChain asks them for any."""
+    """The field to replace where TGI's clients name a tool by a string."""
     if not isinstance(choice, str) or choice in ("", "auto", "none", "required"):
         return {}
-    if choice == "any":
-        return {"tool_choice": "required"}
     return {"tool_choice": {"type": "function", "function": {"name": choice}}}
 
 
