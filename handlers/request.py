@@ -34,7 +34,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     regex: str | None = None  # A text that matches the whole expression.
     grammar: str | None = None  # A text of this grammar, which is written in the engine's EBNF.
     any_whitespace: bool = True  # JSON may have any white space; otherwise it is written on one line.
-    # The engine takes it as vLLM's own clients mean it: a schema is not tightened, and `any_whitespace` is not set.
+    # The engine takes it as vLLM's own clients mean it: `any_whitespace` is not set.
     as_is: bool = False
 
     def for_vllm(self) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """What one HTTP call holds while vLLM's serving classes work for it: places in the queue, and adapters.
 
 These classes start and drop generators and tasks as they please. What is held therefore belongs to the call, and is
-freed when the call ends, whatever became of them.
+freed when the call ends, whatever became of them. A response in the background alone goes on, and keeps it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ class OpenAICall:
     """One call of vLLM's front end: its places in the queue, its adapters, and how it went."""
 
     __slots__ = (
-        *("_closed", "_held", "_queue", "adapters", "any_model", "engine"),
+        *("_background", "_closed", "_held", "_queue", "adapters", "any_model", "engine"),
         *("failed", "form_name", "generates", "submitted"),
     )
 
@@ -28,6 +29,7 @@ class OpenAICall:
         self._queue, self.engine = queue, queue.engine
         self._held = 0
         self._closed = False
+        self._background: asyncio.Task[None] | None = None
         self.any_model = any_model  # No `model` in its body is refused.
         self.form_name = "structured_outputs"  # What its body calls the form that its text is to have.
         # Adapters that are kept for the call, by name; a beam search asks for its own several times.
@@ -40,7 +42,7 @@ class OpenAICall:
         """Take places for sequences of this call. Raises InvalidRequest: the call would never fit, or has ended;
         Overloaded: there are not enough now."""
         limit = self._queue.limit
-        if self._closed:  # something that outlives its call, such as a response in the background
+        if self._closed:  # something that outlives its call
             raise InvalidRequest("the call has ended; nothing can be generated for it any more")
         if self._held + sequences > limit:
             raise InvalidRequest(f"the request asks for too many sequences; at most {limit} can be served")
@@ -61,7 +63,16 @@ class OpenAICall:
             claim.release()
         return kept
 
+    def goes_on_in(self, task: asyncio.Task[None]) -> None:
+        """Keep what the call holds until the task has ended: it makes a response in the background."""
+        self._background = task
+
     def close(self) -> None:
+        """Give everything back, once nothing goes on in the background."""
+        task, self._background = self._background, None
+        if task is not None and not task.done():
+            task.add_done_callback(lambda _: self.close())
+            return
         self.release(self._held)
         for claim in self.adapters.values():
             claim.release()

@@ -8,6 +8,8 @@ It relies on internals of vLLM, which tests/live/test_openai_seam.py looks for:
 - each of `_ROUTERS` has an APIRouter `router` whose routes find their serving objects in `app.state`;
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects;
 - `create_error_response(error)` gives an exception its status;
+- `OpenAIServingResponses.background_tasks` gets each task of a response in the background, in the context of its call,
+  and `response_store` has what is known of the response;
 - `OpenAIServingModels.is_base_model(name)` decides whether a request's `model` is served here, unless its
   `lora_requests` have the name;
 - what `front_end` reads of the serving objects, and `OnlineRenderer.preprocess_chat`, whose way from messages to a
@@ -17,11 +19,13 @@ It relies on internals of vLLM, which tests/live/test_openai_seam.py looks for:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
 import logging
 import os
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +127,29 @@ def routers() -> list[Any]:
     return [importlib.import_module(name).router for name in _ROUTERS]
 
 
+class _BackgroundTasks(dict[str, "asyncio.Task[None]"]):
+    """vLLM's responses in the background, by their ids.
+
+    Each keeps what its call holds. One that fails says so: for vLLM it would stay queued for good.
+    """
+
+    def __init__(self, responses: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._responses = responses
+
+    def __setitem__(self, response_id: str, task: asyncio.Task[None]) -> None:
+        super().__setitem__(response_id, task)
+        current_call.get().goes_on_in(task)
+        task.add_done_callback(partial(self._ended, response_id))
+
+    def _ended(self, response_id: str, task: asyncio.Task[None]) -> None:
+        response = self._responses[response_id]
+        if response.status in ("queued", "in_progress"):
+            response.status = "failed"
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.info("a response in the background failed: %s", type(error).__name__)
+
+
 async def build(
     client: Any,
     arguments: Mapping[str, Any],
@@ -159,6 +186,8 @@ async def build(
         # vLLM would have its server exit when its engine has died; whether ours does is `fail_fast`.
         app.state.server = SimpleNamespace(should_exit=False)
         await init_app_state(client, app.state, args, supported_tasks=("generate",))
+        responses = app.state.openai_serving_responses
+        responses.background_tasks = _BackgroundTasks(responses.response_store)
         models = app.state.openai_serving_models
         served = models.is_base_model
         models.is_base_model = lambda name: served(name) or accepts(name)

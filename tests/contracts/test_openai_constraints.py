@@ -102,6 +102,18 @@ def test_a_tool_may_be_named_by_a_string_as_tgis_clients_do(path: str) -> None:
         assert enforceable({"tool_choice": choice}, path) == {}
 
 
+def test_the_format_of_a_message_does_not_matter_where_a_tool_is_to_be_called() -> None:
+    named = {"tool_choice": {"type": "function", "name": "f"}}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}, "verbosity": "low"}
+    assert enforceable({**named, "text": text}, RESPONSES) == {"text": {"verbosity": "low"}}
+    for form in (OPENAIS, {"type": "json_object"}, {"type": "json_schema", "schema": SCHEMA}):
+        assert enforceable({"tool_choice": "required", "response_format": form}, CHAT) == {"response_format": None}
+    assert enforceable({"tool_choice": "f", "response_format": OPENAIS}, CHAT) == {
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "response_format": None,
+    }
+
+
 @pytest.mark.parametrize(
     ("path", "body", "name"),
     [
@@ -111,6 +123,7 @@ def test_a_tool_may_be_named_by_a_string_as_tgis_clients_do(path: str) -> None:
         (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text.format"),
         (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "output_config.format"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tool_choice": "required", "response_format": OPENAIS}, "tool_choice"),
         (CHAT, {"tool_choice": "auto"}, "structured_outputs"),
     ],
 )
@@ -174,15 +187,21 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         CHAT,
-        {"tool_choice": "required", "response_format": {"type": "json_object"}},
-        "response_format",
+        {"tool_choice": "required", "guided_regex": "a"},
+        "guided_regex",
         f"{ONCE} a `tool_choice` that makes the model call a tool",
     ),
     (
         CHAT,
-        {"tool_choice": {"function": {"name": "f"}}, "response_format": OPENAIS},
-        "response_format",
+        {"tool_choice": {"function": {"name": "f"}}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
         f"{ONCE} a `tool_choice` that makes the model call a tool",
+    ),
+    (
+        CHAT,
+        {"tool_choice": "required", "response_format": {"type": "xml"}},
+        "response_format.type",
+        "must be one of text, json_object, json_schema, json, regex; got xml",
     ),
     (
         CHAT,

@@ -98,6 +98,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server without a model, for tests that bring theirs (`hosted`); a parameter as `engine` is."""
     directory = tmp_path_factory.mktemp("host")
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "HF_MODULES_CACHE": str(directory / "modules")}
+    environment["VLLM_ENABLE_RESPONSES_API_STORE"] = "1"
     if worker:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = str(max(os.sched_getaffinity(0)))
     server = Server(None, directory / "server.log", environment, name=None)

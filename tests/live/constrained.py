@@ -23,7 +23,6 @@ AT_A_TIME = 16
 
 SCHEMA = {"properties": {"n": {"type": "integer", "minimum": 1, "maximum": 5}}, "required": ["n"]}
 CLOSED = {"type": "object", "additionalProperties": False, **SCHEMA}
-"""vLLM takes a schema literally: without a type any number would do."""
 REGEX = "[0-9]{3}-[0-9]{2}"
 POOL = ["yes", "no"]
 GRAMMAR = 'root ::= "red" | "blue"'

@@ -28,10 +28,12 @@ from tests.live.constrained import (
     disobeyed,
 )
 from tests.live.server import Server, hosted, records, write_model
+from tests.waiting import wait_until
 
 MESSAGES: Any = [{"role": "user", "content": "Name three colours."}]
 GREEDY = {"model": "model", "temperature": 0.0, "max_tokens": 8}
 ENDLESS: dict[str, Any] = {"model": "model", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+BACKGROUND = {"model": "first", "input": "Once", "background": True, "max_output_tokens": 900, "ignore_eos": True}
 SCHEMA = {
     "type": "object",
     "properties": {"colour": {"type": "string", "enum": ["red", "green", "blue"]}, "number": {"enum": [1, 2, 3]}},
@@ -46,7 +48,6 @@ WEATHER: Any = {
             "type": "object",
             "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
             "required": ["city"],
-            "additionalProperties": False,
         },
     },
 }
@@ -421,12 +422,18 @@ class TestSmall:
     def test_a_named_tool_is_called_with_arguments_of_its_schema(self, small: Server, choice: Any) -> None:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
             answer = client.chat.completions.create(
-                messages=MESSAGES, model="first", max_tokens=60, tools=[WEATHER], tool_choice=choice
+                messages=MESSAGES,
+                model="first",
+                max_tokens=60,
+                temperature=0,
+                tools=[WEATHER],
+                tool_choice=choice,
+                response_format={"type": "json_schema", "json_schema": {"name": "message", "schema": SCHEMA}},
             )
         (call,) = answer.choices[0].message.tool_calls or ()
         assert call.type == "function"
         assert call.function.name == "weather"
-        assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+        assert json.loads(call.function.arguments) in ({"city": "Paris"}, {"city": "Rome"})
 
     @pytest.mark.parametrize("name", ASYNCHRONOUS)
     def test_the_asynchronous_handler_enforces_or_refuses_what_constrains(self, small: Server, name: str) -> None:
@@ -445,12 +452,13 @@ class TestSmall:
         tool = {"type": "function", "strict": True, **WEATHER["function"]}
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
             asked = {"model": "first", "input": "Hello!", "tools": [tool], "max_output_tokens": 60, "temperature": 0}
+            asked["text"] = {"format": {"type": "json_schema", "name": "message", "schema": SCHEMA}}
             response = client.responses.create(tool_choice=choice, stream=stream, **asked)
             if stream:
                 response = list(response)[-1].response
         calls = [item for item in response.output if item.type == "function_call"]
         assert [call.name for call in calls] == ["weather"]
-        assert json.loads(calls[0].arguments)["city"] in ("Paris", "Rome")
+        assert json.loads(calls[0].arguments) in ({"city": "Paris"}, {"city": "Rome"})
 
     def test_tools_may_be_left_to_the_model(self, small: Server) -> None:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
@@ -493,6 +501,21 @@ class TestSmall:
             == 400
         )
 
+    def test_a_response_in_the_background_keeps_its_place_until_it_ends(self, small: Server) -> None:
+        def state(response: httpx.Response, method: str = "GET", action: str = "") -> Any:
+            path = f"/v1/responses/{response.json()['id']}{action}"
+            return small.client.request(method, path, json={"model": "first"}).json()["status"]
+
+        begun = [small.client.post("/v1/responses", json=BACKGROUND) for _ in range(3)]
+        assert [response.json()["status"] for response in begun] == ["queued"] * 3
+        full = small.client.post("/v1/completions", json={"model": "first", "prompt": "Once", "max_tokens": 1})
+        assert (full.status_code, full.json()["error"]["type"]) == (503, "Service Unavailable")
+        assert [state(response, "POST", "/cancel") for response in begun] == ["cancelled"] * 3
+        small.wait_for_metric("slipway_engine_running", 0)
+        assert [state(response) for response in begun] == ["cancelled"] * 3
+        short = small.client.post("/v1/responses", json=BACKGROUND | {"max_output_tokens": 2})
+        wait_until(lambda: state(short) == "incomplete")
+
     def test_an_engine_that_hangs_ends_its_requests(self, small: Server) -> None:
         failed = small.metric("slipway_generations_failed_total")
         pid = small.engine_process()
@@ -518,6 +541,7 @@ class TestSmall:
     def test_a_dead_engine_ends_its_requests(self, small: Server) -> None:
         document = {"model": "first", "prompt": "Once", "max_tokens": 900, "ignore_eos": True}
         streamed = document | {"stream": True}
+        background = small.client.post("/v1/responses", json=BACKGROUND).json()
         with (
             ThreadPoolExecutor(1) as pool,
             small.client.stream("POST", "/v1/completions", json=streamed, timeout=60) as stream,
@@ -525,7 +549,7 @@ class TestSmall:
             lines = stream.iter_lines()
             assert next(lines)
             whole = pool.submit(small.client.post, "/v1/completions", json=document, timeout=60)
-            small.wait_for_metric("slipway_engine_running", 2)
+            small.wait_for_metric("slipway_engine_waiting", 1)
             os.kill(small.engine_process(), signal.SIGKILL)
             died = time.monotonic()
             assert whole.result().status_code == 500
@@ -537,3 +561,5 @@ class TestSmall:
         late = small.client.post("/v1/completions", json=document)
         assert late.status_code == 500
         assert "error" in late.json()
+        response = small.client.request("GET", f"/v1/responses/{background['id']}", json={"model": "first"})
+        assert response.json()["status"] == "failed"

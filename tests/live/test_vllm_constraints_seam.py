@@ -78,10 +78,11 @@ async def test_a_process_that_was_killed_while_it_was_idle_refuses_no_constraint
         ({"properties": {"properties": {"type": "string"}}}, [""]),
     ],
 )
+@pytest.mark.parametrize("as_is", [False, True])
 async def test_objects_are_closed_unless_the_schema_says_otherwise_or_combines_them(
-    translator: ConstraintTranslator, schema: dict[str, Any], closed: list[str]
+    translator: ConstraintTranslator, schema: dict[str, Any], closed: list[str], as_is: bool
 ) -> None:
-    written = json.loads((await translated(translator, json_schema=json.dumps(schema))).json)
+    written = json.loads((await translated(translator, json_schema=json.dumps(schema), as_is=as_is)).json)
     places = {"": written, "a": written.get("properties", {}).get("a"), "anyOf": written.get("anyOf", [None])[0]}
     found = [name for name, part in places.items() if part and part.get("additionalProperties") is False]
     assert found == closed

@@ -33,6 +33,8 @@ _NESTS = ("extra_body", "parameters")
 # The fields that `enforceable` looks at.
 FIELDS = CONSTRAINING | {"use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
 _NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_OF_MESSAGES = ("response_format", "text.format")
+"""OpenAI's forms. They are of a message's text; a call of a tool has the form of the tool's arguments."""
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 
 
@@ -59,6 +61,8 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
         _check_output_config(body)
         return {}
     changes = _named_tool(body.get("tool_choice")) if path in (CHAT, BATCH) else {}
+    if _forced(body):
+        return changes | _without_formats(body)
     given = _forms(body, path)
     if len(given) > 1:
         raise InvalidParameter(given[1], f"cannot be combined with `{given[0]}`: send one of them")
@@ -78,7 +82,7 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
 
 def form_name(body: Mapping[str, Any], path: str) -> str:
     """What the client calls the form of its text. `body`: as in `enforceable`."""
-    return next(iter(_forms(body, path)), "tool_choice" if _forced(body) else "structured_outputs")
+    return "tool_choice" if _forced(body) else next(iter(_forms(body, path)), "structured_outputs")
 
 
 def _forms(body: Mapping[str, Any], path: str) -> list[str]:
@@ -113,8 +117,24 @@ def _check_tool_choice(body: Mapping[str, Any], path: str, parses_tools: bool) -
             raise InvalidParameter("tool_choice", "needs option.tool_call_parser, unless it is auto or none")
         if isinstance(choice, dict) and choice.get("type") not in ("function", "custom"):
             raise InvalidParameter("tool_choice.type", "must be one of function, custom; others cannot be enforced")
-    if forms := _forms(body, path):
+    if forms := [form for form in _forms(body, path) if form not in _OF_MESSAGES]:
         raise InvalidParameter(forms[0], "cannot be combined with a `tool_choice` that makes the model call a tool")
+
+
+def _without_formats(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields to replace where the model has to call a tool.
+
+    Raises:
+        InvalidParameter: `response_format` is wrong.
+    """
+    changes: dict[str, Any] = {}
+    if (form := body.get("response_format")) is not None:
+        changes["response_format"] = None
+        if not _is_vllms(form):
+            constraint_of("response_format", form)
+    if _member(body, "text", "format") is not None:
+        changes["text"] = {name: value for name, value in body["text"].items() if name != "format"}
+    return changes
 
 
 def _member(body: Mapping[str, Any], name: str, member: str) -> Any:

@@ -170,12 +170,11 @@ def _check_size(parameter: str, texts: tuple[str, ...], most: int) -> None:
         raise InvalidParameter(parameter, "must not hold half of a surrogate pair") from None
 
 
-def _schema(parameter: str, text: str, *, tight: bool = True) -> dict[str, Any]:
+def _schema(parameter: str, text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
         if isinstance(schema, dict):
-            if tight:
-                _tighten(schema, closed='"allOf"' not in text)
+            _tighten(schema, closed='"allOf"' not in text)
             return schema
     except RecursionError:
         raise InvalidParameter(parameter, "is nested too deeply") from None
@@ -185,14 +184,13 @@ def _schema(parameter: str, text: str, *, tight: bool = True) -> dict[str, Any]:
 
 
 def _with_options(parameter: str, outputs: StructuredOutputsParams) -> StructuredOutputsParams:
-    """Write vLLM's options on JSON into the schema: its back end follows those of the whole engine alone."""
-    if outputs.json is None and not outputs.json_object:
-        return outputs
-    if not (outputs.disable_any_whitespace or outputs.disable_additional_properties):
+    """Tighten the schema, and write vLLM's option on white space into it: the back end follows that of the whole engine
+    alone."""
+    if outputs.json is None and not (outputs.json_object and outputs.disable_any_whitespace):
         return outputs
     text = outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json or {"type": "object"})
     _check_size(parameter, (text,), MAX_CHARACTERS)
-    schema = _schema(parameter, text, tight=outputs.disable_additional_properties)
+    schema = _schema(parameter, text)
     if outputs.disable_any_whitespace:
         schema["x-guidance"] = _COMPACT
     return dataclasses.replace(outputs, json=json.dumps(schema), json_object=None)

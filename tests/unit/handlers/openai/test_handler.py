@@ -304,6 +304,26 @@ def test_a_call_holds_places_until_it_ends() -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_goes_on_in_the_background_keeps_the_calls_places_until_it_ends() -> None:
+    ends = asyncio.Event()
+
+    async def background() -> None:
+        current_call.get().take(2)
+        await ends.wait()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        task = asyncio.create_task(background())
+        current_call.get().goes_on_in(task)
+        await send(start())
+        await send(part(b"{}"))
+
+    _, handler = await served(app)
+    await until(lambda: handler.open_sequences == 2)
+    ends.set()
+    await until(lambda: handler.open_sequences == 0)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/openai/v1/completions"])
 async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -> None:
     bodies: list[Any] = []
