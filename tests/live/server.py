@@ -112,6 +112,14 @@ class Server:
             document["stream"] = stream
         return self.client.post("/invocations", json=document)
 
+    def send(self, path: str, document: object) -> socket.socket:
+        """A connection on which a request was sent; to close it is to leave, as a client does."""
+        body = json.dumps(document).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        client.sendall(head.encode() + b"\r\n\r\n" + body)
+        return client
+
     def metric(self, name: str) -> float:
         """The value of a metric that has no label but, in a server of several models, the model's name."""
         for line in self.client.get("/metrics").text.splitlines():

@@ -16,7 +16,8 @@ _SEED = 3
 MAX_MODEL_LEN = 16384
 ENDLESS: dict[str, Any] = {"max_new_tokens": 16000, "ignore_eos_token": True}
 """Half a minute; a slow client must not find it finished."""
-ENDLESS_STREAM = {"model": "model", "prompt": "Once", "n": 3, "max_tokens": 16000, "ignore_eos": True, "stream": True}
+ENDLESS_COMPLETION: dict[str, Any] = {"prompt": "Once", "max_tokens": 16000, "ignore_eos": True}
+ENDLESS_STREAM = {"model": "model", "n": 3, "stream": True, **ENDLESS_COMPLETION}
 
 
 def prepare_small_model() -> Path:

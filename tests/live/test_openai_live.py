@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-import httpx
 import jsonschema
 import openai
 import pytest
@@ -28,10 +28,10 @@ from tests.live.constrained import (
     disobeyed,
 )
 from tests.live.server import Server, hosted, records, write_model
+from tests.live.small_model import ENDLESS_COMPLETION
 
 MESSAGES: Any = [{"role": "user", "content": "Name three colours."}]
 GREEDY = {"model": "model", "temperature": 0.0, "max_tokens": 8}
-ENDLESS: dict[str, Any] = {"model": "model", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
 SCHEMA = {
     "type": "object",
     "properties": {"colour": {"type": "string", "enum": ["red", "green", "blue"]}, "number": {"enum": [1, 2, 3]}},
@@ -333,12 +333,7 @@ def test_a_client_that_leaves_stops_its_generations(server: Server, path: str, s
             lines = reply.iter_lines()
             assert [next(lines) for _ in range(5)]
     else:
-        body = json.dumps(document).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
-            client.sendall(head.encode() + body)
+        with server.send(path, document):
             server.wait_for_metric("slipway_engine_running", sequences)
     for gauge in ("slipway_open_requests", "slipway_engine_running", "slipway_engine_waiting"):
         server.wait_for_metric(gauge, 0)
@@ -386,6 +381,30 @@ def test_tokens_are_counted(client: openai.OpenAI, server: Server) -> None:
     client.completions.create(prompt="Once", **GREEDY)
     list(client.completions.create(prompt="Once", stream=True, **GREEDY))
     assert [server.metric(name) - was for name, was in zip(names, before, strict=True)] == [16, 2, 2, 2]
+
+
+def test_a_full_queue_is_503_and_lmis_own_error_on_invocations(
+    host: Server, tmp_path: Path, small_options: dict[str, object]
+) -> None:
+    options = small_options | {"rolling_batch": "disable", "async_mode": "true", "max_rolling_batch_size": 2}
+    model = write_model(tmp_path / "model", **options)
+    with (model / "serving.properties").open("a") as file:
+        file.write("job_queue_size=1\n")
+    with hosted(host, model) as server, contextlib.ExitStack() as clients:
+        one = {"model": server.name, "prompt": "Once", "max_tokens": 1}
+        for _ in range(3):
+            clients.enter_context(server.send("/v1/completions", one | ENDLESS_COMPLETION))
+        server.wait_for_metric("slipway_engine_running", 2)
+        server.wait_for_metric("slipway_engine_waiting", 1)
+        full = server.client.post("/v1/completions", json=one)
+        lmi = server.client.post("/invocations", json=one)
+        clients.close()
+        server.wait_for_metric("slipway_open_requests", 0)
+        too_many = server.client.post("/v1/completions", json=one | {"prompt": ["a"] * 4})
+    assert full.status_code == 503
+    assert full.json()["error"]["type"] == "Service Unavailable"
+    assert lmi.json()["type"] == "WlmCapacityException"
+    assert too_many.status_code == 400
 
 
 @pytest.fixture(scope="module")
@@ -473,25 +492,6 @@ class TestSmall:
         assert small.invoke("Once", stream=True, max_new_tokens=2).text.endswith("}\n\n\n")
         refused = small.client.post("/invocations", json={"messages": MESSAGES, "temperature": 9.0})
         assert (refused.status_code, refused.json()["code"]) == (400, 400)
-
-    def test_a_full_queue_is_503_and_lmis_own_error_on_invocations(self, small: Server) -> None:
-        document = {"model": "first", "prompt": "Once", "max_tokens": 100, "ignore_eos": True}
-        with ThreadPoolExecutor(3) as pool, httpx.Client(base_url=small.url, timeout=60) as client:
-            for _ in range(3):
-                pool.submit(client.post, "/v1/completions", json=document)
-            small.wait_for_metric("slipway_engine_running", 2)
-            small.wait_for_metric("slipway_engine_waiting", 1)
-            full = small.client.post("/v1/completions", json=document)
-            lmi = small.client.post("/invocations", json=document)
-        assert full.status_code == 503
-        assert full.json()["error"]["type"] == "Service Unavailable"
-        assert lmi.json()["type"] == "WlmCapacityException"
-        assert (
-            small.client.post(
-                "/v1/completions", json={"model": "first", "prompt": ["a"] * 4, "max_tokens": 1}
-            ).status_code
-            == 400
-        )
 
     def test_an_engine_that_hangs_ends_its_requests(self, small: Server) -> None:
         failed = small.metric("slipway_generations_failed_total")
