@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import Callable
 
-SECONDS = 60.0
+SECONDS = 120.0
 """Long enough for a busy machine; a test that passes never waits so long."""
 
 
@@ -19,7 +19,7 @@ def wait_until(condition: Callable[[], object], seconds: float = SECONDS, about:
         time.sleep(0.02)
 
 
-async def until(condition: Callable[[], object], seconds: float = 15) -> None:
+async def until(condition: Callable[[], object], seconds: float = SECONDS) -> None:
     """Wait until the condition, which may be a coroutine function, holds, while the event loop goes on.
 
     Raises:
