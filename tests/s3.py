@@ -97,6 +97,17 @@ def _other_bytes(times: int, sent: Callable[[bytes], bytes]) -> Fault:
     return fault
 
 
+def held(until: threading.Event, ending: str = "") -> Fault:
+    """Every object that ends so waits."""
+
+    def fault(passing: Passing) -> bool:
+        if passing.path.endswith(ending):
+            until.wait()
+        return False
+
+    return fault
+
+
 def slow(seconds: float, ending: str = "") -> Fault:
     """Every object that ends so takes its time."""
 
