@@ -46,7 +46,7 @@ def starting(
     with moto() as address, gate_to(address) as gate:
         files = {f"llms/smol/{path.name}": path.read_bytes() for path in weights.iterdir() if path.is_file()}
         put(address, files | {"llms/smol/serving.properties": PROPERTIES})
-        gate.fault = held(weights_may_come, ending=".safetensors")
+        gate.fault = held(weights_may_come, ending=".safetensors", first=1)
         environment = CREDENTIALS | {
             "AWS_ENDPOINT_URL_S3": gate.url,
             "HF_MODEL_ID": f"s3://{BUCKET}/llms/smol",
