@@ -97,6 +97,20 @@ def _other_bytes(times: int, sent: Callable[[bytes], bytes]) -> Fault:
     return fault
 
 
+def held(until: threading.Event, ending: str = "", first: int = 0) -> Fault:
+    """Every object that ends so waits, after so many answers that do not."""
+    left = [first]
+
+    def fault(passing: Passing) -> bool:
+        if passing.path.endswith(ending):
+            left[0] -= 1
+            if left[0] < 0:
+                until.wait()
+        return False
+
+    return fault
+
+
 def slow(seconds: float, ending: str = "") -> Fault:
     """Every object that ends so takes its time."""
 

@@ -6,8 +6,9 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-SECONDS = 60.0
+SECONDS = 120.0
 """Long enough for a busy machine; a test that passes never waits so long."""
 
 
@@ -19,7 +20,17 @@ def wait_until(condition: Callable[[], object], seconds: float = SECONDS, about:
         time.sleep(0.02)
 
 
-async def until(condition: Callable[[], object], seconds: float = 15) -> None:
+def wait_until_still(file: Path) -> None:
+    """Block until a file is there, and has not changed for a while: its writer waits."""
+    deadline = time.monotonic() + SECONDS
+    seen = None
+    while seen is None or seen != file.read_bytes():
+        assert time.monotonic() < deadline
+        seen = file.read_bytes() if file.exists() else None
+        time.sleep(1)
+
+
+async def until(condition: Callable[[], object], seconds: float = SECONDS) -> None:
     """Wait until the condition, which may be a coroutine function, holds, while the event loop goes on.
 
     Raises:

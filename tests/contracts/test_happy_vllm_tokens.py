@@ -414,14 +414,14 @@ def test_a_long_text_takes_time_in_proportion(model: Model) -> None:
     text = "Hey, how are you ? " * 10_000
     assert "".join(ask("/v1/split_text", {"text": text}, model)["split_text"]) == text
     assert "".join(ask("/v1/split_text", {"text": "🤗" * 40_000}, model)["split_text"]) == "🤗" * 40_000
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
 
 
 def test_bytes_that_are_no_text_take_time_in_proportion() -> None:
     byte = LIKE_GPT.tokenizer.encode("🤗")[-1]
     begun = time.monotonic()
     ask("/v1/decode", {"token_ids": [byte] * 20_000, "with_tokens_str": True, "vanilla": False})
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
 
 
 LONG, MANY = "x" * ((1 << 20) + 1), [1] * ((1 << 19) + 1)

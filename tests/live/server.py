@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -22,14 +23,18 @@ import psutil
 from tests.waiting import wait_until
 
 START_SECONDS = 550.0
-METRIC_SECONDS = 60.0
+METRIC_SECONDS = 120.0
+_ports = iter(random.sample(range(20_000, 32_000), 12_000))
+"""Below those that the kernel gives to connections, and above those that Ray does; each is tried once."""
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that stays free until its server takes it: nothing else asks for it."""
+    for port in _ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def write_model(directory: Path, **options: object) -> Path:
@@ -112,6 +117,14 @@ class Server:
             document["stream"] = stream
         return self.client.post("/invocations", json=document)
 
+    def send(self, path: str, document: object) -> socket.socket:
+        """A connection on which a request was sent; to close it is to leave, as a client does."""
+        body = json.dumps(document).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        client.sendall(head.encode() + b"\r\n\r\n" + body)
+        return client
+
     def metric(self, name: str) -> float:
         """The value of a metric that has no label but, in a server of several models, the model's name."""
         for line in self.client.get("/metrics").text.splitlines():
@@ -122,10 +135,13 @@ class Server:
     def wait_for_metric(self, name: str, value: float) -> None:
         wait_until(lambda: self.metric(name) == value, METRIC_SECONDS, about=lambda: f"{name} is {self.metric(name)}")
 
+    def children(self) -> list[psutil.Process]:
+        """The processes below it."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
     def engine_process(self) -> int:
         """The process id of vLLM's engine core."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(child.pid for child in children if "EngineCore" in child.name())
+        return next(child.pid for child in self.children() if "EngineCore" in child.name())
 
     def has_engine_process(self) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess, StopIteration):
@@ -134,8 +150,7 @@ class Server:
 
     def worker_process(self) -> psutil.Process:
         """The first worker of vLLM's engine."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(child for child in children if "Worker" in " ".join(child.cmdline()))
+        return next(child for child in self.children() if "Worker" in " ".join(child.cmdline()))
 
     def stop(self) -> int:
         """End it; returns the exit code."""
@@ -143,7 +158,7 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(40)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.process.pid, signal.SIGKILL)
@@ -161,10 +176,25 @@ class HostedModel(Server):
         self.name = name
         self.client = httpx.Client(base_url=host.url, timeout=120, params={"model_name": name})
         self._logged = len(host.log_text())
+        self._before = set(super().children())
+
+    def children(self) -> list[psutil.Process]:
+        """Those that came with the model."""
+        return [child for child in super().children() if child not in self._before]
 
     def log_text(self) -> str:
         """What was logged since the model came."""
         return super().log_text()[self._logged :]
+
+
+@contextlib.contextmanager
+def stopped(process: int) -> Iterator[None]:
+    """A process that stands still, for the time of the block."""
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
 
 
 @contextlib.contextmanager

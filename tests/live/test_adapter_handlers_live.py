@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.server import Server, serving_copy, start_copy, write_model
+from tests.live.server import START_SECONDS, Server, serving_copy, start_copy, write_model
 
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
 
@@ -73,7 +73,7 @@ def test_an_adapter_beside_the_model_that_fails_stops_the_start(tmp_path: Path) 
     model.write_text(model.read_text().replace('contents.get("switch")', '"error"'))
     server = start_copy(fixture, tmp_path, enable_lora="true")
     try:
-        assert server.process.wait(60) != 0
+        assert server.process.wait(START_SECONDS) != 0
         assert "the adapter beside of " in server.log_text()
         assert "this adapter is broken" in server.log_text()
     finally:
@@ -84,7 +84,7 @@ def test_adapters_need_an_engine_that_has_them(tmp_path: Path, sample_model: Pat
     model_dir = write_model(tmp_path / "model", model_id=sample_model, rolling_batch="disable", enable_lora="true")
     server = Server(model_dir, tmp_path / "server.log")
     try:
-        assert server.process.wait(60) != 0
+        assert server.process.wait(START_SECONDS) != 0
         assert "option.enable_lora is true: adapters need the vLLM engine" in server.log_text()
     finally:
         server.stop()

@@ -119,6 +119,6 @@ async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place
     with pytest.raises(UnknownAdapter):
         await adapters.claim("a")
     call.close()
-    await asyncio.wait_for(removal, 10)
+    await asyncio.wait_for(removal, 60)
     assert llm.orders[-1] == ("remove", 2)
     await adapters.stop()

@@ -273,7 +273,7 @@ async def test_a_model_that_is_unloaded_leaves_no_formatter_and_no_thread_for_th
     await until(lambda: reply.ended, 60)
     [formatting] = [t for t in threading.enumerate() if t.name.startswith("formatters") and t not in before]
     await service.stop()
-    await asyncio.to_thread(formatting.join, 5)
+    await asyncio.to_thread(formatting.join, 60)
     assert not formatting.is_alive()
     assert module not in sys.modules
 

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from tests.live.chromium import MISSING, PROGRAM, Browser, Page, chromium
-from tests.live.server import Server
+from tests.live.server import Server, stopped
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
 
@@ -164,10 +164,11 @@ def test_stop_ends_the_generation_in_the_engine(page: Page, server: Server) -> N
         greedy(page, contract, "900")
         page.click("#send")
         page.wait_for("document.querySelector('.text').textContent.length > 20")
-        assert server.metric(RUNNING) == 1, contract
-        page.press("Escape")
-        page.wait_for(ENDED)
-        assert state(page) == "stopped"
+        with stopped(server.engine_process()):  # so that the generation does not come to its end meanwhile
+            assert server.metric(RUNNING) == 1, contract
+            page.press("Escape")
+            page.wait_for(ENDED)
+            assert state(page) == "stopped"
         server.wait_for_metric(RUNNING, 0)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import httpx
@@ -17,8 +16,8 @@ import psutil
 import pytest
 
 from djl_python.np_util import from_nd_list, to_nd_list
-from tests.live.server import Server, copy_model, hosted, serving_copy, start_copy
-from tests.waiting import wait_until
+from tests.live.server import METRIC_SECONDS, START_SECONDS, Server, copy_model, hosted, serving_copy, start_copy
+from tests.waiting import wait_until, wait_until_still
 
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
 
@@ -154,11 +153,8 @@ def test_a_client_that_reads_slowly_holds_its_stream_back(echo: Server, tmp_path
     journal = tmp_path / "slow"
     with echo.client.stream("POST", f"/invocations?endless=100000&journal={journal}") as response:
         next(response.iter_raw())
-        time.sleep(1)
-        early = int(journal.read_text())
-        time.sleep(1)
-        assert int(journal.read_text()) == early, "the handler went on although nobody read"
-    assert early * 100_000 < 20_000_000
+        wait_until_still(journal)
+        assert int(journal.read_text()) * 100_000 < 20_000_000
 
 
 def test_arrays_go_in_and_out(host: Server, tmp_path: Path) -> None:
@@ -186,7 +182,7 @@ def test_async_handlers_serve_many_at_once(host: Server, tmp_path: Path) -> None
     with hosted(host, model) as server:
 
         def ask(number: int) -> str:
-            document = {"do": "stream", "count": 5, "delay": 0.1, "text": f"n{number}"}
+            document = {"do": "stream", "count": 5, "delay": 0.5, "text": f"n{number}"}
             text: str = server.client.post("/invocations", json=document).text
             return text
 
@@ -194,13 +190,13 @@ def test_async_handlers_serve_many_at_once(host: Server, tmp_path: Path) -> None
         with ThreadPoolExecutor(20) as pool:
             answers = list(pool.map(ask, range(20)))
         assert answers == ["".join(f"n{number}-{i}\n" for i in range(5)) for number in range(20)]
-        assert time.monotonic() - started < 9, "twenty calls of half a second each did not run together"
+        assert time.monotonic() - started < 40, "twenty calls of 2.5 s each did not run together"
         refused = server.client.post("/invocations", json={"do": "raise"})
         assert (refused.status_code, refused.json()["code"]) == (424, 424)
 
 
 def test_dynamic_batches_reach_the_handler_together(host: Server, tmp_path: Path) -> None:
-    model = copy_model(HANDLERS / "batch_echo", tmp_path / "model", properties="batch_size=4\nmax_batch_delay=2000")
+    model = copy_model(HANDLERS / "batch_echo", tmp_path / "model", properties="batch_size=4\nmax_batch_delay=60000")
     with hosted(host, model) as server:
 
         def ask(number: int) -> str:
@@ -251,12 +247,12 @@ def test_a_handler_that_cannot_be_loaded_fails_the_model_and_says_where(
         (source / "model.py").write_text(code)
     server = start_copy(source, tmp_path)
     try:
-        wait_until(lambda: server.ping() in (200, 500), about=server.log_text)
+        wait_until(lambda: server.ping() in (200, 500), START_SECONDS, about=server.log_text)
         assert server.ping() == 500
         state = server.client.get("/ping").json()["model"]
         assert state["status"] == "FAILED"
         assert server.client.post("/invocations", json={}).status_code == 503
-        assert server.process.wait(30) == 1
+        assert server.process.wait(60) == 1
         for text in expected:
             assert text in state["reason"]
             assert text in server.log_text()
@@ -274,11 +270,11 @@ def test_a_crash_beyond_the_threshold_fails_the_health_check_and_the_handler_sti
 
 
 def test_a_handler_that_hangs_is_ended_and_its_client_told(host: Server, tmp_path: Path) -> None:
-    model = copy_model(HANDLERS / "slow", tmp_path / "model", properties="retry_threshold=5", predict_timeout=1)
+    model = copy_model(HANDLERS / "slow", tmp_path / "model", properties="retry_threshold=5", predict_timeout=3)
     with hosted(host, model) as server:
         started = time.monotonic()
-        response = server.client.post("/invocations", content=b"60")
-        assert (response.status_code, time.monotonic() - started < 10) == (503, True)
+        response = server.client.post("/invocations", content=b"600")
+        assert (response.status_code, time.monotonic() - started < 60) == (503, True)
         assert "predict" in response.json()["message"]
         assert server.client.post("/invocations", content=b"0").text == "done"
         assert server.ping() == 200
@@ -290,12 +286,14 @@ def test_a_stop_lets_a_call_finish_and_leaves_no_process(tmp_path: Path) -> None
         server.wait_until_ready()
         workers = psutil.Process(server.process.pid).children(recursive=True)
         with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(server.client.post, "/invocations", content=b"1.5")
+            call = pool.submit(server.client.post, "/invocations", content=str(tmp_path / "go"))
             server.wait_for_metric("slipway_workers_busy", 1)
             os.kill(server.process.pid, 15)
+            wait_until(lambda: server.ping() == 503)
+            (tmp_path / "go").touch()
             assert call.result().text == "done"
         assert server.process.wait(60) == 0
-        _, alive = psutil.wait_procs(workers, timeout=30)
+        _, alive = psutil.wait_procs(workers, timeout=METRIC_SECONDS)
         assert workers
         assert not alive
     finally:
@@ -308,7 +306,7 @@ def test_a_killed_server_leaves_no_worker_behind(tmp_path: Path) -> None:
         server.wait_until_ready()
         workers = psutil.Process(server.process.pid).children(recursive=True)
         server.process.kill()
-        _, alive = psutil.wait_procs(workers, timeout=30)
+        _, alive = psutil.wait_procs(workers, timeout=METRIC_SECONDS)
         assert workers
         assert not alive
     finally:
@@ -319,9 +317,10 @@ def test_a_full_queue_is_refused_at_once(host: Server, tmp_path: Path) -> None:
     model = copy_model(HANDLERS / "slow", tmp_path / "model", properties="job_queue_size=1")
     with hosted(host, model) as server:
         with ThreadPoolExecutor(6) as pool:
-            responses = list(pool.map(lambda _: server.client.post("/invocations", content=b"0.5"), range(6)))
-        refused = [response for response in responses if response.status_code != 200]
-        assert refused
-        assert all(response.status_code == 503 for response in refused)
-        assert json.loads(refused[0].text)["type"] == "WlmCapacityException"
+            calls = [pool.submit(server.client.post, "/invocations", content=str(tmp_path / "go")) for _ in range(6)]
+            first, _ = wait(calls, METRIC_SECONDS, FIRST_COMPLETED)
+            (tmp_path / "go").touch()
+        assert [call.result().status_code for call in first] == [503] * len(first) != []
+        assert first.pop().result().json()["type"] == "WlmCapacityException"
+        assert {call.result().status_code for call in calls} == {200, 503}
         assert server.client.post("/invocations", content=b"0").text == "done"

@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from tests.live.server import METRIC_SECONDS, Server, serving
-from tests.live.small_model import ENDLESS
 from tests.live.test_health_live import lives
 from tests.live.test_process_live import open_stream
 from tests.waiting import wait_until
@@ -34,7 +33,7 @@ def test_the_gauges_are_those_of_all_replicas_together(replicas: Server) -> None
     clients = 5 * BATCH
     with contextlib.ExitStack() as streams:
         for _ in range(clients):
-            streams.enter_context(open_stream(replicas, parameters=ENDLESS))
+            streams.enter_context(open_stream(replicas))
 
         def all_counted() -> bool:
             running, waiting = (replicas.metric(f"slipway_engine_{kind}") for kind in ("running", "waiting"))
@@ -54,4 +53,4 @@ def test_neither_replicas_nor_their_coordinator_outlive_a_server_that_is_killed(
     os.kill(coordinator.pid, signal.SIGSTOP)  # it cannot find out by itself
     replicas.process.kill()
     replicas.process.wait(60)
-    wait_until(lambda: not any(map(lives, children)), 30, about=lambda: list(filter(lives, children)))
+    wait_until(lambda: not any(map(lives, children)), about=lambda: list(filter(lives, children)))

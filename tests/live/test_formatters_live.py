@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.live.lora import make_adapter
-from tests.live.server import Server, copy_model, hosted, records, start_copy
+from tests.live.server import START_SECONDS, Server, copy_model, hosted, records, start_copy
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FORMATTERS = FIXTURES / "formatters"
@@ -251,9 +251,10 @@ def test_a_handle_comes_before_the_engine_and_may_call_it(
         refused = ask(inputs="x", parameters={"max_new_tokens": -1})
         assert (refused.status_code, refused.json()["code"]) == (424, 424)
         long = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+        aborted = server.metric("slipway_generations_aborted_total")
         with server.client.stream("POST", "/invocations", json=long) as left:
             next(left.iter_lines())
-            server.wait_for_metric("slipway_engine_running", 1)
+        server.wait_for_metric("slipway_generations_aborted_total", aborted + 1)
         server.wait_for_metric("slipway_engine_running", 0)
         models = server.client.get("/v1/models").json()
         assert models["data"], "the engine's other routes are served, too"
@@ -317,7 +318,7 @@ def test_formatters_that_cannot_be_imported_fail_the_load(tmp_path: Path, engine
     (fixture / "model.py").write_text("import os\nimport no_such_package\n")
     server = start_copy(fixture, tmp_path, **engine_options)
     try:
-        assert server.process.wait(60) == 1
+        assert server.process.wait(START_SECONDS) == 1
         assert (
             "model.py cannot be imported: ModuleNotFoundError: No module named 'no_such_package'" in server.log_text()
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from tests.live.server import Server
 from tests.live.structured_answers import POOLS, SCHEMAS, SIMPLE_FORMS
+from tests.waiting import wait_until
 
 PROMPT = "The capital of France is"
 AT_A_TIME = 12
@@ -145,10 +145,10 @@ def test_an_aborted_whole_answer_has_what_there_is_of_it(server: Server, fields:
     document = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True} | fields
     generate(server, **document | {"max_tokens": 2})  # the first of its kind may take long
     with ThreadPoolExecutor() as pool:
-        headers = {"x-request-id": "whole-to-abort"}
+        headers, before = {"x-request-id": "whole-to-abort"}, server.metric("slipway_generated_tokens_total")
         answer = pool.submit(server.client.post, "/v1/generate", json=document, headers=headers, timeout=60)
+        wait_until(lambda: server.metric("slipway_generated_tokens_total") > before + 10)
         while not answer.done():
-            time.sleep(0.5)
             server.client.post("/v1/abort_request", json={"request_id": "whole-to-abort"})
         given = answer.result()
     assert given.status_code == 200

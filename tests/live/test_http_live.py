@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from container.server import ENOUGH
 from tests.live.server import Server, serving_copy, start_copy
+from tests.waiting import wait_until_still
 
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
 ECHO = HANDLERS / "echo"
@@ -28,7 +28,7 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def connection(server: Server) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=60)
 
 
 def everything(client: socket.socket) -> bytes:
@@ -37,16 +37,6 @@ def everything(client: socket.socket) -> bytes:
     while piece := client.recv(65536):
         received += piece
     return bytes(received)
-
-
-def wait_until_still(file: Path) -> None:
-    """Until it is there, and has not changed for a while: its writer waits."""
-    deadline = time.monotonic() + 60
-    seen = None
-    while seen is None or seen != file.read_bytes():
-        assert time.monotonic() < deadline
-        seen = file.read_bytes() if file.exists() else None
-        time.sleep(1)
 
 
 @pytest.mark.parametrize("rest", [b"Content-Length: 10\r\n\r\nabc", b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"])
@@ -72,7 +62,7 @@ def test_a_stop_does_not_wait_for_requests_that_are_not_there_yet(tmp_path: Path
             server.wait_for_metric("slipway_open_requests", 1)
         server.process.send_signal(signal.SIGTERM)
         reply = everything(client)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         if sent.endswith(b"abc"):
             assert reply.startswith(b"HTTP/1.1 503 ")
             assert b"the server is stopping" in reply

@@ -23,7 +23,7 @@ from huggingface_hub import InferenceClient
 from openai import OpenAI
 
 from tests.live.lora import make_adapter
-from tests.live.server import Server, free_port, records, write_model
+from tests.live.server import START_SECONDS, Server, free_port, records, write_model
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -88,11 +88,11 @@ def local(container: str) -> Iterator[str]:
     options = ["--container", container, "--port", str(port), "--adapter", "red", "--adapter", "blue"]
     process = subprocess.Popen([sys.executable, "-m", "deploy", "local", *options])
     try:
-        wait_until(lambda: answers(url), 60)
+        wait_until(lambda: answers(url), START_SECONDS)
         yield url
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
 
 
 def answers(url: str) -> bool:
@@ -245,7 +245,7 @@ def test_slipway_invoke_asks_the_local_endpoint(container: Server) -> None:
             env=os.environ | environment(container.url),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
         assert finished.returncode == 0, finished.stderr

@@ -21,7 +21,7 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from tests.live.server import Server
+from tests.live.server import START_SECONDS, Server
 from tests.waiting import wait_until
 
 ECHO = Path(__file__).parents[1] / "fixtures" / "handlers" / "echo"
@@ -71,7 +71,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
             name=None,
         )
         try:
-            wait_until(container.ping)
+            wait_until(container.ping, START_SECONDS)
             with contextlib.closing(_client("sagemaker-runtime", container.url)) as runtime:
                 _wait_until_ready(runtime)
                 yield Local(container, runtime)
@@ -94,7 +94,7 @@ def _client(service: str, url: str) -> Any:
 
 def _wait_until_ready(runtime: Any) -> None:
     """As a script on SageMaker would: ask again while the model is not ready."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START_SECONDS
     component = BASE
     while True:
         try:
@@ -153,10 +153,12 @@ def test_a_client_that_leaves_ends_the_handlers_stream(local: Local, tmp_path: P
     wait_until(Path(f"{journal}.closed").exists)
 
 
-def test_sigterm_lets_a_running_answer_out(start: Start) -> None:
+def test_sigterm_lets_a_running_answer_out(start: Start, tmp_path: Path) -> None:
     with start() as local, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(local.invoke, sleep=2)
-        time.sleep(0.7)
+        answer = pool.submit(local.invoke, wait=tmp_path / "go")
+        local.container.wait_for_metric("slipway_workers_busy", 1)
         local.container.process.terminate()
-        assert answer.result(20) == b"slept"
+        wait_until(lambda: local.container.ping() == 503)
+        (tmp_path / "go").touch()
+        assert answer.result() == b"waited"
         assert local.container.process.wait(60) == 0

@@ -11,7 +11,8 @@ import openai
 import psutil
 import pytest
 
-from tests.live.server import Server, free_port, records, write_model
+from tests.live.server import START_SECONDS, Server, free_port, records, write_model
+from tests.live.test_health_live import lives
 from tests.waiting import wait_until
 
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
@@ -186,7 +187,7 @@ def test_streams_and_other_contracts_reach_a_model_by_its_name(multi_model: Serv
 
 def test_a_stream_ends_whole_before_its_model_is_gone_with_its_engine_process(multi_model: Server) -> None:
     server = multi_model
-    (core,) = engine_cores(server)
+    (core,) = map(psutil.Process, engine_cores(server))
     long = {"inputs": "Once", "parameters": {"max_new_tokens": 150, "do_sample": False, "ignore_eos_token": True}}
     with (
         ThreadPoolExecutor() as threads,
@@ -198,7 +199,7 @@ def test_a_stream_ends_whole_before_its_model_is_gone_with_its_engine_process(mu
         body = "\n".join([first, *lines])
         assert unloading.result().status_code == 200
     assert "generated_text" in records(body)[-1]
-    assert not psutil.pid_exists(core) or psutil.Process(core).status() == psutil.STATUS_ZOMBIE
+    assert not lives(core)
     assert engine_cores(server) == []
     assert server.client.get("/models").content == b'{"models":[]}'
     assert server.client.get("/ping").status_code == 200
@@ -228,7 +229,7 @@ def test_a_store_of_several_models_has_a_management_port_and_one_failed_model_en
     (tmp_path / "store" / "b" / "model.py").write_text("def handle(inputs): ...\nimport no_such_module\n")
     failing = Server(tmp_path / "store", tmp_path / "failing.log", name=None)
     try:
-        wait_until(lambda: failing.process.poll() is not None)
+        wait_until(lambda: failing.process.poll() is not None, START_SECONDS)
     finally:
         assert failing.stop() == 1
     assert "no_such_module" in failing.log_text()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -27,13 +27,13 @@ from tests.live.constrained import (
     by_name,
     disobeyed,
 )
-from tests.live.server import Server, hosted, records, write_model
+from tests.live.server import Server, hosted, records, stopped, write_model
+from tests.live.small_model import ENDLESS_COMPLETION
 from tests.waiting import wait_until
 
 MESSAGES: Any = [{"role": "user", "content": "Name three colours."}]
 GREEDY = {"model": "model", "temperature": 0.0, "max_tokens": 8}
-ENDLESS: dict[str, Any] = {"model": "model", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
-BACKGROUND = {"model": "first", "input": "Once", "background": True, "max_output_tokens": 900, "ignore_eos": True}
+BACKGROUND = {"input": "Once", "background": True, "max_output_tokens": 65000, "ignore_eos": True}
 SCHEMA = {
     "type": "object",
     "properties": {"colour": {"type": "string", "enum": ["red", "green", "blue"]}, "number": {"enum": [1, 2, 3]}},
@@ -334,12 +334,7 @@ def test_a_client_that_leaves_stops_its_generations(server: Server, path: str, s
             lines = reply.iter_lines()
             assert [next(lines) for _ in range(5)]
     else:
-        body = json.dumps(document).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
-            client.sendall(head.encode() + body)
+        with server.send(path, document):
             server.wait_for_metric("slipway_engine_running", sequences)
     for gauge in ("slipway_open_requests", "slipway_engine_running", "slipway_engine_waiting"):
         server.wait_for_metric(gauge, 0)
@@ -390,28 +385,74 @@ def test_tokens_are_counted(client: openai.OpenAI, server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def small(
-    host: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
+def three_places(
+    host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]
 ) -> Iterator[Server]:
-    """A model in the asynchronous mode, with a small queue and a parser of tool calls, under other names."""
-    options = engine_options | {
-        "rolling_batch": "disable",
-        "async_mode": "true",
-        "max_rolling_batch_size": 2,
-        "predict_timeout": 10,
-        "enable_auto_tool_choice": "true",
-        "tool_call_parser": "hermes",
-        "served_model_name": "first,second",
-    }
-    model = write_model(tmp_path_factory.mktemp("small") / "model", **options)
+    """A model that runs two requests, while one more waits."""
+    options = small_options | {"rolling_batch": "disable", "async_mode": "true", "max_rolling_batch_size": 2}
+    model = write_model(tmp_path_factory.mktemp("three") / "model", **options)
     with (model / "serving.properties").open("a") as file:
         file.write("job_queue_size=1\n")
     with hosted(host, model) as running:
         yield running
 
 
+def test_a_full_queue_is_503_and_lmis_own_error_on_invocations(three_places: Server) -> None:
+    server = three_places
+    one = {"model": server.name, "prompt": "Once", "max_tokens": 1}
+    with contextlib.ExitStack() as clients:
+        for _ in range(3):
+            clients.enter_context(server.send("/v1/completions", one | ENDLESS_COMPLETION))
+        server.wait_for_metric("slipway_engine_running", 2)
+        server.wait_for_metric("slipway_engine_waiting", 1)
+        full = server.client.post("/v1/completions", json=one)
+        lmi = server.client.post("/invocations", json=one)
+    server.wait_for_metric("slipway_open_requests", 0)
+    too_many = server.client.post("/v1/completions", json=one | {"prompt": ["a"] * 4})
+    assert full.status_code == 503
+    assert full.json()["error"]["type"] == "Service Unavailable"
+    assert lmi.json()["type"] == "WlmCapacityException"
+    assert too_many.status_code == 400
+
+
+def test_a_response_in_the_background_keeps_its_place_until_it_ends(three_places: Server) -> None:
+    server = three_places
+    document = {"model": server.name, **BACKGROUND}
+
+    def state(response: httpx.Response, method: str = "GET", action: str = "") -> Any:
+        path = f"/v1/responses/{response.json()['id']}{action}"
+        return server.client.request(method, path, json={"model": server.name}).json()["status"]
+
+    begun = [server.client.post("/v1/responses", json=document) for _ in range(3)]
+    assert [response.json()["status"] for response in begun] == ["queued"] * 3
+    full = server.client.post("/v1/completions", json={"model": server.name, "prompt": "Once", "max_tokens": 1})
+    assert (full.status_code, full.json()["error"]["type"]) == (503, "Service Unavailable")
+    assert [state(response, "POST", "/cancel") for response in begun] == ["cancelled"] * 3
+    server.wait_for_metric("slipway_engine_running", 0)
+    assert [state(response) for response in begun] == ["cancelled"] * 3
+    short = server.client.post("/v1/responses", json=document | {"max_output_tokens": 2})
+    wait_until(lambda: state(short) == "incomplete")
+
+
+@pytest.fixture(scope="module")
+def small(
+    host: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
+) -> Iterator[Server]:
+    """A model in the asynchronous mode, with a parser of tool calls, under other names."""
+    options = engine_options | {
+        "rolling_batch": "disable",
+        "async_mode": "true",
+        "max_rolling_batch_size": 2,
+        "enable_auto_tool_choice": "true",
+        "tool_call_parser": "hermes",
+        "served_model_name": "first,second",
+    }
+    with hosted(host, write_model(tmp_path_factory.mktemp("small") / "model", **options)) as running:
+        yield running
+
+
 class TestSmall:
-    """One model for all of it; the last test kills its engine."""
+    """One model for all of it."""
 
     def test_served_names_are_the_models_names(self, small: Server) -> None:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
@@ -482,84 +523,52 @@ class TestSmall:
         refused = small.client.post("/invocations", json={"messages": MESSAGES, "temperature": 9.0})
         assert (refused.status_code, refused.json()["code"]) == (400, 400)
 
-    def test_a_full_queue_is_503_and_lmis_own_error_on_invocations(self, small: Server) -> None:
-        document = {"model": "first", "prompt": "Once", "max_tokens": 100, "ignore_eos": True}
-        with ThreadPoolExecutor(3) as pool, httpx.Client(base_url=small.url, timeout=60) as client:
-            for _ in range(3):
-                pool.submit(client.post, "/v1/completions", json=document)
-            small.wait_for_metric("slipway_engine_running", 2)
-            small.wait_for_metric("slipway_engine_waiting", 1)
-            full = small.client.post("/v1/completions", json=document)
-            lmi = small.client.post("/invocations", json=document)
-        assert full.status_code == 503
-        assert full.json()["error"]["type"] == "Service Unavailable"
-        assert lmi.json()["type"] == "WlmCapacityException"
-        assert (
-            small.client.post(
-                "/v1/completions", json={"model": "first", "prompt": ["a"] * 4, "max_tokens": 1}
-            ).status_code
-            == 400
-        )
 
-    def test_a_response_in_the_background_keeps_its_place_until_it_ends(self, small: Server) -> None:
-        def state(response: httpx.Response, method: str = "GET", action: str = "") -> Any:
-            path = f"/v1/responses/{response.json()['id']}{action}"
-            return small.client.request(method, path, json={"model": "first"}).json()["status"]
+@pytest.fixture(scope="module")
+def tiny(host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    """A model whose requests run until something ends them; its last test kills its engine."""
+    options = small_options | {"rolling_batch": "disable", "async_mode": "true", "predict_timeout": 10}
+    with hosted(host, write_model(tmp_path_factory.mktemp("tiny") / "model", **options)) as running:
+        yield running
 
-        begun = [small.client.post("/v1/responses", json=BACKGROUND) for _ in range(3)]
-        assert [response.json()["status"] for response in begun] == ["queued"] * 3
-        full = small.client.post("/v1/completions", json={"model": "first", "prompt": "Once", "max_tokens": 1})
-        assert (full.status_code, full.json()["error"]["type"]) == (503, "Service Unavailable")
-        assert [state(response, "POST", "/cancel") for response in begun] == ["cancelled"] * 3
-        small.wait_for_metric("slipway_engine_running", 0)
-        assert [state(response) for response in begun] == ["cancelled"] * 3
-        short = small.client.post("/v1/responses", json=BACKGROUND | {"max_output_tokens": 2})
-        wait_until(lambda: state(short) == "incomplete")
 
-    def test_an_engine_that_hangs_ends_its_requests(self, small: Server) -> None:
-        failed = small.metric("slipway_generations_failed_total")
-        pid = small.engine_process()
-        document = {"model": "first", "prompt": "Once", "max_tokens": 900, "ignore_eos": True}
-        streamed = document | {"stream": True}
-        with (
-            ThreadPoolExecutor(1) as pool,
-            small.client.stream("POST", "/v1/completions", json=streamed, timeout=40) as stream,
-        ):
-            lines = stream.iter_lines()
-            assert next(lines)
-            whole = pool.submit(small.client.post, "/v1/completions", json=document, timeout=40)
-            small.wait_for_metric("slipway_engine_running", 2)
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                texts = [whole.result().text, "\n".join(lines)]
-            finally:
-                os.kill(pid, signal.SIGCONT)
-        assert all("no token within predict_timeout (10 s)" in text for text in texts)
-        small.wait_for_metric("slipway_generations_failed_total", failed + 2)
-        small.wait_for_metric("slipway_engine_running", 0)
+@contextlib.contextmanager
+def two_running(server: Server, all_of_them: int = 2) -> Iterator[tuple[Iterator[str], Future[httpx.Response]]]:
+    """The lines of a stream, and a whole answer, both on their way."""
+    document = {"model": server.name, **ENDLESS_COMPLETION}
+    with (
+        ThreadPoolExecutor(1) as pool,
+        server.client.stream("POST", "/v1/completions", json=document | {"stream": True}) as stream,
+    ):
+        lines = stream.iter_lines()
+        assert next(lines)
+        whole = pool.submit(server.client.post, "/v1/completions", json=document)
+        server.wait_for_metric("slipway_engine_running", all_of_them)
+        yield lines, whole
 
-    def test_a_dead_engine_ends_its_requests(self, small: Server) -> None:
-        document = {"model": "first", "prompt": "Once", "max_tokens": 900, "ignore_eos": True}
-        streamed = document | {"stream": True}
-        background = small.client.post("/v1/responses", json=BACKGROUND).json()
-        with (
-            ThreadPoolExecutor(1) as pool,
-            small.client.stream("POST", "/v1/completions", json=streamed, timeout=60) as stream,
-        ):
-            lines = stream.iter_lines()
-            assert next(lines)
-            whole = pool.submit(small.client.post, "/v1/completions", json=document, timeout=60)
-            small.wait_for_metric("slipway_engine_waiting", 1)
-            os.kill(small.engine_process(), signal.SIGKILL)
-            died = time.monotonic()
-            assert whole.result().status_code == 500
-            assert whole.result().json()["error"]["type"] == "InternalServerError"
-            rest = "\n".join(lines)
-            assert '"error"' in rest
-            assert all("the engine has died" in text for text in (whole.result().text, rest))
-        assert time.monotonic() - died < 8
-        late = small.client.post("/v1/completions", json=document)
-        assert late.status_code == 500
-        assert "error" in late.json()
-        response = small.client.request("GET", f"/v1/responses/{background['id']}", json={"model": "first"})
-        assert response.json()["status"] == "failed"
+
+def test_an_engine_that_hangs_ends_its_requests(tiny: Server) -> None:
+    failed = tiny.metric("slipway_generations_failed_total")
+    with two_running(tiny) as (lines, whole), stopped(tiny.engine_process()):
+        texts = [whole.result().text, "\n".join(lines)]
+    assert all("no token within predict_timeout (10 s)" in text for text in texts)
+    tiny.wait_for_metric("slipway_generations_failed_total", failed + 2)
+    tiny.wait_for_metric("slipway_engine_running", 0)
+
+
+def test_a_dead_engine_ends_its_requests(tiny: Server) -> None:
+    background = tiny.client.post("/v1/responses", json={"model": tiny.name, **BACKGROUND}).json()
+    with two_running(tiny, 3) as (lines, whole):
+        os.kill(tiny.engine_process(), signal.SIGKILL)
+        died = time.monotonic()
+        assert whole.result().status_code == 500
+        assert whole.result().json()["error"]["type"] == "InternalServerError"
+        rest = "\n".join(lines)
+        assert '"error"' in rest
+        assert all("the engine has died" in text for text in (whole.result().text, rest))
+    assert time.monotonic() - died < 30, "a second, and more for a busy machine"
+    late = tiny.client.post("/v1/completions", json={"model": tiny.name, **ENDLESS_COMPLETION})
+    assert late.status_code == 500
+    assert "error" in late.json()
+    response = tiny.client.request("GET", f"/v1/responses/{background['id']}", json={"model": tiny.name})
+    assert response.json()["status"] == "failed"

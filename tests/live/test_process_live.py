@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -23,56 +24,56 @@ from tests.live.server import START_SECONDS, Server, hosted, records, serving, w
 from tests.live.small_model import ENDLESS, ENDLESS_STREAM
 from tests.waiting import wait_until
 
-LONG = {"max_new_tokens": 900, "ignore_eos_token": True}
-"""Half a minute for the sample model."""
-LONG_STREAM = {"model": "model", "prompt": "Once", "n": 3, "max_tokens": 1000, "ignore_eos": True, "stream": True}
 STOPPING = "the server is stopping; the request was not completed"
 
 
-def open_stream(server: Server, path: str = "/invocations", parameters: dict[str, Any] = LONG) -> socket.socket:
-    """A client that has asked for a long stream."""
-    body = json.dumps({"inputs": "Once upon a time", "stream": True, "parameters": parameters}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    client.sendall(head.encode() + b"\r\n\r\n" + body)
-    return client
+def open_stream(server: Server, parameters: dict[str, Any] = ENDLESS) -> socket.socket:
+    """A client that has asked for a stream without an end."""
+    body = {"inputs": "Once upon a time", "stream": True, "parameters": parameters}
+    return server.send(f"/predictions/{server.name}", body)
 
 
-def test_two_hundred_clients_that_disconnect_leave_nothing_running(server: Server) -> None:
-    aborted = server.metric("slipway_generations_aborted_total")
-    clients = [open_stream(server) for _ in range(200)]
-    for client in clients[:20]:
-        assert client.recv(64).startswith(b"HTTP/1.1 200")
-    server.wait_for_metric("slipway_open_requests", 200)
-    assert server.metric("slipway_engine_running") > 0
-    for client in clients:
-        client.close()
+@pytest.fixture(scope="module")
+def tiny(host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    """A model whose requests run until their clients leave; the last test that uses it kills its engine."""
+    with hosted(host, write_model(tmp_path_factory.mktemp("tiny") / "model", **small_options)) as model:
+        yield model
+
+
+def test_two_hundred_clients_that_disconnect_leave_nothing_running(tiny: Server) -> None:
+    aborted = tiny.metric("slipway_generations_aborted_total")
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(open_stream(tiny)) for _ in range(200)]
+        for client in clients[:20]:
+            assert client.recv(64).startswith(b"HTTP/1.1 200")
+        tiny.wait_for_metric("slipway_open_requests", 200)
+        assert tiny.metric("slipway_engine_running") > 0
     for gauge in ("slipway_open_requests", "slipway_engine_running", "slipway_engine_waiting"):
-        server.wait_for_metric(gauge, 0)
-    assert server.metric("slipway_generations_aborted_total") == aborted + 200
+        tiny.wait_for_metric(gauge, 0)
+    assert tiny.metric("slipway_generations_aborted_total") == aborted + 200
 
 
-def test_a_client_that_leaves_a_plain_request_stops_its_generation(server: Server) -> None:
-    aborted = server.metric("slipway_generations_aborted_total")
-    with pytest.raises(httpx.ReadTimeout):
-        server.client.post("/invocations", json={"inputs": "Once", "parameters": LONG}, timeout=1)
-    server.wait_for_metric("slipway_engine_running", 0)
-    assert server.metric("slipway_generations_aborted_total") == aborted + 1
+def test_a_client_that_leaves_a_plain_request_stops_its_generation(tiny: Server) -> None:
+    aborted = tiny.metric("slipway_generations_aborted_total")
+    with tiny.send(f"/predictions/{tiny.name}", {"inputs": "Once", "parameters": ENDLESS}):
+        tiny.wait_for_metric("slipway_engine_running", 1)
+    tiny.wait_for_metric("slipway_engine_running", 0)
+    assert tiny.metric("slipway_generations_aborted_total") == aborted + 1
 
 
-def test_ping_answers_quickly_while_the_engine_is_busy(server: Server) -> None:
-    clients = [open_stream(server) for _ in range(32)]
-    server.wait_for_metric("slipway_engine_running", 32)
+def test_ping_answers_quickly_while_the_engine_is_busy(tiny: Server) -> None:
     durations = []
-    for _ in range(20):
-        started = time.monotonic()
-        assert server.ping() == 200
-        durations.append(time.monotonic() - started)
-    for client in clients:
-        client.close()
+    with contextlib.ExitStack() as clients:
+        for _ in range(32):
+            clients.enter_context(open_stream(tiny))
+        tiny.wait_for_metric("slipway_engine_running", 32)
+        for _ in range(20):
+            started = time.monotonic()
+            assert tiny.ping() == 200
+            durations.append(time.monotonic() - started)
     # The median: a busy machine can keep this process from looking for seconds.
     assert sorted(durations)[len(durations) // 2] < 2.0, "SageMaker's limit for /ping"
-    server.wait_for_metric("slipway_engine_running", 0)
+    tiny.wait_for_metric("slipway_engine_running", 0)
 
 
 def test_metrics_count_tokens_and_times(server: Server) -> None:
@@ -97,7 +98,7 @@ def test_prompts_are_not_logged(server: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
+def small(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
     """A server with low limits and JSON logs; its last test ends it."""
     # vLLM's sockets are here: pytest's directories are too long for their paths.
     with TemporaryDirectory(prefix="slipway-test-") as temporary:
@@ -108,19 +109,22 @@ def small(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, ob
             "SERVING_DRAIN_TIMEOUT": "20",
             "TMPDIR": temporary,
         }
-        options = engine_options | {"rolling_batch": "vllm", "max_rolling_batch_size": 2}
+        options = small_options | {"max_rolling_batch_size": 2}
         with serving(tmp_path_factory.mktemp("small"), environment, **options) as server:
             yield server
 
 
 def test_a_body_over_the_limit_is_413_and_a_full_queue_503(small: Server) -> None:
     assert small.client.post("/invocations", content=b"x" * 3000).status_code == 413
-    with ThreadPoolExecutor(12) as pool:
-        calls = [pool.submit(small.invoke, "Once", max_new_tokens=100, ignore_eos_token=True) for _ in range(12)]
-        answers = [call.result() for call in calls]
-    assert sorted({answer.status_code for answer in answers}) == [200, 503]
-    refused = next(answer for answer in answers if answer.status_code == 503)
-    assert refused.json()["type"] == "WlmCapacityException"
+    with contextlib.ExitStack() as clients:
+        for _ in range(4):
+            clients.enter_context(open_stream(small))
+        for gauge in ("slipway_engine_running", "slipway_engine_waiting"):
+            small.wait_for_metric(gauge, 2)
+        refused = small.invoke("Once")
+    assert (refused.status_code, refused.json()["type"]) == (503, "WlmCapacityException")
+    small.wait_for_metric("slipway_open_requests", 0)
+    assert small.invoke("Once", max_new_tokens=2).status_code == 200
     own = [json.loads(line) for line in small.log_text().splitlines() if line.startswith("{")]
     assert any(line["logger"] == "slipway.access" and line["request_id"] for line in own)
 
@@ -137,12 +141,12 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
 
     The signal goes to the whole process group, as Ctrl-C in a terminal does.
     """
-    parameters = {"max_new_tokens": 150, "ignore_eos_token": True}
+    parameters = {"max_new_tokens": 300, "ignore_eos_token": True}
     body = {"inputs": "Once", "stream": True, "parameters": parameters}
     with ThreadPoolExecutor(1) as pool, server.client.stream("POST", "/invocations", json=body) as running:
         lines = running.iter_lines()
         first = next(lines)
-        endless = pool.submit(server.client.post, "/v1/completions", json=LONG_STREAM)
+        endless = pool.submit(server.client.post, "/v1/completions", json=ENDLESS_STREAM)
         wait_until(lambda: server.metric("slipway_engine_running") > 1)
         os.killpg(server.process.pid, number)
         wait_until(lambda: server.ping() == 503)
@@ -151,7 +155,7 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
             assert (refused.status_code, late.get("/ping").status_code) == (503, 503)
             assert "retry-after" in refused.headers
         stream = records("\n".join([first, *lines]))
-        assert len(stream) == 150
+        assert len(stream) == 300
         assert "generated_text" in stream[-1]
         *_, last, done = endless.result().text.strip().split("\n\n")
         assert (json.loads(last.removeprefix("data: "))["error"]["message"], done) == (STOPPING, "data: [DONE]")
@@ -159,11 +163,9 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
     assert not re.search("Traceback|EngineDeadError|ERROR", server.log_text())
 
 
-def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(
-    host: Server, tmp_path: Path, small_options: dict[str, object]
-) -> None:
-    model = write_model(tmp_path / "model", **small_options)
-    with hosted(host, model) as server, ThreadPoolExecutor(4) as pool:
+def test_a_killed_engine_ends_its_requests_at_once_and_ping_says_so(tiny: Server) -> None:
+    server = tiny
+    with ThreadPoolExecutor(4) as pool:
         plain = pool.submit(server.invoke, "Once", **ENDLESS)
         stream = pool.submit(server.invoke, "Once", stream=True, **ENDLESS)
         beams = pool.submit(server.invoke, "Once", num_beams=2, **ENDLESS)
@@ -177,7 +179,7 @@ def test_a_killed_engine_ends_its_requests_within_a_second_and_ping_says_so(
             assert "the engine has died" in call.result().json()["error"]
         last = records(stream.result().text)[-1]
         assert last["details"]["finish_reason"] == "error"
-        assert time.monotonic() - killed < 1.0 + 4.0, "a second, and more for a busy machine"
+        assert time.monotonic() - killed < 1.0 + 29.0, "a second, and more for a busy machine"
         assert server.ping() == 500
         assert server.client.get("/ping").json() == {server.name: {"status": "FAILED", "reason": "the engine has died"}}
         assert server.invoke("Once").status_code == 500
@@ -191,7 +193,7 @@ def test_an_engine_that_dies_or_stalls_is_started_again_as_often_as_it_may_and_t
     environment = {
         "SERVING_ENGINE_RESTART": "2",
         "SERVING_ENGINE_RESTART_WHEN_STALLED": "true",
-        "SERVING_STALL_TIMEOUT": "6",
+        "SERVING_STALL_TIMEOUT": "10",
         "SERVING_FAIL_FAST": "true",
         "TORCH_COMPILE_DISABLE": "1",  # else the first log probability may take longer than the stall timeout
     }
@@ -202,7 +204,7 @@ def test_an_engine_that_dies_or_stalls_is_started_again_as_often_as_it_may_and_t
         stalled = "the engine is stalled: requests run, and nothing has come of them for"
         said_at = {
             "killed worker": "the engine has died; the request was not completed",
-            "stopped engine": rf"{stalled} (?:[6-9]|\d\d+) s; it is started again; the request was not completed",
+            "stopped engine": rf"{stalled} \d\d+ s; it is started again; the request was not completed",
         }
         for attempt, fault in enumerate(said_at, start=1):
             with ThreadPoolExecutor(2) as pool:
@@ -259,7 +261,8 @@ def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_
         assert "not loaded yet" in refused.json()["message"]
         wait_until(lambda: [*sockets()] and server.has_engine_process(), START_SECONDS, about=server.log_text)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
+        assert "is ready after" not in server.log_text(), "it waited for the load to end"
         assert not [*sockets()]
     finally:
         server.stop()
@@ -289,7 +292,7 @@ def test_a_model_that_cannot_be_served_ends_the_process_and_says_why(
     model_dir = write_model(tmp_path / "model", **(engine_options | given))
     server = Server(model_dir, tmp_path / "server.log")
     try:
-        assert server.process.wait(120) == exit_code
+        assert server.process.wait(START_SECONDS) == exit_code
         assert message in server.log_text()
     finally:
         server.stop()

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.live.server import Server
-from tests.s3 import BUCKET, CREDENTIALS, gate_to, moto, put, refuse, slow
+from tests.live.server import START_SECONDS, Server
+from tests.s3 import BUCKET, CREDENTIALS, gate_to, held, moto, put, refuse
 from tests.waiting import wait_until
 
 PROPERTIES = b"option.dtype=fp32\noption.kv_cache_memory_bytes=536870912\n"
@@ -32,13 +33,20 @@ def write(output):
 
 
 @pytest.fixture(scope="module")
-def on_s3(small_options: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server, just started, of a model directory on S3, whose weights take their time."""
+def weights_may_come() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture(scope="module")
+def starting(
+    small_options: dict[str, object], tmp_path_factory: pytest.TempPathFactory, weights_may_come: threading.Event
+) -> Iterator[Server]:
+    """A server, just started, of a model directory on S3."""
     directory, weights = tmp_path_factory.mktemp("s3"), Path(str(small_options["model_id"]))
     with moto() as address, gate_to(address) as gate:
         files = {f"llms/smol/{path.name}": path.read_bytes() for path in weights.iterdir() if path.is_file()}
         put(address, files | {"llms/smol/serving.properties": PROPERTIES})
-        gate.fault = slow(0.5, ending=".safetensors")
+        gate.fault = held(weights_may_come, ending=".safetensors", first=1)
         environment = CREDENTIALS | {
             "AWS_ENDPOINT_URL_S3": gate.url,
             "HF_MODEL_ID": f"s3://{BUCKET}/llms/smol",
@@ -57,25 +65,34 @@ def on_s3(small_options: dict[str, object], tmp_path_factory: pytest.TempPathFac
         try:
             yield server
         finally:
+            weights_may_come.set()
             server.stop()
 
 
-def test_ping_is_pending_while_weights_are_downloaded_and_200_afterwards(on_s3: Server) -> None:
-    seen: set[float] = set()
-    wait_until(lambda: on_s3.ping() != 0, 300)
-    while on_s3.ping() == 503 and not (seen and max(seen) > 0):
-        assert on_s3.client.get("/ping").json() == {"model": {"status": "PENDING"}}
-        seen.add(on_s3.metric("slipway_download_bytes"))
-        time.sleep(0.05)
-    assert on_s3.ping() == 503
-    assert on_s3.metric("slipway_download_total_bytes") > 10_000_000
-    on_s3.wait_until_ready()
-    assert on_s3.metric("slipway_download_bytes") == on_s3.metric("slipway_download_total_bytes")
-    assert "downloaded s3://models/llms/smol/" in on_s3.log_text()
+@pytest.fixture(scope="module")
+def on_s3(starting: Server, weights_may_come: threading.Event) -> Server:
+    """The same, ready."""
+    weights_may_come.set()
+    starting.wait_until_ready()
+    return starting
+
+
+def test_ping_is_pending_while_weights_are_downloaded_and_200_afterwards(
+    starting: Server, weights_may_come: threading.Event
+) -> None:
+    wait_until(lambda: starting.ping() != 0, START_SECONDS)
+    wait_until(lambda: starting.metric("slipway_download_bytes") > 0, START_SECONDS)
+    answer = starting.client.get("/ping")
+    assert (answer.status_code, answer.json()) == (503, {"model": {"status": "PENDING"}})
+    assert starting.metric("slipway_download_bytes") < starting.metric("slipway_download_total_bytes")
+    assert starting.metric("slipway_download_total_bytes") > 10_000_000
+    weights_may_come.set()
+    starting.wait_until_ready()
+    assert starting.metric("slipway_download_bytes") == starting.metric("slipway_download_total_bytes")
+    assert "downloaded s3://models/llms/smol/" in starting.log_text()
 
 
 def test_a_client_of_tgi_is_served_under_its_own_limits(on_s3: Server) -> None:
-    on_s3.wait_until_ready()
     info = on_s3.client.get("/info").json()
     assert (info["max_input_tokens"], info["max_total_tokens"], info["max_best_of"]) == (48, 96, 3)
     answer = on_s3.client.post("/invocations", json={"inputs": "The capital of France is", "parameters": {}})
@@ -89,7 +106,6 @@ def test_a_client_of_tgi_is_served_under_its_own_limits(on_s3: Server) -> None:
 
 
 def test_a_prompt_beyond_the_limit_is_refused_in_the_words_of_each_contract(on_s3: Server) -> None:
-    on_s3.wait_until_ready()
     long = "word " * 60
     tgi = on_s3.client.post("/generate", json={"inputs": long, "parameters": {"max_new_tokens": 2}})
     assert tgi.status_code == 422
@@ -118,7 +134,7 @@ def test_a_download_that_fails_is_the_reason_in_ping_and_ends_the_process(tmp_pa
         gate.fault = lambda passing: passing.path.endswith(".safetensors") and fault(passing)
         server = Server(f"s3://{BUCKET}/m", tmp_path / "server.log", environment)
         try:
-            wait_until(lambda: server.ping() == 500, about=server.log_text)
+            wait_until(lambda: server.ping() == 500, START_SECONDS, about=server.log_text)
             reason = server.client.get("/ping").json()["model"]["reason"]
             assert reason.startswith("s3://models/m/: An error occurred (AccessDenied)")
             assert server.process.wait(60) == 1
@@ -129,18 +145,17 @@ def test_a_download_that_fails_is_the_reason_in_ping_and_ends_the_process(tmp_pa
 def test_sigterm_ends_a_download_at_once(tmp_path: Path) -> None:
     with moto() as address, gate_to(address) as gate:
         put(address, {"m/config.json": b"{}", "m/model.safetensors": b"x" * 1000})
-        gate.fault = slow(20, ending=".safetensors")
+        gate.fault = held(never := threading.Event(), ending=".safetensors")
         environment = CREDENTIALS | {
             "AWS_ENDPOINT_URL_S3": gate.url,
             "SERVING_DOWNLOAD_DIR": str(tmp_path / "downloads"),
         }
         server = Server(f"s3://{BUCKET}/m", tmp_path / "server.log", environment)
         try:
-            wait_until(lambda: "downloading s3://" in server.log_text(), about=server.log_text)
-            started = time.monotonic()
+            wait_until(lambda: "downloading s3://" in server.log_text(), START_SECONDS, about=server.log_text)
             assert server.stop() == 0
-            assert time.monotonic() - started < 10, "the download takes twenty"
         finally:
+            never.set()
             server.stop()
 
 
@@ -168,7 +183,7 @@ def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path
                 server.process.send_signal(signal.SIGTERM)
                 assert [call.result().status_code for call in calls] == [503, 503]
                 assert server.process.wait(60) == 0
-                assert time.monotonic() - started < 20
+                assert time.monotonic() - started < 50, "S3 may take a minute, and the module ten"
         finally:
             server.stop()
 

@@ -44,7 +44,7 @@ async def test_a_connection_and_its_request_have_what_is_relied_on() -> None:
         for version, end in ((b"1.0", b"partend"), (b"1.1", b"4\r\npart\r\n3\r\nend\r\n0\r\n\r\n")):
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             writer.write(b"GET / HTTP/%s\r\nHost: x\r\nConnection: close\r\n\r\n" % version)
-            assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"\r\n\r\n" + end)
+            assert (await asyncio.wait_for(reader.read(), 60)).endswith(b"\r\n\r\n" + end)
             writer.close()
     finally:
         server.should_exit = True

@@ -47,11 +47,10 @@ def test_vllms_processes_are_forked_from_one_that_imported_it_and_an_unloaded_mo
 
 
 def test_processes_are_spawned_where_the_environment_asks_for_it_and_drain_as_well(
-    tmp_path: Path, engine_options: dict[str, object]
+    tmp_path: Path, small_options: dict[str, object]
 ) -> None:
-    options = engine_options | {"rolling_batch": "vllm"}
     environment = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "SERVING_DRAIN_TIMEOUT": "10"}
-    with serving(tmp_path, environment, **options) as server:
+    with serving(tmp_path, environment, **small_options) as server:
         engine, worker = titled(server, "EngineCore"), titled(server, "Worker")
         assert (engine.ppid(), worker.ppid()) == (server.process.pid, engine.pid)
         drain(server)

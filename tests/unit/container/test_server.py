@@ -46,7 +46,7 @@ async def watched(monkeypatch: pytest.MonkeyPatch, lifecycle: Any = None, **sett
     process = server.Process(Startup(ServerSettings(**settings), ()))
     process.server.models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
     try:
-        await asyncio.wait_for(process.watch(), 0.2)
+        await asyncio.wait_for(process.watch(), 1.0)
     except TimeoutError:
         return None
     if not settings.get("fail_fast"):
@@ -105,9 +105,9 @@ async def test_a_stop_that_waits_for_calls_alone_does_not_say_that_connections_a
     serving = asyncio.create_task(http.serve([listener]))
     _, writer = await asyncio.open_connection(*listener.getsockname())
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-    await asyncio.wait_for(begun.wait(), 5)
+    await asyncio.wait_for(begun.wait(), 60)
     writer.close()
-    await asyncio.wait_for(left.wait(), 5)
+    await asyncio.wait_for(left.wait(), 60)
     http.should_exit = True
-    await asyncio.wait_for(serving, 10)
+    await asyncio.wait_for(serving, 60)
     assert "broken off" not in caplog.text

@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import pytest
 
 from djl_python import Session, SessionManager
 from djl_python.session_manager import SessionBackup
-from tests.s3 import BUCKET, CREDENTIALS, gate_to, moto, put, slow
+from tests.s3 import BUCKET, CREDENTIALS, gate_to, held, moto, put
 from tests.waiting import wait_until
 
 
@@ -248,7 +249,7 @@ def test_a_session_that_is_being_restored_is_seen_complete_or_not_at_all(
     created = with_sessions_in_s3(s3, tmp_path / "first", CREATE).strip()
     second = tmp_path / "second"
     with gate_to(s3_address) as gate, ThreadPoolExecutor(3) as pool:
-        gate.fault = slow(0.5)
+        gate.fault = held(may_come := threading.Event())
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", gate.url)
         workers = [manager(second, sessions_s3url=s3.url) for _ in range(3)]
 
@@ -261,6 +262,7 @@ def test_a_session_that_is_being_restored_is_seen_complete_or_not_at_all(
         # Removes what has expired, or has no end.
         new = manager(second).create_session()
         assert not (second / created).exists()
+        may_come.set()
         assert [value.result() for value in values] == ["kept"] * 3
         for worker in workers:
             worker.close()

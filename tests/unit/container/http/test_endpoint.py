@@ -87,10 +87,10 @@ async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
 
     client, (served, counts) = Client(), endpoint(answer)
     serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
-    await asyncio.wait_for(begun.wait(), 1)
+    await asyncio.wait_for(begun.wait(), 60)
     assert not cancelled.is_set()
     client.left.set()
-    await asyncio.wait_for(serving, 1)
+    await asyncio.wait_for(serving, 60)
     assert cancelled.is_set()
     assert (counts.statuses, client.sent) == ([499], [])
 
@@ -107,10 +107,10 @@ async def test_a_call_that_waited_and_then_runs_is_cancelled_when_its_client_lea
 
     client, (served, _) = Client(), endpoint(answer)
     serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
-    await asyncio.wait_for(started.wait(), 1)
+    await asyncio.wait_for(started.wait(), 60)
     assert running.cancelled == 0
     client.left.set()
-    await asyncio.wait_for(serving, 1)
+    await asyncio.wait_for(serving, 60)
     assert running.cancelled == 1
 
 
@@ -129,7 +129,7 @@ async def test_replies_and_refusals_are_the_same_whether_or_not_a_call_waits(wai
 
     for answer, status, body in ((replying, 200, b"whole"), (refusing, 424, b"no")):
         client, (served, counts) = Client(), endpoint(answer)
-        await asyncio.wait_for(served(SCOPE, client.receive, client.send), 1)
+        await asyncio.wait_for(served(SCOPE, client.receive, client.send), 60)
         assert (counts.statuses, client.sent[-1]["body"]) == ([status], body)
     await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == 1
@@ -145,7 +145,7 @@ async def test_a_call_that_the_server_cancels_stays_cancelled() -> None:
 
     client, (served, _) = Client(), endpoint(answer)
     serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
-    await asyncio.wait_for(begun.wait(), 1)
+    await asyncio.wait_for(begun.wait(), 60)
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await serving

@@ -24,7 +24,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 def ask(address: tuple[str, int], version: bytes, seconds: float) -> bytes:
     """Send a request, and end our side after a while."""
-    with socket.create_connection(address, timeout=20) as client:
+    with socket.create_connection(address, timeout=60) as client:
         client.sendall(REQUEST % version)
         time.sleep(seconds)
         client.shutdown(socket.SHUT_WR)

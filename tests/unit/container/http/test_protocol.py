@@ -91,11 +91,10 @@ async def test_a_slow_client_gets_everything_in_order() -> None:
     application = Application()
     async with connected(application) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        await asyncio.sleep(0.5)
+        await until(lambda: application.paused)
         received = bytearray()
         while piece := await reader.read(1 << 20):
             received += piece
-    assert application.paused, "the client was never slow enough; the test shows nothing"
     assert received.count(b"x") == PIECES * len(PIECE)
     assert received.endswith(b"end\r\n0\r\n\r\n")
 
@@ -251,7 +250,7 @@ async def test_a_client_that_never_reads_loses_its_connection_and_its_call_hears
 
     async with connected(flooding) as (_, writer):
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        await asyncio.wait_for(left.wait(), 20)
+        await asyncio.wait_for(left.wait(), 60)
 
 
 async def _echo(scope: Any, receive: Any, send: Any) -> None:
@@ -314,7 +313,7 @@ async def test_a_client_that_leaves_ends_its_running_call_though_it_has_sent_ano
         writer.write(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\nGET /second HTTP/1.1\r\nHost: x\r\n\r\n")
         await _read_until(reader, b"first")
         writer.close()
-        await asyncio.wait_for(ended.wait(), 5)
+        await asyncio.wait_for(ended.wait(), 60)
         await asyncio.sleep(0.05)
     assert begun == ["/first"]
 
@@ -330,7 +329,7 @@ async def test_a_client_that_sends_ever_more_before_it_is_answered_loses_its_con
     async with connected(waiting) as (reader, writer):
         writer.write((HttpProtocol.MAX_PIPELINED + 2) * b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert await asyncio.wait_for(reader.read(), 60) == b""
     assert begun == 1
 
 
@@ -349,7 +348,7 @@ async def test_a_head_that_never_ends_ends_its_connection_also_if_it_grows(
         writer.write(begun)
         dripping = asyncio.create_task(growing(writer))
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert await asyncio.wait_for(reader.read(), 60) == b""
         dripping.cancel()
 
 
@@ -367,7 +366,7 @@ async def test_a_head_that_never_ends_does_not_cut_off_the_reply_to_the_request_
 
     async with connected(slow) as (reader, writer):
         writer.write(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\nGET /second HTTP/1.1\r\nHo")
-        received = await asyncio.wait_for(reader.read(), 5)
+        received = await asyncio.wait_for(reader.read(), 60)
     assert received.count(b"part") == 5
     assert received.endswith(b"end\r\n0\r\n\r\n")
 
@@ -381,7 +380,7 @@ async def test_a_client_that_goes_on_sending_a_body_that_nobody_reads_and_stops_
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
         await _read_until(reader, b"!")
         writer.write(b"def")
-        assert await asyncio.wait_for(reader.read(), 5) == b""
+        assert await asyncio.wait_for(reader.read(), 60) == b""
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
@@ -394,7 +393,7 @@ async def test_only_a_client_that_knows_chunks_gets_them(version: bytes) -> None
 
     async with connected(streaming) as (reader, writer):
         writer.write(b"GET / HTTP/%s\r\nHost: x\r\nConnection: close\r\n\r\n" % version)
-        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+        head, _, body = (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n\r\n")
     chunked = version == b"1.1"
     assert (b"transfer-encoding: chunked" in head) is chunked
     assert b"connection: close" in head
@@ -404,7 +403,7 @@ async def test_only_a_client_that_knows_chunks_gets_them(version: bytes) -> None
 async def test_a_client_of_http_1_0_is_not_told_to_continue() -> None:
     async with connected(_echo) as (reader, writer):
         writer.write(b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nhi")
-        assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 200 ")
+        assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_a_server_that_ends_does_not_wait_for_a_request_that_is_not_there_yet() -> None:
@@ -417,9 +416,9 @@ async def test_a_server_that_ends_does_not_wait_for_a_request_that_is_not_there_
     async with served(reading) as (server, address):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
-        await asyncio.wait_for(begun.wait(), 5)
+        await asyncio.wait_for(begun.wait(), 60)
         server.should_exit = True
-        assert await asyncio.wait_for(reader.read(), 5) == b""
+        assert await asyncio.wait_for(reader.read(), 60) == b""
         writer.close()
 
 
@@ -434,7 +433,7 @@ async def test_trailers_are_no_headers_of_the_request() -> None:
 
     async with connected(looking) as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n")
-        await asyncio.wait_for(begun.wait(), 5)
+        await asyncio.wait_for(begun.wait(), 60)
         writer.write(b"0\r\nX-Amzn-SageMaker-Adapter-Identifier: other\r\n\r\n")
         assert await _read_until(reader, b">")
         writer.write(b"GET /next HTTP/1.1\r\nHost: x\r\nX-Next: y\r\n\r\n")
@@ -448,7 +447,7 @@ async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\nX-Long: x")
         writer.write(piece * (2 * HttpProtocol.MAX_HEAD // len(piece)))
         with contextlib.suppress(ConnectionError):
-            assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400 ")
+            assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 400 ")
 
 
 async def push_much(scope: Any, receive: Any, send: Any) -> None:
@@ -487,7 +486,7 @@ async def test_a_client_that_takes_nothing_of_what_waits_for_it_loses_its_connec
 
     async with served(pushing) as (_, address):
         with client_with_little_room(address):
-            await asyncio.wait_for(left.wait(), 10)
+            await asyncio.wait_for(left.wait(), 60)
     assert "taken nothing for 0.3 s" in caplog.text
 
 
@@ -514,13 +513,13 @@ async def test_a_client_that_takes_nothing_of_the_end_of_a_reply_does_not_keep_i
 
 
 async def test_a_client_that_takes_a_little_from_time_to_time_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HttpProtocol, "SEND_SECONDS", 0.5)
+    monkeypatch.setattr(HttpProtocol, "SEND_SECONDS", 2.0)
 
     def read_slowly(client: socket.socket) -> bytes:
         received = bytearray()
         while piece := client.recv(1 << 19, socket.MSG_WAITALL):
             received += piece
-            time.sleep(0.1)
+            time.sleep(0.3)
         return bytes(received)
 
     async with served(push_much) as (_, address):
@@ -543,7 +542,7 @@ async def _until_left(receive: Any) -> None:
 
 
 async def _read_until(reader: asyncio.StreamReader, end: bytes) -> bytes:
-    return await asyncio.wait_for(reader.readuntil(end), 5)
+    return await asyncio.wait_for(reader.readuntil(end), 60)
 
 
 async def test_what_cannot_be_read_is_answered_after_the_reply_that_has_begun() -> None:
@@ -560,7 +559,7 @@ async def test_what_cannot_be_read_is_answered_after_the_reply_that_has_begun() 
         await asyncio.sleep(0.05)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         finish.set()
-        reply, _, refusal = (await asyncio.wait_for(reader.read(), 5)).partition(b"HTTP/1.1 400 ")
+        reply, _, refusal = (await asyncio.wait_for(reader.read(), 60)).partition(b"HTTP/1.1 400 ")
     assert reply == b"4\r\nlast\r\n0\r\n\r\n"
     assert refusal.endswith(b"\r\n\r\nInvalid HTTP request received.")
 
@@ -580,13 +579,13 @@ async def test_requests_before_one_that_cannot_be_read_are_answered_in_order(bad
         writer.write(b"".join(good) + bad)
         for number in range(10):
             assert b"</%d|" % number in await _read_until(reader, b">")
-        assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400 ")
+        assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 400 ")
 
 
 async def test_a_body_that_cannot_be_read_is_answered_at_once() -> None:
     async with connected(_echo) as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n")
-        assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400 ")
+        assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize(
@@ -603,7 +602,7 @@ async def test_a_body_that_cannot_be_read_is_answered_at_once() -> None:
 async def test_a_head_that_cannot_be_served_is_refused_with_its_reason(head: bytes, reason: bytes) -> None:
     async with connected(_echo) as (reader, writer):
         writer.write(head + b"\r\n0\r\n\r\n")
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), 60)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.endswith(b"\r\n\r\n" + reason)
 
@@ -617,7 +616,7 @@ async def test_a_client_that_ends_its_own_side_gets_all_its_replies_and_then_the
     async with connected(_echo) as (reader, writer):
         writer.write(3 * HALF_CLOSED)
         writer.write_eof()
-        received = await asyncio.wait_for(reader.read(), 5)
+        received = await asyncio.wait_for(reader.read(), 60)
     assert received.count(b"</a|host content-length|hi>") == 3
     assert b"100 Continue" not in received
 
@@ -635,7 +634,7 @@ async def test_a_client_that_ends_its_own_side_gets_replies_that_take_long() -> 
         return response.status, await asyncio.to_thread(response.read)
 
     async with served(slow) as (_, address):
-        with socket.create_connection(address, timeout=10) as client:
+        with socket.create_connection(address, timeout=60) as client:
             client.sendall(HALF_CLOSED)
             client.shutdown(socket.SHUT_WR)
             assert await read() == (200, b"firstlast")
@@ -659,17 +658,17 @@ async def test_a_client_that_closes_its_connection_ends_its_call_at_once(version
     async with served(endless) as (_, address):
         client = socket.create_connection(address)
         client.sendall(HALF_CLOSED.replace(b"1.1", version))
-        await asyncio.wait_for(begun.wait(), 5)
+        await asyncio.wait_for(begun.wait(), 60)
         await asyncio.sleep(0.05)
         client.close()
-        await asyncio.wait_for(left.wait(), 1.5)
+        await asyncio.wait_for(left.wait(), 10)
 
 
 async def test_half_a_request_is_not_waited_for_once_its_client_has_ended_its_side() -> None:
     async with connected(_echo) as (reader, writer):
         writer.write(HALF_CLOSED + HALF_CLOSED[:-1])
         writer.write_eof()
-        received = await asyncio.wait_for(reader.read(), 5)
+        received = await asyncio.wait_for(reader.read(), 60)
     assert received.count(b"HTTP/1.1 ") == 1
 
 
@@ -687,7 +686,7 @@ async def refuse(scope: Any, receive: Any, send: Any) -> None:
 
 def ask(address: tuple[str, int], size: int) -> tuple[int, bytes]:
     """Send everything before reading anything, as `http.client` does."""
-    connection = http.client.HTTPConnection(*address, timeout=30)
+    connection = http.client.HTTPConnection(*address, timeout=60)
     try:
         connection.request("POST", "/", body=b"x" * size)
         response = connection.getresponse()
@@ -715,7 +714,7 @@ async def test_a_refused_client_that_sends_for_ever_loses_its_connection(monkeyp
         writer.write(HEAD)
         assert (await reader.read()).endswith(b"\r\n\r\nbig"), "our side is closed at once"
         with pytest.raises(ConnectionError):
-            await asyncio.wait_for(send_for_ever(writer), 30)
+            await asyncio.wait_for(send_for_ever(writer), 60)
 
 
 async def test_what_a_refused_client_sends_is_no_further_request() -> None:
@@ -760,7 +759,7 @@ async def test_a_refusal_waits_for_a_client_that_has_not_taken_the_reply_before_
     async with served(application) as (_, address):
         requests = b"".join(b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path for path in (b"/big", b"/refused"))
         with client_with_little_room(address, requests) as client:
-            await asyncio.wait_for(refusing.wait(), 10)
+            await asyncio.wait_for(refusing.wait(), 60)
             received = await asyncio.to_thread(_receive_until, client, b"\r\n\r\nno")
     assert received.count(b"x") > 8_000_000
     assert b"HTTP/1.1 424 " in received
@@ -768,7 +767,7 @@ async def test_a_refusal_waits_for_a_client_that_has_not_taken_the_reply_before_
 
 
 def _receive_until(client: socket.socket, end: bytes) -> bytes:
-    client.settimeout(10)
+    client.settimeout(60)
     received = bytearray()
     while not received.endswith(end):
         piece = client.recv(1 << 19)

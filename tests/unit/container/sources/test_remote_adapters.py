@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from container.sources.download import RemoteAdapters
 from handlers.errors import AdapterFailed, InvalidParameter
-from tests.s3 import Gate, put, refuse, slow
+from tests.s3 import Gate, held, put, refuse
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -74,9 +75,10 @@ async def test_a_download_that_fails_leaves_nothing(
 
 async def test_a_download_that_takes_too_long_names_the_setting(url: str, gate: Gate, tmp_path: Path) -> None:
     adapters = RemoteAdapters(0.5, offline=False, downloads=tmp_path)
-    gate.fault = slow(5, ending=".safetensors")
+    gate.fault = held(let_go := threading.Event(), ending=".safetensors")
     with pytest.raises(AdapterFailed, match=r"longer than 0\.5 s.*option\.model_loading_timeout sets the limit"):
         await adapters.fetch(url)
+    let_go.set()
     assert not whole_files_in(tmp_path) & {"adapter_model.safetensors"}
 
 
@@ -84,13 +86,13 @@ async def test_a_download_does_not_hold_up_the_event_loop_and_ends_when_it_is_ca
     url: str, gate: Gate, tmp_path: Path
 ) -> None:
     adapters = RemoteAdapters(60, offline=False, downloads=tmp_path)
-    gate.fault = slow(20, ending=".safetensors")
+    gate.fault = held(let_go := threading.Event(), ending=".safetensors")
     fetching = asyncio.create_task(adapters.fetch(url))
-    async with asyncio.timeout(15):
-        await until(lambda: any(path.endswith(".safetensors") for path in gate.gets))
-        fetching.cancel()
-        await until(fetching.done)
-        await until(lambda: not any(tmp_path.glob("models/*/partial.*/*")))
+    await until(lambda: any(path.endswith(".safetensors") for path in gate.gets))
+    fetching.cancel()
+    await until(fetching.done)
+    await until(lambda: not any(tmp_path.glob("models/*/partial.*/*")))
+    let_go.set()
     assert not whole_files_in(tmp_path) & {"adapter_model.safetensors"}
 
 

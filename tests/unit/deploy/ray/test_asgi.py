@@ -67,7 +67,7 @@ async def test_the_end_of_a_reply_is_told_though_the_connection_stays() -> None:
 
     client_application = ReplicaApplication(Replica().change, Replica().metrics, echo)
     scope = {"type": "http", "method": "POST", "raw_path": b"/x", "headers": []}
-    await asyncio.wait_for(client_application(scope, receive, send), 5)
+    await asyncio.wait_for(client_application(scope, receive, send), 60)
     assert sent[-1] == {"type": "http.response.body", "body": b"a"}
 
 

@@ -85,7 +85,7 @@ async def test_a_look_that_raises_is_logged_makes_the_engine_unhealthy_and_ends_
 
     watchdog = Watchdog(look)
     watchdog.start()
-    await asyncio.wait_for(enough.wait(), 10)
+    await asyncio.wait_for(enough.wait(), 60)
     watchdog.stop()
     assert watchdog.failure == "watching the engine has failed: KeyError('a bug')"
     assert [record.levelname for record in caplog.records] == ["ERROR"], "the second failure is not told again"

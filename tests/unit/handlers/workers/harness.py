@@ -61,7 +61,7 @@ class Recorder:
     async def drain(self) -> None:
         await self.taking.wait()
 
-    async def done(self, seconds: float = 20) -> Recorder:
+    async def done(self, seconds: float = 120) -> Recorder:
         async with asyncio.timeout(seconds):
             await self.finished.wait()
         return self
@@ -114,7 +114,7 @@ def settings_for(model: str | Path, **more: Any) -> ModelSettings:
     entry_point = str(model_dir / "model.py")
     given: dict[str, Any] = {"entry_point": entry_point, "retry_threshold": 100}
     given |= {key: value for key, value in more.items() if key in own}
-    rest: dict[str, Any] = {"predict_timeout": 20.0, "model_loading_timeout": 20.0}
+    rest: dict[str, Any] = {"predict_timeout": 120.0, "model_loading_timeout": 120.0}
     rest |= {key: value for key, value in more.items() if key not in own}
     return ModelSettings(
         name="model", model_dir=model_dir, model_id=str(model_dir), handler=HandlerSettings(**given), **rest

@@ -45,7 +45,7 @@ async def test_calls_run_at_the_same_time_and_each_gets_its_own_answer() -> None
         begun = time.monotonic()
         answers = await asyncio.gather(*(ask(client, do="echo", text=f"{i}", delay=0.5) for i in range(200)))
         streams = await asyncio.gather(*(ask(client, do="stream", text=f"s{i}", delay=0.001) for i in range(100)))
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
     assert [answer.body for answer in answers] == [b"%d" % i for i in range(200)]
     assert [s.body.decode() for s in streams] == ["".join(f"s{i}-{j}\n" for j in range(5)) for i in range(100)]
 
@@ -94,7 +94,7 @@ async def test_a_slow_client_holds_up_neither_others_nor_memory() -> None:
         quick = await asyncio.gather(*(ask(client, do="stream", text=f"q{i}") for i in range(20)))
         assert all(len(answer.body.splitlines()) == 5 for answer in quick)
         held = 0
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while len(slow.body) > held:  # what is on its way arrives, and then no more
                 held = len(slow.body)
                 await asyncio.sleep(0.3)
@@ -117,10 +117,10 @@ async def test_a_call_is_cancelled_when_its_client_goes_away() -> None:
 
 
 async def test_a_call_that_takes_too_long_fails_alone() -> None:
-    async with serving("async_echo", async_mode=True, predict_timeout=0.5) as client:
+    async with serving("async_echo", async_mode=True, predict_timeout=2.0) as client:
         pids = client.pids
         late, _ = await send(client, do="sleep", seconds=60)
-        assert (await ask(client, do="stream", delay=0.2)).body.count(b"t-") == 5
+        assert (await ask(client, do="stream", delay=0.5)).body.count(b"t-") == 5
         await late.done()
         assert late.status == 503
         assert b"predict_timeout" in late.body
@@ -143,16 +143,16 @@ async def test_a_crash_fails_all_calls_that_the_worker_had() -> None:
 
 
 async def test_more_calls_than_the_queue_holds_are_refused() -> None:
-    async with serving("async_echo", async_mode=True, queue_size=2) as client:
+    async with serving("async_echo", async_mode=True, queue_size=2, grace=0.2) as client:
         for _ in range(4):
-            await send(client, do="sleep", seconds=0.5)
+            await send(client, do="sleep", seconds=600)
         with pytest.raises(ContractError) as refused:
             await send(client, do="echo", text="x")
     assert refused.value.reply.status == 529
 
 
 async def test_stopping_lets_running_calls_finish() -> None:
-    async with serving("async_echo", async_mode=True) as client:
+    async with serving("async_echo", async_mode=True, grace=60.0) as client:
         writer, _ = await send(client, do="stream", delay=0.1)
         await writer.progress.wait()
         await client.handler.stop()
@@ -160,14 +160,14 @@ async def test_stopping_lets_running_calls_finish() -> None:
 
 
 async def test_calls_cancelled_before_they_begin_leave_nothing_behind() -> None:
-    async with serving("async_echo", async_mode=True, predict_timeout=1.5) as client:
+    async with serving("async_echo", async_mode=True, predict_timeout=3.0) as client:
         blocking = asyncio.ensure_future(ask(client, do="block", seconds=0.5))
         await until(lambda: client.handler.pool.busy)
         for _ in range(20):
             _, running = await client.send(json.dumps({"do": "echo", "text": "x"}))
             running.cancel()
         assert (await blocking).body == b"blocked"
-        await asyncio.sleep(2)  # beyond predict_timeout
+        await asyncio.sleep(3.5)  # beyond predict_timeout
         assert (await ask(client, do="echo", text="on")).body == b"on"
         assert client.handler.pool.failures == 0
         # The word that a call has ended comes after its last bytes.
@@ -177,7 +177,7 @@ async def test_calls_cancelled_before_they_begin_leave_nothing_behind() -> None:
 @pytest.mark.parametrize("do", ["exit", "exit_later", "background_exit"])
 async def test_a_handler_that_exits_loses_its_calls_and_says_so(do: str) -> None:
     async with serving("async_echo", async_mode=True) as client:
-        innocent, _ = await client.send(json.dumps({"do": "sleep", "seconds": 5}))
+        innocent, _ = await client.send(json.dumps({"do": "sleep", "seconds": 600}))
         answer = await ask(client, do=do)
         assert b"exited with code 3" in answer.body
         assert (answer.status, answer.body.startswith(b"t-0\n")) == (

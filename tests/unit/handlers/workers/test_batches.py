@@ -20,10 +20,10 @@ async def together(client: Client, *texts: str) -> list[Recorder]:
 
 
 async def test_calls_that_come_together_run_as_one_batch() -> None:
-    async with serving("batch_echo", batch_size=3, max_batch_delay=5.0) as client:
+    async with serving("batch_echo", batch_size=3, max_batch_delay=60.0) as client:
         begun = time.monotonic()
         answers = await together(client, "a", "b", "c")
-    assert time.monotonic() - begun < 4  # full before its time
+    assert time.monotonic() - begun < 50  # full before its time
     assert [answer.body for answer in answers] == [b"a! of 3", b"b! of 3", b"c! of 3"]
     assert [answer.headers for answer in answers] == [{"X-Batch": "3"}] * 3
 
@@ -39,7 +39,7 @@ async def test_a_single_call_is_no_batch() -> None:
 
 
 async def test_more_calls_than_one_batch_holds_run_as_several() -> None:
-    async with serving("batch_echo", batch_size=4, max_batch_delay=0.05, min_workers=2, max_workers=2) as client:
+    async with serving("batch_echo", batch_size=4, max_batch_delay=60.0, min_workers=2, max_workers=2) as client:
         answers = await together(client, *(f"t{i}" for i in range(20)))
     assert [answer.body.partition(b"!")[0].decode() for answer in answers] == [f"t{i}" for i in range(20)]
     assert all(answer.body.endswith(b" of 4") for answer in answers)
@@ -66,7 +66,7 @@ async def test_what_the_handler_does_with_a_batch_concerns_all_its_calls(word: s
 
 
 async def test_a_client_that_leaves_is_not_part_of_the_batch() -> None:
-    async with serving("batch_echo", batch_size=4, max_batch_delay=0.3) as client:
+    async with serving("batch_echo", batch_size=4, max_batch_delay=2.0) as client:
         gone, running = await client.send("gone")
         rest = asyncio.create_task(together(client, "a", "b"))
         await asyncio.sleep(0.05)
@@ -76,7 +76,7 @@ async def test_a_client_that_leaves_is_not_part_of_the_batch() -> None:
 
 
 async def test_a_batch_that_hangs_fails_and_the_next_runs() -> None:
-    async with serving("batch_echo", batch_size=2, max_batch_delay=5.0, predict_timeout=0.4) as client:
+    async with serving("batch_echo", batch_size=2, max_batch_delay=60.0, predict_timeout=2.0) as client:
         assert [answer.status for answer in await together(client, "hang", "b")] == [503, 503]
         assert [answer.status for answer in await together(client, "a", "b")] == [200, 200]
 
@@ -136,7 +136,7 @@ async def test_a_failed_step_fails_the_whole_batch_and_starts_anew(failure: str)
 
 
 async def test_a_rolling_step_that_hangs_or_crashes_fails_its_requests_and_others_are_served() -> None:
-    async with rolling(predict_timeout=0.5) as client:
+    async with rolling(predict_timeout=2.0) as client:
         hung = await roll(client, text="x", hang=True)
         assert hung.status == 424
         assert b"predict_timeout" in hung.body

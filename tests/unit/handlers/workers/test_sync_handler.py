@@ -179,10 +179,10 @@ async def test_a_slow_client_stops_the_generator_instead_of_filling_memory(tmp_p
     journal = tmp_path / "journal"
     writer = Recorder()
     writer.taking.clear()
-    async with serving("echo", predict_timeout=0.3) as client:
+    async with serving("echo", predict_timeout=1.5) as client:
         _, running = await client.send(query={"endless": "100000", "journal": str(journal)}, writer=writer)
         await until(writer.progress.is_set)
-        await asyncio.sleep(1.0)  # three times the predict timeout, which does not count here
+        await asyncio.sleep(3.0)  # twice the predict timeout, which does not count here
         assert len(writer.body) <= 600_000
         assert not writer.finished.is_set()
         held = int(journal.read_text())
@@ -286,7 +286,7 @@ async def test_a_client_cannot_make_its_request_look_like_a_batch_or_the_initial
 
 async def test_a_stalled_client_does_not_hide_a_handler_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching, "CLIENT_PATIENCE", 0.3)
-    async with serving("stalling", predict_timeout=1) as client:
+    async with serving("stalling", predict_timeout=3) as client:
         stalled = Recorder()
         stalled.taking.clear()
         _, running = await client.send(query={"stall": "1"}, writer=stalled)
