@@ -160,7 +160,7 @@ async def _chaos(
 ) -> Report:
     started = clock()
     load = Load(tested, clients, seed)
-    stage = Stage(tested, load, Random(f"{seed}/stage"), adapter, grace=5.0)
+    stage = Stage(tested, load, Random(f"{seed}/stage"), adapter, grace=max(5.0, tested.stall_timeout))
     done, _ = await run(lambda _: stage, load, actions, seconds, requests)
     if (code := await asyncio.to_thread(tested.end, stage.grace)) != 0:
         stage.violations.append(f"exit code {code} at the end")

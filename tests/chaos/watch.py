@@ -32,7 +32,7 @@ _CACHES = "torchinductor_"
 _SWEPT = "slipway-sockets-"
 """Of the directory that a killed server leaves to the next one to remove."""
 _TOGETHER = 16
-_END_SECONDS = 20.0
+_END_SECONDS = 60.0
 """In which processes of a server that was killed end."""
 
 

@@ -53,7 +53,8 @@ def container(
 ) -> Iterator[Server]:
     """`slipway serve --local-endpoint my-endpoint`: the container itself has the API's routes."""
     directory = tmp_path_factory.mktemp("local")
-    model = write_model(directory / "model", rolling_batch="vllm", enable_lora="true", max_loras=2, **engine_options)
+    options = engine_options | {"rolling_batch": "vllm", "enable_lora": "true", "max_loras": 2, "max_model_len": 8192}
+    model = write_model(directory / "model", **options)
     make_adapter(model / "adapters" / "red", sample_model, seed=1, scale=0.9)
     make_adapter(model / "adapters" / "blue", sample_model, seed=2, scale=0.9)
     server = Server(
@@ -323,7 +324,7 @@ def test_64_threads_stream_at_a_time_and_one_that_leaves_ends_its_own_generation
     crowd = 64
     with contextlib.closing(runtime_client(crowd + 1)) as client, ThreadPoolExecutor(crowd) as pool:
         leaver = client.invoke_endpoint_with_response_stream(
-            EndpointName=NAME, ContentType=JSON, Body=document(stream=True, max_new_tokens=900, ignore_eos_token=True)
+            EndpointName=NAME, ContentType=JSON, Body=document(stream=True, max_new_tokens=8000, ignore_eos_token=True)
         )
         next(iter(leaver["Body"]))
         bodies = pool.map(lambda _: streamed(client, document(stream=True, max_new_tokens=12)), range(crowd))
