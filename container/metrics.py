@@ -55,7 +55,7 @@ class Metrics(Collector):
         service = model.lifecycle.service
         if phases := model.lifecycle.startup_times.seconds:
             text = "What each phase of the model's start took."
-            values = {(phase,): seconds for phase, seconds in phases.items()}
+            values = [([phase], seconds) for phase, seconds in phases.items()]
             yield _each(GaugeMetricFamily, "slipway_startup_seconds", text, ["phase"], values)
         if service is not None and service.engine is not None:
             status, stalled = service.engine.status(), bool(model.lifecycle.stalled)
@@ -71,7 +71,7 @@ class Metrics(Collector):
 
     def _http(self) -> Iterable[Metric]:
         text, labels = "HTTP requests served, by route and status.", ["route", "status"]
-        counts = {(route, str(status)): count for (route, status), count in self._counts.requests.items()}
+        counts = [([route, str(status)], count) for (route, status), count in self._counts.requests.items()]
         yield _each(CounterMetricFamily, "slipway_requests", text, labels, counts)
         yield _histogram("slipway_request_seconds", "Duration of HTTP requests.", self._counts.duration)
 
@@ -193,17 +193,17 @@ _Family = type[CounterMetricFamily | GaugeMetricFamily | UntypedMetricFamily]
 
 
 def _each(
-    family: _Family, name: str, text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]
+    family: _Family, name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
     """A metric, by the values of its labels."""
     metric = family(name, text, labels=labels)
-    for key, value in values.items():
+    for key, value in values:
         metric.add_metric(key, value)
     return metric
 
 
 def _one(family: _Family, name: str, text: str, value: float, labels: Labels = _NONE) -> Metric:
-    return _each(family, name, text, list(labels), {tuple(labels.values()): value})
+    return _each(family, name, text, list(labels), [(list(labels.values()), value)])
 
 
 _gauge = partial(_one, GaugeMetricFamily)
