@@ -547,6 +547,16 @@ def two_running(server: Server, all_of_them: int = 2) -> Iterator[tuple[Iterator
         yield lines, whole
 
 
+def test_a_request_is_aborted_by_its_id_whichever_model_has_it(tiny: Server) -> None:
+    document = {"model": tiny.name, "stream": True, **ENDLESS_COMPLETION}
+    with tiny.client.stream("POST", "/v1/completions", json=document) as stream:
+        lines = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+        begun = json.loads(next(lines))
+        assert tiny.client.post("/v1/abort_request", json={"request_id": begun["id"]}).json() is None
+        *_, last, done = lines
+    assert (json.loads(last)["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
+
+
 def test_an_engine_that_hangs_ends_its_requests(tiny: Server) -> None:
     failed = tiny.metric("slipway_generations_failed_total")
     with two_running(tiny) as (lines, whole), stopped(tiny.engine_process()):

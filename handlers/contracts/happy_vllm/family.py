@@ -73,9 +73,11 @@ def live_metrics(call: Call, view: ModelView) -> Reply:
     )
 
 
-def abort_request(call: Call, view: ModelView) -> Reply:
-    """`POST /v1/abort_request`: null, whether or not there is such a request."""
-    view.abort(BodyReader(document(call)).required_string("request_id"))
+def abort_request(call: Call, views: Sequence[ModelView]) -> Reply:
+    """`POST /v1/abort_request`: null, whether or not a model has such a request."""
+    request_id = BodyReader(document(call)).required_string("request_id")
+    for view in views:
+        view.abort(request_id)
     return json_reply(None)
 
 
@@ -180,7 +182,12 @@ HAPPY_VLLM = Family(
             truncation_side=STRING,
             max_length=_COUNT,
         ),
-        _tells("/v1/abort_request", abort_request, "End a running request", "", request_id=STRING),
+        Tells.of_all(
+            "/v1/abort_request",
+            abort_request,
+            methods=("POST",),
+            about=_telling("End a running request", "", request_id=STRING),
+        ),
         Tells.of_all(
             "/liveness",
             lambda call, views: json_reply({"alive": "ok"}),
