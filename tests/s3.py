@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -192,6 +193,7 @@ def moto() -> Iterator[str]:
     """A running S3; its address."""
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel("ERROR")  # it would log each request, among what other tests look for
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
