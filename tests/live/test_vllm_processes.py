@@ -32,11 +32,6 @@ def test_vllms_processes_are_forked_from_one_that_imported_it_and_an_unloaded_mo
         assert worker.cpu_affinity() == [int(bound[1])]  # as vLLM says
         assert engine.cpu_affinity() == psutil.Process(server.process.pid).cpu_affinity()
 
-        before = [process.num_ctx_switches().voluntary for process in (engine, worker)]
-        assert server.invoke("Once", max_new_tokens=64).status_code == 200
-        after = [process.num_ctx_switches().voluntary for process in (engine, worker)]
-        assert all(now - then >= 64 for now, then in zip(after, before, strict=True)), "they sleep in each step"
-
         metrics = server.client.get("/metrics").text
         phases = dict(re.findall(r'slipway_startup_seconds\{model="[^"]+",phase="([\w ]+)"\} (\S+)', metrics))
         assert list(phases) == ["import", "engine", "front end", "first token"]

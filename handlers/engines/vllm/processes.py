@@ -17,10 +17,6 @@ server and finds nothing left.
 Failures: the engine process reports what vLLM's function for it raises, and its workers what `WorkerProc()` raises;
 vLLM writes both to the log alone. tests/live/test_management_live.py has an engine fail for want of memory.
 
-Waiting: the engine process and its workers look for each other's messages in shared memory, and between two looks vLLM
-calls `sched_yield`. With few cores the kernel then runs one of the two again and again, and the server and its clients
-hardly at all. On a CPU ours sleeps instead (`_look_less_often`); docs/benchmarks.md has what that is worth.
-
 Each engine process is a process group of its own: Ctrl-C in a terminal goes to a whole group, and would end the engine
 while the server lets its requests finish. tests/live/test_process_live.py does that. They stay in the server's session:
 Linux shares the processors out between sessions first (sched(7), autogroup), and with one for the engine
@@ -36,7 +32,6 @@ import os
 import pickle
 import signal
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -47,9 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
-from vllm.distributed.device_communicators import shm_broadcast
 from vllm.model_executor.models import registry
-from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import coordinator
@@ -102,7 +95,6 @@ def tied(context: BaseContext, prepare: Callable[[Connection], None], report: Co
 
 
 _this_thread = threading.local()
-_BETWEEN_LOOKS_SECONDS = 1e-5  # Linux makes 60 µs of it; a step of the smallest model takes a millisecond
 
 
 @contextlib.contextmanager
@@ -169,7 +161,6 @@ def prepare_engine(report: Connection) -> None:
     MultiprocExecutor._ensure_worker_termination = staticmethod(_end_workers)
     for executor in (multiproc_executor, uniproc_executor):
         executor.get_file_store_init_method = _meeting_place
-    _look_less_often()
 
 
 def _end_workers(workers: Sequence[BaseProcess]) -> None:
@@ -191,7 +182,6 @@ def prepare_worker(report: Connection) -> None:
     if fork_server.is_forked():
         _end_with_engine()
     cpu_resource_utils.get_cgroup_memory_usage = usage_without_page_cache
-    _look_less_often()
     start = WorkerProc.__init__
 
     def telling_start(*own: Any, **named: Any) -> None:
@@ -199,13 +189,6 @@ def prepare_worker(report: Connection) -> None:
             start(*own, **named)
 
     WorkerProc.__init__ = telling_start
-
-
-def _look_less_often() -> None:
-    """Leave the processor to others between two looks for a message. Processes of GPUs keep vLLM's way: their machines
-    have cores enough, and wait for microseconds."""
-    if current_platform.is_cpu():
-        shm_broadcast.sched_yield = lambda: time.sleep(_BETWEEN_LOOKS_SECONDS)
 
 
 def _in_fork_server(function: Callable[[], Any]) -> Any:
