@@ -10,9 +10,14 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import httpx
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from ray import serve
 from ray.exceptions import RayError
 
@@ -23,7 +28,6 @@ from container.settings.load import load_startup
 from container.settings.settings import Startup
 from deploy.ray.asgi import ReplicaApplication
 from deploy.ray.changes import Change, Failure, ReplicaChanges
-from deploy.ray.metrics import merged
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +115,7 @@ class Replica:
             told += await asked.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
         except Exception as error:
             logger.warning("the metrics of other replicas are not there: %r", error)
-        return merged(dict(one for one in told if not isinstance(one, BaseException)))
+        return merged_metrics(dict(one for one in told if not isinstance(one, BaseException)))
 
 
 def command_line(model_name: str | None) -> dict[str, str]:
@@ -128,3 +132,25 @@ def without_local_sessions(startup: Startup) -> Startup:
             settings = replace(settings, enable_stateful_sessions=False)
         models.append(replace(model, settings=replace(model.settings, model=settings)))
     return replace(startup, models=tuple(models))
+
+
+class _Merged(Collector):
+    """The metrics of all replicas, each series with the label `replica`."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for replica, text in self._texts.items():
+            for metric in text_string_to_metric_families(text):
+                whole = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                whole.samples += [
+                    sample._replace(labels={"replica": replica, **sample.labels}) for sample in metric.samples
+                ]
+        return merged.values()
+
+
+def merged_metrics(texts: Mapping[str, str]) -> bytes:
+    """Prometheus' text for what each replica's own /metrics says."""
+    return generate_latest(_Merged(texts))

@@ -21,8 +21,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from deploy.sagemaker import invoke as asking
-from deploy.sagemaker import logs as reading
+from deploy.sagemaker import endpoint
 from deploy.sagemaker.aws import Aws
 from deploy.sagemaker.configuration import (
     Configuration,
@@ -33,7 +32,6 @@ from deploy.sagemaker.configuration import (
     read_options,
 )
 from deploy.sagemaker.stack import ChangeSet, Conflict, Failed, Stack
-from deploy.sagemaker.status import status as status_of
 from deploy.sagemaker.template import as_yaml
 from deploy.sagemaker.template import template as template_of
 from deploy.sagemaker.uploads import UploadFailed, ecr_image, upload_model
@@ -168,7 +166,7 @@ def status(
     of_stack = None
     with contextlib.suppress(Conflict):  # an endpoint that something else has made is shown as well
         of_stack = _stack(aws, name).status()
-    found = status_of(aws, name, of_stack)
+    found = endpoint.status(aws, name, of_stack)
     typer.echo(json.dumps(found, indent=2, default=str) if as_json else as_yaml(found).rstrip())
 
 
@@ -191,16 +189,16 @@ def invoke(
         raise ConfigurationError("--prompt: missing; expected a text (or --body, or --input-location)")
     runtime = Aws(region, profile).client("sagemaker-runtime")
     if input_location:
-        typer.echo(asking.invoke_asynchronously(runtime, name, input_location))
+        typer.echo(endpoint.invoke_asynchronously(runtime, name, input_location))
         return
-    made = asking.body(prompt, max_new_tokens=max_new_tokens, chat=chat, stream=stream)
+    made = endpoint.body(prompt, max_new_tokens=max_new_tokens, chat=chat, stream=stream)
     # What was no UTF-8 in the shell goes out as it was.
     request = body.encode(errors="surrogateescape") if body else made
     if not stream:
-        typer.echo(asking.invoke(runtime, name, request, component))
+        typer.echo(endpoint.invoke(runtime, name, request, component))
         return
     try:
-        for piece in asking.invoke_stream(runtime, name, request, component):
+        for piece in endpoint.invoke_stream(runtime, name, request, component):
             typer.echo(piece, nl=False)
     finally:
         typer.echo()
@@ -216,7 +214,7 @@ def logs(
     """Show what the containers of an endpoint log."""
     client = Aws(region, profile).client("logs")
     start = int((time.time() - since * 60) * 1000)
-    for _, line in reading.read(client, reading.group(name, component), start):
+    for _, line in endpoint.log_lines(client, endpoint.log_group(name, component), start):
         typer.echo(line)
 
 
@@ -281,11 +279,11 @@ def _show_log(aws: Aws, configuration: Configuration, since: float) -> None:
     from botocore.exceptions import BotoCoreError, ClientError
 
     name = configuration.name
-    group = reading.group(name, name if configuration.component else None)
+    group = endpoint.log_group(name, name if configuration.component else None)
     try:
-        lines = sorted(reading.read(aws.client("logs"), group, int(since * 1000)), key=itemgetter(0))
+        lines = sorted(endpoint.log_lines(aws.client("logs"), group, int(since * 1000)), key=itemgetter(0))
         shown = [line for _, line in lines[-_LOG_LINES:]]
-    except (reading.NoLog, BotoCoreError, ClientError) as error:
+    except (endpoint.NoLog, BotoCoreError, ClientError) as error:
         shown = [f"({error})"]
     for line in shown:
         typer.echo(f"  log: {line}", err=True)
@@ -315,7 +313,15 @@ def _errors_in_words() -> Iterator[None]:
         _end(WRONG, *error.problems)
     except Conflict as error:
         _end(CONFLICT, str(error))
-    except (Failed, UploadFailed, reading.NoLog, asking.StreamBroken, BotoCoreError, Boto3Error, ClientError) as error:
+    except (
+        Failed,
+        UploadFailed,
+        endpoint.NoLog,
+        endpoint.StreamBroken,
+        BotoCoreError,
+        Boto3Error,
+        ClientError,
+    ) as error:
         # A message may quote a container's answer, or list several problems.
         _end(FAILED, " ".join(str(error).split()))
     except KeyboardInterrupt:

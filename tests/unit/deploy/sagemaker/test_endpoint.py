@@ -8,6 +8,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from deploy.local.invocation import payload_part
-from deploy.sagemaker import invoke
+from deploy.sagemaker import endpoint
 from deploy.sagemaker.aws import Aws
+from tests.unit.deploy.sagemaker.formation import SESSION
 
 
 class Stream:
@@ -49,8 +51,8 @@ class Runtime:
 
 def test_an_answer_is_given_as_it_came() -> None:
     runtime = Runtime(io.BytesIO(b'{"generated_text": "x"}'))
-    request = invoke.body("Hi", max_new_tokens=3, chat=False, stream=False)
-    assert invoke.invoke(runtime, "e", request, "c") == b'{"generated_text": "x"}'
+    request = endpoint.body("Hi", max_new_tokens=3, chat=False, stream=False)
+    assert endpoint.invoke(runtime, "e", request, "c") == b'{"generated_text": "x"}'
     assert runtime.calls[0] == {
         "EndpointName": "e",
         "Body": b'{"inputs": "Hi", "parameters": {"max_new_tokens": 3}}',
@@ -60,19 +62,19 @@ def test_an_answer_is_given_as_it_came() -> None:
 
 
 def test_a_chat_is_asked_in_a_chats_form() -> None:
-    asked = json.loads(invoke.body("Hi", max_new_tokens=3, chat=True, stream=True))
+    asked = json.loads(endpoint.body("Hi", max_new_tokens=3, chat=True, stream=True))
     assert asked == {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "stream": True}
 
 
 def test_a_stream_gives_its_pieces_and_is_closed() -> None:
     stream = Stream([b"a", b"b"])
-    assert list(invoke.invoke_stream(Runtime(stream), "e", b"{}")) == [b"a", b"b"]
+    assert list(endpoint.invoke_stream(Runtime(stream), "e", b"{}")) == [b"a", b"b"]
     assert stream.closed
 
 
 def test_a_stream_that_breaks_says_so_after_what_came() -> None:
     broken = EventStreamError({"Error": {"Code": "ModelStreamError", "Message": "out of time"}}, "Invoke")
-    pieces = invoke.invoke_stream(Runtime(Stream([b"a", broken])), "e", b"{}")
+    pieces = endpoint.invoke_stream(Runtime(Stream([b"a", broken])), "e", b"{}")
     assert next(pieces) == b"a"
     with pytest.raises(EventStreamError, match="out of time"):
         next(pieces)
@@ -96,15 +98,15 @@ def test_a_connection_that_breaks_within_a_stream_breaks_the_stream(monkeypatch:
             monkeypatch.setenv(name, value)
         server = threading.Thread(target=answer, args=(listener,))
         server.start()
-        pieces = invoke.invoke_stream(Aws("eu-west-1").client("sagemaker-runtime"), "e", b"{}")
+        pieces = endpoint.invoke_stream(Aws("eu-west-1").client("sagemaker-runtime"), "e", b"{}")
         assert next(pieces) == b"a"
-        with pytest.raises(invoke.StreamBroken, match="the connection broke"):
+        with pytest.raises(endpoint.StreamBroken, match="the connection broke"):
             next(pieces)
         server.join(10)
 
 
 def test_an_asynchronous_answer_is_where_sagemaker_says() -> None:
-    assert invoke.invoke_asynchronously(Runtime(None), "e", "s3://in/1.json") == "s3://answers/1"
+    assert endpoint.invoke_asynchronously(Runtime(None), "e", "s3://in/1.json") == "s3://answers/1"
 
 
 def _message(headers: dict[str, str], payload: bytes) -> bytes:
@@ -160,3 +162,33 @@ def test_a_local_endpoint_is_asked_as_sagemakers() -> None:
     refused = CliRunner().invoke(app, ["invoke", "refused", "--body", "{}"])
     assert refused.exit_code == 1
     assert "ModelError" in refused.stderr
+
+
+class Group:
+    """A log group that grows with each look; None is a look at which it is not there, as after the last one."""
+
+    def __init__(self, *looks: list[tuple[str, int]] | None) -> None:
+        self.looks = list(looks)
+        self.client: Any = SESSION.client("logs")
+        self.client.meta.events.register("before-call.cloudwatch-logs", self._answer)
+
+    def _answer(self, params: dict[str, Any], **more: Any) -> tuple[Any, dict[str, Any]]:
+        events = self.looks.pop(0) if self.looks else None
+        if events is None:
+            return SimpleNamespace(status_code=400), {"Error": {"Code": "ResourceNotFoundException", "Message": "no"}}
+        lines = [{"eventId": id, "timestamp": when, "message": f"line {id}\n"} for id, when in events]
+        next_page = {"nextToken": "more"} if self.looks and self.looks[0] and self.looks[0][0][0] == "page" else {}
+        return SimpleNamespace(status_code=200), {"events": lines, **next_page}
+
+
+def test_a_log_is_read_page_after_page() -> None:
+    group = Group([("1", 1000)], [("page", 2000)])
+    assert [line for _, line in endpoint.log_lines(group.client, "g", 0)] == [
+        "1970-01-01 00:00:01 line 1",
+        "1970-01-01 00:00:02 line page",
+    ]
+
+
+def test_of_a_group_that_is_not_there_it_is_said() -> None:
+    with pytest.raises(endpoint.NoLog, match="there is no log group g: nothing has logged there yet"):
+        list(endpoint.log_lines(Group().client, "g", 0))

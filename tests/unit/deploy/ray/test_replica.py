@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.ray.metrics import merged
+from deploy.ray.replica import merged_metrics
 
 ONE = """# HELP slipway_requests_total HTTP requests served.
 # TYPE slipway_requests_total counter
@@ -19,7 +19,7 @@ nv_inference_count 3.0
 
 
 def test_each_series_has_its_replica_and_each_metric_one_head() -> None:
-    text = merged({"a": ONE, "b": ONE.replace("ready 1.0", "ready 0.0")}).decode()
+    text = merged_metrics({"a": ONE, "b": ONE.replace("ready 1.0", "ready 0.0")}).decode()
     assert text.splitlines()[:4] == [
         "# HELP slipway_requests_total HTTP requests served.",
         "# TYPE slipway_requests_total counter",

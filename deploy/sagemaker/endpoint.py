@@ -1,0 +1,133 @@
+"""A deployed endpoint: it is asked, it is described in AWS's own words, and its logs are read.
+
+`runtime` and `logs` are boto3's clients of SageMaker's runtime and of CloudWatch Logs. botocore's ClientError is raised
+where AWS, the endpoint or the model refuses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from deploy.sagemaker.aws import Aws, is_missing
+from deploy.sagemaker.template import scaled_target
+
+_JSON = "application/json"
+
+
+class StreamBroken(Exception):
+    """The connection broke."""
+
+
+class NoLog(Exception):
+    """There is no such log group: nothing has logged to it yet."""
+
+
+def body(prompt: str, *, max_new_tokens: int, chat: bool, stream: bool) -> bytes:
+    """A request in LMI's schema, or a chat."""
+    request: dict[str, Any]
+    if chat:
+        request = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_new_tokens}
+    else:
+        request = {"inputs": prompt, "parameters": {"max_new_tokens": max_new_tokens}}
+    if stream:
+        request["stream"] = True
+    return json.dumps(request).encode()
+
+
+def invoke(runtime: Any, endpoint: str, request: bytes, component: str | None = None) -> bytes:
+    """One request, one answer."""
+    answer = runtime.invoke_endpoint(**_parameters(endpoint, request, component))
+    with answer["Body"] as stream:
+        return bytes(stream.read())
+
+
+def invoke_stream(runtime: Any, endpoint: str, request: bytes, component: str | None = None) -> Iterator[bytes]:
+    """The pieces of a streamed answer as they come. Raises StreamBroken."""
+    from urllib3.exceptions import HTTPError
+
+    stream = runtime.invoke_endpoint_with_response_stream(**_parameters(endpoint, request, component))["Body"]
+    try:
+        for event in stream:
+            if "PayloadPart" in event:
+                yield bytes(event["PayloadPart"]["Bytes"])
+    except HTTPError as error:  # botocore lets it through while it reads a stream
+        raise StreamBroken(f"the connection broke: {error}") from error
+    finally:
+        stream.close()
+
+
+def invoke_asynchronously(runtime: Any, endpoint: str, location: str) -> str:
+    """Ask an asynchronous endpoint about a request that lies in S3; gives where its answer will be."""
+    answer = runtime.invoke_endpoint_async(EndpointName=endpoint, InputLocation=location, ContentType=_JSON)
+    return str(answer["OutputLocation"])
+
+
+def _parameters(endpoint: str, request: bytes, component: str | None) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"EndpointName": endpoint, "Body": request, "ContentType": _JSON}
+    return parameters | ({"InferenceComponentName": component} if component else {})
+
+
+def status(aws: Aws, name: str, stack: str | None) -> dict[str, Any]:
+    """The endpoint, its components and its scaling; `stack` is the status of its stack."""
+    from botocore.exceptions import ClientError
+
+    try:
+        endpoint = aws.client("sagemaker").describe_endpoint(EndpointName=name)
+    except ClientError as error:
+        if stack is None or not is_missing(error):
+            raise
+        return {"stack": stack, "endpoint": None}
+    components = list(_components(aws, name))
+    targets = [scaled_target(name, component=False)]
+    targets += [scaled_target(each["InferenceComponentName"], component=True) for each in components]
+    return {
+        "stack": stack,
+        "endpoint": _described(endpoint),
+        "components": components,
+        "scaling": list(_scaling(aws, targets)),
+    }
+
+
+def _components(aws: Aws, endpoint: str) -> Iterator[dict[str, Any]]:
+    sagemaker = aws.client("sagemaker")
+    pages = sagemaker.get_paginator("list_inference_components").paginate(EndpointNameEquals=endpoint)
+    for entry in (entry for page in pages for entry in page["InferenceComponents"]):
+        name = entry["InferenceComponentName"]
+        yield _described(sagemaker.describe_inference_component(InferenceComponentName=name))
+
+
+def _scaling(aws: Aws, targets: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    scaling = aws.client("application-autoscaling")
+    for target in targets:
+        yield from scaling.describe_scalable_targets(
+            ServiceNamespace=target["ServiceNamespace"],
+            ResourceIds=[target["ResourceId"]],
+            ScalableDimension=target["ScalableDimension"],
+        )["ScalableTargets"]
+
+
+def _described(answer: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in answer.items() if key != "ResponseMetadata"}
+
+
+def log_group(endpoint: str, component: str | None = None) -> str:
+    """Where the containers of an endpoint log, or the copies of an inference component."""
+    return f"/aws/sagemaker/InferenceComponents/{component}" if component else f"/aws/sagemaker/Endpoints/{endpoint}"
+
+
+def log_lines(logs: Any, group: str, since: int) -> Iterator[tuple[int, str]]:
+    """The records from `since` on, in milliseconds since 1970: when each was written, and its line. Raises NoLog."""
+    from botocore.exceptions import ClientError
+
+    pages = logs.get_paginator("filter_log_events").paginate(logGroupName=group, startTime=max(since, 0))
+    try:
+        for event in (event for page in pages for event in page["events"]):
+            when = datetime.fromtimestamp(event["timestamp"] / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+            yield event["timestamp"], f"{when} {event['message'].rstrip()}"
+    except ClientError as error:
+        if is_missing(error):
+            raise NoLog(f"there is no log group {group}: nothing has logged there yet") from None
+        raise
