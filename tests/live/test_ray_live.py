@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import json
 import os
 import re
 import shutil
@@ -12,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ import psutil
 import pytest
 from huggingface_hub import InferenceClient
 
+from tests.chaos.client import ask, request_bytes
+from tests.chaos.contracts import Answer
 from tests.live.lora import make_adapter
 from tests.live.server import Server, copy_model, free_port, records, write_model
 from tests.live.small_model import prepare_small_model
@@ -214,52 +217,58 @@ def completion(cluster: Cluster, model: str) -> str:
 
 
 @pytest.mark.long
-def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next_one_has_the_adapter(
+@pytest.mark.asyncio
+async def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next_one_has_the_adapter(
     cluster: Cluster,
 ) -> None:
-    begun = threading.Semaphore(0)
     parameters = {"max_new_tokens": TOKENS, "ignore_eos_token": True, "details": True}
     document = {"inputs": "Once", "parameters": parameters}
+    begun = asyncio.Semaphore(0)
 
-    def stream(_: int) -> str:
-        text = ""
+    async def stream() -> str:
+        body = json.dumps(document | {"stream": True}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", cluster.port)
         try:
-            with httpx.stream(
-                "POST", f"{cluster.url}/invocations", json=document | {"stream": True}, timeout=START
-            ) as response:
-                assert response.status_code == 200
-                for part in response.iter_text():
-                    if not text:
-                        begun.release()
-                    text += part
-        except httpx.RemoteProtocolError:
+            writer.write(request_bytes("/invocations", body))
+            head, _ = await reader.readuntil(b"\r\n\r\n"), await reader.readline()
+            begun.release()
+            text = await reader.read()
+        except ConnectionResetError:
             return "broken off"
-        return "complete" if len(records(text)) == TOKENS else text[-200:]
+        finally:
+            writer.transport.abort()
+        assert head.startswith(b"HTTP/1.1 200 "), head
+        if not text.endswith(b"\r\n0\r\n\r\n"):
+            return "broken off"
+        return "complete" if text.count(b'"token"') == TOKENS else repr(text[-200:])
 
-    def whole(_: int) -> str:
-        answer = httpx.post(f"{cluster.url}/invocations", json=document, timeout=START)
-        made = answer.is_success and answer.json()["details"]["generated_tokens"]
-        return "complete" if made == TOKENS else answer.text[-200:]
+    async def whole() -> str:
+        answer = await ask(cluster.port, request_bytes("/invocations", json.dumps(document).encode()), START)
+        assert isinstance(answer, Answer)
+        made = answer.status == 200 and json.loads(answer.body)["details"]["generated_tokens"]
+        return "complete" if made == TOKENS else repr(answer)
 
     def running() -> dict[str, float]:
         return cluster.each("slipway_open_requests")
 
     wanted = completion(cluster, "loud")
-    with ThreadPoolExecutor(STREAMS + WHOLE) as threads:
-        streams = threads.map(stream, range(STREAMS))
-        for _ in range(STREAMS):
-            assert begun.acquire(timeout=START)
-        name, count = max(running().items(), key=lambda pair: pair[1])
-        answers = threads.map(whole, range(WHOLE))
-        wait_until(lambda: sum(running().values()) == STREAMS + WHOLE, START, about=running)
+    async with asyncio.timeout(2 * START), asyncio.TaskGroup() as clients:
+        streams = [clients.create_task(stream()) for _ in range(STREAMS)]
+        for _ in streams:
+            await begun.acquire()
+        name, count = max((await asyncio.to_thread(running)).items(), key=lambda pair: pair[1])
+        answers = [clients.create_task(whole()) for _ in range(WHOLE)]
+        await asyncio.to_thread(wait_until, lambda: sum(running().values()) == STREAMS + WHOLE, START, about=running)
         os.kill(cluster.processes()[name], 9)
         killed = time.monotonic()
-        wait_until(lambda: len(cluster.replicas() - {name}) == 2, START, about=cluster.replicas)
+        await asyncio.to_thread(
+            wait_until, lambda: len(cluster.replicas() - {name}) == 2, START, about=cluster.replicas
+        )
         seconds = time.monotonic() - killed
-        ended = collections.Counter(streams)
-        assert set(answers) == {"complete"}, "another replica answers them"
+    ended = collections.Counter(task.result() for task in streams)
     print(f"{dict(ended)}; two replicas after {seconds:.1f} s, all ended after {time.monotonic() - killed:.1f} s")
     assert ended == {"broken off": count, "complete": STREAMS - count}
+    assert {task.result() for task in answers} == {"complete"}, "another replica answers them"
     before = cluster.requests("/v1/completions")
     assert {completion(cluster, "loud") for _ in range(6)} == {wanted}
     assert len(cluster.requests("/v1/completions")) == 2 >= len(before)
