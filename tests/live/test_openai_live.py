@@ -456,7 +456,8 @@ class TestSmall:
 
     def test_served_names_are_the_models_names(self, small: Server) -> None:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:
-            assert [model.id for model in client.models.list()] == ["first", "second"]
+            listed = [model.id for model in client.models.list()]  # other tests may have models on the same server
+            assert ("first" in listed, "second" in listed, small.name in listed) == (True, True, False)
             assert client.completions.create(model="second", prompt="Hi", max_tokens=1).model == "first"
 
     @pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "weather"}}, "weather"])
