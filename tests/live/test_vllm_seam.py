@@ -248,12 +248,17 @@ def test_a_request_that_the_engine_ends_says_which_parameter_left_it_no_token(
     assert [message in error.message for error in sink.errors] == [True], sink.errors
 
 
-def test_the_samplers_ranks_need_no_compiler() -> None:
+def test_ranks_of_tokens_are_those_of_the_function_that_vllm_compiles() -> None:
     import torch
     from vllm.v1.sample import sampler
 
-    count = sampler.batched_count_greater_than._torchdynamo_orig_callable  # what `preload` takes in its place
-    assert count(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[2.0]])).tolist() == [2]
+    from handlers.engines.vllm.processes import token_ranks
+
+    vllms = sampler.batched_count_greater_than._torchdynamo_orig_callable
+    rows = torch.randn(5, 1000).round(decimals=1)  # with tokens that are equally likely
+    chosen = rows[:, 7:8]
+    assert torch.equal(token_ranks(rows, chosen), vllms(rows, chosen))
+    assert token_ranks(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[2.0]])).tolist() == [2]
 
 
 def test_a_dying_engine_ends_every_request_once(processor: Processor) -> None:

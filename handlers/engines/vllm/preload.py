@@ -61,7 +61,6 @@ def _import_vllm(openmp: bool) -> str:
                 return "torch has no libgomp of its own, whose threads could be bound to processors"
             for name in _CPU:
                 importlib.import_module(name)
-            _count_eagerly()
         # A process finds the room for its title beside the environment that it was started with, once.
         set_process_title("ForkServer")
     except Exception as error:  # the server's own import of vLLM says the same, to whoever asked for the model
@@ -78,15 +77,6 @@ def _import_vllm(openmp: bool) -> str:
         os._exit(torch.cuda._is_in_bad_fork())  # only a fork shows that the driver was called before it
     _, status = os.waitpid(child, 0)
     return "importing vLLM calls the CUDA driver" if status else ""
-
-
-def _count_eagerly() -> None:
-    """Have the sampler rank tokens by torch's own kernels, which take microseconds. vLLM compiles its function for that
-    with the first log probability, for 15 to 90 seconds of that request."""
-    from vllm.v1.sample import sampler
-
-    compiled = sampler.batched_count_greater_than
-    sampler.batched_count_greater_than = getattr(compiled, "_torchdynamo_orig_callable", compiled)
 
 
 gc.disable()  # collections find nothing in an import, and take a quarter of its time

@@ -41,8 +41,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from vllm import envs
 from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import coordinator
@@ -182,6 +185,10 @@ def prepare_worker(report: Connection) -> None:
     if fork_server.is_forked():
         _end_with_engine()
     cpu_resource_utils.get_cgroup_memory_usage = usage_without_page_cache
+    if current_platform.is_cpu():
+        from vllm.v1.sample import sampler
+
+        sampler.batched_count_greater_than = token_ranks
     start = WorkerProc.__init__
 
     def telling_start(*own: Any, **named: Any) -> None:
@@ -189,6 +196,15 @@ def prepare_worker(report: Connection) -> None:
             start(*own, **named)
 
     WorkerProc.__init__ = telling_start
+
+
+def token_ranks(logprobs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return how many tokens of each row are at least as likely as the chosen one: [n, vocabulary] and [n, 1] to [n].
+
+    On a CPU, for a function that vLLM compiles at the first log probability, which takes 15 to 90 seconds. torch's own
+    sum takes eleven times as long as this, a fifth of a step of 128 sequences."""
+    as_likely = (logprobs >= chosen).numpy()
+    return torch.tensor([np.count_nonzero(row) for row in as_likely])
 
 
 def _in_fork_server(function: Callable[[], Any]) -> Any:
