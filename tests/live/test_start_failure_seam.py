@@ -55,6 +55,7 @@ def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(mo
     import torch
     from vllm.utils import cpu_resource_utils
     from vllm.v1.executor.multiproc_executor import WorkerProc
+    from vllm.v1.sample import sampler
 
     from handlers.engines.vllm import processes
 
@@ -62,7 +63,9 @@ def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(mo
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(WorkerProc, "__init__", failing)
+    # Both are replaced here so that they are vLLM's own again after the test.
     monkeypatch.setattr(cpu_resource_utils, "get_cgroup_memory_usage", lambda: None)
+    monkeypatch.setattr(sampler, "batched_count_greater_than", lambda *_: None)
     with processes.tied_to_this_thread() as reports:
         assert processes.first_failure(reports) is None
         processes.prepare_worker(processes._this_thread.report)

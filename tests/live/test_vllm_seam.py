@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import weakref
 from copy import copy
 from pathlib import Path
@@ -250,11 +251,11 @@ def test_a_request_that_the_engine_ends_says_which_parameter_left_it_no_token(
 
 def test_ranks_of_tokens_are_those_of_the_function_that_vllm_compiles() -> None:
     import torch
-    from vllm.v1.sample import sampler
+    from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 
     from handlers.engines.vllm.processes import token_ranks
 
-    vllms = sampler.batched_count_greater_than._torchdynamo_orig_callable
+    vllms = inspect.unwrap(batched_count_greater_than)
     rows = torch.randn(5, 1000).round(decimals=1)  # with tokens that are equally likely
     chosen = rows[:, 7:8]
     assert torch.equal(token_ranks(rows, chosen), vllms(rows, chosen))
