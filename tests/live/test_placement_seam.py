@@ -23,6 +23,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.platforms.interface import Platform
     from vllm.v1.engine import utils
 
+    # What it imports must not keep the platform below for the tests after these.
+    import handlers.engines.vllm.engine  # noqa: F401
+
     class EightGpus(Platform):
         device_name = device_type = "cuda"
         device_control_env_var = "CUDA_VISIBLE_DEVICES"
