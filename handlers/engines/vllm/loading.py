@@ -147,8 +147,8 @@ def own_tokenizer(config: ModelConfig) -> Any:
 def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
     """Have torch compile nothing where there is no compiler; returns whether that was done.
 
-    vLLM's sampler calls torch.compile at the first log probability, also when it runs the model eagerly, and its
-    process dies where that fails. torch reads the variable when it is imported, so it is for processes that are still
+    vLLM compiles some of its functions at their first call, also when it runs the model eagerly, and its process dies
+    where that fails. torch reads the variable when it is imported, so it is for processes that are still
     to be started. One that is set already stays as it is.
     """
     compiler = environ.get("CXX", _COMPILER)  # as torch looks for it
