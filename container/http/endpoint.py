@@ -27,15 +27,7 @@ from container.settings.settings import ServerSettings
 from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
 from handlers.entry_point import Service
-from handlers.errors import (
-    BodyTimeout,
-    BodyTooLarge,
-    InternalError,
-    NotReady,
-    Overloaded,
-    RequestError,
-    UnknownModel,
-)
+from handlers.errors import BodyTimeout, BodyTooLarge, InternalError, NotReady, Overloaded, RequestError, UnknownModel
 from handlers.meter import Distribution
 
 logger = logging.getLogger("slipway.access")

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 class OpenAICall:
     """One call of vLLM's front end: its places in the queue, its adapters, and how it went."""
 
-    __slots__ = (
-        *("_background", "_closed", "_held", "_queue", "adapters", "any_model", "engine"),
-        *("failed", "form_name", "generates", "submitted"),
-    )
-
     def __init__(self, queue: EngineQueue, any_model: bool = False) -> None:
         self._queue, self.engine = queue, queue.engine
         self._held = 0

@@ -1,60 +1,33 @@
 """OpenAI's routes: our own contract for what is common, and for all else vLLM's front end around our engine.
 
-vLLM's front end is an ASGI application in this process. It also answers what our contract understands but the engine
-refuses, so that errors are vLLM's.
+vLLM's front end also answers what our contract understands but the engine refuses, so that errors are vLLM's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
-import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
-from urllib.parse import urlencode
 
 import msgspec
 
-from handlers.contracts.openai.constraints import (
-    BATCH,
-    CHAT,
-    COMPLETIONS,
-    FIELDS,
-    MESSAGES,
-    RESPONSES,
-    enforceable,
-    form_name,
-)
+from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
 from handlers.contracts.openai.contract import OpenAIContract
-from handlers.contracts.openai.family import ALIASED, error_reply, refuse
-from handlers.contracts.protocol import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
+from handlers.contracts.openai.family import ALIASED, refuse
+from handlers.contracts.protocol import LONG_BODY, Call, Exchange, ReplyWriter, Running, adapter_header
 from handlers.engine_handler import EngineQueue, RunningCall
 from handlers.engines.choice import is_vllm
-from handlers.errors import InvalidParameter, Overloaded, RequestError, UnknownAdapter
+from handlers.errors import Overloaded, RequestError, UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall, current_call
+from handlers.openai.vllm_call import VllmApp, VllmCall, hopeless
 
-logger = logging.getLogger(__name__)
-
-EVENTS = "text/event-stream"
 _LONG_CHAT = 16 * 1024  # Bytes; a template may be slow, so that longer ones are parsed in a thread.
 _PREFIXES = ("chatcmpl-", "cmpl-")  # Before the HTTP request's id in those of vLLM's answers.
 _ONE_OF_MANY = re.compile(r"[-_]\d+$")  # After it, in the requests of an answer to several prompts or conversations.
-# Request headers that are written anew for the application.
-_OURS = frozenset({b"content-length", b"transfer-encoding", b"x-request-id"})
-_FRAMING = frozenset({"content-type", "content-length"})
-
-_CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES})
-# What is between the parts of a document. Texts have them too, one to a token at most, but for a few odd ones.
-_MARKS = (b"{", b"[", b",")
-_MARKS_PER_TOKEN, _FURTHER_MARKS = 4, 10_000
-_MARKS_OF_PROMPTS = 2_000_000  # Token ids of many prompts; these cost a tenth of what messages do.
-
-_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 
 
 def import_front_end(settings: ModelSettings) -> None:
@@ -89,17 +62,6 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     vllm_app = VllmApp(app, engine.async_llm, bool(engine.frontend_arguments.get("tool_call_parser")), refusal)
     contract = OpenAIContract(common) if common is not None else None
     return OpenAIHandler(vllm_app, queue, contract, names[0], public)
-
-
-@dataclass(frozen=True, slots=True)
-class VllmApp:
-    """vLLM's front end of a model."""
-
-    app: Any  # FastAPI's application.
-    llm: Any  # vLLM's engine, which knows requests by the ids of their answers.
-    parses_tools: bool = False  # The model has a parser of tool calls.
-    # The answer to an exception of the application; None if it is none of the client's.
-    refusal: Callable[[BaseException], Reply | None] = lambda _: None
 
 
 class OpenAIHandler:
@@ -160,7 +122,7 @@ class OpenAIHandler:
             except RequestError:
                 pass  # vLLM's front end says why
         model = (adapter or self._model) if adapter is not None and call.body else None
-        return _RunningCall(self._vllm, OpenAICall(self._queue, any_model), call, writer, path, model)
+        return VllmCall(self._vllm, OpenAICall(self._queue, any_model), call, writer, path, model)
 
     async def _understood(self, call: Call, path: str, any_model: bool, adapter: str | None) -> Exchange | None:
         if self._contract is None:
@@ -193,191 +155,3 @@ def _belongs(known: str, request_id: str) -> bool:
     """Whether vLLM's id of a request is of the answer with this id; many prompts and conversations have one each."""
     names = (known, _ONE_OF_MANY.sub("", known))
     return known.startswith(_PREFIXES) and any(request_id in (name, name.partition("-")[2]) for name in names)
-
-
-class _RunningCall:
-    """One call in vLLM's front end, as a task of its own, which gets `_receive` and `_send` as any ASGI application.
-    Implements `Running`."""
-
-    def __init__(
-        self, vllm: VllmApp, held: OpenAICall, call: Call, writer: ReplyWriter, path: str, model: str | None
-    ) -> None:
-        self._vllm, self._held, self._call, self._writer, self._path = vllm, held, call, writer, path
-        self._model = model
-        self._gone = asyncio.Event()
-        self._body_read = False
-        self._status, self._content_type = 0, ""
-        self._headers: tuple[tuple[str, str], ...] = ()
-        self._started = self._complete = False
-        self._task = asyncio.create_task(self._run())
-
-    def cancel(self) -> None:
-        """Tell the front end, which ends its tasks; the engine aborts then. What it sends from now on is dropped."""
-        self._gone.set()
-
-    async def _run(self) -> None:
-        call, path = self._call, self._path
-        current_call.set(self._held)
-        began = time.monotonic()
-        try:
-            if (refusal := hopeless(call.body, path, self._held.engine.max_model_len)) is not None:
-                self._finish(refusal)
-            else:
-                tools = self._vllm.parses_tools
-                self._call = call = for_vllm(call, path, self._held, model=self._model, parses_tools=tools)
-                await self._vllm.app(scope(call, path), self._receive, self._send)
-        except InvalidParameter as error:
-            self._finish(refuse(error))
-        except UnicodeEncodeError:
-            self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
-        except Exception as error:
-            # Where the engine has failed, vLLM stumbles over that in some of its streams.
-            if not self._held.failed:
-                if (refused := self._vllm.refusal(error)) is not None:
-                    self._finish(refused)
-                else:
-                    logger.exception("vLLM's front end failed", extra={"request_id": call.request_id})
-        finally:
-            self._held.close()
-            if not self._gone.is_set():
-                reason = self._held.failed or "Internal server error"
-                self._finish(error_reply(reason, "InternalServerError", 500))
-                if self._held.generates:
-                    self._held.engine.meter.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
-
-    async def _receive(self) -> dict[str, Any]:
-        if not self._body_read:
-            self._body_read = True
-            return {"type": "http.request", "body": self._call.body, "more_body": False}
-        await self._gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Any) -> None:
-        """Pass on what the application sends. A reply begins with its first bytes: they show whether it streams."""
-        if self._gone.is_set():
-            return
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]}
-            self._content_type = headers.get("content-type", "")
-            self._headers = tuple(pair for pair in headers.items() if pair[0] not in _FRAMING)
-        elif message["type"] == "http.response.body":
-            self._pass_on(message.get("body", b""), last=not message.get("more_body", False))
-            await self._writer.drain()
-
-    def _pass_on(self, data: bytes, *, last: bool) -> None:
-        writer = self._writer
-        if self._held.failed and data.startswith(b"event: error\n"):  # vLLM's would say how it stumbled over that
-            data = _last_events(self._path, error_reply(self._held.failed, "InternalServerError", 500))
-        if last and not self._started:
-            writer.reply(Reply(self._status, self._content_type, data, self._headers))
-        elif last:
-            writer.end(data)
-        elif data:
-            if not self._started:
-                self._started = True
-                writer.start(self._status, self._content_type, self._headers)
-            writer.write(data)
-        self._complete = last
-
-    def _finish(self, reply: Reply) -> None:
-        if self._complete or self._gone.is_set():
-            return
-        self._complete = True
-        if not self._started:
-            self._writer.reply(reply)
-        elif self._content_type.partition(";")[0].strip() == EVENTS:
-            self._writer.end(_last_events(self._path, reply))
-        else:
-            self._writer.end(b"")
-
-
-def _last_events(path: str, reply: Reply) -> bytes:
-    """What ends a stream with an error, as vLLM's own streams on this path do."""
-    message = msgspec.json.decode(reply.body)["error"]["message"]
-    if path == MESSAGES:
-        error = {"type": "error", "error": {"type": "internal_error", "message": message}}
-        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
-    return b"data: " + reply.body + b"\n\ndata: [DONE]\n\n"
-
-
-def scope(call: Call, path: str) -> dict[str, Any]:
-    """The call as an ASGI scope. The application sees our id of the request, and so gives it to its answer."""
-    headers = [(name.lower().encode("latin-1"), value.encode("latin-1", "replace")) for name, value in call.headers]
-    headers = [(name, value) for name, value in headers if name not in _OURS and name != b"content-type"]
-    if call.content_type:
-        headers.append((b"content-type", call.content_type.encode("latin-1", "replace")))
-    headers += [
-        (b"content-length", str(len(call.body)).encode()),
-        (b"x-request-id", call.request_id.encode("latin-1", "replace")),
-    ]
-    return {
-        "type": "http",
-        # Before 2.4 an application listens for a disconnect while it streams; later ones wait for `send` to fail,
-        # which ours never does.
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": call.method,
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": urlencode(call.query).encode(),
-        "headers": headers,
-        "client": None,
-        "server": None,
-        "state": {},
-    }
-
-
-def hopeless(body: bytes, path: str, max_model_len: int) -> Reply | None:
-    """The refusal of a body that has more parts than the model's context could hold; None for all others."""
-    if len(body) < LONG_BODY:
-        return None
-    limit = _MARKS_PER_TOKEN * max_model_len + _FURTHER_MARKS
-    if path not in _CONVERSATIONS:
-        limit = max(limit, _MARKS_OF_PROMPTS)
-    if sum(map(body.count, _MARKS)) <= limit:
-        return None
-    return error_reply(
-        f"the body has more parts than the model's context of {max_model_len} tokens can hold", "BadRequestError", 400
-    )
-
-
-def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = None, parses_tools: bool = False) -> Call:
-    """The call as vLLM's serving classes are to read it; a body that cannot be read is left to them to refuse.
-
-    `model` takes the place of the body's. Constraints get the form in which vLLM enforces them, and `held` the name of
-    the one that the text is to have, for the engine's refusals. Null fields of a chat's messages are absent: TGI's
-    Python client sends every field, and TGI takes null for absent, as our contracts do.
-
-    Raises InvalidParameter: vLLM would not enforce one of the constraints.
-    """
-    try:
-        document = _decode(call.body)
-        given = {name: msgspec.json.decode(document[name]) for name in FIELDS.intersection(document)}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return call
-    changes: dict[str, Any] = {} if model is None else {"model": model}
-    if given := {name: value for name, value in given.items() if value is not None}:
-        changes |= enforceable(given, path, parses_tools=parses_tools)
-        held.form_name = form_name(given, path)
-    if path == CHAT and b"null" in call.body:
-        changes |= _without_nulls(document)
-    if not changes:
-        return call
-    fields = {name: value for name, value in (document | changes).items() if value is not None}
-    return replace(call, body=msgspec.json.encode(fields))
-
-
-def _without_nulls(document: dict[str, msgspec.Raw]) -> dict[str, Any]:
-    """The field to replace; a null `content` stays, since a message with tool calls may have it."""
-    try:
-        messages = _decode_messages(document["messages"])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
-        return {}
-    kept = [
-        {name: value for name, value in message.items() if name == "content" or bytes(value) != b"null"}
-        for message in messages
-    ]
-    return {} if kept == messages else {"messages": kept}

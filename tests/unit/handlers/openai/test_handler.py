@@ -16,7 +16,8 @@ from handlers.engine_handler import EngineQueue
 from handlers.errors import InvalidRequest, Overloaded, UnknownAdapter
 from handlers.meter import Meter
 from handlers.openai.current_call import OpenAICall, current_call
-from handlers.openai.handler import OpenAIHandler, VllmApp
+from handlers.openai.handler import OpenAIHandler
+from handlers.openai.vllm_call import VllmApp
 from tests.unit.collected_reply import CollectedReply
 from tests.waiting import until
 

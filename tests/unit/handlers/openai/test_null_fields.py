@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from handlers.contracts.protocol import Call
 from handlers.engine_handler import EngineQueue
 from handlers.openai.current_call import OpenAICall
-from handlers.openai.handler import for_vllm
+from handlers.openai.vllm_call import for_vllm
 from tests.contracts.exchange import call
 from tests.unit.handlers.test_engine_handler import ScriptedEngine
 

@@ -10,7 +10,8 @@ from handlers.contracts.openai.contract import OpenAIContract
 from handlers.contracts.protocol import Call
 from handlers.engine_handler import EngineQueue
 from handlers.errors import InvalidRequest, Overloaded, UnknownAdapter
-from handlers.openai.handler import OpenAIHandler, VllmApp
+from handlers.openai.handler import OpenAIHandler
+from handlers.openai.vllm_call import VllmApp
 from handlers.request import FinishReason, GenerationRequest, TokenDelta
 from tests.contracts.test_openai_contract import FRONT_END
 from tests.unit.collected_reply import CollectedReply
