@@ -5,8 +5,7 @@ from __future__ import annotations
 from json.encoder import encode_basestring
 
 from container.error_rates import ErrorRates
-from container.models.lifecycle import State
-from container.models.registry import Model, Models
+from container.models.registry import Model, Models, State
 from container.settings.settings import ServerSettings
 from handlers.contracts.lmi.errors import JSON
 from handlers.contracts.protocol import Reply

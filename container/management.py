@@ -9,10 +9,9 @@ from functools import partial
 from container.devices import gpu_count
 from container.http.endpoint import AppState, Endpoint, front_end_refusal
 from container.http.reply import NO_CACHE, Headers, HttpReply
-from container.models.lifecycle import State
 from container.models.memory import OutOfMemory
 from container.models.registration import LoadFailed, Registrar
-from container.models.registry import AlreadyRegistered, Model
+from container.models.registry import AlreadyRegistered, Model, State
 from container.settings.settings import SettingsError, UrlNotFound
 from handlers.adapters import AdapterRegistry
 from handlers.contracts.lmi import adapters as lmi

@@ -20,8 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from container.http.endpoint import HttpCounts
-from container.models.lifecycle import State
-from container.models.registry import Model, Models
+from container.models.registry import Model, Models, State
 from handlers.loaded_model import EngineStatus
 from handlers.meter import Distribution, Meter
 from handlers.workers.pool import Pool

@@ -30,9 +30,8 @@ import uvicorn
 from container.app import Application, Mount, create_app
 from container.event_loop import EventLoopWatch
 from container.http.protocol import Cork, HttpProtocol, check_uvicorn
-from container.models.lifecycle import Lifecycle, State
 from container.models.registration import Registrar
-from container.models.registry import Model, Models
+from container.models.registry import Lifecycle, Model, Models, State
 from container.settings.load import further_settings
 from container.settings.server import address
 from container.settings.settings import Settings, Startup

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from container.devices import SliceNotChosen
-from container.models.lifecycle import Lifecycle, State, until_none
 from container.models.memory import OutOfMemory, check_room, free_memory, placed
-from container.models.registry import AlreadyRegistered, Model, Models
+from container.models.registry import AlreadyRegistered, Lifecycle, Model, Models, State, until_none
 from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value
 from container.sources.location import SETTINGS_SECONDS, name_of_url

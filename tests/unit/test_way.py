@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from container.app import create_app
-from container.models.lifecycle import Lifecycle, State
 from container.models.registration import Registrar
-from container.models.registry import Model, Models
+from container.models.registry import Lifecycle, Model, Models, State
 from container.server import http_server
 from container.settings.settings import ServerSettings, Settings
 from handlers.contracts.lmi.rolling_batch import LmiContract

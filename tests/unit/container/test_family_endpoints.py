@@ -13,8 +13,7 @@ import pytest
 
 from container.families import family_endpoints, model_of
 from container.http.endpoint import AppState, Endpoint, HttpCounts
-from container.models.lifecycle import Lifecycle
-from container.models.registry import Model, Models
+from container.models.registry import Lifecycle, Model, Models
 from container.settings.settings import ServerSettings, Settings
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import Family, ModelView, Tells

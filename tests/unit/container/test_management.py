@@ -20,9 +20,8 @@ import pytest
 from container.app import Applications, create_app
 from container.devices import SliceNotChosen
 from container.models import registration, registry
-from container.models.lifecycle import Lifecycle
 from container.models.registration import Registrar
-from container.models.registry import Model, Models
+from container.models.registry import Lifecycle, Model, Models
 from container.settings.load import further_settings
 from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value

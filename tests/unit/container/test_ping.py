@@ -11,8 +11,7 @@ import pytest
 
 from container.error_rates import ErrorRates
 from container.health import ping
-from container.models.lifecycle import State
-from container.models.registry import Model, Models
+from container.models.registry import Model, Models, State
 from container.settings.settings import ServerSettings
 from handlers.model_settings import ModelSettings
 

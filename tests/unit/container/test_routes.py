@@ -19,9 +19,8 @@ import pytest_asyncio
 
 from container.app import create_app
 from container.logs import PlainFormatter, access_log
-from container.models.lifecycle import Lifecycle, State
 from container.models.registration import Registrar
-from container.models.registry import Model, Models
+from container.models.registry import Lifecycle, Model, Models, State
 from container.settings.settings import ServerSettings, Settings
 from handlers import entry_point
 from handlers.contracts.families import FAMILIES

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from container import server
-from container.models.lifecycle import State
-from container.models.registry import Model, Models
+from container.models.registry import Model, Models, State
 from container.settings.settings import ServerSettings, Startup
 from handlers.model_settings import ModelSettings
 

@@ -14,9 +14,8 @@ import pytest
 
 from container.app import Applications, Mount, create_app
 from container.console.page import DIRECTORY
-from container.models.lifecycle import Lifecycle, State
 from container.models.registration import Registrar
-from container.models.registry import Model, Models
+from container.models.registry import Lifecycle, Model, Models, State
 from container.settings import server as server_module
 from container.settings.load import load_settings, load_startup
 from container.settings.settings import Settings

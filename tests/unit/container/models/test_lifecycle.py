@@ -12,8 +12,7 @@ import pytest
 from container.error_rates import ErrorRates
 from container.health import ping
 from container.models import registry
-from container.models.lifecycle import Lifecycle, StallWatch, State
-from container.models.registry import Model, Models
+from container.models.registry import Lifecycle, Model, Models, StallWatch, State
 from container.settings.settings import ServerSettings, Settings
 from handlers.engines.protocol import EngineHealth, EngineStartError, Progress
 from handlers.entry_point import Service
