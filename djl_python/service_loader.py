@@ -19,7 +19,10 @@ MODEL_FILE = "model.py"
 # For each mark the function of SageMaker's script mode, and the parameter names that it may have.
 _SAGEMAKER_FUNCTIONS = {
     "is_init_handler": ("model_fn", [["model_dir"]]),
-    "is_input_formatter": ("input_fn", [["request_body", "content_type"], ["request_body", "request_content_type"]]),
+    "is_input_formatter": (
+        "input_fn",
+        [["request_body", "content_type"], ["request_body", "request_content_type"]],
+    ),
     "is_prediction_handler": ("predict_fn", [["input_data", "model"]]),
     "is_output_formatter": ("output_fn", [["prediction", "accept"], ["prediction", "response_content_type"]]),
 }

@@ -178,7 +178,11 @@ async def _serving(
 
 
 def _formatting(
-    contract: LmiAsyncContract, given: Formatters, engine: Engine, openai: OpenAIHandler | None, thread: FormatterThread
+    contract: LmiAsyncContract,
+    given: Formatters,
+    engine: Engine,
+    openai: OpenAIHandler | None,
+    thread: FormatterThread,
 ) -> Formatting:
     formatters = PayloadFormatters(contract, read=given.input, write=given.output, tokenizer=engine.tokenizer)
     if openai is None:

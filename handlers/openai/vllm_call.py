@@ -20,9 +20,9 @@ from handlers.openai.current_call import OpenAICall, current_call
 
 logger = logging.getLogger(__name__)
 
-EVENTS = "text/event-stream"
+_EVENTS = "text/event-stream"
 # Request headers that are written anew for the application.
-_OURS = frozenset({b"content-length", b"transfer-encoding", b"x-request-id"})
+_OURS = frozenset({b"content-length", b"content-type", b"transfer-encoding", b"x-request-id"})
 _FRAMING = frozenset({"content-type", "content-length"})
 
 _CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES})
@@ -137,7 +137,7 @@ class VllmCall:
         self._complete = True
         if not self._started:
             self._writer.reply(reply)
-        elif self._content_type.partition(";")[0].strip() == EVENTS:
+        elif self._content_type.partition(";")[0].strip() == _EVENTS:
             self._writer.end(_last_events(self._path, reply))
         else:
             self._writer.end(b"")
@@ -155,7 +155,7 @@ def _last_events(path: str, reply: Reply) -> bytes:
 def scope(call: Call, path: str) -> dict[str, Any]:
     """The call as an ASGI scope. The application sees our id of the request, and so gives it to its answer."""
     headers = [(name.lower().encode("latin-1"), value.encode("latin-1", "replace")) for name, value in call.headers]
-    headers = [(name, value) for name, value in headers if name not in _OURS and name != b"content-type"]
+    headers = [(name, value) for name, value in headers if name not in _OURS]
     if call.content_type:
         headers.append((b"content-type", call.content_type.encode("latin-1", "replace")))
     headers += [

@@ -105,10 +105,9 @@ class Server:
 
     def give_way(self) -> None:
         """Lower the priority of vLLM's engine process, which polls: it would hold up other tests for many seconds."""
-        for child in self.children():
-            if "EngineCore" in child.name():
-                for thread in child.threads():
-                    os.setpriority(os.PRIO_PROCESS, thread.id, ENGINE_NICENESS)
+        for engine in self.engine_processes():
+            for thread in engine.threads():
+                os.setpriority(os.PRIO_PROCESS, thread.id, ENGINE_NICENESS)
 
     def ping(self) -> int:
         """The status of /ping; 0 while nothing listens."""
@@ -148,13 +147,17 @@ class Server:
         """The processes below it."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def engine_processes(self) -> list[psutil.Process]:
+        """vLLM's engine cores: one for each model and data-parallel rank."""
+        return [child for child in self.children() if "EngineCore" in child.name()]
+
     def engine_process(self) -> int:
-        """The process id of vLLM's engine core."""
-        return next(child.pid for child in self.children() if "EngineCore" in child.name())
+        """The process id of the first engine core."""
+        return self.engine_processes()[0].pid
 
     def has_engine_process(self) -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess, StopIteration):
-            return self.engine_process() > 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return bool(self.engine_processes())
         return False
 
     def worker_process(self) -> psutil.Process:

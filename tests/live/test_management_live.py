@@ -43,8 +43,7 @@ def load(server: Server, name: str, directory: Path) -> None:
 
 
 def engine_cores(server: Server) -> list[int]:
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return [child.pid for child in children if "EngineCore" in child.name()]
+    return [process.pid for process in server.engine_processes()]
 
 
 def test_a_second_engine_is_loaded_called_and_unloaded_while_the_first_serves(

@@ -29,7 +29,11 @@ from handlers.model_settings import ModelSettings
 from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
 _FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
-RENAMED = {"max_new_tokens": "max_tokens", "truncate": "truncate_prompt_tokens", "ignore_eos_token": "ignore_eos"}
+RENAMED = {
+    "max_new_tokens": "max_tokens",
+    "truncate": "truncate_prompt_tokens",
+    "ignore_eos_token": "ignore_eos",
+}
 _OWN = frozenset({"details", "decoder_input_details", "return_full_text", "do_sample", "stop_sequences"})
 PASSED_ON = frozenset(
     {

@@ -148,8 +148,8 @@ def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
     """Have torch compile nothing where there is no compiler; returns whether that was done.
 
     vLLM compiles some of its functions at their first call, also when it runs the model eagerly, and its process dies
-    where that fails. torch reads the variable when it is imported, so it is for processes that are still
-    to be started. One that is set already stays as it is.
+    where that fails. torch reads the variable when it is imported, so it is for processes that are still to be started.
+    One that is set already stays as it is.
     """
     compiler = environ.get("CXX", _COMPILER)  # as torch looks for it
     if _SWITCH in environ or environ.get(_INSTALLS_ONE) or shutil.which(compiler, path=environ.get("PATH", os.defpath)):
