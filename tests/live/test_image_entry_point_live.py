@@ -1,0 +1,167 @@
+"""The image's command `serve`, without a container: installed as the image installs it, started as SageMaker does.
+
+`make image-test` starts it in containers. This test is for machines that cannot run containers, and for `make test`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import venv
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from sysconfig import get_path
+
+import psutil
+import pytest
+
+from tests.live.server import Server, free_port, records, write_model
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "container" / "image" / "Dockerfile.cpu"
+ECHO = ROOT / "tests" / "fixtures" / "handlers" / "echo"
+PROMPT = "The capital of France is"
+STOP_SECONDS = 30.0
+"""SageMaker kills a container that runs for so long after SIGTERM."""
+OF_THE_MACHINE = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "LD_LIBRARY_PATH")
+"""Variables of the tests that share the machine between servers, or let Python run."""
+Start = Callable[..., AbstractContextManager["Serve"]]
+
+
+@dataclass
+class Serve(Server):
+    """`serve`, started with nothing but the environment that SageMaker and the image give it."""
+
+    prefix: Path = Path("/opt/slipway")
+
+    def command(self) -> list[str]:
+        return [str(self.prefix / "bin" / "serve"), *self.arguments]
+
+    def all_variables(self) -> dict[str, str]:
+        inherited = {name: os.environ[name] for name in OF_THE_MACHINE if name in os.environ}
+        return inherited | self.environment
+
+    def terminate(self) -> int:
+        """Stop it as SageMaker does, and return the exit code."""
+        self.process.terminate()
+        return self.process.wait(STOP_SECONDS)
+
+
+def copied_sources() -> list[str]:
+    """What the Dockerfile copies into the build."""
+    copies = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE.read_text(), re.MULTILINE)
+    return [source for sources in copies for source in sources.split() if not source.startswith("requirements/")]
+
+
+def image_variables(prefix: Path, home: Path) -> dict[str, str]:
+    """The Dockerfile's ENV, with this prefix and this home."""
+    text = DOCKERFILE.read_text().replace("\\\n", " ")
+    (assignments,) = re.findall(r"^ENV (.*)$", text, re.MULTILINE)
+    variables = dict(assignment.split("=", 1) for assignment in shlex.split(assignments))
+    path = variables["PATH"].replace("/opt/slipway", str(prefix)).replace("$PATH", os.defpath)
+    return variables | {"PATH": path, "HOME": str(home)}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Slipway's wheel and the image's programs, installed by the image's script.
+
+    The packages of the lock file are those of the environment that runs the tests. A line of a .pth file shows them
+    without that environment's own .pth files, so that its editable Slipway stays out of sight.
+    """
+    source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("opt") / "slipway"
+    for name in copied_sources():
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source)
+    venv.create(made, symlinks=True)
+    (site,) = made.glob("lib/python3*/site-packages")
+    (site / "locked.pth").write_text(get_path("purelib") + "\n")
+    for step in ("project", "programs"):
+        script = ["sh", "install.sh", step]
+        done = subprocess.run(
+            script, cwd=source, env=os.environ | {"PREFIX": str(made)}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    return made
+
+
+@pytest.fixture
+def start(prefix: Path, tmp_path: Path) -> Start:
+    @contextlib.contextmanager
+    def started(model_dir: Path, *arguments: str, **environment: str) -> Iterator[Serve]:
+        home, port = tmp_path / "home", free_port()
+        home.mkdir()
+        of_sagemaker = {"SAGEMAKER_BIND_TO_PORT": str(port), "SERVING_MODEL_STORE": str(model_dir)}
+        server = Serve(
+            None,
+            tmp_path / "server.log",
+            image_variables(prefix, home) | of_sagemaker | environment,
+            port,
+            arguments=arguments,
+            working_directory=model_dir,
+            prefix=prefix,
+        )
+        try:
+            server.wait_until_ready()
+            yield server
+        finally:
+            server.stop()
+
+    return started
+
+
+def of_its_own(module: str, server: Serve) -> bool:
+    """Tell whether the environment of the image has the module, and no other place that it can see."""
+    script = f"import {module}; print({module}.__file__)"
+    python = server.prefix / "bin" / "python"
+    shown = subprocess.run([python, "-P", "-c", script], capture_output=True, text=True, check=True).stdout
+    return Path(shown.strip()).is_relative_to(server.prefix)
+
+
+@pytest.mark.parametrize("method", ["", "spawn"], ids=["forked", "spawned"])
+def test_vllm_is_served_and_its_processes_end_with_sigterm(
+    start: Start, tmp_path: Path, small_options: dict[str, object], method: str
+) -> None:
+    model_dir = write_model(tmp_path / "model", **small_options)
+    # The working directory is the model's: Python finds no module of ours there.
+    (model_dir / "container.py").write_text("raise SystemExit('a file of the model was imported')\n")
+    with start(model_dir, VLLM_WORKER_MULTIPROC_METHOD=method) as server:
+        assert all(of_its_own(module, server) for module in ("container", "handlers", "djl_python", "deploy"))
+        plain = server.invoke(PROMPT, max_new_tokens=8, ignore_eos_token=True, do_sample=False)
+        assert plain.status_code == 200, plain.text
+        streamed = server.invoke(PROMPT, stream=True, max_new_tokens=8, ignore_eos_token=True, do_sample=False)
+        texts = [record["token"]["text"] for record in records(streamed.text)]
+        assert "".join(texts) == plain.json()["generated_text"]
+        processes = server.children()
+        assert len(processes) > 1
+        assert server.terminate() == 0
+        _, left = psutil.wait_procs(processes, timeout=STOP_SECONDS)
+        assert left == []
+
+
+@pytest.mark.parametrize("arguments", [(), ("--host", "127.0.0.1", "--model-name", "echo")], ids=["alone", "arguments"])
+def test_a_custom_handler_is_served(start: Start, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    model_dir = tmp_path / "model"
+    shutil.copytree(ECHO, model_dir)
+    with start(model_dir, *arguments) as server:
+        assert server.client.post("/invocations", content=b"hello").content == b"hello"
+        told = server.client.post("/invocations", data={"inspect": "1"}).json()
+        assert Path(told["executable"]).is_relative_to(server.prefix)
+        assert server.terminate() == 0
+
+
+def test_rolling_batch_disable_is_served(start: Start, tmp_path: Path, sample_model: Path) -> None:
+    options = {"model_id": sample_model, "rolling_batch": "disable", "dtype": "fp32", "max_model_len": 1024}
+    with start(write_model(tmp_path / "model", **options)) as server:
+        reply = server.invoke([PROMPT], max_new_tokens=4)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()[0]["generated_text"].startswith(f"{PROMPT} Paris")
+        assert server.terminate() == 0
