@@ -1,4 +1,4 @@
-# Slipway. `make run` serves the sample model on port 8080; `make test` runs every check that CI runs.
+# Slipway. `make run` serves the sample model on port 8080; `make test` and `make image-test` are what CI runs.
 
 # The first of these that is Python 3.11, 3.12 or 3.13 makes the environment.
 PYTHON ?= python3.11 python3.12 python3.13 python3
@@ -14,7 +14,7 @@ MINUTES ?= 2
 SEED ?= 1
 # PyTorch's public index of CPU wheels, asked where pip does not find torch's CPU build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-LOCK := uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
+LOCK := $(BIN)/uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
 .PHONY: help install install-dev run test lint unit live long chaos fuzz soak overload bench bench-front-end gpu-proof image \
@@ -46,11 +46,12 @@ run live bench bench-front-end gpu-proof: export CUDA_HOME ?= $(abspath $(VENV))
 run live bench bench-front-end gpu-proof: export PATH := $(abspath $(BIN)):$(PATH)
 endif
 
+# exec: make hands a signal to its recipe's process, which has to be the server.
 run: install ## Serve the sample model on port 8080 (PORT=...), as a SageMaker endpoint too
-	HF_MODEL_ID="$$($(BIN)/slipway sample-model)" $(BIN)/slipway serve --model-dir . --model-name model --port $(PORT) \
-		--local-endpoint my-endpoint
+	HF_MODEL_ID=$$($(BIN)/slipway sample-model) && export HF_MODEL_ID && \
+		exec $(BIN)/slipway serve --model-dir . --model-name model --port $(PORT) --local-endpoint my-endpoint
 
-test: ## Everything that CI runs
+test: ## All checks but the images' (CI runs both: .ci/run)
 	@# The checks of lint fill the time in which unit tests wait.
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint unit
 	$(MAKE) --no-print-directory live
@@ -68,8 +69,8 @@ unit: install-dev ## Tests that start no engine
 live: install-dev ## Tests with the real engine and real clients
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "live and not long"
 
-long: install-dev ## All tests of replicas on Ray Serve, also of those that end, come and change
-	$(BIN)/python -m pytest tests/live/test_ray_live.py tests/live/test_ray_deploy_live.py
+long: install-dev ## What `make test` leaves out: replicas on Ray that end, come and change; the programs below, for a moment
+	$(BIN)/python -m pytest tests/live -m long
 
 chaos: install-dev ## Random faults and clients against the real server (MINUTES, SEED)
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
@@ -83,13 +84,13 @@ soak: install-dev ## A steady load, and plots of what the processes hold: build/
 overload: install-dev ## Ten times as many clients as can be served (MINUTES)
 	$(BIN)/python -m tests.chaos.overload --minutes $(MINUTES)
 
-bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM
-	$(BIN)/python -m benchmarks
+bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM (ARGS=...)
+	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-front-end: install-dev ## Compare front ends on a scripted engine; figures and plots go to build/bench (RUST=FILE, TRITON=DIR)
+bench-front-end: install-dev ## Compare front ends on a scripted engine; figures and plots go to build/bench (RUST=FILE, TRITON=DIR, ARGS=...)
 	mkdir -p build/bench
 	$(BIN)/python -m benchmarks --workload front-end --samples-file build/bench/samples.json --plot-dir build/bench \
-		$(if $(RUST),--rust $(RUST)) $(if $(TRITON),--triton $(TRITON))
+		$(if $(RUST),--rust $(RUST)) $(if $(TRITON),--triton $(TRITON)) $(ARGS)
 
 gpu-proof: install-dev ## Test on this machine's NVIDIA GPU, then compare with vLLM's own server there
 	PYTHON=$(BIN)/python sh tests/gpu/proof.sh
@@ -101,7 +102,7 @@ image-test: install-dev ## Build both images, run them and ask them (or IMAGE=..
 	sh tests/image/packages.sh
 	$(BIN)/python -m pytest tests/image -m image
 
-lock: ## Renew requirements/*.txt (needs uv)
+lock: install-dev ## Renew requirements/*.txt
 	$(MAKE) --no-print-directory lock-cpu EXTRA="--extra cpu --override requirements/cpu-overrides.in --find-links $(TORCH_INDEX)/torch/"
 	$(MAKE) --no-print-directory lock-gpu EXTRA="--extra gpu"
 	$(MAKE) --no-print-directory lock-dev EXTRA="--override requirements/dev-overrides.in"

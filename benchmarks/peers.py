@@ -464,7 +464,7 @@ class Ray(Slipway):
     def missing(self, engine: Engine) -> str:
         if engine.step_ms is not None:
             return "its front end is several processes, which are not on one processor"
-        return "" if importlib.util.find_spec("ray") else "Ray is not installed (slipway[ray])"
+        return "" if importlib.util.find_spec("ray") else "Ray is not installed"
 
 
 class Vllm(HttpPeer):

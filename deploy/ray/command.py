@@ -12,6 +12,8 @@ import typer
 from container import cli
 from deploy.ray import manifest
 
+_PACKAGE = "ray[serve]==2.60.0"
+"""pyproject.toml's extra `ray`."""
 _OBJECT_STORE = 100 << 20
 """Bytes of a local cluster's object store; requests and replies do not go through it."""
 _LOCAL = {
@@ -120,7 +122,7 @@ def _deploy(
         import ray
         from ray import serve
     except ImportError:
-        typer.echo("slipway: Ray is not installed: pip install 'slipway[ray]'", err=True)
+        typer.echo(f"slipway: Ray is not installed: pip install '{_PACKAGE}'", err=True)
         raise typer.Exit(1) from None
     from deploy.ray.deployment import application
 

@@ -37,8 +37,9 @@ def choose_engine(settings: ModelSettings) -> ModelSettings:
     if not _vllm_is_installed():
         if asked != "auto":
             raise EngineStartError(
-                f"option.rolling_batch={asked} runs on vLLM, which is not installed: install slipway[gpu], or "
-                "slipway[cpu] where there is no GPU; option.rolling_batch=disable runs the model on transformers"
+                f"option.rolling_batch={asked} runs on vLLM, which is not installed: install requirements/gpu.txt, or "
+                "requirements/cpu.txt if there is no GPU (`make install`); option.rolling_batch=disable runs the model "
+                "on transformers"
             )
         logger.warning("option.rolling_batch=auto: vLLM is not installed; dynamic batch on transformers runs the model")
         return replace(settings, rolling_batch="disable")

@@ -25,6 +25,8 @@ from tests.live.server import free_port
 
 START_SECONDS = 480.0
 UNPRIVILEGED = "12345:12345"
+_OF_THE_MACHINE = ("/usr", "/lib", "/lib64")
+"""Directories of this machine with which a program of its own runs in an empty container."""
 _CGROUP_V2 = Path("/sys/fs/cgroup/cgroup.controllers")
 
 
@@ -80,7 +82,7 @@ class Engine:
             self.call("buildah", "rm", container)
 
     def needs_container(self, what: str) -> None:
-        """Skip the test where containers run in a chroot, which cannot give `what`."""
+        """Skip the test if containers run in a chroot, which cannot give `what`."""
         if self.chroot:
             pytest.skip(f"{what} cannot be had in a chroot, and {self.chroot}")
 
@@ -107,13 +109,31 @@ def find_engine(directory: Path) -> Engine:
 
 
 def _in_chroot_if_need_be(engine: Engine) -> Engine:
-    """The engine, set to buildah's chroot if it is a podman that cannot start containers."""
-    if engine.name != "podman" or os.geteuid() != 0 or shutil.which("buildah") is None:
+    """Return the engine, set to buildah's chroot if it is a podman that cannot start containers.
+
+    Raises:
+        NoEngine: it cannot start containers, and nothing runs in a chroot either.
+    """
+    if engine.name != "podman":
         return engine
     tried = engine.run("run", "--rm", "--network", "none", "--rootfs", "/:O", "true", check=False)
     if tried.returncode == 0:
         return engine
-    return replace(engine, chroot=f"podman cannot start containers on this machine ({tried.stderr.strip()})")
+    refused = f"podman cannot start containers on this machine ({_in_one_line(tried.stderr)})"
+    if shutil.which("buildah") is None:
+        raise NoEngine(f"{refused}, and buildah is not installed")
+    container = engine.call("buildah", "from", "scratch", check=False)
+    mounts = [part for directory in _OF_THE_MACHINE for part in ("--volume", f"{directory}:{directory}:ro")]
+    command = ["buildah", "run", "--isolation", "chroot", *mounts, container.stdout.strip(), "--", "/usr/bin/true"]
+    tried = container if container.returncode else engine.call(*command, check=False)
+    engine.call("buildah", "rm", container.stdout.strip(), check=False)
+    if tried.returncode:
+        raise NoEngine(f"{refused}, and nothing runs in buildah's chroot ({_in_one_line(tried.stderr)})")
+    return replace(engine, chroot=refused)
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _podman_variables(directory: Path) -> dict[str, str]:
@@ -139,16 +159,14 @@ def _podman_variables(directory: Path) -> dict[str, str]:
 class Container(ABC):
     """A container of the image with a model, and the port that it serves on this machine."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str]) -> None:
         self.port = free_port()
         self.started = time.monotonic()
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
-
-    @property
-    def environment(self) -> list[str]:
+        # As SageMaker says which port it is; the containers share this machine's network.
+        every = {"SAGEMAKER_BIND_TO_PORT": str(self.port), "HF_HUB_OFFLINE": "1", **variables}
+        self.environment = [part for name, value in every.items() for part in ("--env", f"{name}={value}")]
         """Flags for the variables of a container."""
-        variables = {"SERVING_PORT": self.port, "SERVING_HOST": "127.0.0.1", "HF_HUB_OFFLINE": 1}
-        return [part for name, value in variables.items() for part in ("--env", f"{name}={value}")]
 
     def wait_until_ready(self) -> float:
         """Returns the seconds since the container was asked for."""
@@ -187,9 +205,15 @@ class EngineContainer(Container):
     """`<engine> run ... <image> serve`."""
 
     def __init__(
-        self, engine: Engine, image: str, model_dir: Path, unprivileged: bool, command: tuple[str, ...]
+        self,
+        engine: Engine,
+        image: str,
+        model_dir: Path,
+        unprivileged: bool,
+        command: tuple[str, ...],
+        variables: Mapping[str, str],
     ) -> None:
-        super().__init__()
+        super().__init__(variables)
         self._engine = engine
         arguments = ["run", "--detach", "--network", "host", "--shm-size", "1g", *self.environment]
         arguments += shlex.split(os.environ.get("CONTAINER_FLAGS", ""))
@@ -224,18 +248,25 @@ class ChrootContainer(Container):
     """`buildah run --isolation chroot`: the image's files, variables, entry point and user; the host's processes."""
 
     def __init__(
-        self, engine: Engine, image: str, model_dir: Path, unprivileged: bool, command: tuple[str, ...]
+        self,
+        engine: Engine,
+        image: str,
+        model_dir: Path,
+        unprivileged: bool,
+        command: tuple[str, ...],
+        variables: Mapping[str, str],
     ) -> None:
-        super().__init__()
+        super().__init__(variables)
         self._engine = engine
         self._id = engine.call("buildah", "from", "--pull-never", image).stdout.strip()
         flags = ["--isolation", "chroot", "--volume", f"{model_dir}:/opt/ml/model:ro", *self.environment]
         if unprivileged:
             flags += ["--user", UNPRIVILEGED, "--cap-drop", "all"]
         self._run = ["buildah", "run", *flags, self._id, "--"]
+        config = engine.config(image)
         self._log: IO[str] = (model_dir.parent / f"{self._id}.log").open("w+")
         self._process = subprocess.Popen(
-            [*self._run, *engine.config(image)["Entrypoint"], *command],
+            [*self._run, *config["Entrypoint"], *(command or config["Cmd"])],
             env=engine.environment,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -277,15 +308,21 @@ class ChrootContainer(Container):
 
 @contextlib.contextmanager
 def running(
-    engine: Engine, image: str, model_dir: Path, *, unprivileged: bool = False, command: tuple[str, ...] = ("serve",)
+    engine: Engine, image: str, model_dir: Path, *command: str, unprivileged: bool = False, **variables: str
 ) -> Iterator[Container]:
     """A container that has just been started.
 
-    `unprivileged`: as a user whom the image does not know, without capabilities, and with a read-only root file system
-    where containers have one.
+    Args:
+        engine: starts it
+        image: a tag
+        model_dir: the directory that becomes /opt/ml/model
+        command: the image's own without one, as `docker run IMAGE` has it
+        unprivileged: as a user whom the image does not know, without capabilities, and with a read-only root file
+            system if containers have one
+        variables: of the container's environment
     """
     make = ChrootContainer if engine.chroot else EngineContainer
-    container = make(engine, image, model_dir, unprivileged, command)
+    container = make(engine, image, model_dir, unprivileged, command, variables)
     try:
         yield container
     finally:

@@ -1,28 +1,26 @@
 #!/bin/sh
-# Sees to what the tests of the images run: docker, or Debian's packages below, which root gets installed. Others are told.
+# Installs the container tools that the tests of the images need, if docker does not answer and this user may install.
 #
-# podman builds; runc starts containers where crun, podman's own choice, cannot (cgroups in hybrid mode); buildah runs
-# images in a chroot where neither can; debootstrap makes a base image where no registry is reachable.
+# podman builds; runc starts containers if crun, podman's own choice, cannot (cgroups in hybrid mode); buildah runs
+# images in a chroot if neither can; debootstrap makes a base image if no registry is reachable.
+# Without them the tests are skipped, and say so in one line.
 set -eu
 
-if docker info >/dev/null 2>&1; then
-    exit 0
-fi
 PATH=$PATH:/usr/sbin:/sbin
 missing=
 for package in podman runc buildah debootstrap; do
     # Each package has the command of its name.
     command -v "$package" >/dev/null || missing="$missing $package"
 done
-if [ -z "$missing" ]; then
+if [ -z "$missing" ] || docker info >/dev/null 2>&1; then
     exit 0
 fi
-if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "image-test: installing Debian's$missing"
-    apt-get update --quiet --quiet
-    # shellcheck disable=SC2086 # one word for each package
-    DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends --quiet --quiet $missing
+if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    echo "image-test: docker does not answer, and these of Debian's packages are missing:$missing" >&2
     exit 0
 fi
-echo "image-test: docker does not answer, and these of Debian's packages are missing:$missing" >&2
-exit 1
+echo "image-test: installing Debian's$missing"
+# shellcheck disable=SC2086 # one word for each package
+apt-get update --quiet --quiet \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends --quiet --quiet $missing >/dev/null \
+    || echo "image-test: these of Debian's packages cannot be installed:$missing" >&2

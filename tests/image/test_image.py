@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,14 @@ from tests.image.engine import Container, Engine, running
 from tests.live.server import records
 
 PROMPT = "The capital of France is"
+ENDLESS = {
+    "inputs": "Once upon a time",
+    "parameters": {"max_new_tokens": 1000, "ignore_eos_token": True, "details": True},
+    "stream": True,
+}
+"""It takes far longer than SERVING_DRAIN_TIMEOUT allows."""
+SAGEMAKER_SECONDS = 30.0
+"""SageMaker kills a container that runs for so long after SIGTERM."""
 
 
 def ask_everything(container: Container) -> None:
@@ -41,7 +50,7 @@ def unprivileged(engine: Engine, image: str, model_dir: Path) -> Iterator[Contai
         yield container
 
 
-def test_the_unprivileged_container_serves(unprivileged: Container) -> None:
+def test_the_unprivileged_container_serves_without_a_command(unprivileged: Container) -> None:
     seconds = unprivileged.wait_until_ready()
     print(f"ready after {seconds:.1f} s")
     assert unprivileged.exec("id", "-u").strip() == "12345"
@@ -78,11 +87,28 @@ def test_sigterm_drains_and_the_exit_code_is_0(unprivileged: Container) -> None:
     assert "drained" in unprivileged.log()
 
 
-def test_the_container_serves_as_root_as_sagemaker_runs_it(engine: Engine, image: str, model_dir: Path) -> None:
-    with running(engine, image, model_dir) as container:
+def test_the_container_serves_as_root_and_stops_in_time_as_sagemaker_runs_it(
+    engine: Engine, image: str, model_dir: Path
+) -> None:
+    with running(engine, image, model_dir, "serve", SERVING_DRAIN_TIMEOUT="5") as container:
         container.wait_until_ready()
         assert container.exec("id", "-u").strip() == "0"
         ask_everything(container)
+        with container.client.stream("POST", "/invocations", json=ENDLESS) as response:
+            lines = response.iter_lines()
+            next(lines)
+            told = time.monotonic()
+            container.terminate()
+            last = [line for line in lines if line][-1]
+            assert container.wait() == 0
+            assert time.monotonic() - told < SAGEMAKER_SECONDS
+    assert json.loads(last)["details"]["finish_reason"] == "error", "it was still running"
+
+
+def test_serve_takes_arguments(engine: Engine, image: str, model_dir: Path) -> None:
+    with running(engine, image, model_dir, "serve", "--help") as container:
+        assert container.wait() == 0
+        assert "--model-name" in container.log()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_container_with_1_and_says_why(
@@ -98,7 +124,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_container_with_1_and_says_why(
 
 
 def test_other_commands_run_in_place_of_serve(engine: Engine, image: str, model_dir: Path) -> None:
-    with running(engine, image, model_dir, command=("slipway", "config")) as container:
+    with running(engine, image, model_dir, "slipway", "config") as container:
         assert container.wait() == 0
         assert "/opt/ml/model" in container.log()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,6 +28,8 @@ REPOSITORY = Path(__file__).parents[2]
 MEMINFO = Path("/sys/devices/system/node/node0/meminfo")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 GIB = 1 << 30
+STOP_SECONDS = 60.0
+CURL = "curl --silent --show-error --fail-with-body "
 OF_THE_TESTS = ("HF_HUB_OFFLINE", "HF_MODEL_ID")
 THREADS_OF_THE_TESTS = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
 
@@ -138,11 +141,34 @@ def control_group(mount_namespace: None) -> Iterator[Path]:
         group.rmdir()
 
 
-def test_make_run_answers(tmp_path: Path) -> None:
+def quick_start(port: int) -> list[str]:
+    """The commands of README's quick start that ask the server, for this port and this interpreter."""
+    section = (REPOSITORY / "README.md").read_text().split("## Quick start")[1].split("## ")[0]
+    lines = (
+        "\n".join(re.findall(r"^```\n(.*?)```$", section, re.MULTILINE | re.DOTALL)).replace("\\\n", " ").splitlines()
+    )
+    asking = [line for line in lines if "localhost:8080" in line]
+    replaced = [line.replace("localhost:8080", f"localhost:{port}").replace("curl ", CURL) for line in asking]
+    return [line.replace(".venv/bin/python", sys.executable) for line in replaced]
+
+
+def test_make_run_answers_what_the_readme_asks(tmp_path: Path) -> None:
     with make_run(tmp_path) as server:
         assert server.answer()
+        commands = quick_start(server.port)
+        assert len(commands) > 5
+        for command in commands:
+            asked = subprocess.run(
+                ["sh", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+            )
+            assert asked.returncode == 0, f"{command}\n{asked.stdout}{asked.stderr}"
+            assert asked.stdout, command
         if not gpu_count():
             assert "option.kv_cache_memory_bytes sets it by hand" in server.wait_for("KV cache: ")
+        # make hands SIGTERM to the recipe's shell, and to no process below it.
+        server.process.terminate()
+        assert server.process.wait(STOP_SECONDS) == 0
+        assert "drained" in server.text()
 
 
 def test_make_run_answers_in_a_container_of_3_gib(control_group: Path, tmp_path: Path) -> None:

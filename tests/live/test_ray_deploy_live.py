@@ -19,7 +19,7 @@ import yaml
 from tests.live.server import copy_model, free_port
 from tests.waiting import wait_until
 
-pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'slipway[ray]'")
+pytest.importorskip("ray.serve", reason="Ray is not installed")
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]

@@ -30,7 +30,7 @@ from tests.live.server import Server, copy_model, free_port, records, write_mode
 from tests.live.small_model import prepare_small_model
 from tests.waiting import wait_until
 
-pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'slipway[ray]'")
+pytest.importorskip("ray.serve", reason="Ray is not installed")
 
 ROOT = Path(__file__).parents[2]
 HANDLERS = ROOT / "tests" / "fixtures" / "handlers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -75,3 +76,13 @@ def test_what_cannot_be_meant_is_refused(arguments: tuple[str, ...], message: st
     said = run(*arguments)
     assert said.exit_code == 2
     assert message in " ".join(said.output.replace("│", " ").split())
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    said = run("--model-dir", str(ROOT))
+    assert said.exit_code == 1
+    command = f"pip install '{extras['ray'][0]}'"
+    assert said.stderr == f"slipway: Ray is not installed: {command}\n"
+    assert command in (ROOT / "docs" / "ray.md").read_text()

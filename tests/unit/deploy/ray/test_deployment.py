@@ -12,7 +12,7 @@ from container.settings.load import load_startup
 from container.settings.settings import SettingsError
 from tests.live.server import write_model
 
-pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'slipway[ray]'")
+pytest.importorskip("ray.serve", reason="Ray is not installed")
 
 import ray
 

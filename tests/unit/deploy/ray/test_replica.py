@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'slipway[ray]'")
+pytest.importorskip("ray.serve", reason="Ray is not installed")
 
 from deploy.ray.replica import merged_metrics
 

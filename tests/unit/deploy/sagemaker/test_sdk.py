@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from deploy.sagemaker import sdk
 from deploy.sagemaker.stack import Conflict
 from tests.unit.deploy.sagemaker.formation import Formation
 
+ROOT = Path(__file__).parents[4]
 # The SDK's own imports warn of what pydantic has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -54,7 +56,7 @@ def test_a_stack_that_is_not_finished_has_no_endpoint(status: str | None, format
 
 
 def test_the_pages_code_gets_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (Path(__file__).parents[4] / "docs/deploy.md").read_text().split("```python\n")[1].split("```")[0]
+    code = (ROOT / "docs" / "deploy.md").read_text().split("```python\n")[1].split("```")[0]
     asked: list[str] = []
     monkeypatch.setattr(sdk, "endpoint", lambda name, session: asked.append(name))
     exec(compile(code, "docs/deploy.md", "exec"), {})
@@ -63,5 +65,9 @@ def test_the_pages_code_gets_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sagemaker.core.resources", None)
-    with pytest.raises(ImportError, match=r'pip install "slipway\[sagemaker\]"'):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    with pytest.raises(ImportError) as caught:
         sdk.endpoint("my-llm", boto3.Session(region_name="eu-west-1"))
+    command = f'pip install "{extras["sagemaker"][0]}"'
+    assert str(caught.value).endswith(command)
+    assert command in (ROOT / "docs" / "deploy.md").read_text()

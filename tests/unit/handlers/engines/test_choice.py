@@ -50,7 +50,7 @@ def test_an_engine_that_is_not_installed_is_an_error_that_says_what_to_install(r
         choose_engine(settings(rolling_batch))
     assert str(caught.value).startswith(
         f"option.rolling_batch={rolling_batch} runs on vLLM, which is not installed: "
-        "install slipway[gpu], or slipway[cpu]"
+        "install requirements/gpu.txt, or requirements/cpu.txt if there is no GPU (`make install`)"
     )
 
 

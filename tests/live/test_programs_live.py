@@ -1,0 +1,54 @@
+"""The programs that people start by hand before a release, each for a moment: that they run, and what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 1500
+pytestmark = [pytest.mark.long, pytest.mark.timeout(SECONDS)]
+
+
+def make(target: str, *variables: str, **environment: str) -> str:
+    """What `make TARGET` prints, with the environment that runs the tests."""
+    command = ["make", "--no-print-directory", "--old-file=install-dev", target, *variables]
+    command += [f"BIN={Path(sys.executable).parent}"]
+    # A make above this one, which runs the tests, has no part in it.
+    inherited = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "MFLAGS"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_chaos_loses_no_request() -> None:
+    printed = make("chaos", "MINUTES=0.5")
+    report = json.loads(printed[printed.index("{\n") :])
+    assert report["requests"] > 0
+    assert report["violations"] == []
+
+
+@pytest.mark.parametrize("target", ["fuzz", "soak", "overload"])
+def test_the_other_attacks_find_nothing(target: str) -> None:
+    assert make(target, "MINUTES=0.5")
+
+
+def test_the_benchmark_compares_three_peers() -> None:
+    table = make("bench", "ARGS=--workload b --quick")
+    assert all(f"| {peer} |" in table for peer in ("slipway", "vllm", "bare"))
+
+
+def test_the_benchmark_of_front_ends_compares_contracts() -> None:
+    table = make("bench-front-end", "ARGS=--peers slipway,vllm --contracts lmi,triton --quick")
+    assert all(f"| {peer} |" in table for peer in ("slipway", "slipway:triton", "vllm"))
+
+
+def test_the_proof_for_gpus_runs_on_a_cpu() -> None:
+    assert "| slipway |" in make("gpu-proof", GPU_PROOF_ON_CPU="1")
