@@ -6,6 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # vLLM with CUDA where there is an NVIDIA GPU, else its CPU build.
 DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
+HOST ?= 127.0.0.1
 PORT ?= 8080
 # Processes that run tests side by side; 0: none but make's own.
 WORKERS ?= 2
@@ -47,9 +48,10 @@ run live bench bench-front-end gpu-proof: export PATH := $(abspath $(BIN)):$(PAT
 endif
 
 # exec: make hands a signal to its recipe's process, which has to be the server.
-run: install ## Serve the sample model on port 8080 (PORT=...), as a SageMaker endpoint too
+run: install ## Serve the sample model on port 8080 (HOST, PORT), as a SageMaker endpoint too
 	HF_MODEL_ID=$$($(BIN)/slipway sample-model) && export HF_MODEL_ID && \
-		exec $(BIN)/slipway serve --model-dir . --model-name model --port $(PORT) --local-endpoint my-endpoint
+		exec $(BIN)/slipway serve --model-dir . --model-name model --host $(HOST) --port $(PORT) \
+		--local-endpoint my-endpoint
 
 test: ## All checks but the images' (CI runs both: .ci/run)
 	@# The checks of lint fill the time in which unit tests wait.

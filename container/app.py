@@ -19,7 +19,8 @@ from container.console import page as console
 from container.console.state import console_state
 from container.families import family_endpoints
 from container.health import ping
-from container.http.endpoint import AppState, HttpCounts, answered_early
+from container.http.cross_site import KnownHosts
+from container.http.endpoint import AppState, HttpCounts, answered_early, front_end_refusal
 from container.inference import invocations
 from container.management import adapter_routes, management_endpoints, wrong_method
 from container.metrics import CONTENT_TYPE, Metrics
@@ -30,6 +31,7 @@ from container.settings.settings import ServerReport, ServerSettings
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply
+from handlers.errors import CrossSite
 from handlers.meter import Distribution
 from handlers.model_settings import ModelSettings
 
@@ -122,11 +124,16 @@ class _Page:
     """A page of the server's own, which is neither counted nor logged."""
 
     show: Callable[[], Response]
+    hosts: KnownHosts | None = None
+    """Refuses other sites' requests; None if the page tells nothing about the server."""
     in_thread: bool = False
     """`show` may take long."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        response = await asyncio.to_thread(self.show) if self.in_thread else self.show()
+        if self.hosts is not None and (fault := self.hosts.fault(dict(scope["headers"]))):
+            response = _response(front_end_refusal(CrossSite(fault)))
+        else:
+            response = await asyncio.to_thread(self.show) if self.in_thread else self.show()
         await response(scope, receive, send)
 
 
@@ -152,8 +159,9 @@ def create_app(
     for path in _INFERENCE:
         routes.add(path, _ANY, invocations(state, "/predictions" if path.startswith("/predictions") else path))
     routes.add("/ping", _ANY, _Page(lambda: _response(ping(models, settings, state.error_rates))))
-    routes.add("/metrics", "GET", _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE})))
-    _add_description(routes, models)
+    rendered = _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE}), state.hosts)
+    routes.add("/metrics", "GET", rendered)
+    _add_description(routes, models, state.hosts)
     routes.add("/", "OPTIONS", options)
     management = routes
     if settings.management_address is not None:
@@ -166,7 +174,7 @@ def create_app(
             routes.add(path, "GET", file)
         for listener in (routes, management):
             show = partial(console_state, state, report, names, management=listener is management)
-            listener.add("/console/state", "GET", _Page(show))
+            listener.add("/console/state", "GET", _Page(show, state.hosts))
         endpoints["/", "GET"] = console.for_browsers(endpoints["/", "GET"])
     for (path, method), endpoint in endpoints.items():
         routes.add(path, method, endpoint)
@@ -177,20 +185,27 @@ def create_app(
     for path, method, endpoint in (*adapter_routes(state), *own):
         management.add(path, method, endpoint)
     for path, _, _ in own:
-        _refuse_other_methods(management, state, path, lambda _: wrong_method())
+        _refuse_other_methods(management, state, path, lambda _: wrong_method(), same_site=True)
     return Applications(routes, None if management is routes else management)
 
 
-def _refuse_other_methods(routes: Routes, state: AppState, path: str, wrong_method: Callable[[Call], Reply]) -> None:
-    """Answer a path where the method is none of its own: with an error, and CORS for browsers' preflights."""
+def _refuse_other_methods(
+    routes: Routes,
+    state: AppState,
+    path: str,
+    wrong_method: Callable[[Call], Reply],
+    *,
+    same_site: bool = False,
+) -> None:
+    """Answer the methods that a path does not have: with an error, and browsers' preflights if CORS is on."""
     allow = (("allow", ", ".join(routes.methods(path))),)
 
     def reply(call: Call) -> Reply:
         refusal = wrong_method(call)
         return replace(refusal, headers=(*refusal.headers, *allow))
 
-    routes.add(path, _ANY, answered_early(state, path, reply))
-    if state.settings.cors_allowed_origin:
+    routes.add(path, _ANY, answered_early(state, path, reply, same_site=same_site))
+    if state.settings.cors_allowed_origin and not same_site:
         routes.add(path, "OPTIONS", answered_early(state, path, Reply(200, "", b"", allow)))
 
 
@@ -211,8 +226,8 @@ class _Description:
         return Response(self._document, media_type=JSON)
 
 
-def _add_description(routes: Routes, models: Models) -> None:
-    routes.add("/openapi.json", "GET", _Page(_Description(models), in_thread=True))
+def _add_description(routes: Routes, models: Models, hosts: KnownHosts) -> None:
+    routes.add("/openapi.json", "GET", _Page(_Description(models), hosts, in_thread=True))
     assets = swagger_assets()
     if assets:
         name = models.startup().name if models.single else _ANY_MODEL.name

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 from container.devices import gpu_count
-from container.http.endpoint import AppState, Endpoint, front_end_refusal
+from container.http.endpoint import AppState, Endpoint, Refuse, front_end_refusal
 from container.http.reply import NO_CACHE, Headers, HttpReply
 from container.models.memory import OutOfMemory
 from container.models.registration import LoadFailed, Registrar
@@ -20,14 +20,13 @@ from handlers.contracts.lmi.errors import front_end_reply, refused
 from handlers.contracts.lmi.management import Described, Listed, WorkerShown, read_page, read_registration, read_scale
 from handlers.contracts.openai import family as openai
 from handlers.contracts.protocol import Call, Reply
-from handlers.errors import NotServed, RequestError
+from handlers.errors import NotServed
 
 ANY_METHOD = "*"
 _PREFIXES = ("", "/models/{model}")
 _Answer = Callable[[Call, AdapterRegistry], Awaitable[Reply]]
 _Tell = Callable[[Call], Awaitable[Reply]]
 _Word = Callable[[Call], Reply]
-_Refuse = Callable[[RequestError], Reply]
 
 
 def adapter_routes(state: AppState) -> Iterator[tuple[str, str, Endpoint]]:
@@ -44,7 +43,7 @@ def adapter_routes(state: AppState) -> Iterator[tuple[str, str, Endpoint]]:
 
 
 def _of_adapters(
-    state: AppState, wrong_method: _Word, refuse: _Refuse, headers: Headers | None, route: str, **answers: _Answer
+    state: AppState, wrong_method: _Word, refuse: Refuse, headers: Headers | None, route: str, **answers: _Answer
 ) -> Endpoint:
     async def tell(call: Call) -> Reply:
         if (chosen := answers.get(call.method)) is None:
@@ -117,12 +116,12 @@ def management_endpoints(state: AppState, registrar: Registrar) -> Iterator[tupl
                 yield path, method, _endpoint(state, path, tell, front_end_refusal, NO_CACHE)
 
 
-def _endpoint(state: AppState, route: str, tell: _Tell, refuse: _Refuse, headers: Headers | None) -> Endpoint:
+def _endpoint(state: AppState, route: str, tell: _Tell, refuse: Refuse, headers: Headers | None) -> Endpoint:
 
     async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
         reply.reply(await tell(call))
 
-    return Endpoint(state, route, answer, refuse, headers=headers)
+    return Endpoint(state, route, answer, refuse, headers=headers, same_site=True)
 
 
 def wrong_method() -> Reply:

@@ -32,6 +32,10 @@ class NotReady(RequestError):
     """The model is still loading, or the server is stopping."""
 
 
+class CrossSite(RequestError):
+    """A browser has sent the request for another site, and the route commands the server or tells about it."""
+
+
 class BodyTooLarge(RequestError):
     """The request's body is larger than is allowed."""
 

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from container.error_rates import CLIENT_GONE, ErrorRates
+from container.http.cross_site import KnownHosts
 from container.http.protocol import BREAK_OFF
 from container.http.reply import Headers, HttpReply, OpenStreams, RetryAfter, Send
 from container.logs import access_log
@@ -27,7 +28,16 @@ from container.settings.settings import ServerSettings
 from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
 from handlers.entry_point import Service
-from handlers.errors import BodyTimeout, BodyTooLarge, InternalError, NotReady, Overloaded, RequestError, UnknownModel
+from handlers.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    CrossSite,
+    InternalError,
+    NotReady,
+    Overloaded,
+    RequestError,
+    UnknownModel,
+)
 from handlers.meter import Distribution
 
 logger = logging.getLogger("slipway.access")
@@ -49,6 +59,9 @@ request (scope and headers), and once more with the whole call where it returned
 Answer = Callable[[Call, HttpReply, "Model | None"], Awaitable["Running | None"]]
 """Answers a call, for the model that was found; returns what cancels it, None if the reply is complete. May raise
 RequestError and ContractError."""
+
+Refuse = Callable[[RequestError], Reply]
+"""Words an error in the form of a route's contract."""
 
 
 class HttpCounts:
@@ -85,6 +98,7 @@ class AppState:
             b"access-control-allow-methods": settings.cors_allowed_methods,
             b"access-control-allow-headers": settings.cors_allowed_headers,
         }
+        self.hosts = KnownHosts(settings.allowed_hosts)
         self.cors_headers: Headers = [(name, value.encode("latin-1")) for name, value in cors.items() if value]
 
 
@@ -96,20 +110,23 @@ class Endpoint:
         state: AppState,
         route: str,
         answer: Answer,
-        refuse: Callable[[RequestError], Reply],
+        refuse: Refuse,
         *,
         find: Find = lambda *_: None,
         headers: Headers | None = None,
         wants: Callable[[bytes], bool] = lambda _: True,
+        same_site: bool = False,
     ) -> None:
         """Take what answers and what words refusals.
 
         `headers`: of every reply of the route, beside the request's id and CORS. `wants`: whether this endpoint is
-        meant by a call with this body; `otherwise` takes the rest.
+        meant by a call with this body; `otherwise` takes the rest. `same_site`: refuse what a browser sends for another
+        site, and send no CORS headers.
         """
         self._state, self._route = state, route
         self._answer, self._refuse, self._find, self._wants = answer, refuse, find, wants
-        self._headers = [*(headers or []), *state.cors_headers]
+        self._same_site = same_site
+        self._headers = [*(headers or []), *([] if same_site else state.cors_headers)]
         settings = state.settings
         self._limits = (settings.max_request_size, settings.request_read_timeout, _too_large, self._too_slow)
         self.otherwise: Endpoint | None = None
@@ -147,6 +164,8 @@ class Endpoint:
         endpoint, watch = self, _Watch(receive)
         running: Running | None = None
         try:
+            if self._same_site and (fault := self._state.hosts.fault(headers)):
+                raise CrossSite(fault)
             found = self._find(scope, headers, None)
             if isinstance(found, Model):
                 found.service()  # a body that nobody is going to read need not be waited for
@@ -194,7 +213,9 @@ class Endpoint:
         return BodyTimeout(f"nothing of the body's rest has come for {seconds:g} s (request_read_timeout)")
 
 
-def answered_early(state: AppState, route: str, reply: Reply | Callable[[Call], Reply]) -> Endpoint:
+def answered_early(
+    state: AppState, route: str, reply: Reply | Callable[[Call], Reply], *, same_site: bool = False
+) -> Endpoint:
     """An endpoint that replies before the body is read, by method and path alone."""
 
     def find(scope: Scope, _: dict[bytes, bytes], __: Call | None) -> Reply:
@@ -205,7 +226,7 @@ def answered_early(state: AppState, route: str, reply: Reply | Callable[[Call], 
     async def answer(call: Call, _: HttpReply, __: Model | None) -> None:
         raise AssertionError(f"{call.path} was answered before its body was read")
 
-    return Endpoint(state, route, answer, lambda _: Reply(500, "", b""), find=find)
+    return Endpoint(state, route, answer, front_end_refusal, find=find, same_site=same_site)
 
 
 def handed_to(handler_of: Callable[[Service], Handler]) -> Answer:
@@ -234,6 +255,8 @@ def front_end_refusal(error: RequestError, not_ready: int = 503, otherwise: int 
             return front_end_reply(404, "ModelNotFoundException", error.message)
         case NoWorkers():
             return front_end_reply(503, "WlmShutdownException", error.message)
+        case CrossSite():
+            return front_end_reply(403, "ForbiddenException", error.message)
         case NotReady():
             return front_end_reply(not_ready, "ServiceUnavailableException", error.message)
         case Overloaded():

@@ -85,6 +85,7 @@ SERVED = (
     Option("error_rate_server", _ERROR_RATE),
     Option("error_rate_model", _ERROR_RATE),
     Option("error_rate_any", _ERROR_RATE),
+    Option("allowed_hosts", ANYTHING, ""),
     Option("cors_allowed_origin", HEADER_VALUE),
     Option("cors_allowed_methods", HEADER_VALUE),
     Option("cors_allowed_headers", HEADER_VALUE),
@@ -151,7 +152,8 @@ def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
         for key, text in _ON_SAGEMAKER.items():
             layer.setdefault(key, Value(text, "default on SageMaker"))
     fields: dict[str, Any] = {option.field: lookup.value(option, layer) for option in SERVED}
-    fields["model_aliases"] = names(str(fields["model_aliases"]))
+    for name in ("model_aliases", "allowed_hosts"):
+        fields[name] = names(str(fields[name]))
     for option in (LOAD_MODELS, *NOT_SERVED):
         lookup.value(option, layer)
     if fields["management_address"] is not None and _is_main_listener(layer, fields):

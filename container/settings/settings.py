@@ -45,6 +45,8 @@ class ServerSettings:
     error_rate_server: str | None = None
     error_rate_model: str | None = None
     error_rate_any: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names under which browsers may reach the server's own routes (`container.http.cross_site`)."""
     cors_allowed_origin: str | None = None
     cors_allowed_methods: str | None = None
     cors_allowed_headers: str | None = None

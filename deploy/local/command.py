@@ -11,6 +11,7 @@ import typer
 
 from container import cli, logs
 from container.app import Mount, Routes
+from container.http.cross_site import KnownHosts
 from deploy.local.errors import REGION, RuntimeApiError
 from deploy.local.invocation import MEBIBYTE, LocalSettings
 from deploy.local.parameters import check_endpoint_name
@@ -56,7 +57,9 @@ def serve(
         adapters=frozenset(_checked("--adapter", adapter or [])),
     )
     _announce(startup.server.host, startup.server.port, settings)
-    cli.run(startup, [Mount(PREFIX, RuntimeApi(settings), settings.endpoints)])
+    cli.run(
+        startup, [Mount(PREFIX, RuntimeApi(settings, KnownHosts(startup.server.allowed_hosts)), settings.endpoints)]
+    )
 
 
 def local(
@@ -97,8 +100,9 @@ async def _run(url: str, settings: LocalSettings, host: str, port: int) -> None:
     from container.server import http_server, listen
     from deploy.local.container import RemoteContainer
 
-    container = RemoteContainer(url)
-    server = http_server(Routes(container, [Mount(PREFIX, RuntimeApi(settings))]))
+    hosts = KnownHosts()
+    container = RemoteContainer(url, hosts)
+    server = http_server(Routes(container, [Mount(PREFIX, RuntimeApi(settings, hosts))]))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, setattr, server, "should_exit", True)

@@ -6,8 +6,10 @@ import asyncio
 import logging
 
 import httpx
+from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from container.http.cross_site import KnownHosts
 from container.http.endpoint import disconnected
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,12 @@ _OWN = (b"connection", b"keep-alive", b"transfer-encoding")
 class RemoteContainer:
     """Passes each request on, and its reply back as it comes."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, hosts: KnownHosts) -> None:
+        """Take the container's URL, and the names under which browsers may reach it here.
+
+        The container cannot check them: it sees the name in its URL.
+        """
+        self._hosts = hosts
         self._http = httpx.AsyncClient(
             base_url=url,
             timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS, write=_WRITE_SECONDS),
@@ -36,6 +43,9 @@ class RemoteContainer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. A client that leaves takes its connection to the container with it."""
+        if fault := self._hosts.fault(dict(scope["headers"])):
+            await PlainTextResponse(f"{fault}\n", 403)(scope, receive, send)
+            return
         body, message = bytearray(), await receive()
         while message["type"] == "http.request":
             body += message.get("body", b"")

@@ -8,6 +8,7 @@ import uuid
 
 from starlette.types import Receive, Scope, Send
 
+from container.http.cross_site import KnownHosts
 from container.http.endpoint import bounded_body
 from container.settings.settings import ServerSettings
 from deploy.local.errors import RuntimeApiError, unknown_operation
@@ -29,8 +30,9 @@ _JSON = (b"content-type", b"application/json")
 class RuntimeApi:
     """The ASGI application; `scope["app"]` is the container's."""
 
-    def __init__(self, settings: LocalSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: LocalSettings, hosts: KnownHosts) -> None:
+        """Take the endpoints, and the names under which browsers may reach them."""
+        self._settings, self._hosts = settings, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = str(uuid.uuid4())
@@ -48,6 +50,8 @@ class RuntimeApi:
             await _send_error(send, common, RuntimeApiError("InternalFailure", 500, failure))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, common: Headers) -> None:
+        if fault := self._hosts.fault(dict(scope["headers"])):
+            raise RuntimeApiError("AccessDeniedException", 403, fault)
         path: str = scope["path"]
         if (found := _PATH.fullmatch(path)) is None:
             raise unknown_operation(scope["method"], path)

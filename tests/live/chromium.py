@@ -19,11 +19,13 @@ PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser")
 MISSING = "no Chromium here; apt-get install chromium"
 _START_SECONDS = 60.0
 _WAIT_SECONDS = 60.0
+REBOUND = "rebound.example"
+"""A stranger's name that leads to this machine."""
 _OPTIONS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0"),
     *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--disable-extensions", "--mute-audio", "--hide-scrollbars"),
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    f"--host-resolver-rules=MAP {REBOUND} 127.0.0.1, MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 KEYS = {"Enter": 13, "Escape": 27, "Tab": 9}
 _CONTROL, _SHIFT = 2, 8

@@ -29,6 +29,7 @@ _KNOWN = frozenset({"name", "src", "preload", "pin", "model_name", "model_versio
 _BOOLEANS = {"true": True, "false": False}
 
 _REFUSALS: tuple[tuple[type[errors.RequestError], int, str], ...] = (
+    (errors.CrossSite, 403, "ForbiddenException"),
     (errors.UnknownModel, 404, "ModelNotFoundException"),
     (errors.UnknownAdapter, 404, "ResourceNotFoundException"),
     (errors.NotServed, 400, "BadRequestException"),

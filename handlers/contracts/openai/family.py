@@ -188,6 +188,8 @@ def _read(call: Call, shape: type[T]) -> T:
 def refuse_adapter(error: errors.RequestError) -> Reply:
     """The reply to an error on these routes."""
     match error:
+        case errors.CrossSite():
+            return error_reply(error.message, HTTPStatus.FORBIDDEN.phrase, 403)
         case errors.UnknownAdapter():
             return error_reply(f"The lora adapter '{error.name}' cannot be found.", "NotFoundError", 404)
         case errors.NotServed():

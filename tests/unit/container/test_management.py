@@ -497,3 +497,60 @@ async def test_a_server_that_stops_takes_no_models_and_gives_up_loads() -> None:
         await api.registrar.stop()
         assert error(await loading)[:2] == (503, "ServiceUnavailableException")
         assert len(psutil.Process(os.getpid()).children()) <= 1
+
+
+COMMANDS = [
+    ("GET", "/models"),
+    ("POST", f"/models?url={ECHO}&model_name=other"),
+    ("GET", "/models/model"),
+    ("PUT", "/models/model?min_worker=1"),
+    ("DELETE", "/models/model"),
+    ("PATCH", "/models/model"),
+    ("OPTIONS", "/models"),
+    ("GET", "/workflows"),
+    ("POST", "/adapters?name=a&src=/tmp"),
+    ("DELETE", "/adapters/a"),
+    ("POST", "/adapters/a/update"),
+    ("POST", "/models/model/adapters?name=a&src=/tmp"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
+    ("GET", "/console/state"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+]
+BROWSERS = [
+    {"sec-fetch-site": "cross-site", "origin": "http://evil.example", "host": "127.0.0.1:8080"},
+    {"sec-fetch-site": "same-site", "host": "localhost:8080"},
+    {"origin": "http://evil.example", "host": "10.0.0.1:8080", "content-type": "text/plain"},
+    {"sec-fetch-site": "same-origin", "host": "evil.example:8080"},
+    {"user-agent": "Mozilla/5.0", "host": "evil.example:8080"},
+]
+
+
+@pytest.mark.parametrize(("method", "path"), COMMANDS)
+async def test_what_a_browser_sends_for_another_site_commands_nothing_and_is_told_nothing(
+    method: str, path: str
+) -> None:
+    async with serving("model", cors_allowed_origin="*") as api:
+        for headers in BROWSERS:
+            refused = await api.client.request(method, path, headers=headers)
+            assert refused.status_code == 403, refused.text
+            assert "a browser sent this request" in refused.text
+            assert "access-control-allow-origin" not in refused.headers
+            assert isinstance(refused.json(), dict)
+        assert await api.names() == ["model"]
+
+
+async def test_contracts_and_ping_answer_browsers_as_before() -> None:
+    async with serving("model", cors_allowed_origin="*") as api:
+        for headers in BROWSERS:
+            answer = await api.client.post("/invocations", content=b"hello", headers=headers)
+            assert (answer.status_code, answer.text) == (200, "hello")
+            assert answer.headers["access-control-allow-origin"] == "*"
+            assert (await api.client.get("/ping", headers=headers)).status_code == 200
+
+
+async def test_a_configured_name_is_one_of_the_servers() -> None:
+    async with serving("model", allowed_hosts=("llm.example",)) as api:
+        headers = {"sec-fetch-site": "same-origin", "host": "llm.example:8080"}
+        assert (await api.client.get("/models", headers=headers)).status_code == 200

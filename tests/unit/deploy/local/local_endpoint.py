@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from container.app import Mount, Routes
+from container.http.cross_site import KnownHosts
 from container.http.endpoint import disconnected
 from container.server import http_server, listen
 from deploy.local.invocation import LocalSettings
@@ -94,7 +95,7 @@ async def silent(seen: Seen, send: Send) -> None:
 async def local_endpoint(container: ScriptedContainer, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the local endpoint `e`."""
     listener: socket.socket = listen("127.0.0.1", 0)
-    api = RuntimeApi(LocalSettings(endpoints=("e",), **settings))
+    api = RuntimeApi(LocalSettings(endpoints=("e",), **settings), KnownHosts())
     server = http_server(Routes(container, [Mount(PREFIX, api)]))
     serving = asyncio.create_task(server.serve([listener]))
     base = f"http://127.0.0.1:{listener.getsockname()[1]}"
