@@ -3,6 +3,9 @@
 #
 # NVIDIA's container toolkit does this by itself on most hosts; SageMaker leaves it to the image. The libraries are not
 # needed with a driver of the same branch or a newer one. They work on data centre GPUs only.
+#
+# Empty entries of LD_LIBRARY_PATH, such as after vLLM's last colon, are taken out: the loader would look for libraries
+# in the working directory.
 set -eu
 
 libraries=${CUDA_COMPAT:-/usr/local/cuda/compat}
@@ -24,11 +27,17 @@ branch_of_driver() {
     sed -n 's/^NVRM version:.*[[:space:]]\([0-9][0-9]*\)\.[0-9][0-9.]*[[:space:]].*$/\1/p' "$driver_file" | head -n 1
 }
 
+LD_LIBRARY_PATH=$(printf '%s' "${LD_LIBRARY_PATH:-}" | tr -s : | sed -e 's/^://' -e 's/:$//')
 offered=$(branch_of_libraries)
 present=$(branch_of_driver)
 if [ -n "$offered" ] && [ -n "$present" ] && [ "$present" -lt "$offered" ]; then
     echo "cuda-compat: driver $present is older than CUDA's $offered; using $libraries" >&2
     LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+fi
+# An empty variable is one empty entry.
+if [ -n "$LD_LIBRARY_PATH" ]; then
     export LD_LIBRARY_PATH
+else
+    unset LD_LIBRARY_PATH
 fi
 exec "$@"

@@ -138,6 +138,7 @@ def test_the_image_says_what_it_is(engine: Engine, image: str, device: str) -> N
     compatibility = [] if device == "cpu" else ["sh", "/opt/slipway/libexec/cuda-compat.sh"]
     assert config["Entrypoint"] == ["tini", "--", *compatibility]
     assert config["User"] in {"", "root"}
+    assert config["WorkingDir"] == "/opt/slipway", "libraries are looked for in the working directory, too"
     assert config["Cmd"] == ["serve"]
     assert "8080/tcp" in config["ExposedPorts"]
 

@@ -37,6 +37,20 @@ def test_what_was_in_the_path_stays_behind_them(tmp_path: Path) -> None:
     assert library_path(tmp_path, line, "580.82.07", "/opt/lib") == f"{tmp_path / 'compat'}:/opt/lib"
 
 
+@pytest.mark.parametrize("before", ["/a:/b", "/a:/b:", ":/a:/b", "/a::/b", ":::/a:/b::"])
+@pytest.mark.parametrize("driver", [None, OPEN_LINE.format(version="570.86.15")])
+def test_the_loader_never_looks_in_the_working_directory(tmp_path: Path, before: str, driver: str | None) -> None:
+    path = library_path(tmp_path, driver, "580.82.07", before)
+    assert path == ("/a:/b" if driver is None else f"{tmp_path / 'compat'}:/a:/b")
+
+
+@pytest.mark.parametrize("before", ["", ":", "::"])
+def test_a_path_of_nothing_is_no_path(tmp_path: Path, before: str) -> None:
+    environment = {**os.environ, "LD_LIBRARY_PATH": before}
+    command = ["sh", str(SCRIPT), "sh", "-c", "echo ${LD_LIBRARY_PATH+set}"]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "\n"
+
+
 @pytest.mark.parametrize("version", ["580.65.06", "580.82.07", "590.10", "1000.1"])
 def test_a_driver_of_the_same_branch_or_a_newer_one_is_left_alone(tmp_path: Path, version: str) -> None:
     assert library_path(tmp_path, OPEN_LINE.format(version=version), "580.82.07") == ""
