@@ -43,6 +43,9 @@ from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall, current_call
 
 _INT64 = 2**63
+_OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
+"""What vLLM's serving classes say of chats, whose answers are constrained once their reasoning has ended. The answer to
+any other prompt has no reasoning, and is constrained from its first token."""
 _MOST_NESTED = 32  # Levels of `kv_transfer_params` and of `vllm_xargs`.
 # What goes to the engine process as 64-bit numbers.
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
@@ -174,6 +177,8 @@ class EngineClient:
         with _vllms_errors():
             if params.structured_outputs is not None:
                 params.structured_outputs = await self._engine.constraints.checked(call.form_name, params)
+                if not options.keys() & _OF_CHATS:
+                    options = {**options, "reasoning_ended": True}
             if self._engine.adapters is not None and options.get("lora_request") is not None:
                 options = {**options, "lora_request": await self._adapter(call, options["lora_request"].lora_name)}
         known = {*self._sequences(request_id)}  # ids are the clients', who may use one twice

@@ -192,6 +192,9 @@ class VllmEngine:
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
         check_bad_words(core_request.sampling_params)
+        # With a reasoning parser, vLLM constrains an answer once its reasoning has ended. These prompts are no chats of
+        # such a model, so their answers have no reasoning.
+        core_request.reasoning_ended = True
         core_request.external_req_id = request.request_id
         if (key := _repeated(request)) is not None:
             if len(self._checked) >= REMEMBERED_REQUESTS:
