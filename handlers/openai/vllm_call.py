@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -12,10 +13,11 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from handlers.contracts.json_fields import json_fault
 from handlers.contracts.openai.constraints import BATCH, CHAT, FIELDS, MESSAGES, RESPONSES, enforceable, form_name
 from handlers.contracts.openai.family import error_reply, refuse
 from handlers.contracts.protocol import LONG_BODY, Call, Reply, ReplyWriter
-from handlers.errors import InvalidParameter
+from handlers.errors import InvalidRequest
 from handlers.openai.current_call import OpenAICall, current_call
 
 logger = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ class VllmCall:
                 tools = self._vllm.parses_tools
                 self._call = call = for_vllm(call, path, self._held, model=self._model, parses_tools=tools)
                 await self._vllm.app(scope(call, path), self._receive, self._send)
-        except InvalidParameter as error:
+        except InvalidRequest as error:
             self._finish(refuse(error))
         except UnicodeEncodeError:
             self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
@@ -196,18 +198,21 @@ def hopeless(body: bytes, path: str, max_model_len: int) -> Reply | None:
 
 
 def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = None, parses_tools: bool = False) -> Call:
-    """The call as vLLM's serving classes are to read it; a body that cannot be read is left to them to refuse.
+    """The call as vLLM's serving classes are to read it; a body that is no JSON is left to them to refuse.
 
     `model` takes the place of the body's. Constraints get the form in which vLLM enforces them, and `held` the name of
     the one that the text is to have, for the engine's refusals. Null fields of a chat's messages are absent: TGI's
     Python client sends every field, and TGI takes null for absent, as our contracts do.
 
-    Raises InvalidParameter: vLLM would not enforce one of the constraints.
+    Raises InvalidRequest: only vLLM can read the body, so that it cannot be translated. Raises InvalidParameter: vLLM
+    would not enforce one of the constraints.
     """
     try:
         document = _decode(call.body)
         given = {name: msgspec.json.decode(document[name]) for name in FIELDS.intersection(document)}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if _is_read_by_python(call.body):
+            raise InvalidRequest(f"the body is not JSON in UTF-8 (RFC 8259): {json_fault(call.body, error)}") from None
         return call
     changes: dict[str, Any] = {} if model is None else {"model": model}
     if given := {name: value for name, value in given.items() if value is not None}:
@@ -219,6 +224,15 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
         return call
     fields = {name: value for name, value in (document | changes).items() if value is not None}
     return replace(call, body=msgspec.json.encode(fields))
+
+
+def _is_read_by_python(body: bytes) -> bool:
+    """Tell whether vLLM, which reads bodies with Python's `json`, reads this one: that takes NaN, half surrogate pairs,
+    a byte order mark, UTF-16 and UTF-32 as well."""
+    try:
+        return isinstance(json.loads(body), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _without_nulls(document: dict[str, msgspec.Raw]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -238,3 +240,14 @@ def test_without_a_minimum_the_bias_ends_the_answer(server: Server) -> None:
     for name in (*COMPLETIONS, *LMI, *VLLM_NAMES):
         _, text = answer(server, ROUTES[name], {"logit_bias": BIASED_END[0]["logit_bias"]})
         assert text == "", name
+
+
+@pytest.mark.parametrize("name", [*OPENAI, *RESPONSE])
+def test_a_body_that_json_readers_disagree_about_ignores_no_constraint(server: Server, name: str) -> None:
+    route = ROUTES[name]
+    body = json.dumps(route.body({"guided_regex": REGEX}) | {"unknown": float("nan")})
+    plain = body.replace("NaN", "0")
+    for sent in (body.encode(), b"\xef\xbb\xbf" + plain.encode(), plain.encode("utf-16")):
+        refused = server.client.post(route.path, content=sent, headers={"content-type": "application/json"})
+        assert refused.status_code >= 400, refused.text
+        assert not re.search(REGEX, refused.text)
