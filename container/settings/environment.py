@@ -66,6 +66,11 @@ def _quantization(text: str) -> str:
     return "bitsandbytes" if text.strip().lower() in ("bitsandbytes-nf4", "bitsandbytes-fp4") else text
 
 
+def _kv_cache_dtype(text: str) -> str:
+    """TGI names the numbers as torch does, vLLM without the last letters."""
+    return "fp8_e4m3" if text.strip().lower() == "fp8_e4m3fn" else text
+
+
 ALIASES = (
     Alias("MODEL_ID", "HF_MODEL_ID", _TGI),
     Alias("HF_MODEL_REVISION", "HF_REVISION", f"{_TGI} on SageMaker"),
@@ -88,7 +93,7 @@ ALIASES = (
     Alias("MAX_BEST_OF", "OPTION_MAX_BEST_OF", _TGI),
     Alias("MESSAGES_API_ENABLED", "OPTION_CHAT_FORMAT", _TGI, _chat_format),
     Alias("DTYPE", "OPTION_DTYPE", _TGI),
-    Alias("KV_CACHE_DTYPE", "OPTION_KV_CACHE_DTYPE", _TGI),
+    Alias("KV_CACHE_DTYPE", "OPTION_KV_CACHE_DTYPE", _TGI, _kv_cache_dtype),
     Alias("CORS_ALLOW_ORIGIN", "SERVING_CORS_ALLOWED_ORIGIN", _TGI),
     Alias("PAYLOAD_LIMIT", "SERVING_MAX_REQUEST_SIZE", _TGI),
     Alias("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", _HUB),

@@ -51,6 +51,8 @@ def texts(layer: dict[str, Value]) -> dict[str, str]:
         ({"QUANTIZE": "bitsandbytes-nf4"}, "engine_arguments", {"quantization": "bitsandbytes"}),
         ({"HF_MODEL_QUANTIZE": "bitsandbytes-fp4"}, "engine_arguments", {"quantization": "bitsandbytes"}),
         ({"DTYPE": "bfloat16"}, "dtype", "bfloat16"),
+        ({"KV_CACHE_DTYPE": "fp8_e4m3fn"}, "engine_arguments", {"kv_cache_dtype": "fp8_e4m3"}),
+        ({"KV_CACHE_DTYPE": "fp8_e5m2"}, "engine_arguments", {"kv_cache_dtype": "fp8_e5m2"}),
         ({"TRUST_REMOTE_CODE": "1"}, "trust_remote_code", True),
         ({"SM_VLLM_MODEL": "org/name"}, "model_id", "org/name"),
         ({"SM_VLLM_MAX_MODEL_LEN": "300"}, "engine_arguments", {"max_model_len": "300"}),
