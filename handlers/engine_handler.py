@@ -92,6 +92,7 @@ class EngineHandler:
             exchange = self._contract.parse(call)
         else:
             exchange = await self._parse_in_thread(call)
+        exchange = exchange.traced_as(call)
         for note in exchange.notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
         if exchange.cumulative is not None:

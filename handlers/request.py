@@ -115,6 +115,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # A token's text is its own, whatever stands around it, and tokens do not wait for text that is held back.
     tokens_apart: bool = False
     adapter: str | None = None
+    trace_context: Mapping[str, str] | None = None  # `traceparent` and `tracestate` of the client's trace.
 
     @property
     def sequences_in_engine(self) -> int:

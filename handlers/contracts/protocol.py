@@ -8,14 +8,17 @@ A contract is pure: no I/O, no engine, no HTTP server. `Contract.parse` makes an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+import msgspec
 
 from djl_python.input_parser import SAGEMAKER_ADAPTER_IDENTIFIER_HEADER
 from handlers.errors import RequestError
 from handlers.request import GenerationRequest, TokenDelta
 
 WITHOUT_BODY = frozenset({204, 304})  # RFC 9110, 8.6: statuses that have neither body nor length.
+_TRACE_HEADERS = ("Traceparent", "Tracestate")
 LONG_BODY = 256 * 1024  # Bytes above which a body is read in a thread, so that nothing else waits for it.
 
 
@@ -33,6 +36,11 @@ class Call:
     path: str = ""  # As it came in, decoded, without the query.
     # The parts of the path that `{name}` stands for in the route.
     path_parameters: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def trace_context(self) -> dict[str, str]:
+        """The headers that name the client's trace (W3C Trace Context); empty without them."""
+        return {name.lower(): value for name, value in self.headers if name in _TRACE_HEADERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,13 @@ class Exchange:
     # What the stream sends while it has nothing to say. A stream with a comment begins before its first token.
     comment: bytes = b""
     cumulative: CumulativeAnswer | None = None  # `answer`, where it is cumulative; there is no `comment` then.
+
+    def traced_as(self, call: Call) -> Exchange:
+        """Return the same, as part of the call's trace."""
+        if not (context := call.trace_context):
+            return self
+        requests = [msgspec.structs.replace(request, trace_context=context) for request in self.requests]
+        return replace(self, requests=tuple(requests))
 
 
 class Contract(Protocol):

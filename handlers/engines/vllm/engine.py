@@ -79,8 +79,9 @@ class VllmEngine:
     async def _attach(self, loaded: LoadedModel) -> None:
         llm = self.async_llm = loaded.llm
         self.frontend_arguments = loaded.frontend_arguments
-        # The scheduler goes on reporting, but the per-token bookkeeping in this process is ours.
-        llm.log_stats = llm.output_processor.log_stats = False
+        # The scheduler goes on reporting, but the per-token bookkeeping in this process is ours. Spans need vLLM's.
+        self._traced = llm.vllm_config.observability_config.otlp_traces_endpoint is not None
+        llm.log_stats = llm.output_processor.log_stats = self._traced
         llm.logger_manager = self._reports
         use_lean_decoder(llm.engine_core)
         llm._run_output_handler()
@@ -237,7 +238,11 @@ class VllmEngine:
     ) -> None:
         llm = self.async_llm
         core_request.request_id = f"{next(self._ids)}-{request.request_id}"
-        state = PushedState(core_request, request, index, sink, self.meter, self.texts, self._apart)
+        if self._traced:
+            core_request.trace_headers = request.trace_context
+        state = PushedState(
+            core_request, request, index, sink, self.meter, self.texts, self._apart, traced=self._traced
+        )
         # Registered before the engine hears of it, so that no output can come before its state.
         llm.output_processor.request_states[core_request.request_id] = state
         llm.output_processor.external_req_ids[request.request_id].append(core_request.request_id)

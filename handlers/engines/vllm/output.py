@@ -180,7 +180,10 @@ class PushedState(RequestState):
         meter: Meter,
         texts: ModelTexts,
         apart: TokensApart,
+        *,
+        traced: bool = False,
     ) -> None:
+        """`traced`: vLLM makes a span of the sequence when it has ended."""
         self.stream, self.want_tokens = generation.stream, generation.want_tokens
         self.tokenizer = texts.tokenizer
         self.reader = _StepReader(meter)
@@ -204,11 +207,14 @@ class PushedState(RequestState):
             prompt_embeds=None,
             logprobs_processor=self.reader,
             detokenizer=detokenizer,
-            max_tokens_param=None,
+            max_tokens_param=generation.sampling.max_tokens,
             arrival_time=request.arrival_time,
             queue=None,
-            log_stats=False,
+            log_stats=traced,
             stream_interval=1,
+            top_p=generation.sampling.top_p,
+            n=generation.sequences,
+            temperature=generation.sampling.temperature,
         )
         self.queue: PushedState | _NoQueue = self
         self.sink, self.meter, self.sequence = sink, meter, sequence
