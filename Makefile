@@ -71,7 +71,7 @@ unit: install-dev ## Tests that start no engine
 live: install-dev ## Tests with the real engine and real clients
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "live and not long"
 
-long: install-dev ## What `make test` leaves out: replicas on Ray that end, come and change; the programs below, for a moment
+long: install-dev ## The tests that `make test` leaves out: replicas on Ray that end, come and change; the programs below
 	$(BIN)/python -m pytest tests/live -m long
 
 chaos: install-dev ## Random faults and clients against the real server (MINUTES, SEED)

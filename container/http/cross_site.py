@@ -1,4 +1,4 @@
-"""Refusing what a browser sends for another site: on routes that command the server, or tell about it.
+"""Finds the requests that a browser sends for another site; routes that command or describe the server refuse them.
 
 Any web page can have a browser send requests to a server on its user's machine or network, without asking the server
 first (CORS's "simple requests"), and by DNS rebinding it can read the answers. API clients are not affected: only

@@ -120,8 +120,8 @@ class Endpoint:
         """Take what answers and what words refusals.
 
         `headers`: of every reply of the route, beside the request's id and CORS. `wants`: whether this endpoint is
-        meant by a call with this body; `otherwise` takes the rest. `same_site`: refuse what a browser sends for another
-        site, and send no CORS headers.
+        meant by a call with this body; `otherwise` takes the rest. `same_site`: refuse requests that a browser sends
+        for another site, and send no CORS headers.
         """
         self._state, self._route = state, route
         self._answer, self._refuse, self._find, self._wants = answer, refuse, find, wants

@@ -44,8 +44,8 @@ from handlers.openai.current_call import OpenAICall, current_call
 
 _INT64 = 2**63
 _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
-"""What vLLM's serving classes say of chats, whose answers are constrained once their reasoning has ended. The answer to
-any other prompt has no reasoning, and is constrained from its first token."""
+"""Options that vLLM's serving classes give for chats, whose answers are constrained once their reasoning has ended. The
+answer to any other prompt has no reasoning, and is constrained from its first token."""
 _MOST_NESTED = 32  # Levels of `kv_transfer_params` and of `vllm_xargs`.
 # What goes to the engine process as 64-bit numbers.
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")

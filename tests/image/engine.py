@@ -26,7 +26,7 @@ from tests.live.server import free_port
 START_SECONDS = 480.0
 UNPRIVILEGED = "12345:12345"
 _OF_THE_MACHINE = ("/usr", "/lib", "/lib64")
-"""Directories of this machine with which a program of its own runs in an empty container."""
+"""Directories of this machine that one of its programs needs in an empty container."""
 _CGROUP_V2 = Path("/sys/fs/cgroup/cgroup.controllers")
 
 
