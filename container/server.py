@@ -66,6 +66,7 @@ _FAILED_SECONDS = 3.0
 _LAST_SECONDS = 3.0
 """How long clients may take what has been sent to them. With a drain of 20 s, and 5 s in which a handler's workers end,
 it is the rest of the 30 s that SageMaker gives a container to stop."""
+_RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 _EXIT_SECONDS = 3.0
 """How long threads that nobody waits for any more may keep the process from ending."""
 
@@ -374,10 +375,14 @@ async def _run(process: Process, clean_up: Callable[[], None]) -> int:
 
 
 def _kill_children() -> None:
-    """While a model loads, the engine's processes are children that nobody else can stop."""
+    """Kill the engine's processes: while a model loads, nobody else can stop them.
+
+    multiprocessing's resource trackers stay. Each ends with the processes whose shared memory it frees.
+    """
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+            if not any(_RESOURCE_TRACKER in part for part in child.cmdline()):
+                child.kill()
 
 
 @contextlib.contextmanager

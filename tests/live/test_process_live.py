@@ -269,6 +269,26 @@ def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_
         temporary.cleanup()
 
 
+def shared_memory(server: Server) -> set[Path]:
+    """The files of shared memory that its processes have mapped and that are still there."""
+    mapped = {Path(area.path) for process in server.children() for area in process.memory_maps()}
+    return {path for path in mapped if path.parent == Path("/dev/shm") and path.exists()}
+
+
+def test_a_second_sigterm_ends_the_process_at_once_and_leaves_no_shared_memory(
+    tmp_path: Path, small_options: dict[str, object]
+) -> None:
+    with serving(tmp_path, **small_options) as server, open_stream(server):
+        server.wait_for_metric("slipway_engine_running", 1)
+        shared = shared_memory(server)
+        assert shared, "vLLM's processes talk in another way now"
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.ping() == 503)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 128 + signal.SIGTERM
+        wait_until(lambda: not [path for path in shared if path.exists()], about=lambda: str(shared))
+
+
 @pytest.mark.parametrize(
     ("options", "exit_code", "message"),
     [
