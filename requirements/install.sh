@@ -43,7 +43,8 @@ compiler() {
 }
 
 # The lock's CUDA packages as a toolkit, the environment's directory `cuda`: FlashInfer compiles kernels with it (CUDA_HOME).
-# The packages, and many drivers, have libraries under their full names alone; `-lcudart` and `-lcuda` need the plain ones.
+# The packages have libraries under their full names alone; `-lcudart` needs the plain ones. `-lcuda` links with a library
+# of the driver's name and no content, as in NVIDIA's own toolkit: the driver is looked for when the kernels are loaded.
 toolkit() {
     site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     cuda=$site/nvidia/cu13
@@ -51,8 +52,8 @@ toolkit() {
     for library in "$cuda"/lib/*.so.*; do
         ln -sf "${library##*/}" "${library%%.so.*}.so"
     done
-    driver=$(PATH=$PATH:/sbin ldconfig -p | sed -n 's/.*libcuda\.so\.1 .*=> //p' | head -n 1)
-    [ -z "$driver" ] || ln -sf "$driver" "$cuda/lib/libcuda.so"
+    mkdir -p "$cuda/lib/stubs"
+    c++ -shared -Wl,-soname,libcuda.so.1 -o "$cuda/lib/stubs/libcuda.so" -x c /dev/null
     ln -sfn "$cuda" "$("$python" -c 'import sys; print(sys.prefix)')/cuda"
 }
 

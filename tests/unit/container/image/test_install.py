@@ -218,7 +218,8 @@ def test_a_gpu_host_without_a_compiler_is_told_so_before_anything_is_downloaded(
 def test_a_gpu_hosts_environment_has_a_cuda_toolkit_of_the_locks_packages(machine: Machine, tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
-    (tools / "c++").symlink_to("/bin/true")
+    (tools / "c++").write_text(f"#!{SHELL}\necho \"$@\" >{tmp_path}/linked\n")
+    (tools / "c++").chmod(0o755)
     libraries = machine.site / "nvidia" / "cu13" / "lib"
     libraries.mkdir(parents=True)
     (libraries / "libcudart.so.13").write_text("CUDA's run time")
@@ -226,3 +227,6 @@ def test_a_gpu_hosts_environment_has_a_cuda_toolkit_of_the_locks_packages(machin
     done = machine.install("", device="gpu", PATH=f"{tools}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     assert (machine.environment / "cuda" / "lib64" / "libcudart.so").read_text() == "CUDA's run time"
+    linked = (tmp_path / "linked").read_text()
+    assert "-Wl,-soname,libcuda.so.1" in linked
+    assert f"-o {libraries}/stubs/libcuda.so" in linked
