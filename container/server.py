@@ -63,9 +63,11 @@ _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
 _FAILED_SECONDS = 3.0
 """How long a model that failed to load can be asked for its reason."""
+_END_SECONDS, _STOP_SECONDS = 25.0, 5.0
+"""When a process that was told to stop ends at the latest: SageMaker kills it after 30 s. A drain that takes longer is
+followed by this much time for all other steps."""
 _LAST_SECONDS = 3.0
-"""How long clients may take what has been sent to them. With a drain of 20 s, and 5 s in which a handler's workers end,
-it is the rest of the 30 s that SageMaker gives a container to stop."""
+"""How long clients may take what has been sent to them."""
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 _EXIT_SECONDS = 3.0
 """How long threads that nobody waits for any more may keep the process from ending."""
@@ -326,8 +328,20 @@ class Process:
             _kill_children()
             self._clean_up()
             os._exit(EXIT_OK if starting else 128 + number)
-        logger.info("%s: draining for at most %g s", name, self._settings.drain_timeout)
+        drain = self._settings.drain_timeout
+        logger.info("%s: draining for at most %g s", name, drain)
+        # A thread: neither a step that hangs nor a busy event loop can put it off.
+        seconds = max(_END_SECONDS, drain + _STOP_SECONDS)
+        deadline = threading.Timer(seconds, self._end_late, (number, seconds))
+        deadline.daemon = True
+        deadline.start()
         self._stopping = asyncio.create_task(self._drain())
+
+    def _end_late(self, number: int, seconds: float) -> None:
+        logger.critical("not stopped within %g s of the signal; ending at once", seconds)
+        _kill_children()
+        self._clean_up()
+        os._exit(128 + number)
 
     async def _drain(self) -> None:
         try:

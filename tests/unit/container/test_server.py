@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from container import server
 from container.models.registry import Model, Models, State
 from container.settings.settings import ServerSettings, Startup
 from handlers.model_settings import ModelSettings
+from tests.live.server import free_port
 
 
 class Stalled:
@@ -111,3 +116,33 @@ async def test_a_stop_that_waits_for_calls_alone_does_not_say_that_connections_a
     http.should_exit = True
     await asyncio.wait_for(serving, 60)
     assert "broken off" not in caplog.text
+
+
+HANGING = """
+import asyncio, sys
+from container import server
+from container.settings.settings import ServerSettings, Startup
+
+class Hanging(server.ModelServer):
+    async def stop(self):
+        print("stopping", flush=True)
+        await asyncio.Event().wait()
+
+server.ModelServer, server._END_SECONDS, server._STOP_SECONDS = Hanging, 1.0, 0.5
+settings = ServerSettings(host="127.0.0.1", port=int(sys.argv[1]), drain_timeout=0.5, multi_model=True)
+server.serve(Startup(settings, ()))
+"""
+
+
+def test_a_step_that_hangs_does_not_put_off_the_end() -> None:
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-c", HANGING, str(port)], stdout=subprocess.PIPE, text=True)
+    with (
+        process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", transport=httpx.HTTPTransport(retries=10)) as client,
+    ):
+        client.get("/ping")
+        process.terminate()
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stopping\n"
+        assert process.wait(60) == 128 + signal.SIGTERM

@@ -218,7 +218,7 @@ def test_a_gpu_host_without_a_compiler_is_told_so_before_anything_is_downloaded(
 def test_a_gpu_hosts_environment_has_a_cuda_toolkit_of_the_locks_packages(machine: Machine, tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
-    (tools / "c++").write_text(f"#!{SHELL}\necho \"$@\" >{tmp_path}/linked\n")
+    (tools / "c++").write_text(f'#!{SHELL}\necho "$@" >{tmp_path}/linked\n')
     (tools / "c++").chmod(0o755)
     libraries = machine.site / "nvidia" / "cu13" / "lib"
     libraries.mkdir(parents=True)
