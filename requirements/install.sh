@@ -42,6 +42,17 @@ compiler() {
     fi
 }
 
+# pip prefers a CPU build of torch, if it is set to look where there is one: `2.13.0+cpu` counts as newer than `2.13.0`.
+with_cuda() {
+    version=$("$python" -c 'import importlib.metadata; print(importlib.metadata.version("torch"))')
+    case $version in
+    *+cpu)
+        echo "pip has found torch $version, which has no CUDA; take that build out of its find-links and indexes" >&2
+        exit 1
+        ;;
+    esac
+}
+
 # The lock's CUDA packages as a toolkit, the environment's directory `cuda`: FlashInfer compiles kernels with it (CUDA_HOME).
 # The packages have libraries under their full names alone; `-lcudart` needs the plain ones. `-lcuda` links with a library
 # of the driver's name and no content, as in NVIDIA's own toolkit: the driver is looked for when the kernels are loaded.
@@ -60,4 +71,7 @@ toolkit() {
 [ "$lock" != cpu ] || torch
 [ "$lock" != gpu ] || compiler
 locked -r "$locks/$lock.txt"
-[ "$lock" != gpu ] || toolkit
+if [ "$lock" = gpu ]; then
+    with_cuda
+    toolkit
+fi

@@ -215,6 +215,17 @@ def test_a_gpu_host_without_a_compiler_is_told_so_before_anything_is_downloaded(
 
 
 @pytest.mark.skipif(not Path(get_path("include"), "Python.h").exists(), reason="no headers of Python here")
+def test_a_gpu_host_gets_no_torch_without_cuda(machine: Machine, tmp_path: Path) -> None:
+    machine.own = make_index(tmp_path / "mirror", "0.0.1", "0.0.1+cpu")
+    (machine.lock / "gpu.txt").write_text("torch==0.0.1\n")
+    done = machine.install("", device="gpu")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "pip has found torch 0.0.1+cpu, which has no CUDA; take that build out of its find-links and indexes\n"
+    )
+
+
+@pytest.mark.skipif(not Path(get_path("include"), "Python.h").exists(), reason="no headers of Python here")
 def test_a_gpu_hosts_environment_has_a_cuda_toolkit_of_the_locks_packages(machine: Machine, tmp_path: Path) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
