@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from container.app import Application
+from container.http.cross_site import KnownHosts
 from container.metrics import CONTENT_TYPE
 from deploy.ray.changes import changes_adapters
 
@@ -27,19 +28,24 @@ class ReplicaApplication:
         change: Callable[[str, bytes, Any, AsyncIterator[bytes]], Awaitable[httpx.Response]],
         metrics: Callable[[], Awaitable[bytes]],
         application: Application,
+        hosts: KnownHosts,
     ) -> None:
         """`change`: changes an adapter on all replicas, by method, path and query, headers, and body.
 
-        `metrics`: those of all replicas. `application`: the server's own.
+        `metrics`: those of all replicas. `application`: the server's own. `hosts`: the names under which browsers may
+        reach it.
         """
         self._change, self._metrics, self._application = change, metrics, application
+        self._hosts = hosts
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one ASGI connection."""
         if scope["type"] != "http":
             return
         method, path = scope["method"], scope["raw_path"]
-        if method == "GET" and path == b"/metrics":
+        if self._hosts.fault(dict(scope["headers"])):
+            await self._serve(scope, receive, send)  # the server refuses it, or it is a contract's
+        elif method == "GET" and path == b"/metrics":
             await _reply(send, 200, [(b"content-type", CONTENT_TYPE.encode())], await self._metrics())
         elif changes_adapters(method, path):
             query = scope["query_string"]

@@ -23,6 +23,7 @@ from ray.exceptions import RayError
 
 from container import logs
 from container.app import Application
+from container.http.cross_site import KnownHosts
 from container.server import ModelServer, prepared
 from container.settings.load import load_startup
 from container.settings.settings import Startup
@@ -81,7 +82,8 @@ class Replica:
         self._own = httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=None)
         self._changes = ReplicaChanges(self._own, _Log(), self._tell)
         await self._changes.catch_up()
-        return ReplicaApplication(self._changes.change, self.metrics, server.applications.main)
+        hosts = KnownHosts(startup.server.allowed_hosts)
+        return ReplicaApplication(self._changes.change, self.metrics, server.applications.main, hosts)
 
     async def __del__(self) -> None:
         await self._stop.aclose()

@@ -205,7 +205,6 @@ def test_an_adapter_is_loaded_once_and_unloaded_once(cluster: Cluster, adapter: 
         assert all(after[replica] > before.get(replica, 0) for replica in cluster.replicas())
         assert cluster.client.post("/v1/unload_lora_adapter", json={"lora_name": "loud"}).status_code == 200
         assert completion(cluster, "loud").startswith("404")
-    assert cluster.client.post("/v1/load_lora_adapter", json=order).status_code == 200
 
 
 def completion(cluster: Cluster, model: str) -> str:
@@ -219,8 +218,10 @@ def completion(cluster: Cluster, model: str) -> str:
 @pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next_one_has_the_adapter(
-    cluster: Cluster,
+    cluster: Cluster, adapter: Path
 ) -> None:
+    order = {"lora_name": "loud", "lora_path": str(adapter)}
+    assert cluster.client.post("/v1/load_lora_adapter", json=order).status_code == 200
     parameters = {"max_new_tokens": TOKENS, "ignore_eos_token": True, "details": True}
     document = {"inputs": "Once", "parameters": parameters}
     begun = asyncio.Semaphore(0)

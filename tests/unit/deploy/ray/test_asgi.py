@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from container.http.cross_site import KnownHosts
 from deploy.ray.asgi import ReplicaApplication
 
 pytestmark = pytest.mark.asyncio
@@ -41,7 +42,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 def client(replica: Replica, application: Any = echo) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(ReplicaApplication(replica.change, replica.metrics, application))
+    transport = httpx.ASGITransport(ReplicaApplication(replica.change, replica.metrics, application, KnownHosts()))
     return httpx.AsyncClient(transport=transport, base_url="http://replica")
 
 
@@ -65,7 +66,7 @@ async def test_the_end_of_a_reply_is_told_though_the_connection_stays() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    client_application = ReplicaApplication(Replica().change, Replica().metrics, echo)
+    client_application = ReplicaApplication(Replica().change, Replica().metrics, echo, KnownHosts())
     scope = {"type": "http", "method": "POST", "raw_path": b"/x", "headers": []}
     await asyncio.wait_for(client_application(scope, receive, send), 60)
     assert sent[-1] == {"type": "http.response.body", "body": b"a"}
@@ -91,3 +92,13 @@ async def test_models_stay_as_they_were_deployed(method: str, path: str) -> None
     for own in ("/models/m/invoke", "/models/m/x/y"):
         assert (await client(Replica()).post(own, content=b"x")).text == "x"
     assert (await client(Replica()).request("GET", path, content=b"x")).text == "x"
+
+
+@pytest.mark.parametrize(
+    "headers", [{"sec-fetch-site": "cross-site"}, {"user-agent": "Mozilla/5.0", "host": "evil.example"}]
+)
+async def test_what_a_browser_sends_for_another_site_is_the_servers_own_to_refuse(headers: dict[str, str]) -> None:
+    replica = Replica()
+    assert (await client(replica).request("GET", "/metrics", content=b"own", headers=headers)).text == "own"
+    assert (await client(replica).post("/adapters?a=1", content=b"own", headers=headers)).text == "own"
+    assert replica.changed == []
