@@ -6,7 +6,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # vLLM with CUDA where there is an NVIDIA GPU, else its CPU build.
 DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
-HOST ?= 127.0.0.1
+# Of `run`. Shells and conda have a variable of this name, which does not count.
+HOST = 127.0.0.1
 PORT ?= 8080
 # Processes that run tests side by side; 0: none but make's own.
 WORKERS ?= 2

@@ -63,7 +63,7 @@ _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
 _FAILED_SECONDS = 3.0
 """How long a model that failed to load can be asked for its reason."""
-_END_SECONDS, _STOP_SECONDS = 25.0, 5.0
+_END_SECONDS, _STOP_SECONDS = 28.0, 8.0
 """When a process that was told to stop ends at the latest: SageMaker kills it after 30 s. A drain that takes longer is
 followed by this much time for all other steps."""
 _LAST_SECONDS = 3.0
@@ -330,7 +330,7 @@ class Process:
             os._exit(EXIT_OK if starting else 128 + number)
         drain = self._settings.drain_timeout
         logger.info("%s: draining for at most %g s", name, drain)
-        # A thread: neither a step that hangs nor a busy event loop can put it off.
+        # A thread: no step that hangs can put it off.
         seconds = max(_END_SECONDS, drain + _STOP_SECONDS)
         deadline = threading.Timer(seconds, self._end_late, (number, seconds))
         deadline.daemon = True
@@ -338,10 +338,16 @@ class Process:
         self._stopping = asyncio.create_task(self._drain())
 
     def _end_late(self, number: int, seconds: float) -> None:
-        logger.critical("not stopped within %g s of the signal; ending at once", seconds)
-        _kill_children()
-        self._clean_up()
-        os._exit(128 + number)
+        # In a thread: nobody may read the log any more.
+        said = ("not stopped within %g s of the signal; ending at once", seconds)
+        log = threading.Thread(target=logger.critical, args=said, daemon=True)
+        log.start()
+        log.join(1.0)
+        try:
+            _kill_children()
+            self._clean_up()
+        finally:
+            os._exit(128 + number)
 
     async def _drain(self) -> None:
         try:

@@ -1,8 +1,8 @@
 """Finds the requests that a browser sends for another site; routes that command or describe the server refuse them.
 
 Any web page can have a browser send requests to a server on its user's machine or network, without asking the server
-first (CORS's "simple requests"), and by DNS rebinding it can read the answers. API clients are not affected: only
-browsers send `Sec-Fetch-Site` and `Origin`, and call themselves Mozilla.
+first (CORS's "simple requests"), and by DNS rebinding it can read the answers. API clients are told apart by their
+headers: they send none of `BROWSER_HEADERS`, and do not call themselves Mozilla.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 
+BROWSER_HEADERS = (b"sec-fetch-site", b"origin", b"accept-language")
+"""Headers that browsers send and API clients do not."""
 _OWN = (b"same-origin", b"none")
 """Values of Sec-Fetch-Site: the server's own page sent the request, or the user typed the address."""
 _PORT = re.compile(r":[0-9]*$")
@@ -32,9 +34,9 @@ class KnownHosts:
 
     def fault(self, headers: Mapping[bytes, bytes]) -> str:
         """Say why a request is refused; "" if an API client has sent it, or a page of this server."""
-        site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
-        if site is None and origin is None and not headers.get(b"user-agent", b"").startswith(b"Mozilla/"):
+        if not _is_browsers(headers):
             return ""
+        site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
         host = headers.get(b"host", b"").decode("latin-1").lower()
         if site is not None:
             foreign = site not in _OWN
@@ -58,3 +60,20 @@ class KnownHosts:
         except ValueError:
             return False
         return True
+
+
+def _is_browsers(headers: Mapping[bytes, bytes]) -> bool:
+    return any(name in headers for name in BROWSER_HEADERS) or _names_mozilla(headers.get(b"user-agent", b""))
+
+
+def _names_mozilla(user_agent: bytes) -> bool:
+    return user_agent.startswith(b"Mozilla/")
+
+
+def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a request that was checked here, for a server that sees another `Host`."""
+    return [
+        (name, value)
+        for name, value in headers
+        if name not in BROWSER_HEADERS and not (name == b"user-agent" and _names_mozilla(value))
+    ]

@@ -67,7 +67,7 @@ def _quantization(text: str) -> str:
 
 
 def _kv_cache_dtype(text: str) -> str:
-    """TGI names the numbers as torch does, vLLM without the last letters."""
+    """TGI's `fp8_e4m3fn` is vLLM's `fp8_e4m3`."""
     return "fp8_e4m3" if text.strip().lower() == "fp8_e4m3fn" else text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from typing import Annotated
 
@@ -12,6 +13,7 @@ import typer
 from container import cli, logs
 from container.app import Mount, Routes
 from container.http.cross_site import KnownHosts
+from container.settings.values import names
 from deploy.local.errors import REGION, RuntimeApiError
 from deploy.local.invocation import MEBIBYTE, LocalSettings
 from deploy.local.parameters import check_endpoint_name
@@ -100,7 +102,7 @@ async def _run(url: str, settings: LocalSettings, host: str, port: int) -> None:
     from container.server import http_server, listen
     from deploy.local.container import RemoteContainer
 
-    hosts = KnownHosts()
+    hosts = KnownHosts(names(os.environ.get("SERVING_ALLOWED_HOSTS", "")))
     container = RemoteContainer(url, hosts)
     server = http_server(Routes(container, [Mount(PREFIX, RuntimeApi(settings, hosts))]))
     loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ import httpx
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from container.http.cross_site import KnownHosts
+from container.http.cross_site import KnownHosts, passed_on
 from container.http.endpoint import disconnected
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class RemoteContainer:
     def __init__(self, url: str, hosts: KnownHosts) -> None:
         """Take the container's URL, and the names under which browsers may reach it here.
 
-        The container cannot check them: it sees the name in its URL.
+        The container cannot check them: it sees the name in its URL, and none of a browser's headers.
         """
         self._hosts = hosts
         self._http = httpx.AsyncClient(
@@ -67,7 +67,7 @@ class RemoteContainer:
     async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
-        headers = [(name, value) for name, value in scope["headers"] if name not in (b"host", *_OWN)]
+        headers = [(name, value) for name, value in passed_on(scope["headers"]) if name not in (b"host", *_OWN)]
         begun = False
         try:
             async with self._http.stream(scope["method"], target.decode(), headers=headers, content=body) as reply:

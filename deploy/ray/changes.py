@@ -14,13 +14,13 @@ from urllib.parse import parse_qsl, unquote
 
 import httpx
 
+from container.http.cross_site import passed_on
+
 logger = logging.getLogger(__name__)
 
 _PATH = re.compile(rb"(?:/models/(?P<model>[^/]+))?/adapters(?:/(?P<name>[^/]+)(?P<update>/update)?)?")
 _VLLM = {b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter"}
 _OF_THE_CONNECTION = (b"connection", b"content-length", b"host", b"transfer-encoding")
-_OF_BROWSERS = (b"origin", b"sec-fetch-site", b"user-agent")
-"""Headers that were looked at where the call came in; the replicas' own calls have another host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class ReplicaChanges:
         return await asyncio.shield(task)  # a client that leaves does not leave some replicas without it
 
     async def _change(self, method: str, target: bytes, headers: Any, body: AsyncIterator[bytes]) -> httpx.Response:
-        sent = tuple((name, value) for name, value in headers if name not in (*_OF_THE_CONNECTION, *_OF_BROWSERS))
+        sent = tuple((name, value) for name, value in passed_on(headers) if name not in _OF_THE_CONNECTION)
         parts: list[bytes] = []
 
         async def copied() -> AsyncIterator[bytes]:

@@ -126,14 +126,14 @@ def of_its_own(module: str, server: Serve) -> bool:
     return Path(shown.strip()).is_relative_to(server.prefix)
 
 
-@pytest.mark.parametrize("method", ["", "spawn"], ids=["forked", "spawned"])
+@pytest.mark.parametrize("method", [{}, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}], ids=["forked", "spawned"])
 def test_vllm_is_served_and_its_processes_end_with_sigterm(
-    start: Start, tmp_path: Path, small_options: dict[str, object], method: str
+    start: Start, tmp_path: Path, small_options: dict[str, object], method: dict[str, str]
 ) -> None:
     model_dir = write_model(tmp_path / "model", **small_options)
     # The working directory is the model's: Python finds no module of ours there.
     (model_dir / "container.py").write_text("raise SystemExit('a file of the model was imported')\n")
-    with start(model_dir, VLLM_WORKER_MULTIPROC_METHOD=method) as server:
+    with start(model_dir, **method) as server:
         assert all(of_its_own(module, server) for module in ("container", "handlers", "djl_python", "deploy"))
         plain = server.invoke(PROMPT, max_new_tokens=8, ignore_eos_token=True, do_sample=False)
         assert plain.status_code == 200, plain.text

@@ -155,6 +155,7 @@ def quick_start(port: int) -> list[str]:
 def test_make_run_answers_what_the_readme_asks(tmp_path: Path) -> None:
     with make_run(tmp_path) as server:
         assert server.answer()
+        assert shutil.which("curl"), "README's commands need curl"
         commands = quick_start(server.port)
         assert len(commands) > 5
         for command in commands:

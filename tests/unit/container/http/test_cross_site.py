@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.http.cross_site import KnownHosts
+from container.http.cross_site import KnownHosts, passed_on
 
 BROWSER = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
 HOSTS = KnownHosts(["Slipway.example.com", "gpu-1"])
@@ -46,10 +46,18 @@ def test_another_sites_page_is_refused(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil", ""])
 def test_a_name_that_may_be_a_strangers_is_refused(host: str) -> None:
-    for headers in ({"sec_fetch_site": "same-origin"}, {"origin": f"http://{host}"}, {"user_agent": BROWSER}):
+    own = {"user_agent": "own", "accept_language": "en"}  # Firefox lets a page choose its name
+    for headers in ({"sec_fetch_site": "same-origin"}, {"origin": f"http://{host}"}, {"user_agent": BROWSER}, own):
         said = fault(host=host, **headers)
         assert said.startswith(f"a browser sent this request to {host!r}, which is not known as a name of this server")
         assert said.endswith("expected an IP address, localhost or a name in SERVING_ALLOWED_HOSTS")
+
+
+def test_what_is_passed_on_is_an_api_clients() -> None:
+    own = [(b"host", b"a"), (b"user-agent", b"curl/8"), (b"accept", b"*/*")]
+    signs = [(b"origin", b"http://a"), (b"sec-fetch-site", b"same-origin"), (b"accept-language", b"en")]
+    assert passed_on([*own, *signs, (b"user-agent", BROWSER.encode())]) == own
+    assert HOSTS.fault(dict(passed_on([(b"host", b"elsewhere"), *signs]))) == ""
 
 
 @given(st.dictionaries(st.sampled_from([b"host", b"origin", b"sec-fetch-site", b"user-agent"]), st.binary()))

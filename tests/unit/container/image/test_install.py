@@ -218,7 +218,10 @@ def test_a_gpu_host_without_a_compiler_is_told_so_before_anything_is_downloaded(
 def test_a_gpu_host_gets_no_torch_without_cuda(machine: Machine, tmp_path: Path) -> None:
     machine.own = make_index(tmp_path / "mirror", "0.0.1", "0.0.1+cpu")
     (machine.lock / "gpu.txt").write_text("torch==0.0.1\n")
-    done = machine.install("", device="gpu")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "c++").symlink_to("/bin/true")
+    done = machine.install("", device="gpu", PATH=f"{tools}:{os.environ['PATH']}")
     assert done.returncode == 1
     assert done.stderr == (
         "pip has found torch 0.0.1+cpu, which has no CUDA; take that build out of its find-links and indexes\n"
