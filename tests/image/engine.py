@@ -10,6 +10,8 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -327,3 +329,18 @@ def running(
         yield container
     finally:
         container.remove()
+
+
+def main() -> int:
+    """Say in one line why no container can be run here; 0 if one can."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            find_engine(Path(directory))
+        except NoEngine as error:
+            print(f"image-test: the images are not tested: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
