@@ -23,6 +23,7 @@ import pytest
 
 from container.devices import gpu_count
 from tests.live.server import START_SECONDS, free_port
+from tests.without_make import without_make
 
 REPOSITORY = Path(__file__).parents[2]
 MEMINFO = Path("/sys/devices/system/node/node0/meminfo")
@@ -38,8 +39,7 @@ def command(port: int) -> str:
     """What `make run` gives the shell, with the interpreter and the code of the tests."""
     variables = f"BIN={Path(sys.executable).parent}", f"PORT={port}"
     make = ["make", "--dry-run", "--no-print-directory", "run", *variables]
-    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "MFLAGS"}
-    recipe = subprocess.run(make, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True).stdout
+    recipe = subprocess.run(make, cwd=REPOSITORY, env=without_make(), capture_output=True, text=True, check=True).stdout
     return recipe[recipe.index("HF_MODEL_ID=") :]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.without_make import without_make
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 1500
@@ -19,10 +20,14 @@ def make(target: str, *variables: str, **environment: str) -> str:
     """What `make TARGET` prints, with the environment that runs the tests."""
     command = ["make", "--no-print-directory", "--old-file=install-dev", target, *variables]
     command += [f"BIN={Path(sys.executable).parent}"]
-    # A make above this one, which runs the tests, has no part in it.
-    inherited = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "MFLAGS"}
     done = subprocess.run(
-        command, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        command,
+        cwd=ROOT,
+        env=without_make() | environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout

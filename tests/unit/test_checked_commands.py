@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import app
+from tests.without_make import without_make
 
 ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "CONTRIBUTING.md").read_text().split("## Which check runs what\n")[1].split("\n## ")[0]
@@ -18,8 +19,9 @@ LISTED = [name for line in SECTION.splitlines() for name in re.findall(r"`([^`]+
 
 def targets() -> list[str]:
     """The targets that `make help` shows."""
-    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [f"make {line.split()[0]}" for line in shown.splitlines() if not line.startswith("make[")]
+    command = ["make", "help"]
+    shown = subprocess.run(command, cwd=ROOT, env=without_make(), capture_output=True, text=True, check=True).stdout
+    return [f"make {line.split()[0]}" for line in shown.splitlines()]
 
 
 def subcommands() -> list[str]:

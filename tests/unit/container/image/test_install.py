@@ -18,6 +18,8 @@ from threading import Thread
 
 import pytest
 
+from tests.without_make import without_make
+
 ROOT = Path(__file__).parents[4]
 SHELL = shutil.which("sh")
 TORCH = re.findall(r"^torch==(\S+)", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE)[0]
@@ -177,9 +179,7 @@ def make_environment(tmp_path: Path, *pythons: Path) -> subprocess.CompletedProc
         f"PYTHON={' '.join(map(str, pythons))}",
         f"{environment}/bin/python",
     ]
-    # A make above this one, which runs the tests, has no part in it.
-    variables = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "MFLAGS"}
-    return subprocess.run(command, env=variables, text=True, capture_output=True, check=False)
+    return subprocess.run(command, env=without_make(), text=True, capture_output=True, check=False)
 
 
 def test_the_first_python_that_is_supported_makes_the_environment(tmp_path: Path) -> None:
