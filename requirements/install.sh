@@ -8,14 +8,19 @@ lock=$2
 locks=$(dirname "$0")
 
 # --no-deps: the locks leave out packages that are wrong or useless here; see *overrides.in.
+# --require-hashes: a file that is not the locked one is refused, whoever offers it.
 locked() {
-    "$python" -m pip install --quiet --no-deps "$@"
+    "$python" -m pip install --quiet --no-deps --require-hashes "$@"
 }
 
 # PyPI does not have torch's CPU build. It is installed first, so that a machine that has to look elsewhere knows at once.
 torch() {
     wanted=$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' "$locks/cpu.txt")
-    if errors=$(locked "$wanted" 2>&1); then
+    only=$(mktemp)
+    trap 'rm -f "$only"' EXIT
+    # The line, and those of its hashes.
+    sed -n '/^torch==/,/[^\\]$/p' "$locks/cpu.txt" >"$only"
+    if errors=$(locked -r "$only" 2>&1); then
         return
     fi
     if ! echo "$errors" | grep -q "No matching distribution found for torch"; then
@@ -30,7 +35,7 @@ torch() {
         echo "$wanted is not to be had from $TORCH_INDEX either: name an index that has it with make TORCH_INDEX=..." >&2
         exit 1
     fi
-    locked --index-url "$TORCH_INDEX" "$wanted"
+    locked --index-url "$TORCH_INDEX" -r "$only"
 }
 
 # Triton and FlashInfer compile kernels at run time, and vLLM's engine dies where they cannot.
@@ -43,14 +48,18 @@ compiler() {
 }
 
 # pip prefers a CPU build of torch, if it is set to look where there is one: `2.13.0+cpu` counts as newer than `2.13.0`.
+# Its hash is not the lock's, so pip then refuses it.
 with_cuda() {
-    version=$("$python" -c 'import importlib.metadata; print(importlib.metadata.version("torch"))')
-    case $version in
-    *+cpu)
-        echo "pip has found torch $version, which has no CUDA; take that build out of its find-links and indexes" >&2
-        exit 1
+    if errors=$(locked -r "$locks/gpu.txt" 2>&1); then
+        return
+    fi
+    echo "$errors" >&2
+    case $errors in
+    *torch-*%2Bcpu-*)
+        echo "pip has found a torch without CUDA; take that build out of its find-links and indexes" >&2
         ;;
     esac
+    exit 1
 }
 
 # The lock's CUDA packages as a toolkit, the environment's directory `cuda`: FlashInfer compiles kernels with it (CUDA_HOME).
@@ -68,10 +77,14 @@ toolkit() {
     ln -sfn "$cuda" "$("$python" -c 'import sys; print(sys.prefix)')/cuda"
 }
 
-[ "$lock" != cpu ] || torch
-[ "$lock" != gpu ] || compiler
-locked -r "$locks/$lock.txt"
-if [ "$lock" = gpu ]; then
+case $lock in
+gpu)
+    compiler
     with_cuda
     toolkit
-fi
+    ;;
+*)
+    [ "$lock" != cpu ] || torch
+    locked -r "$locks/$lock.txt"
+    ;;
+esac

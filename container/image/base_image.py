@@ -5,12 +5,14 @@ environment (AWS's). Slipway's environment sees those packages after its own, an
 with the base image's Python:
 
     base_image.py environment DIRECTORY LOCK PYPROJECT    prints the constraints for the packages that pip is to add
+    base_image.py lacking REPORT LOCK                     prints the lock's lines, with hashes, of what pip would add
     base_image.py compile                                 compiles all modules to bytecode
 """
 
 from __future__ import annotations
 
 import compileall
+import json
 import re
 import sys
 import tomllib
@@ -18,6 +20,7 @@ import venv
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -46,7 +49,31 @@ def constraints(present: Mapping[str, str], lock: str, dependencies: list[str]) 
         for requirement in map(Requirement, dependencies)
         if not requirement.specifier.contains(present.get(canonicalize_name(requirement.name), "0"), prereleases=True)
     }
-    return [line for name, line in _lines(lock).items() if name not in present or name in unfit]
+    pins = {name: lines.partition(" \\\n")[0] for name, lines in _requirements(lock).items()}
+    return [pin for name, pin in pins.items() if name not in present or name in unfit]
+
+
+def lacking(report: Mapping[str, Any], lock: str) -> list[str]:
+    """Return the lock file's lines, with their hashes, of the packages that pip would add to Slipway.
+
+    Args:
+        report: of pip's option `--report`
+        lock: the text of the lock file
+
+    Raises:
+        SystemExit: pip would add a version that is not the lock's.
+    """
+    requirements = _requirements(lock)
+    wanted = []
+    for item in report["install"]:
+        name, version = canonicalize_name(item["metadata"]["name"]), item["metadata"]["version"]
+        if "dir_info" in item["download_info"]:
+            continue  # Slipway itself
+        lines = requirements.get(name, "")
+        if not re.match(rf"[^=]+=={re.escape(version)}(\s|$)", lines):
+            sys.exit(f"pip would add {name} {version}, which is not in the lock file")
+        wanted.append(lines)
+    return wanted
 
 
 def check_vllm(present: Mapping[str, str], extras: Mapping[str, list[str]]) -> None:
@@ -77,12 +104,10 @@ def make_environment(directory: Path) -> None:
     (site / _PTH).write_text("\n".join(lines) + "\n")
 
 
-def _lines(lock: str) -> dict[str, str]:
-    return {
-        canonicalize_name(line.partition("==")[0]): line
-        for line in lock.splitlines()
-        if re.match(r"[A-Za-z0-9._-]+==", line)
-    }
+def _requirements(lock: str) -> dict[str, str]:
+    """Return the lines of each package, by its canonical name: its version, and its hashes."""
+    found = re.findall(r"^([A-Za-z0-9._-]+)(==.*(?:\n +--hash=.*)*)", lock, re.MULTILINE)
+    return {canonicalize_name(name): name + rest for name, rest in found}
 
 
 def _environment(directory: Path, lock_file: Path, project_file: Path) -> None:
@@ -104,6 +129,9 @@ def main() -> None:
     match sys.argv[1:]:
         case ["environment", directory, lock_file, project_file]:
             _environment(Path(directory), Path(lock_file), Path(project_file))
+        case ["lacking", report_file, lock_file]:
+            report = json.loads(Path(report_file).read_bytes())
+            print("\n".join(lacking(report, Path(lock_file).read_text())))
         case ["compile"]:
             _compile()
         case other:

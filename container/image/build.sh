@@ -32,6 +32,30 @@ REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 # The commit's time, not the clock's: the same sources give the same labels.
 CREATED=$(git log -1 --format=%cI 2>/dev/null || date --utc --iso-8601=seconds)
 
+# The base image is named by its digest, whatever the registry does with the tag meanwhile; labels say which it was.
+: "${BASE_IMAGE:=$(sed -n 's/^ARG BASE_IMAGE=//p' "container/image/Dockerfile.$device")}"
+base=${BASE_IMAGE%%@*}
+if [ "$base" = "$BASE_IMAGE" ]; then
+    repository=${base##*/}
+    repository=${repository%%:*}
+    case $base in
+    localhost/*) digest= ;;
+    *)
+        digest=$("$CONTAINER_ENGINE" pull --quiet "$base" >/dev/null && "$CONTAINER_ENGINE" image inspect \
+            --format '{{range .RepoDigests}}{{println .}}{{end}}' "$base" \
+            | sed -n "s|^\(.*/\)\{0,1\}$repository@||p" | head -n 1) || digest=
+        ;;
+    esac
+    if [ -n "$digest" ]; then
+        BASE_IMAGE=$base@$digest
+    else
+        echo "build.sh: no registry has $base; it is built from this machine's image of that name, without a digest" >&2
+    fi
+else
+    digest=${BASE_IMAGE#*@}
+fi
+set -- --label "org.opencontainers.image.base.name=$base" --label "org.opencontainers.image.base.digest=$digest" "$@"
+
 for name in BASE_IMAGE TINI_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX SAMPLE_MODEL RUN_AS \
     VERSION REVISION CREATED SOURCE LICENSES; do
     eval "value=\${$name:-}"

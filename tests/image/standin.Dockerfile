@@ -1,7 +1,7 @@
 # Stands in for vLLM's image, which is large and needs a GPU: its layout, with vLLM's build for a CPU. Python's version and
 # place, vLLM in the packages of the system's Python without bytecode, variables, working directory and entry point are
 # as in docker/Dockerfile of vLLM's repository. The context has requirements.txt: vLLM and what it needs.
-ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm
+ARG PYTHON_IMAGE=docker.io/library/python:3.12-slim-bookworm@sha256:0f5b26b9518d002b6173fd61daad821fa340635ebfec5bba471013f9ca114579
 FROM ${PYTHON_IMAGE}
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL

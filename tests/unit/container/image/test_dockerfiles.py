@@ -58,7 +58,8 @@ def test_the_lock_of_its_own_device_is_installed(file: Path) -> None:
 
 def test_the_cpu_images_python_is_the_one_of_its_lock() -> None:
     """Debian 12 has Python 3.11."""
-    assert "BASE_IMAGE=debian:bookworm-slim" in arguments(DOCKERFILES[0], "ARG")
+    (base,) = [value for value in arguments(DOCKERFILES[0], "ARG") if value.startswith("BASE_IMAGE=")]
+    assert base.startswith("BASE_IMAGE=debian:bookworm-slim@sha256:")
     assert re.search(r"[Pp]ython(-version)? 3\.11\b", (ROOT / "requirements" / "cpu.txt").read_text())
 
 
@@ -66,6 +67,15 @@ def test_the_gpu_image_is_made_of_vllms_own_image_of_the_locked_version() -> Non
     locked = re.search(r"^vllm==([\d.]+)", (ROOT / "requirements" / "gpu.txt").read_text(), re.MULTILINE)
     assert locked is not None
     assert f"BASE_IMAGE=vllm/vllm-openai:v{locked.group(1)}" in arguments(DOCKERFILES[1], "ARG")
+
+
+def test_base_images_are_named_by_digest_but_for_vllms_whose_digest_the_build_looks_up() -> None:
+    files = [*DOCKERFILES, *(ROOT / "tests" / "image").glob("*.Dockerfile")]
+    named = [value.partition("=")[::2] for file in files for value in arguments(file, "ARG") if "_IMAGE=" in value]
+    assert len(named) == 4
+    by_tag = [value for _, value in named if not re.search(r"@sha256:[0-9a-f]{64}$", value)]
+    assert [value.partition(":")[0] for value in by_tag] == ["vllm/vllm-openai"]
+    assert len({value for _, value in named if value.startswith("debian:")}) == 1
 
 
 @by_device

