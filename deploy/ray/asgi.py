@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
-
-import httpx
 
 from container.app import Application
 from container.http.cross_site import KnownHosts
+from container.management import Refusal, read_adapter_call
 from container.metrics import CONTENT_TYPE
-from deploy.ray.changes import changes_adapters
+from container.settings.settings import ServerSettings
+from deploy.ray.changes import Made, changes_adapters
 
 _MODELS_STAY = (
     "on Ray Serve models are not registered, scaled or unregistered by a call, which one replica alone would get: "
@@ -25,18 +25,18 @@ class ReplicaApplication:
 
     def __init__(
         self,
-        change: Callable[[str, bytes, Any, AsyncIterator[bytes]], Awaitable[httpx.Response]],
+        change: Callable[[str, bytes, Any, bytes], Awaitable[Made | Refusal]],
         metrics: Callable[[], Awaitable[bytes]],
         application: Application,
-        hosts: KnownHosts,
+        settings: ServerSettings,
     ) -> None:
-        """`change`: changes an adapter on all replicas, by method, path and query, headers, and body.
+        """`change`: has all replicas make a change, given its method, target, headers and body.
 
-        `metrics`: those of all replicas. `application`: the server's own. `hosts`: the names under which browsers may
-        reach it.
+        `metrics`: those of all replicas. `application`: the server's own.
         """
         self._change, self._metrics, self._application = change, metrics, application
-        self._hosts = hosts
+        self._hosts = KnownHosts(settings.allowed_hosts)
+        self._settings = settings
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one ASGI connection."""
@@ -48,15 +48,25 @@ class ReplicaApplication:
         elif method == "GET" and path == b"/metrics":
             await _reply(send, 200, [(b"content-type", CONTENT_TYPE.encode())], await self._metrics())
         elif changes_adapters(method, path):
-            query = scope["query_string"]
-            target = path + b"?" + query if query else path
-            reply = await self._change(method, target, scope["headers"], _body(receive))
-            await _reply(send, reply.status_code, _without_id(scope, reply.headers.raw), reply.content)
+            await self._change_adapters(scope, receive, send)
         elif method in ("POST", "PUT", "DELETE") and _changes_models(method, path):
             body = {"code": 501, "type": "NotImplementedException", "message": _MODELS_STAY}
             await _reply(send, 501, [(b"content-type", b"application/json")], json.dumps(body).encode())
         else:
             await self._serve(scope, receive, send)
+
+    async def _change_adapters(self, scope: Any, receive: Any, send: Any) -> None:
+        path, query = scope["raw_path"], scope["query_string"]
+        target = path + b"?" + query if query else path
+        # Before it is any replica's turn: a client may send its body as slowly as it likes.
+        body = await read_adapter_call(scope, receive, self._settings)
+        if body is None:
+            return
+        if isinstance(body, bytes):
+            reply = await self._change(scope["method"], target, scope["headers"], body)
+        else:
+            reply = body
+        await _reply(send, reply.status, _without_id(scope, reply.headers), reply.body)
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
         """Have the server answer. Serve does not report that a reply is complete, as ASGI has it: it is told here."""
@@ -98,13 +108,6 @@ def _without_id(scope: Any, headers: Any) -> list[tuple[bytes, bytes]]:
     """The headers without the request's id, where Serve is going to add the same."""
     own = dict(scope["headers"]).get(b"x-request-id")
     return [pair for pair in headers if pair[0] != b"x-request-id" or pair[1] != own]
-
-
-async def _body(receive: Any) -> AsyncIterator[bytes]:
-    while (message := await receive())["type"] == "http.request":
-        yield message.get("body", b"")
-        if not message.get("more_body"):
-            return
 
 
 async def _reply(send: Any, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:

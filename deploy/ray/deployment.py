@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from ray.serve.config import DeploymentActorConfig
 
+from container.models.memory import gpus_asked_for
 from container.settings.load import load_startup
 from container.settings.settings import Startup
-from deploy.ray.changes import Changes
-from deploy.ray.replica import ADAPTERS, Replica, command_line
+from deploy.ray.replica import ADAPTERS, AdapterLeader, Replica, command_line
 
 NAME = "slipway"
 """Of the application and of its deployment."""
@@ -72,7 +72,7 @@ def application(args: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=float(os.environ.get(_DRAINING, "30")) + drain + _STOP_SECONDS,
         max_surge_percent=options.surge,
         deployment_actors=[
-            DeploymentActorConfig(name=ADAPTERS, actor_class=ray.remote(Changes), actor_options={"num_cpus": 0})
+            DeploymentActorConfig(name=ADAPTERS, actor_class=ray.remote(AdapterLeader), actor_options={"num_cpus": 0})
         ],
         logging_config={"enable_access_log": False},  # the server has its own
     )
@@ -119,6 +119,5 @@ def _gpus(startup: Startup) -> int:
             raise ValueError(
                 "option.tensor_parallel_degree=max: the option `gpus` has to say how many each replica gets"
             )
-        copies = int(model.engine_arguments.get("data_parallel_size") or 1)
-        needed += (model.tensor_parallel_degree or 1) * model.pipeline_parallel_degree * copies
+        needed += gpus_asked_for(model)
     return needed

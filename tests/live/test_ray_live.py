@@ -215,6 +215,56 @@ def completion(cluster: Cluster, model: str) -> str:
     return text
 
 
+def test_a_change_that_one_replica_refuses_is_made_by_none_and_of_two_at_a_time_one_is_made_by_all(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    model = copy_model(HANDLERS / "adapters", tmp_path / "adapters", "minWorkers=1\nmaxWorkers=1", enable_lora="true")
+    old = cluster.replicas()
+    cluster.deploy(model, "--replicas", "2")
+    wait_until(lambda: len(cluster.replicas() - old) == 2 and not cluster.replicas() & old, START)
+
+    def known() -> dict[int, Any]:
+        """The adapters of each replica's worker."""
+        found: dict[int, Any] = {}
+
+        def ask() -> bool:
+            said = cluster.client.post("/invocations").json()
+            found[said["pid"]] = said["known"]
+            return len(found) == 2
+
+        wait_until(ask, START)
+        return found
+
+    workers = known()
+    order = {"name": "mine", "src": "anywhere"}
+    refused = cluster.client.post("/adapters", json=order | {"switch": "one_refuses", "pid": str(max(workers))})
+    assert (refused.status_code, refused.json()["type"]) == (424, "EngineException"), refused.text
+    assert list(known().values()) == [[], []]
+
+    mark = tmp_path / "go on"
+    replies = []
+
+    def register(say: str) -> None:
+        held = {"switch": "held", "until": str(mark), "say": say}
+        replies.append(cluster.client.post("/adapters", json=order | held).text)
+
+    threads = [threading.Thread(target=register, args=(say,)) for say in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: sum(cluster.each("slipway_open_requests").values()) >= 2, START)
+    mark.touch()
+    for thread in threads:
+        thread.join()
+    assert sum("already" in text for text in replies) == 1, replies
+    made = next(text for text in replies if text in ("first", "second"))
+    for pid in workers:
+        wait_until(lambda: cluster.client.post("/invocations?adapter=mine").json()["pid"] == pid, START)  # noqa: B023
+    said = [cluster.client.post("/invocations?adapter=mine").json()["adapter"]["say"] for _ in range(6)]
+    assert set(said) == {made}
+    assert cluster.client.delete("/adapters/mine").status_code == 200
+    assert list(known().values()) == [[], []]
+
+
 @pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next_one_has_the_adapter(

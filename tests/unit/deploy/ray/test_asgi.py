@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
-from container.http.cross_site import KnownHosts
+from container.management import Refusal, adapter_call_failed
+from container.settings.settings import ServerSettings
 from deploy.ray.asgi import ReplicaApplication
+from deploy.ray.changes import Made
 
 pytestmark = pytest.mark.asyncio
+
+
+SETTINGS = ServerSettings(max_request_size=1000, request_read_timeout=0.05)
 
 
 class Replica:
@@ -25,9 +29,11 @@ class Replica:
     async def metrics(self) -> bytes:
         return b"all 1\n"
 
-    async def change(self, method: str, target: bytes, headers: Any, body: AsyncIterator[bytes]) -> httpx.Response:
-        self.changed.append((method, target, b"".join([part async for part in body])))
-        return httpx.Response(200, headers={"x-request-id": "r"}, content=b"done")
+    async def change(self, method: str, target: bytes, headers: Any, body: bytes) -> Made | Refusal:
+        self.changed.append((method, target, body))
+        if body == b"away":
+            return adapter_call_failed(target, "try again", again=True)
+        return Made("one", 200, ((b"x-request-id", b"r"),), b"done")
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -42,7 +48,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 def client(replica: Replica, application: Any = echo) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(ReplicaApplication(replica.change, replica.metrics, application, KnownHosts()))
+    transport = httpx.ASGITransport(ReplicaApplication(replica.change, replica.metrics, application, SETTINGS))
     return httpx.AsyncClient(transport=transport, base_url="http://replica")
 
 
@@ -66,7 +72,7 @@ async def test_the_end_of_a_reply_is_told_though_the_connection_stays() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    client_application = ReplicaApplication(Replica().change, Replica().metrics, echo, KnownHosts())
+    client_application = ReplicaApplication(Replica().change, Replica().metrics, echo, SETTINGS)
     scope = {"type": "http", "method": "POST", "raw_path": b"/x", "headers": []}
     await asyncio.wait_for(client_application(scope, receive, send), 60)
     assert sent[-1] == {"type": "http.response.body", "body": b"a"}
@@ -101,4 +107,40 @@ async def test_what_a_browser_sends_for_another_site_is_the_servers_own_to_refus
     replica = Replica()
     assert (await client(replica).request("GET", "/metrics", content=b"own", headers=headers)).text == "own"
     assert (await client(replica).post("/adapters?a=1", content=b"own", headers=headers)).text == "own"
+    assert replica.changed == []
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"), [("/adapters", {"code", "type", "message"}), ("/v1/load_lora_adapter", {"error"})]
+)
+async def test_what_no_replica_is_asked_for_is_refused_as_the_route_does(path: str, shape: set[str]) -> None:
+    replica = Replica()
+    answer = await client(replica).post(path, content=b"x" * 1001)
+    assert (answer.status_code, answer.headers["connection"], replica.changed) == (413, "close", [])
+    answer = await client(replica).post(path, content=b"away")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert answer.json().keys() == shape
+
+
+async def test_a_body_that_does_not_come_changes_nothing() -> None:
+    replica, sent = Replica(), list[Any]()
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def slow() -> Any:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    application = ReplicaApplication(replica.change, replica.metrics, echo, SETTINGS)
+    scope = {"type": "http", "method": "POST", "raw_path": b"/adapters", "query_string": b"", "headers": []}
+    await application(scope, gone, send)
+    assert sent == []
+    await application(scope, slow, send)
+    assert sent[0]["status"] == 408
     assert replica.changed == []

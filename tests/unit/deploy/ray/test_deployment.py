@@ -70,6 +70,8 @@ def test_gpus_are_those_of_the_parallel_degrees_where_the_cluster_has_any(
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 8.0})
     assert deployed(tmp_path, **degrees).ray_actor_options["num_gpus"] == 4
+    more = {"prefill_context_parallel_size": 2, "data_parallel_size": 2}
+    assert deployed(tmp_path, **degrees, **more).ray_actor_options["num_gpus"] == 16
     assert deployed(tmp_path, {"gpus": 1}, **degrees).ray_actor_options["num_gpus"] == 1
     with pytest.raises(ValueError, match="option `gpus`"):
         deployed(tmp_path, tensor_parallel_degree="max")
