@@ -7,9 +7,12 @@ client; `report` writes tables and plots. Where there is no model, `on_script` r
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 import sys
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -106,12 +109,18 @@ def main(
     contracts: Annotated[
         str, typer.Option(help=f"Contracts in which Slipway is asked, separated by commas: {', '.join(CONTRACTS)}.")
     ] = "",
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds after which nothing is begun; as many rounds are made as there is time for.")
+    ] = math.inf,
     quick: Annotated[bool, typer.Option("--quick", help="One short round with 8 and 32 clients, as a trial.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
-    samples_file: Annotated[Path | None, typer.Option(help="Write each run's figures here, as JSON.")] = None,
+    samples_file: Annotated[
+        Path | None, typer.Option(help="Write each run's figures here as they come, as JSON.")
+    ] = None,
     plot_dir: Annotated[Path | None, typer.Option(help="Draw plots here, as PNG; needs matplotlib.")] = None,
 ) -> None:
     """Print Markdown tables of throughput, times to the first byte and between tokens, and CPU time per token."""
+    deadline = time.monotonic() + time_limit
     if quick:
         rounds, concurrency, seconds = 1, "8,32", 1.0
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -124,6 +133,9 @@ def main(
     samples: list[Sample] = []
     try:
         for name in WORKLOADS[workload]:
+            if samples and time.monotonic() > deadline:
+                _say(f"{name}: left out, since the time is over")
+                continue
             engine = _engine(name, model, on_gpu, kv_cache_gib)
             plan = Workload(
                 name=name,
@@ -131,14 +143,18 @@ def main(
                 loads=_loads(levels, short=name == "sample" and not on_gpu, seconds=seconds, timeout=timeout),
                 rounds=rounds,
             )
-            samples += run(plan, [PEERS[peer](asked, rust, triton) for peer in peer_names], log_dir, _say)
+            compared = [PEERS[peer](asked, rust, triton) for peer in peer_names]
+            with closing(run(plan, compared, log_dir, _say, deadline)) as measured:
+                for sample in measured:
+                    samples.append(sample)
+                    if samples_file is not None:
+                        _write(samples_file, samples)
     except ServerError as error:
         _say(str(error))
         raise typer.Exit(1) from None
-    finally:
-        if samples_file and samples:
-            samples_file.write_bytes(msgspec.json.format(msgspec.json.encode(samples)))
-    typer.echo(markdown(samples))
+    finally:  # also after a signal
+        if samples:
+            typer.echo(markdown(samples))
     if plot_dir is not None:
         _draw(samples, plot_dir)
     if any(sample.figures.errors for sample in samples):
@@ -163,6 +179,13 @@ def _loads(levels: Sequence[int], *, short: bool, seconds: float, timeout: float
     # Every client makes one request.
     burst = msgspec.structs.replace(one, name="burst", tokens=32, concurrency=BURST, seconds=0.0)
     return *(msgspec.structs.replace(kind, concurrency=level) for kind in kinds for level in levels), burst
+
+
+def _write(file: Path, samples: Sequence[Sample]) -> None:
+    """Replace the file as a whole, so that whoever reads it finds all or none of a figure."""
+    partial = file.with_name(file.name + ".partial")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(samples)))
+    partial.replace(file)
 
 
 def _draw(samples: Sequence[Sample], directory: Path) -> None:

@@ -34,7 +34,9 @@ def markdown(samples: Sequence[Sample]) -> str:
     parts = [_machine(), _versions()]
     for workload, load in dict.fromkeys((sample.workload, sample.load) for sample in samples):
         chosen = [sample for sample in samples if (sample.workload, sample.load) == (workload, load)]
-        rounds = 1 + max(sample.round for sample in chosen)
+        counts = {len(group) for group in _grouped(chosen).values()}
+        # A run that has a time limit may end within a round.
+        rounds = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
         parts.append(f"### {workload}: {load} (median of {rounds})")
         parts.append(_absolute(chosen))
         if ratios := _ratios(chosen):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +81,13 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         return self.idle_cpu_s > IDLE_SHARE_ALLOWED * self.figures.wall_s
 
 
-def run(workload: Workload, peers: Sequence[Peer], log_dir: Path | None, report: Report) -> list[Sample]:
-    """Start the peers, measure them, and stop them in any case. Those that cannot be had here are left out."""
+def run(
+    workload: Workload, peers: Sequence[Peer], log_dir: Path | None, report: Report, deadline: float = math.inf
+) -> Generator[Sample, None, None]:
+    """Start the peers, measure them, and stop them in any case. Those that cannot be had here are left out.
+
+    `deadline`: by `time.monotonic`; see `in_time`.
+    """
     reasons = {peer.name: peer.missing(workload.engine) for peer in peers}
     for name, reason in reasons.items():
         if reason:
@@ -98,14 +105,29 @@ def run(workload: Workload, peers: Sequence[Peer], log_dir: Path | None, report:
         for peer in peers:
             peer.server.wait_idle()
             peer.server.pause()
-        samples: list[Sample] = []
-        for load in workload.loads:
+        for number, load in in_time(workload.loads, workload.rounds, deadline):
             entrants = [(peer, variant) for peer in peers for variant in peer.variants(load.stream)]
-            for number in range(workload.rounds):
-                for peer, variant in in_turn(entrants, number):
-                    samples.append(_measure(workload.name, peers, peer, variant, load, number))
-                    report(_progress(samples[-1]))
-        return samples
+            for peer, variant in in_turn(entrants, number):
+                sample = _measure(workload.name, peers, peer, variant, load, number)
+                report(_progress(sample))
+                yield sample
+
+
+def in_time(
+    loads: Sequence[T], rounds: int, deadline: float, clock: Callable[[], float] = time.monotonic
+) -> Iterator[tuple[int, T]]:
+    """Yield rounds of all loads, with their numbers, for as long as the time that the longest load took is left.
+
+    The first load is yielded in any case.
+    """
+    longest = 0.0
+    for number in range(rounds):
+        for load in loads:
+            begun = clock()
+            if longest and begun + longest > deadline:
+                return
+            yield number, load
+            longest = max(longest, clock() - begun)
 
 
 def _measure(workload: str, peers: Sequence[Peer], peer: Peer, variant: str, load: EngineLoad, number: int) -> Sample:

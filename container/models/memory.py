@@ -11,7 +11,8 @@ from container.devices import GpusUnknown, gpu_count, gpu_memory
 from container.settings.settings import Settings
 from handlers.engines.choice import is_vllm
 from handlers.engines.cpu_memory import machine_limits
-from handlers.engines.weight_files import weight_bytes
+from handlers.engines.parallelism import Layout, Weights
+from handlers.engines.weight_files import draft_model, expert_bytes, weight_bytes
 from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -50,18 +51,18 @@ def check_room(settings: Settings, memory: Sequence[int]) -> None:
     """
     name, reserved = settings.model.name, settings.reserved_memory * _MEBIBYTE
     gpus = _gpus_of(settings.model, memory)
-    counts, copies = _spread(settings.model, len(gpus))
+    sizes, layout = _spread(settings.model, len(gpus))
     if not gpus:
-        each, free = _needed(settings, counts[0], copies), memory[-1]
-        need = each if settings.required_memory is not None else each * counts[0]
+        each, free = _needed(settings, sizes[0], layout), memory[-1]
+        need = each if settings.required_memory is not None else each * layout.gpus(sizes[0])
         if need + reserved > free:
             raise OutOfMemory(
                 f"model {name} needs {_mebibytes(need)} of memory and {_mebibytes(reserved)} "
                 f"have to stay free (reserved_memory_mb); {_mebibytes(free)} are free"
             )
         return
-    for count in counts:
-        each = _needed(settings, count, copies)
+    for size in sizes:
+        each, count = _needed(settings, size, layout), layout.gpus(size)
         if all(each + reserved <= memory[index] for index in gpus[:count]):
             return
     where = "GPU memory" if count == 1 else f"memory on each of {count} GPUs"
@@ -94,28 +95,37 @@ def _gpus_of(model: ModelSettings, memory: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(allowed, key=lambda index: (-(memory[index] // _ALIKE), index)))
 
 
-def _spread(model: ModelSettings, gpus: int) -> tuple[Sequence[int], int]:
-    """Return the numbers of GPUs that may share the model, ascending, and how many copies of it they hold.
+def _spread(model: ModelSettings, gpus: int) -> tuple[Sequence[int], Layout]:
+    """Return the numbers of GPUs that may share each layer, ascending, and the layout of the rest.
 
     In main memory (`gpus`: 0) it is the number of its processes.
     """
     if model.handler is not None:
-        return (gpus or 1,), len(model.handler.devices) or 1
+        workers = len(model.handler.devices) or 1
+        return ((gpus or 1) // workers or 1,), Layout(replicas=workers, replicas_here=workers)
     if not is_vllm(model):
-        return ((gpus or 1) if "device_map" in model.engine_arguments else 1,), 1
-    copies = _integer(model.engine_arguments.get("data_parallel_size", "")) or 1
-    stages = model.pipeline_parallel_degree * copies
+        return ((gpus or 1) if "device_map" in model.engine_arguments else 1,), Layout()
+    layout = _layout(model)
     if model.tensor_parallel_degree is not None or not gpus:
-        return (stages * (model.tensor_parallel_degree or 1),), copies
-    most = max(gpus // stages, 1)
-    return [stages * size for size in range(most if model.tensor_parallel_max else 1, most + 1)], copies
+        return (model.tensor_parallel_degree or 1,), layout
+    most = layout.most(gpus)
+    return range(most if model.tensor_parallel_max else 1, most + 1), layout
 
 
-def _needed(settings: Settings, count: int, copies: int) -> int:
+def gpus_asked_for(model: ModelSettings) -> int:
+    """Return how many GPUs of this machine an engine takes whose layers are shared by as many as the settings say."""
+    return _layout(model).gpus(model.tensor_parallel_degree or 1)
+
+
+def _layout(model: ModelSettings) -> Layout:
+    return Layout.of({**model.engine_arguments, "pipeline_parallel_size": model.pipeline_parallel_degree})
+
+
+def _needed(settings: Settings, size: int, layout: Layout) -> int:
     if settings.required_memory is not None:
         return settings.required_memory * _MEBIBYTE
     cache = _integer(settings.model.engine_arguments.get("kv_cache_memory_bytes", ""))
-    return int(_BEYOND_FILES * _loaded_bytes(settings.model) * copies / count) + cache
+    return int(_BEYOND_FILES * _loaded(settings.model, layout).each(size, layout)) + cache
 
 
 def _chooses_itself(model: ModelSettings) -> bool:
@@ -128,12 +138,17 @@ def _chooses_itself(model: ModelSettings) -> bool:
     )
 
 
-def _loaded_bytes(model: ModelSettings) -> int:
+def _loaded(model: ModelSettings, layout: Layout) -> Weights:
     """Return the bytes of the weight files; of all files where a custom handler's model has none of a known format."""
-    if model.handler is None:
-        return weight_bytes(model.model_id)
-    paths = {str(model.model_dir), model.model_id}
-    return sum(weight_bytes(path) or size_of(path) for path in paths)
+    if model.handler is not None:
+        paths = {str(model.model_dir), model.model_id}
+        return Weights(sum(weight_bytes(path) or size_of(path) for path in paths))
+    draft = draft_model(model.engine_arguments.get("speculative_config"))
+    return Weights(
+        weight_bytes(model.model_id),
+        expert_bytes(model.model_id) if layout.expert_ranks > 1 else 0,
+        weight_bytes(draft) if draft and draft != model.model_id else 0,
+    )
 
 
 def size_of(path: str) -> int:

@@ -41,6 +41,64 @@ _WITHOUT_CACHE = frozenset({"linear_attention", "mamba", "recurrent", "conv", "m
 _SLIDING_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The GPUs of an engine, apart from those that share each layer, as in vLLM's ParallelConfig."""
+
+    stages: int = 1  # Pipeline stages.
+    context: int = 1  # GPUs that share the reading of a prompt. Each has a copy of the weights, except of experts.
+    replicas: int = 1  # Data-parallel replicas, those on other machines included.
+    replicas_here: int = 1
+    nodes: int = 1  # Machines that share the engine's GPUs evenly.
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Layout:
+        """Read vLLM's engine arguments, as numbers or as texts; those that are missing have vLLM's defaults."""
+        replicas = _size(arguments, "data_parallel_size")
+        external = arguments.get("data_parallel_rank") is not None
+        return cls(
+            stages=_size(arguments, "pipeline_parallel_size"),
+            context=_size(arguments, "prefill_context_parallel_size"),
+            replicas=replicas,
+            replicas_here=1 if external else _size(arguments, "data_parallel_size_local", replicas),
+            nodes=_size(arguments, "nnodes"),
+        )
+
+    @property
+    def expert_ranks(self) -> int:
+        """The number of times that vLLM divides a layer's experts beyond the GPUs that share the layer."""
+        return self.context * self.replicas
+
+    def gpus(self, size: int) -> int:
+        """Return how many GPUs of this machine the engine takes if `size` share each layer."""
+        each = size * self.stages * self.context
+        return each * self.replicas_here if self.nodes == 1 else -(-each * self.replicas // self.nodes)
+
+    def most(self, gpus: int) -> int:
+        """Return how many GPUs can share each layer if this machine, and each other one, has `gpus`; at least 1."""
+        return max(gpus * self.nodes // (self.gpus(1) if self.nodes == 1 else self.stages * self.expert_ranks), 1)
+
+
+def _size(arguments: Mapping[str, Any], name: str, default: int = 1) -> int:
+    text = str(arguments.get(name) or "").strip()
+    return int(text) if text.isdecimal() and int(text) else default
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The sizes of a model's parts, in bytes; 0 if unknown."""
+
+    total: int  # The model.
+    experts: int = 0  # Of the model, the part that replicas share out among themselves.
+    draft: int = 0  # A draft model, which the last pipeline stage has.
+
+    def each(self, size: int, layout: Layout) -> int:
+        """Return the bytes on the GPU that has most, if `size` GPUs share each layer."""
+        ranks = size * layout.stages
+        everywhere = -(-(self.total - self.experts) // ranks)
+        return everywhere - (-self.experts // (ranks * layout.expert_ranks)) - (-self.draft // size)
+
+
 def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:
     """Return the sizes from 1 to `gpus` that vLLM accepts for a model with this config.json, ascending. Every size
     counts as accepted where the config says nothing."""
@@ -56,8 +114,8 @@ class ModelMemory:
     """
 
     config: Config  # The model's config.json.
-    weight_bytes: int  # Size of all weights; 0 if unknown.
-    stages: int = 1  # Pipeline stages.
+    weights: Weights
+    layout: Layout = Layout()
     memory_share: float = MEMORY_SHARE  # Of a GPU's memory, what vLLM may take.
     max_model_len: int | None = None  # The longest sequence; None: the model's own context length.
     cache_element_bytes: int = 2  # Bytes of one number in the KV cache.
@@ -65,10 +123,11 @@ class ModelMemory:
     def fewest(self, sizes: Sequence[int], gpu_bytes: int) -> tuple[int, str]:
         """Return the first of these sizes that holds the model, or else the last, and the reason in words. `gpu_bytes`:
         total memory of the smallest GPU; 0 if unknown."""
-        if not self.weight_bytes or not gpu_bytes:
-            unknown = "the GPUs' memory" if self.weight_bytes else "the size of its weights"
+        if not self.weights.total or not gpu_bytes:
+            unknown = "the GPUs' memory" if self.weights.total else "the size of its weights"
             return sizes[-1], f"the most that the model allows, since {unknown} is not known"
-        weights = f"the weights ({self.weight_bytes / _GIB:.1f} GiB) and a useful KV cache"
+        draft = f", {self.weights.draft / _GIB:.1f} GiB of a draft model" if self.weights.draft else ""
+        weights = f"the weights ({self.weights.total / _GIB:.1f} GiB{draft}) and a useful KV cache"
         for size in sizes:
             if self.fits(size, gpu_bytes):
                 return size, f"the fewest that hold {weights}"
@@ -78,7 +137,7 @@ class ModelMemory:
         """Tell whether so many GPUs of this memory hold the weights and a useful KV cache."""
         taken = int(gpu_bytes * self.memory_share)
         overhead = max(_OVERHEAD_BYTES, int(gpu_bytes * _OVERHEAD_SHARE))
-        left = taken - overhead - self.weight_bytes // (size * self.stages)
+        left = taken - overhead - self.weights.each(size, self.layout)
         return left >= max(self.sequence_bytes(size), int(taken * _CACHE_SHARE))
 
     def sequence_bytes(self, size: int) -> int:
@@ -91,7 +150,7 @@ class ModelMemory:
         else:
             per_layer = 2 * -(-_kv_heads(text) // size) * _head_size(text)
         tokens = sum(_tokens(text, _first(text, _LAYERS), length))
-        return int(per_layer * self.cache_element_bytes * tokens) // self.stages
+        return int(per_layer * self.cache_element_bytes * tokens) // self.layout.stages
 
 
 def _tokens(text: Config, layers: int, length: int) -> Iterator[int]:

@@ -28,6 +28,12 @@ _SIGNS = re.compile(
     r"|(CUDA|HIP|XPU) out of memory|CUDA error: out of memory|DefaultCPUAllocator: can't allocate memory"
     r"|Cannot allocate memory \(os error 12\)"
 )
+# vLLM's advice if the KV cache is too small. It names its own flags and asks to read a page.
+_ADVICE = re.compile(
+    r"(?:Based on the available memory, the estimated maximum model length is (\d+)\. )?"
+    r"Try increasing `gpu_memory_utilization`.*?for more details\.",
+    re.DOTALL,
+)
 # vLLM's engine process got SIGKILL: so the kernel ends a process when memory runs out.
 _KILLED = re.compile(r"Engine core initialization failed\..*Failed core proc\(s\): \{[^}]*: -9\b", re.DOTALL)
 
@@ -55,8 +61,20 @@ def failure_of(error: Exception) -> StartFailure:
 
 
 def _reason(error: Exception) -> str:
-    """Return the text of an error; of pydantic's only what is wrong, without all arguments and links."""
+    """Return the text of an error; of pydantic's only what is wrong, without all arguments and links.
+
+    vLLM's advice is replaced by the options that do the same.
+    """
     if not isinstance(error, ValidationError):
-        return str(error)
+        return _ADVICE.sub(_remedy, str(error))
     parts = error.errors(include_url=False, include_context=False, include_input=False)
     return "; ".join(": ".join([*map(str, part["loc"]), part["msg"].removeprefix("Value error, ")]) for part in parts)
+
+
+def _remedy(advice: re.Match[str]) -> str:
+    length = advice[1]
+    shorter = f"Set option.max_model_len to {length} or less, or to -1, with which vLLM takes the longest that fits. "
+    return (
+        f"{shorter if length else ''}More memory for the KV cache comes with a higher option.gpu_memory_utilization, "
+        "with more GPUs (option.tensor_parallel_degree) or with smaller weights (option.quantize)."
+    )

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_HEADER_LENGTH = 8  # Bytes of a safetensors file's first number, the length of its header.
+_MOST_HEADER = 100_000_000  # Bytes, as the safetensors library has it.
+_EXPERT = re.compile(r"(^|\.)experts\.")  # In a tensor's name. Experts that all tokens use are `shared_experts`.
 # Files of trainers beside the weights; vLLM skips the same names.
 _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", "optimizer.pt", "scheduler.pt"})
 
@@ -42,8 +48,49 @@ def weight_bytes(model: Path | str) -> int:
     return sum(file.stat().st_size for file in weight_files(model))
 
 
-def hub_weight_bytes(repository: str, revision: str | None) -> int:
-    """Return the total size of a repository's safetensors on the Hugging Face hub; 0 where they cannot be looked up."""
+def is_expert(tensor: str) -> bool:
+    """Tell by its name whether a tensor belongs to experts of which each token uses some."""
+    return _EXPERT.search(tensor) is not None
+
+
+def expert_bytes(model: Path | str) -> int:
+    """Return the size of the experts in the safetensors among `weight_files`, by their headers; 0 without any."""
+    size = 0
+    for path in weight_files(model):
+        if path.suffix == ".safetensors":
+            for name, tensor in _header(path).items():
+                if is_expert(name):
+                    begin, end = tensor["data_offsets"]
+                    size += end - begin
+    return size
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_HEADER_LENGTH), "little")
+        try:
+            header = json.loads(file.read(length)) if length <= _MOST_HEADER else None
+        except ValueError:
+            header = None
+    return header if isinstance(header, dict) else {}  # a broken file: the engine says so when it loads the model
+
+
+def draft_model(speculative_config: object) -> str:
+    """Return the draft model that vLLM's `speculative_config` names, an object or its JSON; "" if it names none."""
+    if isinstance(speculative_config, str):
+        try:
+            speculative_config = json.loads(speculative_config)
+        except ValueError:
+            return ""  # the engine says what is wrong with it
+    model = speculative_config.get("model") if isinstance(speculative_config, dict) else None
+    return model if isinstance(model, str) else ""
+
+
+def hub_weight_bytes(repository: str, revision: str | None, counts: Callable[[str], bool] = lambda tensor: True) -> int:
+    """Return the size of the tensors in a repository's safetensors on the Hugging Face hub.
+
+    `counts` tells by a name whether a tensor counts. 0 where they cannot be looked up.
+    """
     from huggingface_hub import get_safetensors_metadata
 
     try:
@@ -51,7 +98,7 @@ def hub_weight_bytes(repository: str, revision: str | None) -> int:
     except Exception as error:  # the hub's, of its HTTP client, of the network: loading reports what matters of it
         logger.info("the size of the weights of %s is not known before they are downloaded: %s", repository, error)
         return 0
-    spans = (tensor.data_offsets for file in files for tensor in file.tensors.values())
+    spans = (tensor.data_offsets for file in files for name, tensor in file.tensors.items() if counts(name))
     return sum(end - start for start, end in spans)
 
 

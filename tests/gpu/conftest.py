@@ -1,7 +1,7 @@
-"""What the GPU's tests need: an NVIDIA GPU, a model, and a server with everything on.
+"""The device, the model and the options of the GPU's tests.
 
-`GPU_MODEL`: a model's directory; the sample model without it. `GPU_DTYPE`: its data type; fp32 without it, in which
-texts can be compared. `GPU_PROOF_ON_CPU=1` runs the tests on a CPU, to see that they work.
+`GPU_MODEL`: a model's directory; the sample model without it. `GPU_DTYPE`: its data type. Without it, texts are
+compared in fp32, and adapters are served in bf16. `GPU_PROOF_ON_CPU=1` runs the tests on a CPU, to see that they work.
 """
 
 from __future__ import annotations
@@ -19,6 +19,19 @@ from container.sources.sample_model import prepare
 
 ON_CPU = os.environ.get("GPU_PROOF_ON_CPU") == "1"
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_LORA: dict[str, object] = {"enable_lora": "true", "max_loras": 2, "max_lora_rank": 8}
+
+
+def text_options(model: Path, dtype: str | None) -> dict[str, object]:
+    """The least that has to be said of an engine whose texts are compared: everything else is as in production."""
+    options: dict[str, object] = {"model_id": model, "dtype": dtype or "fp32", "max_model_len": 1024}
+    # On a CPU the cache is sized by hand as well, so that the tests do not depend on the machine's memory.
+    return options | {"kv_cache_memory_bytes": 512 << 20} if ON_CPU else options
+
+
+def adapter_options(model: Path, dtype: str | None) -> dict[str, object]:
+    """The same with adapters. vLLM's LoRA kernels for GPUs take fp16 and bf16 alone."""
+    return text_options(model, "bf16" if dtype in (None, "fp32") else dtype) | _LORA
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,10 +54,12 @@ def gpu_model() -> Path:
 
 @pytest.fixture(scope="session")
 def gpu_options(gpu_model: Path) -> dict[str, object]:
-    """The least that has to be said of the engine: everything else is as in production."""
-    options = {"model_id": gpu_model, "dtype": os.environ.get("GPU_DTYPE", "fp32"), "max_model_len": 1024}
-    # On a CPU the cache is sized by hand as well, so that the tests do not depend on the machine's memory.
-    return options | {"kv_cache_memory_bytes": 512 << 20} if ON_CPU else options
+    return text_options(gpu_model, os.environ.get("GPU_DTYPE"))
+
+
+@pytest.fixture(scope="session")
+def gpu_adapter_options(gpu_model: Path) -> dict[str, object]:
+    return adapter_options(gpu_model, os.environ.get("GPU_DTYPE"))
 
 
 @pytest.fixture(scope="session")

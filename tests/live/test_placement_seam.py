@@ -63,6 +63,8 @@ def chosen(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> An
 def test_vllm_takes_the_first_of_the_devices_as_many_as_it_needs(gpus: Any) -> None:
     assert chosen((6, 3, 1, 0, 2, 4, 5, 7), 2).device_ids == [3, 6]
     assert chosen((6, 3, 1, 0), 1, data_parallel_size=2, pipeline_parallel_size=2).device_ids == [0, 1, 3, 6]
+    assert chosen((6, 3, 1, 0), 1, prefill_context_parallel_size=2).device_ids == [3, 6]
+    assert chosen((6, 3, 1, 0), 4, pipeline_parallel_size=2, nnodes=2).device_ids == [0, 1, 3, 6]
     assert chosen(None, 2).device_ids is None
     assert chosen((0, 1, 2, 3, 4, 5, 6, 7), 8).device_ids is None, "all there are, in their order"
     assert chosen((5, 6), 1, device_ids=[2]).device_ids == [2], "option.device_ids goes before"
@@ -101,3 +103,30 @@ def test_without_a_number_the_allowed_gpus_are_counted(gpus: Any, tmp_path: Path
         given = AsyncEngineArgs(model=str(tmp_path), skip_tokenizer_init=True)
         choose_devices(given, settings(devices, tensor_parallel_max=most))
         assert given.device_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size"),
+    [
+        ({"pipeline_parallel_size": 2}, 4),
+        ({"pipeline_parallel_size": 2, "nnodes": 2}, 8),
+        ({"prefill_context_parallel_size": 2}, 4),
+        ({"data_parallel_size": 4}, 2),
+    ],
+)
+def test_all_gpus_are_shared_out_and_vllm_counts_as_many(
+    gpus: Any, tmp_path: Path, arguments: dict[str, int], size: int
+) -> None:
+    """With `tensor_parallel_degree=max`, by vLLM's own ParallelConfig."""
+    from vllm.config import ParallelConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from handlers.engines.vllm.loading import choose_devices
+
+    config = LLAMA | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = AsyncEngineArgs(model=str(tmp_path), skip_tokenizer_init=True, **arguments)
+    choose_devices(given, settings(None, tensor_parallel_max=True))
+    assert given.tensor_parallel_size == size
+    parallel = ParallelConfig(tensor_parallel_size=size, distributed_executor_backend="mp", **arguments)
+    assert parallel.world_size_across_dp == 8 * arguments.get("nnodes", 1)

@@ -51,6 +51,17 @@ def test_what_vllm_raises_where_memory_is_short_is_known(shortage: Any) -> None:
     assert failure_of(refused.value).out_of_memory, str(refused.value)
 
 
+@pytest.mark.parametrize(("shortage", "length"), [(no_cache, ""), (small_cache, "512")])
+def test_vllms_advice_is_given_by_the_names_of_options(shortage: Any, length: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        shortage()
+    reason = failure_of(refused.value).reason
+    assert ("Set option.max_model_len to 512 or less" in reason) == bool(length)
+    assert "option.gpu_memory_utilization" in reason
+    assert "`" not in reason, "a flag of vLLM's"
+    assert "http" not in reason
+
+
 def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(monkeypatch: Any) -> None:
     import torch
     from vllm.utils import cpu_resource_utils

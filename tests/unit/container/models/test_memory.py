@@ -120,6 +120,10 @@ def test_the_kv_cache_is_added_where_its_size_is_known(model_dir: Path) -> None:
         ("option.tensor_parallel_degree=max", 8, 8, 15),
         ("option.tensor_parallel_degree=2\noption.pipeline_parallel_degree=2", 4, 4, 30),
         ("option.tensor_parallel_degree=2\noption.data_parallel_size=2", 4, 4, 60),
+        ("option.tensor_parallel_degree=2\noption.prefill_context_parallel_size=2", 4, 4, 60),
+        ("option.prefill_context_parallel_size=2", 4, 4, 60),
+        ("option.pipeline_parallel_degree=2\noption.nnodes=2", 4, 4, 15),
+        ("option.tensor_parallel_degree=1\noption.data_parallel_size=4\noption.data_parallel_size_local=1", 4, 1, 120),
         ("option.rolling_batch=scheduler", 4, 4, 30),
         ("option.rolling_batch=disable", 4, 1, 120),
         ("option.rolling_batch=disable\noption.device_map=auto", 4, 4, 30),
@@ -129,6 +133,36 @@ def test_a_large_model_is_shared_out_to_the_gpus_that_it_takes(
     large_model: Path, properties: str, gpus: int, count: int, gibibytes: int
 ) -> None:
     assert needed(load(large_model, properties), gpus) == (count, gibibytes * 1024)
+
+
+def test_experts_are_shared_out_to_data_parallel_ranks(model_dir: Path) -> None:
+    experts, others = 640 * GIBIBYTE, 20 * GIBIBYTE
+    tensors = {
+        "__metadata__": {"format": "pt"},
+        "model.layers.3.mlp.experts.0.up_proj.weight": {"dtype": "F8_E4M3", "data_offsets": [0, experts]},
+        "model.layers.3.mlp.shared_experts.up_proj.weight": {"data_offsets": [experts, experts + others]},
+    }
+    header = json.dumps(tensors).encode()
+    with (model_dir / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(experts + others)  # takes no room on the disk
+    each = int(1.2 * (others + experts / 8)) // MEBIBYTE
+    properties = "option.tensor_parallel_degree=1\noption.data_parallel_size=8\noption.enable_expert_parallel=true"
+    assert needed(load(model_dir, properties), 8) == (8, each)
+    assert needed(load(model_dir, "option.tensor_parallel_degree=8"), 8) == (8, int(1.2 * 660 * 1024 / 8))
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        "option.speculative_draft_model=draft",
+        'option.speculative_config={"model": "draft", "num_speculative_tokens": 3}',
+    ],
+)
+def test_a_draft_model_is_counted(model_dir: Path, properties: str) -> None:
+    sparse(model_dir / "draft" / "model.safetensors", 5 * MEBIBYTE)
+    assert needed(load(model_dir, properties)) == (0, 17)
+    assert needed(load(model_dir, properties + "\noption.tensor_parallel_degree=2"), 2) == (2, 8)
 
 
 def test_what_has_to_stay_free_is_added(model_dir: Path) -> None:

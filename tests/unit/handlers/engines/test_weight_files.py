@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from handlers.engines.weight_files import weight_bytes, weight_files
+from handlers.engines.weight_files import draft_model, expert_bytes, is_expert, weight_bytes, weight_files
 
 
 def write(directory: Path, **sizes: int) -> None:
@@ -51,3 +51,49 @@ def test_a_single_file_is_its_own_weights_and_a_hub_id_has_none(tmp_path: Path) 
     write(tmp_path, model__gguf=3)
     assert weight_bytes(tmp_path / "model.gguf") == 3
     assert weight_bytes("meta-llama/Llama-3.1-8B") == 0
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert"),
+    [
+        ("model.layers.3.mlp.experts.0.gate_proj.weight", True),
+        ("model.layers.0.block_sparse_moe.experts.7.w1.weight", True),
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", True),
+        ("experts.0.w", True),
+        ("model.layers.3.mlp.shared_experts.gate_proj.weight", False),
+        ("model.layers.3.mlp.gate.weight", False),
+        ("model.layers.3.self_attn.q_proj.weight", False),
+    ],
+)
+def test_experts_are_known_by_their_names(tensor: str, expert: bool) -> None:
+    assert is_expert(tensor) == expert
+
+
+def test_the_size_of_experts_is_that_of_the_headers(tmp_path: Path) -> None:
+    tensors = {"__metadata__": {}, "a.experts.1.w": {"data_offsets": [4, 10]}, "b": {"data_offsets": [0, 4]}}
+    header = json.dumps(tensors).encode()
+    (tmp_path / "1.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0123456789")
+    (tmp_path / "2.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0123456789")
+    assert expert_bytes(tmp_path) == 12
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\x05\0\0\0\0\0\0\0{not}", b"\2\0\0\0\0\0\0\0[]", b"\xff" * 8])
+def test_a_broken_file_has_no_experts(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert expert_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "model"),
+    [
+        ({"model": "/m/draft", "num_speculative_tokens": 2}, "/m/draft"),
+        ('{"model": "a/draft"}', "a/draft"),
+        ({"method": "ngram", "num_speculative_tokens": 2}, ""),
+        ("ngram", ""),
+        ({"model": 3}, ""),
+        ("[]", ""),
+        (None, ""),
+    ],
+)
+def test_the_draft_model_of_a_speculative_config(given: object, model: str) -> None:
+    assert draft_model(given) == model

@@ -1,0 +1,45 @@
+"""The options of the GPU's tests agree with what vLLM's kernels take; no GPU is needed to see it."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.conftest import adapter_options, text_options
+
+MODEL = Path("/models/model")
+TORCH_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+GIVEN = [None, "fp32", "fp16", "bf16"]
+
+
+def lora_dtypes() -> set[str]:
+    """Return the data types that vLLM's LoRA kernel for GPUs takes, by its source: without a GPU it is not imported."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = Path(spec.origin).with_name("lora") / "ops" / "triton_ops" / "lora_shrink_op.py"
+    found = re.search(r"assert inputs\.dtype in \[([^]]*)\]", source.read_text())
+    assert found is not None, "vLLM says elsewhere which data types its adapters have"
+    return {name.strip().removeprefix("torch.") for name in found.group(1).split(",")}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_adapters_are_served_in_a_data_type_that_their_kernels_take(given: str | None) -> None:
+    options = adapter_options(MODEL, given)
+    assert options["enable_lora"] == "true"
+    assert TORCH_NAMES[str(options["dtype"])] in lora_dtypes()
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_texts_are_compared_in_the_data_type_that_was_asked_for_and_without_adapters(given: str | None) -> None:
+    options = text_options(MODEL, given)
+    assert options["dtype"] == (given or "fp32")
+    assert not [name for name in options if "lora" in name]
+
+
+def test_both_serve_the_same_model_apart_from_the_adapters() -> None:
+    text, adapter = text_options(MODEL, "bf16"), adapter_options(MODEL, "bf16")
+    assert {name: adapter[name] for name in text} == text
