@@ -1,6 +1,7 @@
 """Chaos: random faults and clients against the real server, and what must hold all the same.
 
     python -m tests.chaos --minutes 2 --seed 7
+    python -m tests.chaos --answers 20000 --pause 5 --seed 7
     python -m tests.chaos --seed 7 --actions "fill:120 stop_engine:6.5 rest:0"
 
 It holds that every request gets exactly one complete answer or one well-formed error of its contract, and an error
@@ -32,8 +33,7 @@ from tests.chaos.watch import Subject, clock
 
 STALL_TIMEOUT = 4.0
 _TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-_PAUSE = 1.0
-"""Seconds, at most, between two actions."""
+_LOST = ("lost", "hung", "malformed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,13 @@ class Report:
     actions: list[str]
     violations: list[str]
     requests: int
+    answers: int
+    """Whole ones. A dead server refuses fast, so that the number of requests says little."""
+    refusals: int
+    """By a full queue; their clients came again when `Retry-After` said."""
+    lost: int
+    """Requests without a whole answer and without an error that was due."""
+    by_outcome: dict[str, int]
     outcomes: dict[str, dict[str, int]]
     """By contract."""
     pings: int
@@ -94,32 +101,32 @@ def tiny_adapter() -> Path:
     return make_once(cache_dir() / f"{model.name}-adapter", lambda path: make_adapter(path, model, seed=1) and None)
 
 
-async def run(
-    stage_of: Callable[[Load], Stage], load: Load, actions: Iterable[Action], seconds: float, requests: float
-) -> tuple[list[str], list[str]]:
-    """Do the actions until the time is over, there were so many requests, or something is wrong.
+async def run(stage: Stage, actions: Iterable[Action], seconds: float, pause: float, answers: float) -> list[str]:
+    """Do the actions until the time is over, there are so many whole answers, or something is wrong.
 
-    Returns those done, and what is wrong.
+    Returns those done. `pause`: seconds between two actions, at most.
     """
-    stage = stage_of(load)
+    load = stage.load
     done: list[str] = []
     deadline = clock() + seconds
 
-    def wrong() -> list[str]:
-        return stage.violations + load.violations + stage.subject.watch.lies + stage.subject.left_behind
+    def wrong() -> bool:
+        return any((stage.violations, load.violations, stage.subject.watch.lies, stage.subject.left_behind))
 
     try:
         for action in actions:
             done.append(str(action))
             await KINDS[action.name].do(stage, action.amount)
-            if wrong() or clock() > deadline or load.outcomes.total() >= requests:
+            if wrong() or clock() > deadline or len(load.completed) >= answers:
                 break
-            await asyncio.sleep(stage.random.uniform(0.0, _PAUSE))
+            await asyncio.sleep(stage.random.uniform(0.0, pause))
         await rest(stage, 0.0)
     except Exception as error:
         stage.violations.append(f"{done[-1]}: {type(error).__name__}: {error}")
     await load.stop()
-    return done, wrong()
+    if answers < math.inf and len(load.completed) < answers:
+        stage.violations.append(f"only {len(load.completed)} whole answers of {answers:g}")
+    return done
 
 
 def endless(seed: int) -> Iterable[Action]:
@@ -136,14 +143,15 @@ def chaos(
     adapter: Path | None,
     stall_timeout: float = STALL_TIMEOUT,
     engine_restarts: int = 0,
-    requests: float = math.inf,
+    pause: float = 1.0,
+    answers: float = math.inf,
 ) -> Report:
     """One run against a new server."""
     with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
         tested = subject(Path(directory), stall_timeout, engine_restarts=engine_restarts)
         try:
             tested.wait_until_ready()
-            return asyncio.run(_chaos(tested, seed, seconds, clients, actions, adapter, requests))
+            return asyncio.run(_chaos(tested, seed, seconds, clients, actions, adapter, pause, answers))
         finally:
             tested.close()
             Path(tempfile.gettempdir(), "chaos-server.log").write_text(tested.log_text())
@@ -156,23 +164,30 @@ async def _chaos(
     clients: int,
     actions: Iterable[Action],
     adapter: Path | None,
-    requests: float,
+    pause: float,
+    answers: float,
 ) -> Report:
     started = clock()
     load = Load(tested, clients, seed)
     stage = Stage(tested, load, Random(f"{seed}/stage"), adapter, grace=max(5.0, tested.stall_timeout))
-    done, _ = await run(lambda _: stage, load, actions, seconds, requests)
+    done = await run(stage, actions, seconds, pause, answers)
     if (code := await asyncio.to_thread(tested.end, stage.grace)) != 0:
         stage.violations.append(f"exit code {code} at the end")
+    by_outcome: Counter[str] = Counter()
     by_contract: dict[str, Counter[str]] = {}
     for (contract, outcome), count in sorted(load.outcomes.items()):
         by_contract.setdefault(contract, Counter())[outcome] = count
+        by_outcome[outcome if contract != "management" else contract] += count
     return Report(
         seed=seed,
         seconds=round(clock() - started, 1),
         actions=done,
         violations=stage.violations + load.violations + tested.watch.lies + tested.left_behind,
         requests=load.outcomes.total(),
+        answers=len(load.completed),
+        refusals=by_outcome["refused"],
+        lost=sum(by_outcome[outcome] for outcome in _LOST),
+        by_outcome=dict(by_outcome),
         outcomes={contract: dict(outcomes) for contract, outcomes in by_contract.items()},
         pings=len(tested.watch.pings),
         recoveries=stage.recoveries,
@@ -202,8 +217,9 @@ def shortest(actions: Sequence[Action], fails: Callable[[Sequence[Action]], bool
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--requests", type=float, default=math.inf, help="after which it ends before its time")
+    parser.add_argument("--minutes", type=float, help="at most; 1, or no limit with --answers")
+    parser.add_argument("--answers", type=float, default=math.inf, help="go on until there are so many whole answers")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between two actions, at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--stall-timeout", type=float, default=STALL_TIMEOUT, help="longer where others are busy")
@@ -215,15 +231,27 @@ def main() -> int:
     actions = [Action.read(text) for text in given.actions.split()] if given.actions else endless(given.seed)
     adapter = tiny_adapter()
 
-    def report_of(actions: Iterable[Action]) -> Report:
-        seconds, restarts = 60 * given.minutes, given.engine_restarts
+    def report_of(actions: Iterable[Action], answers: float = math.inf) -> Report:
+        minutes = given.minutes or (1.0 if given.answers == math.inf else math.inf)
         return chaos(
-            given.seed, seconds, given.clients, actions, adapter, given.stall_timeout, restarts, given.requests
+            given.seed,
+            60 * minutes,
+            given.clients,
+            actions,
+            adapter,
+            given.stall_timeout,
+            given.engine_restarts,
+            given.pause,
+            answers,
         )
 
-    report = report_of(actions)
+    report = report_of(actions, given.answers)
     text = json.dumps(asdict(report), indent=1)
     print(text)
+    print(
+        f"{report.answers} whole answers, {report.refusals} refused by a full queue, {report.lost} lost",
+        file=sys.stderr,
+    )
     if given.json:
         given.json.write_text(text)
     if not report.violations:

@@ -92,6 +92,7 @@ class _Reply:
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._type = ""
+        self._retry_after: float | None = None
         self._body: list[bytes] = []
         self._begun = self._complete = 0
         self._delimited = False
@@ -109,7 +110,7 @@ class _Reply:
     def answer(self) -> Answer:
         if self._begun != 1 or self._complete != 1:
             raise Broken(f"{self._complete} whole replies in {self._received} bytes")
-        return Answer(self._parser.get_status_code(), self._type, b"".join(self._body))
+        return Answer(self._parser.get_status_code(), self._type, b"".join(self._body), self._retry_after)
 
     def on_message_begin(self) -> None:
         self._begun += 1
@@ -118,6 +119,8 @@ class _Reply:
         self._delimited |= name.lower() in (b"content-length", b"transfer-encoding")
         if name.lower() == b"content-type":
             self._type = value.decode("latin-1")
+        if name.lower() == b"retry-after":
+            self._retry_after = float(value)
 
     def on_headers_complete(self) -> None:
         if not self._delimited and self._parser.get_status_code() not in (204, 304):

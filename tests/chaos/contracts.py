@@ -22,6 +22,8 @@ class Answer:
     status: int
     content_type: str
     body: bytes
+    retry_after: float | None = None
+    """Seconds that `Retry-After` asks the client to wait; None: the reply has no such header."""
 
 
 @dataclass(frozen=True, slots=True)

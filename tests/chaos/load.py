@@ -17,8 +17,10 @@ REQUEST_SECONDS = 120.0
 """After which a request without a whole reply has hung; no fault lasts as long."""
 _MANNERS: tuple[Manner, ...] = ("plain", "plain", "plain", "plain", "leaves", "reads slowly", "sends slowly")
 _TOKENS = 24
-_FAILED_PAUSE = 1.0
-"""Seconds that a client waits where nothing listens, or the model is not there."""
+_PAUSE = 1.0
+"""Seconds that a client waits if it was refused without `Retry-After`, or found nothing that listens."""
+_LATER = (429, 503)
+"""Statuses that need a `Retry-After`."""
 _BUSY = (b"queue is full", b"overloaded")
 """What every contract's refusal says that comes of a full queue."""
 
@@ -29,14 +31,19 @@ class Load:
     def __init__(self, subject: Subject, clients: int, seed: int) -> None:
         self.violations: list[str] = []
         self.outcomes: Counter[tuple[str, str]] = Counter()
-        """By contract and outcome."""
+        """By contract and outcome.
+
+        complete: a whole answer. refused: the queue was full. failed: an error of a server that is about to start or
+        stop, or whose engine is dead. broken: nothing listened, or the server was killed. left: the client left.
+        lost, hung, malformed: what must never be.
+        """
         self.completed: list[tuple[float, float]] = []
         """When each complete answer's request was sent, and when it was there; in the order of the latter."""
         self._subject = subject
         self._active = asyncio.Event()
         self._active.set()
         self._open = 0
-        self._beside: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[object]] = set()
         self._clients = [asyncio.create_task(self._client(Random(f"{seed}/{n}"))) for n in range(clients)]
 
     async def stop(self) -> None:
@@ -57,7 +64,7 @@ class Load:
     def go_on(self) -> None:
         self._active.set()
 
-    def beside(self, work: Coroutine[None, None, None]) -> None:
+    def beside(self, work: Coroutine[None, None, object]) -> None:
         """Run something beside the clients."""
         task = asyncio.create_task(work)
         self._beside.add(task)
@@ -68,17 +75,21 @@ class Load:
         later = self.completed[bisect_left(self.completed, since, key=lambda times: times[1]) :]
         return next((end for begin, end in later if begin >= since), None)
 
-    async def send(self, contract: Contract, tokens: int, manner: Manner, random: Random) -> None:
-        """Send one request, and judge what comes of it."""
+    async def send(self, contract: Contract, tokens: int, manner: Manner, random: Random) -> float:
+        """Send one request and judge its reply; returns the seconds that its client has to wait before the next one."""
         sent = clock()
         request = request_bytes(contract.path, json.dumps(contract.body(tokens)).encode())
         self._open += 1
+        wait = 0.0
         try:
             answer = await ask(self._subject.server.port, request, REQUEST_SECONDS, manner, random)
             outcome = self._outcome(contract, answer, tokens, sent)
+            if outcome in ("refused", "failed"):
+                wait = _retry_after(answer)
         except Broken as error:
-            outcome = "broken"
+            outcome, wait = "broken", _PAUSE
             if 0 not in self.truth_since(sent).statuses:
+                outcome = "lost"
                 self.violations.append(f"{contract.name} ({manner}): the connection broke: {error}")
         except Hung as error:
             outcome = "hung"
@@ -89,10 +100,9 @@ class Load:
         finally:
             self._open -= 1
         self.outcomes[contract.name, outcome] += 1
-        if outcome in ("broken", "failed"):
-            await asyncio.sleep(_FAILED_PAUSE)
         if outcome == "complete":
             self.completed.append((sent, clock()))
+        return wait
 
     async def ask(self, path: str, body: bytes = b"", method: str = "POST") -> tuple[int, bytes]:
         """Send a request that is no contract's, such as the management API's; 0 where the connection broke."""
@@ -119,15 +129,24 @@ class Load:
         while True:
             await self._active.wait()
             contract, manner = random.choice(CONTRACTS), random.choice(_MANNERS)
-            await self.send(contract, random.randint(1, _TOKENS), manner, random)
+            wait = await self.send(contract, random.randint(1, _TOKENS), manner, random)
+            if wait:
+                await asyncio.sleep(wait)
 
     def _outcome(self, contract: Contract, answer: Answer | Left, tokens: int, sent: float) -> str:
         if isinstance(answer, Left):
             return "left"
         if contract.judge(answer, tokens) == "complete":
             return "complete"
+        if answer.status in _LATER and answer.retry_after is None:
+            raise Malformed(f"{contract.name}: {answer.status} without Retry-After: {answer.body!r}")
         if any(text in answer.body for text in _BUSY):
             return "refused"
         if not self.truth_since(sent).errors:
             raise Malformed(f"{contract.name}: an error though nothing was wrong: {answer.status} {answer.body!r}")
         return "failed"
+
+
+def _retry_after(answer: Answer | Left) -> float:
+    """Seconds; `_PAUSE` for an error without the header, such as a stream's last record."""
+    return answer.retry_after or _PAUSE if isinstance(answer, Answer) else 0.0

@@ -26,7 +26,9 @@ def test_a_server_under_random_faults_loses_no_request_and_tells_the_truth() -> 
     report = chaos(1, 400.0, 8, actions, None, stall_timeout=20.0)
     print(report)
     assert report.violations == []
-    assert report.requests > 200
+    assert report.answers > 0
+    assert report.lost == 0
+    assert report.answers + report.refusals <= report.requests == sum(report.by_outcome.values())
 
 
 def test_the_truth_of_a_stretch_of_time_is_all_that_held_in_it() -> None:
