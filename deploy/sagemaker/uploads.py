@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
 import re
 import subprocess
@@ -15,6 +16,10 @@ _ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr(-fips)?\.(?P<region>[a-z0-9-]+)\.[a-z0-9.-]+"
     r"/(?P<repository>[^:@\s]+)(?P<version>[:@]\S+)?"
 )
+
+
+_DIGEST = "sha256"
+"""The metadata of an object that has its file's SHA-256. S3's own checksums are sums of parts if a file has several."""
 
 
 class UploadFailed(Exception):
@@ -70,8 +75,8 @@ def _docker(*arguments: str, stdin: str | None = None) -> None:
 def upload_model(s3: Any, directory: Path, location: str, tell: Callable[[str], None]) -> None:
     """Upload a directory to an s3:// prefix, with boto3's client `s3`.
 
-    What S3 has already, of the same size and not older, is skipped. Nothing is removed there. Raises UploadFailed where
-    the directory is not there or empty, and what boto3 raises where S3 refuses.
+    A file is skipped if the object that S3 has was uploaded here from a file with the same SHA-256. Nothing is removed
+    there. Raises UploadFailed if the directory is not there or empty, and what boto3 raises if S3 refuses.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     if not files:
@@ -82,8 +87,11 @@ def upload_model(s3: Any, directory: Path, location: str, tell: Callable[[str], 
     there = {entry["Key"]: entry for page in pages for entry in page.get("Contents", ())}
     for path in files:
         key = prefix + path.relative_to(directory).as_posix()
-        found, status = there.get(key), path.stat()
-        if found and found["Size"] == status.st_size and found["LastModified"].timestamp() >= status.st_mtime:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        found = there.get(key)
+        same_size = found is not None and found["Size"] == path.stat().st_size
+        if same_size and s3.head_object(Bucket=bucket, Key=key)["Metadata"].get(_DIGEST) == digest:
             continue
         tell(f"uploading {path} to s3://{bucket}/{key}")
-        s3.upload_file(os.fspath(path), bucket, key)
+        s3.upload_file(os.fspath(path), bucket, key, ExtraArgs={"Metadata": {_DIGEST: digest}})

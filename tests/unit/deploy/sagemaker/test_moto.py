@@ -15,6 +15,7 @@ from moto.sagemaker.models import FakeEndpoint
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
+from deploy.sagemaker.uploads import upload_model
 from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
 from tests.unit.deploy.sagemaker.formation import SESSION
 
@@ -143,8 +144,6 @@ def test_a_model_is_uploaded_first_and_again_what_has_changed(tmp_path: Path) ->
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer/vocab.txt").write_text("a")
-    for path in tmp_path.rglob("*.*"):
-        os.utime(path, (0, 0))
     made = _run("deploy", *GIVEN, "--upload", str(tmp_path))
     assert made.exit_code == 0, made.output
     keys = [entry["Key"] for entry in s3.list_objects_v2(Bucket="models")["Contents"]]
@@ -154,6 +153,26 @@ def test_a_model_is_uploaded_first_and_again_what_has_changed(tmp_path: Path) ->
     assert again.stderr.count("uploading") == 1
     assert s3.get_object(Bucket="models", Key="llama/config.json")["Body"].read() == b'{"a": 1}'
     assert "has the name of what runs" in again.stderr
+
+
+def test_a_file_of_the_same_size_and_an_older_time_is_uploaded_and_so_is_what_others_have_put_there(
+    tmp_path: Path,
+) -> None:
+    s3: Any = SESSION.client("s3")
+    s3.create_bucket(Bucket="models", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
+    weights = tmp_path / "model.safetensors"
+    large = 9 << 20  # boto3 uploads it in parts
+    told: list[str] = []
+    for content, uploads in ((b"a" * large, 1), (b"a" * large, 0), (b"b" * large, 1)):
+        weights.write_bytes(content)
+        os.utime(weights, (0, 0))
+        told.clear()
+        upload_model(s3, tmp_path, "s3://models/llama", told.append)
+        assert len(told) == uploads
+        assert s3.get_object(Bucket="models", Key="llama/model.safetensors")["Body"].read() == content
+    s3.put_object(Bucket="models", Key="llama/model.safetensors", Body=b"c" * large)
+    upload_model(s3, tmp_path, "s3://models/llama/", told.append)
+    assert s3.get_object(Bucket="models", Key="llama/model.safetensors")["Body"].read() == b"b" * large
 
 
 def test_a_directory_that_is_not_there_leaves_no_stack() -> None:
