@@ -7,10 +7,11 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from djl_python.inputs import Input, kind_of, read_csv_text
+from djl_python.inputs import READERS, Input, kind_of, read_csv_text
 from djl_python.lazy_import import require
 from djl_python.outputs import Output
 
+_JSON = "application/json"
 _CSV_HEADERS = ("question", "context", "inputs")
 
 
@@ -22,9 +23,9 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
         ValueError: the body is broken.
         ImportError: the package that reads such a body is not installed.
     """
+    if not content_type:
+        return inputs.get_as_json(key=key) if inputs.get_as_bytes(key=key) else {"inputs": ""}
     match kind := kind_of(content_type):
-        case "":
-            return inputs.get_as_json(key=key) if inputs.get_as_bytes(key=key) else {"inputs": ""}
         case "application/json":
             return inputs.get_as_json(key=key)
         case "text/csv":
@@ -35,16 +36,16 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
         case "text/":
             return {"inputs": inputs.get_as_bytes(key=key)}
         case _:
-            return {"inputs": inputs.read_as(kind, key)}
+            return {"inputs": getattr(inputs, READERS[kind])(key=key)}
 
 
 def encode(outputs: Output, prediction: Any, content_type: str | None, key: str | None = None) -> None:
     """Adds a prediction as JSON, CSV or npz if that is the content type, else as NDList. Raises ValueError, TypeError:
     the prediction cannot be written in that form."""
-    match kind_of(content_type):
-        case "" | "application/json":
+    match kind_of(content_type or _JSON):
+        case "application/json":
             outputs.add_as_json(prediction, key=key)
-            outputs.add_property("Content-Type", "application/json")
+            outputs.add_property("Content-Type", _JSON)
         case "text/csv":
             outputs.add_as_string(encode_csv(prediction), key=key)
             outputs.add_property("Content-Type", "text/csv")

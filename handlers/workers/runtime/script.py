@@ -19,10 +19,18 @@ from djl_python.outputs import Output
 LOADS = "model_fn"  # The function that a script must have.
 _STEPS = ("input_fn", "predict_fn", "output_fn")
 _JSON, _CSV, _NPY = "application/json", "text/csv", "application/x-npy"
-_TEXT = (_JSON, _CSV)  # Types whose bodies `input_fn` and `transform_fn` get as text; they get others as bytes.
+_TEXTS = (_JSON, _CSV)  # Types whose bodies `input_fn` and `transform_fn` get as `Text`; they get others as bytes.
 _ANY = "*/*"
 _PURPOSE = "the default input_fn and output_fn"
 _UNSUPPORTED = 415
+
+
+class Text(str):
+    """A body in JSON or CSV. The toolkit gives a script a string, LMI gives it bytes, so this string can be decoded."""
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """The text of the body's bytes in an encoding, as of `bytes`."""
+        return self.encode("utf-8").decode(encoding, errors)
 
 
 class Script:
@@ -76,7 +84,8 @@ class Script:
         content_type, accept = item.get_property("Content-Type") or _JSON, item.get_property("Accept")
         if not accept or accept == _ANY:
             accept = self._default_accept
-        body = item.get_as_string() if _media_type(content_type) in _TEXT else bytes(item.get_as_bytes())
+        is_text = _media_type(content_type) in _TEXTS
+        body = Text(item.get_as_string()) if is_text else bytes(item.get_as_bytes())
         if "transform_fn" in self._functions:
             answer = self._call("transform_fn", None, self._model, body, content_type, accept)
         else:

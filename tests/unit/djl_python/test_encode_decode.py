@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import tracemalloc
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -42,6 +43,31 @@ def test_a_body_is_decoded_by_its_content_type(content_type: str | None, body: b
 def test_arrays_are_the_inputs(content_type: str) -> None:
     decoded = decode(request(bytes(to_nd_list(np.arange(2)))), content_type)
     assert decoded["inputs"][0].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("content_type", "method", "answer", "decoded"),
+    [
+        (None, "get_as_json", {"a": 1}, {"a": 1}),
+        ("application/json", "get_as_json", {"a": 1}, {"a": 1}),
+        ("text/csv", "get_as_string", "inputs\na\n", {"inputs": ["a"]}),
+        ("text/plain", "get_as_string", "a", {"inputs": ["a"]}),
+        ("text/html", "get_as_bytes", b"a", {"inputs": b"a"}),
+        ("tensor/npz", "get_as_npz", [1], {"inputs": [1]}),
+        ("tensor/ndlist", "get_as_numpy", [1], {"inputs": [1]}),
+        ("application/x-npy", "get_as_numpy", [1], {"inputs": [1]}),
+        ("application/x-www-form-urlencoded", "get_as_string", "a=1", {"inputs": "a=1"}),
+        ("image/png", "get_as_image", "picture", {"inputs": "picture"}),
+        ("audio/wav", "get_as_bytes", b"a", {"inputs": b"a"}),
+        ("application/octet-stream", "get_as_bytes", b"a", {"inputs": b"a"}),
+    ],
+)
+def test_a_request_of_another_class_is_read_by_lmis_methods(
+    content_type: str | None, method: str, answer: Any, decoded: Any
+) -> None:
+    given = Mock(spec=["get_as_bytes", method])  # any other method is an AttributeError
+    getattr(given, method).return_value = answer
+    assert decode(given, content_type) == decoded
 
 
 def test_the_entry_under_a_key_is_decoded() -> None:

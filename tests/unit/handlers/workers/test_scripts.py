@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from handlers.engines.protocol import EngineStartError
+from handlers.workers.runtime.script import Text
 from tests.unit.handlers.workers.harness import MODELS, Client, Recorder, serving
-
-pytestmark = pytest.mark.asyncio
 
 DEFAULTS = {"entry_point": str(MODELS / "script" / "code" / "inference.py")}
 STEPS = """
@@ -30,7 +29,8 @@ def model_warmup_fn(model_dir, model):
     steps.append("after")
 
 def input_fn(body, content_type):
-    return [type(body).__name__, body if isinstance(body, str) else body.hex(), content_type]
+    shown = ["str", body] if isinstance(body, str) else [type(body).__name__, body.hex()]
+    return shown + [content_type]
 
 def predict_fn(data, model, context):
     return data + [model["dir"], model["steps"], sorted(context.system_properties)]
@@ -53,6 +53,7 @@ async def ask(client: Client, body: bytes | str, content_type: str = "", accept:
     return await client.ask(body, headers=headers, content_type=content_type)
 
 
+@pytest.mark.asyncio
 async def test_the_defaults_take_and_give_json_csv_and_npy() -> None:
     async with serving("script", **DEFAULTS) as client:
         for given, body in {
@@ -75,12 +76,14 @@ async def test_the_defaults_take_and_give_json_csv_and_npy() -> None:
             assert (answer.status, answer.content_type, answer.body) == (200, type_, body)
 
 
+@pytest.mark.asyncio
 async def test_a_default_accept_counts_where_the_client_says_none() -> None:
     async with serving("script", properties={"default_accept": "text/csv"}, **DEFAULTS) as client:
         assert (await ask(client, "[1]")).content_type == "text/csv"
         assert (await ask(client, "[1]", accept="application/json")).content_type == "application/json"
 
 
+@pytest.mark.asyncio
 async def test_what_the_defaults_cannot_do_is_said() -> None:
     async with serving("script", **DEFAULTS) as client:
         for content_type, accept in (("image/png", ""), ("", "image/png")):
@@ -100,6 +103,7 @@ def script(directory: Path, code: str) -> dict[str, Any]:
     return {"model": path.parent, "entry_point": str(path)}
 
 
+@pytest.mark.asyncio
 async def test_each_function_gets_what_sagemakers_toolkit_gives_it(tmp_path: Path) -> None:
     async with serving(**script(tmp_path, STEPS)) as client:
         common = [True, ["before", None, "after"], ["gpu_id", "model_dir"]]
@@ -110,6 +114,43 @@ async def test_each_function_gets_what_sagemakers_toolkit_gives_it(tmp_path: Pat
         assert json.loads(answer.body) == ["bytes", "00ff", "application/octet-stream", *common, "application/json"]
 
 
+LMIS = """
+import io
+import json
+import numpy as np
+
+def model_fn(model_dir):
+    return sum
+
+def input_fn(request_body, request_content_type):
+    if request_content_type == "application/json":
+        return np.array(json.loads(request_body.decode("utf-8"))["inputs"])
+    return np.loadtxt(io.StringIO(request_body.decode()), delimiter=",")
+
+def output_fn(prediction, response_content_type):
+    return json.dumps({"predictions": prediction.tolist()}).encode("utf-8")
+"""
+TOOLKITS = LMIS.replace('.decode("utf-8")', "").replace(".decode()", "")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("code", [LMIS, TOOLKITS], ids=["LMI", "toolkit"])
+async def test_a_body_that_is_text_may_be_decoded_or_used_as_it_is(tmp_path: Path, code: str) -> None:
+    async with serving(**script(tmp_path, code)) as client:
+        for content_type, body in (("application/json", '{"inputs": [[1, 2], [3, 4]]}'), ("text/csv", "1,2\n3,4\n")):
+            answer = await ask(client, body, content_type)
+            assert (answer.status, json.loads(answer.body)) == (200, {"predictions": [4, 6]})
+
+
+def test_a_body_is_decoded_as_its_bytes_would_be() -> None:
+    body = Text("é")
+    assert (body, body.decode(), body.decode("latin-1")) == ("é", "é", "Ã©")
+    with pytest.raises(UnicodeDecodeError):
+        body.decode("ascii")
+    assert body.decode("ascii", "ignore") == ""
+
+
+@pytest.mark.asyncio
 async def test_transform_fn_replaces_the_three_and_may_choose_the_type(tmp_path: Path) -> None:
     code = """
 class Refused(Exception):
@@ -130,12 +171,14 @@ def transform_fn(model, body, content_type, accept):
         assert (refused.status, json.loads(refused.body)["error"]) == (400, "not these")
 
 
+@pytest.mark.asyncio
 async def test_requests_of_a_batch_are_answered_one_by_one() -> None:
     async with serving("script", batch_size=4, max_batch_delay=500, **DEFAULTS) as client:
         sent = [await client.send(f"[{number}]") for number in range(4)]
         assert [json.loads((await writer.done()).body) for writer, _ in sent] == [[1], [3], [5], [7]]
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("code", "why"),
     [
@@ -154,6 +197,7 @@ async def test_a_script_that_cannot_be_used_fails_the_load(tmp_path: Path, code:
             pass
 
 
+@pytest.mark.asyncio
 async def test_a_handle_goes_before_a_script(tmp_path: Path) -> None:
     code = "from djl_python import Output\ndef model_fn(model_dir): raise ValueError\n"
     code += "def handle(inputs): return Output().add('mine')"
