@@ -1,0 +1,253 @@
+"""Loads the images, sounds and videos of chats for vLLM, within limits. No other file touches how vLLM loads them.
+
+It relies on these parts of vLLM, which tests/live/test_media_seam.py looks for:
+- `MEDIA_CONNECTOR_REGISTRY` makes the connector called "http" for each message with media, in the task of the call;
+- `MediaConnector.load_from_url_async(url, media_io, fetch_timeout=)` loads each image, sound and video, fetches http
+  URLs with `connection.async_get_bytes`, and passes on the errors of this module;
+- `VideoMediaIO.video_loader` decodes videos: its `compute_frames_index_to_sample` gets the metadata of a file, and its
+  `read_frames` gets OpenCV's capture and the indices of the frames to decode;
+- `VideoMediaIO.image_io` decodes the frames of a video that comes as JPEG images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+from io import BytesIO
+from pathlib import Path
+from typing import Any, ClassVar
+
+import cv2
+import pybase64
+import vllm.envs as envs
+from PIL import UnidentifiedImageError
+from PIL.Image import DecompressionBombError
+from PIL.TiffImagePlugin import TiffImageFile
+from vllm.connections import HTTPConnection
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMUnprocessableEntityError, VLLMValidationError
+from vllm.multimodal.image import open_image
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, MediaIO
+from vllm.multimodal.media.audio import AudioMediaIO
+from vllm.multimodal.media.image import ImageMediaIO
+from vllm.multimodal.media.video import VideoMediaIO
+
+from handlers.errors import InvalidRequest, Overloaded, RequestError
+from handlers.openai.current_call import current_call
+from handlers.openai.media_download import Downloader, DownloadFailed
+from handlers.openai.media_limits import MOST_FRAMES, RequestMedia
+
+# Formats whose header has the size of the decoded image. An icon's header does not: the icon may hold a larger image.
+FORMATS = frozenset({"PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"})  # MPO: a JPEG with further images.
+_SHOWN_FORMATS = "PNG, JPEG, WebP, GIF, BMP, TIFF"
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323  # Tags of TIFF.
+_FIELDS: dict[type[Any], str] = {ImageMediaIO: "image_url", VideoMediaIO: "video_url", AudioMediaIO: "audio_url"}
+_REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
+
+
+def bound_media() -> None:
+    """Have vLLM load media with `BoundedConnector`."""
+    MEDIA_CONNECTOR_REGISTRY.register("http")(BoundedConnector)
+
+
+class BoundedConnector(MediaConnector):  # type: ignore[misc]
+    """Loads the media of one message, within the limits of its call."""
+
+    def __init__(
+        self,
+        media_io_kwargs: dict[str, dict[str, Any]] | None = None,
+        *,
+        allowed_local_media_path: str = "",
+        allowed_media_domains: list[str] | None = None,
+    ) -> None:
+        media = current_call.get().media
+        assert media is not None
+        self._media = media
+        super().__init__(
+            media_io_kwargs,
+            _Connection(self._media, allowed_media_domains or []),
+            allowed_local_media_path=allowed_local_media_path,
+            allowed_media_domains=allowed_media_domains,
+        )
+
+    async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
+        field = _FIELDS[type(media_io)]
+        with _errors_of(field):
+            bounded = _BoundedIO(media_io, self._media)
+            return await super().load_from_url_async(url, bounded, fetch_timeout=fetch_timeout)
+
+    def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
+        raise RuntimeError("media are loaded by the asynchronous methods only")
+
+    async def fetch_video_async(self, video_url: str, **options: Any) -> Any:
+        try:
+            return await super().fetch_video_async(video_url, **options)
+        except AssertionError:  # of the registry of video loaders
+            raise VLLMValidationError("there is no such video_backend", parameter="media_io_kwargs") from None
+
+
+@contextlib.contextmanager
+def _errors_of(field: str) -> Iterator[None]:
+    """Turn errors of this package into errors that vLLM's front end answers. The message begins with the field."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise VLLMValidationError(f"`{field}` {error.message}", parameter=field) from None
+    except Overloaded as error:
+        raise GracefulHTTPError(error.message, HTTPStatus.SERVICE_UNAVAILABLE) from None
+    except DownloadFailed as error:
+        raise VLLMUnprocessableEntityError(f"`{field}` {error}", parameter=field) from None
+    except OSError:  # of a file
+        raise VLLMValidationError(f"`{field}` cannot be read", parameter=field) from None
+    except NotImplementedError:  # of a data URL that is not base64; 501 in vLLM
+        raise
+    except (RuntimeError, ValueError) as error:  # of a URL that vLLM does not take, or not without an option
+        raise VLLMValidationError(f"`{field}` cannot be loaded: {error}", parameter=field) from None
+
+
+@contextlib.contextmanager
+def _decoding() -> Iterator[None]:
+    """Turn every error of a decoder into InvalidRequest: a broken file may raise anything."""
+    try:
+        yield
+    except (RequestError, VLLMClientError, MemoryError):
+        raise
+    except ImportError:
+        raise InvalidRequest("cannot be decoded: the server lacks the library for it") from None
+    except ValueError as error:  # of vLLM, which says why
+        raise InvalidRequest(f"cannot be decoded: {error}") from None
+    except Exception as error:
+        raise InvalidRequest(f"cannot be decoded ({type(error).__name__})") from None
+
+
+class _BoundedIO(MediaIO):  # type: ignore[misc]
+    """Wraps a reader of vLLM, and counts images and frames before they are decoded."""
+
+    def __init__(self, media_io: Any, media: RequestMedia) -> None:
+        super().__init__()
+        self._io, self._media = media_io, media
+        if isinstance(media_io, VideoMediaIO):
+            media_io.image_io = _BoundedIO(media_io.image_io, media)
+            media_io.video_loader = _bounded_loader(type(media_io.video_loader), media)
+
+    def get_max_bytes(self) -> int | None:
+        most: int | None = self._io.get_max_bytes()
+        return most
+
+    def load_bytes(self, data: bytes) -> Any:
+        with _decoding():
+            if isinstance(self._io, ImageMediaIO):
+                self._count_image(data)
+            return self._counted(self._io.load_bytes(data))
+
+    def load_base64(self, media_type: str, data: str) -> Any:
+        with _decoding():
+            if isinstance(self._io, ImageMediaIO):
+                return self.load_bytes(pybase64.b64decode(data, validate=True))
+            return self._counted(self._io.load_base64(media_type, data))
+
+    def load_file(self, filepath: Path) -> Any:
+        return self.load_bytes(filepath.read_bytes())
+
+    def _count_image(self, data: bytes) -> None:
+        try:
+            image = open_image(BytesIO(data))
+        except DecompressionBombError:
+            most = self._media.settings.max_image_pixels
+            raise InvalidRequest(f"is an image of more than {most} pixels (option.max_image_pixels)") from None
+        except UnidentifiedImageError:
+            raise InvalidRequest(f"is no image; taken are {_SHOWN_FORMATS}") from None
+        with image:
+            if image.format not in FORMATS:
+                raise InvalidRequest(f"is an image in {image.format}; taken are {_SHOWN_FORMATS}")
+            width, height = image.size
+            if isinstance(image, TiffImageFile):  # its tiles are decoded whole, and may be larger than the image
+                width, height = max(width, *_numbers(image, _TILE_WIDTH)), max(height, *_numbers(image, _TILE_HEIGHT))
+        self._media.add_image(width, height)
+
+    def _counted(self, loaded: Any) -> Any:
+        if isinstance(self._io, AudioMediaIO):
+            self._media.add_decoded(loaded[0].nbytes)
+        return loaded
+
+
+def _numbers(image: TiffImageFile, tag: int) -> list[int]:
+    value = image.tag_v2.get(tag, 0)
+    return [value] if isinstance(value, int) else [int(number) for number in value]
+
+
+def _bounded_loader(loader: type[Any], media: RequestMedia) -> Any:
+    return type(loader.__name__, (_BoundedLoader, loader), {"media": media, "counted": False})()
+
+
+class _BoundedLoader:
+    """Base class that counts frames; the next class in the MRO is a video loader of vLLM."""
+
+    media: ClassVar[RequestMedia]
+    counted: ClassVar[bool]
+
+    @classmethod
+    def load_bytes(cls, data: bytes, **options: Any) -> Any:
+        loader: Any = super()
+        frames, metadata = loader.load_bytes(data, **options)
+        if not cls.counted:  # a decoder of the operator's choice, which does not ask before
+            count, height, width = frames.shape[:3]
+            cls.media.add_frames(width, height, count)
+        return frames, metadata
+
+    @classmethod
+    def compute_frames_index_to_sample(cls, source: Any, target: Any, **options: Any) -> Any:
+        if source.total_frames_num > MOST_FRAMES:
+            raise InvalidRequest(f"is a video of {source.total_frames_num} frames; at most {MOST_FRAMES} are taken")
+        loader: Any = super()
+        return loader.compute_frames_index_to_sample(source=source, target=target, **options)
+
+    @classmethod
+    def read_frames(cls, cap: Any, frame_idx: list[int], total_frames_num: int, **options: Any) -> Any:
+        capture = _Capture(cap)
+        cls.media.add_frames(capture.width, capture.height, len(frame_idx))
+        cls.counted = True
+        loader: Any = super()
+        return loader.read_frames(capture, frame_idx, total_frames_num, **options)
+
+
+class _Capture:
+    """OpenCV's capture of a video, whose frames may not be larger than its header says."""
+
+    def __init__(self, capture: Any) -> None:
+        self._capture = capture
+        self.width, self.height = (
+            int(capture.get(side)) for side in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._capture, name)
+
+    def read(self) -> tuple[bool, Any]:
+        return self.retrieve() if self._capture.grab() else (False, None)
+
+    def retrieve(self) -> tuple[bool, Any]:
+        done, frame = self._capture.retrieve()
+        if done and frame.shape[0] * frame.shape[1] > self.width * self.height:
+            raise InvalidRequest(f"is a video with frames larger than its {self.width}x{self.height}")
+        return done, frame
+
+
+class _Connection(HTTPConnection):  # type: ignore[misc]
+    """Fetches media for a request, from where they may come."""
+
+    def __init__(self, media: RequestMedia, domains: Sequence[str]) -> None:
+        super().__init__()
+        self._media = media
+        networks = [ipaddress.ip_network(network) for network in media.settings.allowed_media_networks]
+        # In vLLM redirects are followed unless this is 0. Here they are followed only if it is set to something else.
+        redirects = os.environ.get(_REDIRECTS, "0") != "0"
+        self._downloader = Downloader(
+            networks, domains, redirects=redirects, attempts=max(envs.VLLM_MEDIA_FETCH_MAX_RETRIES, 1)
+        )
+
+    async def async_get_bytes(self, url: str, **options: Any) -> bytes:
+        async with self._media.downloads:
+            return await self._downloader.fetch(url, options["timeout"], self._media.add_download)

@@ -1,0 +1,159 @@
+"""Downloads of the media that requests name by URL, from public addresses only.
+
+Each address is checked when it is connected to, after its name was resolved. A name that leads to an inner address is
+refused, also if it led to a public one a moment before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+import urllib.request
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_CHUNK = 64 * 1024
+# Each attempt after the first has this times the time of the one before, as in vLLM.
+_BACKOFF = 4
+_TEMPORARY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+# Inner addresses that `ipaddress`, or an older version of it, calls global. The first is Azure's agent on each machine,
+# the second has Oracle's.
+_INNER: tuple[Network, ...] = (
+    ipaddress.IPv4Network("168.63.129.16/32"),
+    ipaddress.IPv4Network("192.0.0.0/24"),
+    ipaddress.IPv6Network("64:ff9b:1::/48"),
+)
+# IPv6 networks whose addresses hold an IPv4 address, and the bits after it.
+_EMBEDDING: tuple[tuple[ipaddress.IPv6Network, int], ...] = (
+    (ipaddress.IPv6Network("::/96"), 0),
+    (ipaddress.IPv6Network("::ffff:0:0/96"), 0),
+    (ipaddress.IPv6Network("64:ff9b::/96"), 0),
+    (ipaddress.IPv6Network("2002::/16"), 80),
+)
+UNREACHABLE = "cannot be fetched from a public address; others need option.allowed_media_networks"
+
+
+class DownloadFailed(Exception):
+    """The URL gave no media. The message is for the client, and tells nothing of inner networks."""
+
+
+def is_allowed(address: str, networks: Sequence[Network]) -> bool:
+    """Tell whether media may come from an address: a public one, or one of the networks."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address) and (inner := _embedded(found)) is not None:
+        return any(found in network for network in networks) or is_allowed(str(inner), networks)
+    if any(found in network for network in networks):
+        return True
+    return found.is_global and not found.is_multicast and not any(found in network for network in _INNER)
+
+
+def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    for network, bits in _EMBEDDING:
+        if address in network:
+            return ipaddress.IPv4Address(int(address) >> bits & 0xFFFFFFFF)
+    return None
+
+
+class Downloader:
+    """Fetches URLs for one request."""
+
+    def __init__(
+        self,
+        networks: Sequence[Network],
+        domains: Sequence[str],
+        *,
+        redirects: bool = False,
+        attempts: int = 1,
+    ) -> None:
+        """Args:
+        networks: Networks that media may come from beside public addresses.
+        domains: Hosts that media may come from; none: all.
+        redirects: Follow redirects.
+        attempts: Requests for one URL if its host does not answer in time, or says that it is busy.
+        """
+        self._networks, self._domains = networks, domains
+        self._redirects, self._attempts = redirects and not domains, attempts
+
+    async def fetch(self, url: str, seconds: float, count: Callable[[int], None]) -> bytes:
+        """Return the body of the answer. `count` is called with the size of each part, and may raise.
+
+        Raises DownloadFailed: the host cannot be reached, or refuses.
+        """
+        target = URL(url)
+        if target.scheme not in ("http", "https") or not target.host:
+            raise DownloadFailed("must be an http, https or data URL")
+        if self._domains and target.host not in self._domains:
+            raise DownloadFailed("must be from one of the hosts of option.allowed_media_domains")
+        for attempt in range(self._attempts):
+            last = attempt + 1 == self._attempts
+            try:
+                data = await self._attempt(target, seconds * _BACKOFF**attempt, count, last=last)
+            except TimeoutError:
+                if last:
+                    raise DownloadFailed("cannot be fetched: its host did not answer in time") from None
+            except (aiohttp.ClientError, OSError, ValueError):
+                raise DownloadFailed(UNREACHABLE) from None
+            else:
+                if data is not None:
+                    return data
+            await asyncio.sleep(_BACKOFF**attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _attempt(self, target: URL, seconds: float, count: Callable[[int], None], *, last: bool) -> bytes | None:
+        """Return the body; None if the host is busy and another attempt is left."""
+        proxy = _proxy_for(target)
+        if proxy is not None:
+            self._check_for_proxy(str(target.host))
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(socket_factory=None if proxy else self._socket, force_close=True),
+            proxy=proxy,
+            timeout=aiohttp.ClientTimeout(total=seconds),
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity", "User-Agent": "Slipway"},
+        )
+        async with session, session.get(target, allow_redirects=self._redirects) as response:
+            status = response.status
+            if not last and (status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in _TEMPORARY):
+                return None
+            if status >= HTTPStatus.BAD_REQUEST:
+                raise DownloadFailed(f"cannot be fetched: its host answered with status {status}")
+            if status >= HTTPStatus.MULTIPLE_CHOICES:
+                raise DownloadFailed("cannot be fetched: its host answered with a redirect, and none is followed")
+            parts = bytearray()
+            async for part in response.content.iter_chunked(_CHUNK):
+                count(len(part))
+                parts += part
+            return bytes(parts)
+
+    def _check_for_proxy(self, host: str) -> None:
+        """Refuse inner addresses that the URL itself has, and the proxy's own machine. Names are for the proxy to
+        resolve. Raises OSError."""
+        if host == "localhost" or host.endswith(".localhost"):
+            raise OSError(errno.EACCES, "not a public address")
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        except socket.gaierror:
+            return
+        for info in found:
+            self._socket(info).close()
+
+    def _socket(self, info: tuple[int, int, int, str, tuple[Any, ...]]) -> socket.socket:
+        """Make a socket for an address. Raises OSError: media may not come from there."""
+        family, kind, protocol, _, address = info
+        if not is_allowed(str(address[0]), self._networks):
+            raise OSError(errno.EACCES, "not a public address")
+        return socket.socket(family, kind, protocol)
+
+
+def _proxy_for(target: URL) -> str | None:
+    """The proxy that the environment names for a URL (HTTP_PROXY, HTTPS_PROXY, NO_PROXY)."""
+    proxy = urllib.request.getproxies().get(target.scheme)
+    return None if urllib.request.proxy_bypass(str(target.host)) else proxy

@@ -1,0 +1,103 @@
+"""Limits of the images, sounds and videos of requests: of one request, and of all that are in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from handlers.errors import InvalidRequest, Overloaded
+from handlers.model_settings import ModelSettings
+
+_MIB = 1 << 20
+_IMAGE_BYTES = 4  # Pillow stores a pixel in four bytes.
+_FRAME_BYTES = 3  # A video is an array of RGB.
+# Indices of a video's frames are listed before any frame is decoded. This is nine hours at 30 frames a second.
+MOST_FRAMES = 1_000_000
+_MOST_DOWNLOADS = 100  # At a time, as in vLLM.
+
+
+class MediaMemory:
+    """The media of all requests to a model that are in memory. Threads decode media, so there is a lock."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self.settings = settings
+        self.lock = threading.Lock()
+        self.used = 0  # Bytes.
+        self.downloads = asyncio.Semaphore(_MOST_DOWNLOADS)
+
+
+class RequestMedia:
+    """The media of one request. They are in memory until the engine has the prompt that was made of them.
+
+    The methods that count raise InvalidRequest if this request has too much, and Overloaded if all requests together
+    have. The message of InvalidRequest is to follow the name of the field.
+    """
+
+    def __init__(self, memory: MediaMemory) -> None:
+        self._memory, self.settings, self.downloads = memory, memory.settings, memory.downloads
+        self._pixels = self._downloaded = self._held = 0
+        self._closed = False
+
+    def add_image(self, width: int, height: int) -> None:
+        """Count an image, before it is decoded."""
+        self._add_pixels(width * height, 1, f"an image of {width}x{height}", _IMAGE_BYTES)
+
+    def add_frames(self, width: int, height: int, count: int) -> None:
+        """Count frames of a video, before they are decoded."""
+        self._add_pixels(width * height, count, f"a video of {width}x{height}", _FRAME_BYTES)
+
+    def add_download(self, size: int) -> None:
+        """Count bytes that a URL has sent."""
+        most = self.settings.max_media_download_mb
+        with self._memory.lock:
+            self._downloaded += size
+            if self._downloaded > most * _MIB:
+                raise InvalidRequest(
+                    f"is too large: at most {most} MiB are fetched for a request (option.max_media_download_mb)"
+                )
+            self._hold(size)
+
+    def add_decoded(self, size: int) -> None:
+        """Count bytes of a sound or a video that has been decoded."""
+        with self._memory.lock:
+            self._hold(size)
+
+    def release(self) -> None:
+        """Give the memory back: the engine has the prompt. The request may still have other media."""
+        with self._memory.lock:
+            self._memory.used -= self._held
+            self._held = 0
+
+    def close(self) -> None:
+        """Give the memory back for good. A thread that still decodes for the request gets an error."""
+        with self._memory.lock:
+            self._closed = True
+            self._memory.used -= self._held
+            self._held = 0
+
+    def _add_pixels(self, pixels: int, count: int, found: str, item_bytes: int) -> None:
+        one, most = self.settings.max_image_pixels, self.settings.max_request_pixels
+        if pixels > one:
+            raise InvalidRequest(f"is {found} pixels; at most {one} pixels are taken (option.max_image_pixels)")
+        with self._memory.lock:
+            self._pixels += pixels * count
+            if self._pixels > most:
+                raise InvalidRequest(
+                    f"is one too many: the images and video frames of a request may have {most} pixels together "
+                    "(option.max_request_pixels)"
+                )
+            self._hold(pixels * count * item_bytes)
+
+    def _hold(self, size: int) -> None:
+        limit = self.settings.max_media_memory_mb * _MIB
+        if self._closed:
+            raise InvalidRequest("the request has ended")
+        if self._held + size > limit:
+            raise InvalidRequest(
+                f"is one too many: the media of a request may take {self.settings.max_media_memory_mb} MiB of memory "
+                "(option.max_media_memory_mb)"
+            )
+        if self._memory.used + size > limit:
+            raise Overloaded("the media of other requests fill the memory for media; try again")
+        self._held += size
+        self._memory.used += size

@@ -1,0 +1,335 @@
+"""The limits of media on vLLM's own loaders, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from handlers.engine_handler import EngineQueue
+from handlers.errors import InvalidRequest
+from handlers.meter import Meter
+from handlers.model_settings import ModelSettings
+from handlers.openai.current_call import OpenAICall, current_call
+from handlers.openai.media_limits import MediaMemory, RequestMedia
+from tests.live.pictures import bomb, data_url, encoded
+
+SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
+
+
+class Loading:
+    """Loads media as vLLM does for a message of a call."""
+
+    def __init__(self, **limits: Any) -> None:
+        from handlers.openai.media_connector import bound_media
+
+        bound_media()
+        self.memory = MediaMemory(replace(SETTINGS, **limits))
+        queue = EngineQueue(SimpleNamespace(meter=Meter()), 4)  # type: ignore[arg-type]
+        self.call = OpenAICall(queue, media=self.memory)
+
+    def load(self, kind: str, *urls: str, media_io_kwargs: Any = None, **options: Any) -> list[Any]:
+        """Load them at the same time, as vLLM's parser of chats does."""
+        import vllm.envs as envs
+        from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+
+        async def load() -> list[Any]:
+            current_call.set(self.call)
+            connector = MEDIA_CONNECTOR_REGISTRY.load(
+                envs.VLLM_MEDIA_CONNECTOR,
+                media_io_kwargs=media_io_kwargs,
+                allowed_local_media_path=options.get("path", ""),
+                allowed_media_domains=options.get("domains"),
+            )
+            return list(await asyncio.gather(*(getattr(connector, f"fetch_{kind}_async")(url) for url in urls)))
+
+        return asyncio.run(load())
+
+    def refusal(self, kind: str, *urls: str, **options: Any) -> str:
+        """The message of the 400 that the client gets."""
+        from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+        from vllm.exceptions import VLLMClientError
+
+        with pytest.raises(VLLMClientError) as caught:
+            self.load(kind, *urls, **options)
+        info = create_error_response(caught.value).error
+        assert (info.code, info.param) == (HTTPStatus.BAD_REQUEST, f"{kind}_url")
+        return str(info.message)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllms_connector() -> Iterator[None]:
+    from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+
+    before = dict(MEDIA_CONNECTOR_REGISTRY.name2class)
+    yield
+    MEDIA_CONNECTOR_REGISTRY.name2class = before
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"])
+def test_images_are_loaded_and_counted(kind: str) -> None:
+    loading = Loading()
+    (image,) = loading.load("image", data_url(encoded(40, 30, kind)))
+    assert (image.media.size, image.media.mode) == ((40, 30), "RGB")
+    assert loading.memory.used == 4 * 40 * 30
+    loading.call.close()
+    assert loading.memory.used == 0
+
+
+def test_an_image_is_refused_by_its_header() -> None:
+    assert "is an image of 13000x13000 pixels; at most 64000000" in Loading().refusal(
+        "image", data_url(bomb(13000, 13000))
+    )
+
+
+def test_an_image_that_pillow_refuses_gets_the_same_answer() -> None:
+    assert "more than 64000000 pixels (option.max_image_pixels)" in Loading().refusal(
+        "image", data_url(bomb(60000, 60000))
+    )
+
+
+def test_the_images_of_a_request_are_counted_together() -> None:
+    images = [data_url(encoded(100, 100))] * 8
+    assert "option.max_request_pixels" in Loading(max_request_pixels=70_000).refusal("image", *images)
+    assert len(Loading(max_request_pixels=80_000).load("image", *images)) == 8
+
+
+def test_requests_beyond_the_memory_get_503() -> None:
+    from vllm.exceptions import GracefulHTTPError
+
+    first = Loading(max_media_memory_mb=1)
+    first.load("image", data_url(encoded(400, 400)))
+    second = Loading(max_media_memory_mb=1)
+    second.call.media = RequestMedia(first.memory)
+    with pytest.raises(GracefulHTTPError) as caught:
+        second.load("image", data_url(encoded(400, 400)))
+    assert caught.value.http_status == HTTPStatus.SERVICE_UNAVAILABLE
+
+
+def icon() -> bytes:
+    """An icon of 16 x 16 that holds a larger image."""
+    image = encoded(4000, 4000)
+    return struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(image), 22) + image
+
+
+def tiled() -> bytes:
+    """A TIFF of one pixel, with a tile of 20000 x 20000."""
+    tags = [
+        *((256, 4, 1, 1), (257, 4, 1, 1), (258, 3, 1, 8), (259, 3, 1, 5), (262, 3, 1, 1), (277, 3, 1, 1)),
+        *((322, 4, 1, 20000), (323, 4, 1, 20000), (324, 4, 1, 4), (325, 4, 1, 4)),
+    ]
+    entries = b"".join(struct.pack("<HHII", *tag) for tag in tags)
+    return b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+def test_images_that_are_larger_than_they_say_are_refused() -> None:
+    assert "is an image in ICO; taken are PNG, JPEG" in Loading().refusal("image", data_url(icon()))
+    assert "is an image of 20000x20000 pixels" in Loading().refusal("image", data_url(tiled()))
+
+
+def test_an_animation_is_its_first_frame() -> None:
+    from PIL import Image
+
+    with BytesIO() as file:
+        frames = [Image.new("RGB", (50, 50), (shade, 0, 0)) for shade in range(100)]
+        frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
+        animation = file.getvalue()
+    loading = Loading(max_request_pixels=2500)
+    (image,) = loading.load("image", data_url(animation))
+    assert image.media.size == (50, 50)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("data:image/png;base64,AAAA", "`image_url` is no image; taken are PNG, JPEG, WebP, GIF, BMP, TIFF"),
+        ("data:image/png;base64,A*", "`image_url` cannot be decoded: "),
+        ("data:x", "`image_url` cannot be loaded: Invalid data URL"),
+        ("ftp://a/b", "`image_url` cannot be loaded: The URL must be either"),
+        ("file:///etc/passwd", "`image_url` cannot be loaded: Cannot load local files"),
+    ],
+)
+def test_what_cannot_be_loaded_is_the_clients_fault(url: str, message: str) -> None:
+    assert Loading().refusal("image", url).startswith(message)
+
+
+def test_a_local_file_has_the_same_limits(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(encoded(40, 30))
+    (tmp_path / "b.png").write_bytes(bomb(13000, 13000))
+    path = str(tmp_path)
+    (image,) = Loading().load("image", f"file://{path}/a.png", path=path)
+    assert image.media.size == (40, 30)
+    assert "13000x13000" in Loading().refusal("image", f"file://{path}/b.png", path=path)
+    assert "cannot be read" in Loading().refusal("image", f"file://{path}/none.png", path=path)
+    assert "must be a subpath" in Loading().refusal("image", "file:///etc/passwd", path=path)
+
+
+@contextlib.contextmanager
+def hosting(body: bytes) -> Iterator[str]:
+    """The URL of a file on loopback."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(HTTPStatus.OK)
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/a.png"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_urls_are_fetched_from_allowed_networks_only() -> None:
+    from vllm.exceptions import VLLMUnprocessableEntityError
+
+    with hosting(encoded(40, 30)) as url:
+        with pytest.raises(VLLMUnprocessableEntityError, match="`image_url` cannot be fetched from a public address"):
+            Loading().load("image", url)
+        loading = Loading(allowed_media_networks=("127.0.0.0/8",))
+        (image,) = loading.load("image", url)
+        assert image.media.size == (40, 30)
+        assert loading.memory.used == 4 * 40 * 30 + len(encoded(40, 30))
+        assert "one of the allowed domains" in loading.refusal("image", url, domains=["media.example"])
+
+
+def test_downloads_of_a_request_are_counted_together() -> None:
+    with hosting(encoded(40, 30) + bytes(600 << 10)) as url:
+        loading = Loading(allowed_media_networks=("127.0.0.0/8",), max_media_download_mb=1)
+        assert "at most 1 MiB are fetched for a request" in loading.refusal("image", url, url)
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Ten frames of 64 x 48."""
+    import cv2
+    import numpy as np
+
+    path = tmp_path_factory.mktemp("video") / "a.avi"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), 5, (64, 48))
+    for shade in range(10):
+        writer.write(np.full((48, 64, 3), shade * 20, np.uint8))
+    writer.release()
+    return path.read_bytes()
+
+
+LOADERS = ("opencv", "opencv_dynamic", "qwen2_vl", "qwen3_vl", "molmo2", "glm5next", "openpangu")
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_frames_are_counted_before_they_are_decoded(loader: str, video: bytes) -> None:
+    options = {"video": {"video_backend": loader}}
+    url = data_url(video, "video/avi")
+    loading = Loading()
+    (loaded,) = loading.load("video", url, media_io_kwargs=options)
+    frames = loaded.media[0]
+    assert frames.shape[1:] == (48, 64, 3)
+    assert loading.memory.used == frames.nbytes
+    refusal = Loading(max_request_pixels=48 * 64 * len(frames) - 1).refusal("video", url, media_io_kwargs=options)
+    assert "option.max_request_pixels" in refusal
+    assert "is a video of 64x48 pixels" in Loading(max_image_pixels=48 * 63).refusal(
+        "video", url, media_io_kwargs=options
+    )
+
+
+def test_vllm_has_no_loader_of_videos_that_goes_another_way() -> None:
+    """Each asks before it decodes, by one of the two methods that are replaced."""
+    from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader
+
+    assert all(issubclass(loader, VideoLoader) for loader in VIDEO_LOADER_REGISTRY.name2class.values())
+    assert set(LOADERS) <= VIDEO_LOADER_REGISTRY.name2class.keys()
+
+
+def test_a_video_that_says_it_has_too_many_frames_is_refused(monkeypatch: pytest.MonkeyPatch, video: bytes) -> None:
+    import handlers.openai.media_connector as module
+
+    monkeypatch.setattr(module, "MOST_FRAMES", 9)
+    refusal = Loading().refusal("video", data_url(video, "video/avi"), media_io_kwargs={"video": {"num_frames": -1}})
+    assert "is a video of 10 frames; at most 9 are taken" in refusal
+
+
+def test_frames_may_not_grow() -> None:
+    """A stream may change its size, and the decoder follows."""
+    import numpy as np
+
+    from handlers.openai.media_connector import _Capture
+
+    frames = [np.zeros((48, 64, 3), np.uint8), np.zeros((4800, 6400, 3), np.uint8)]
+    sides = iter((64, 48))
+    capture = SimpleNamespace(get=lambda _: next(sides), grab=lambda: True, retrieve=lambda: (True, frames.pop(0)))
+    bounded = _Capture(capture)
+    assert bounded.read()[1].shape == (48, 64, 3)
+    with pytest.raises(InvalidRequest, match="frames larger than its 64x48"):
+        bounded.retrieve()
+
+
+def test_frames_that_come_as_images_are_counted() -> None:
+    frame = base64.b64encode(encoded(40, 30, "JPEG")).decode()
+    url = f"data:video/jpeg;base64,{frame},{frame},{frame}"
+    (loaded,) = Loading().load("video", url)
+    assert loaded.media[0].shape == (3, 30, 40, 3)
+    assert "option.max_request_pixels" in Loading(max_request_pixels=3599).refusal("video", url)
+
+
+def test_a_decoder_that_there_is_not_is_the_clients_fault(video: bytes) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    url = data_url(video, "video/avi")
+    with pytest.raises(VLLMValidationError, match="there is no such video_backend"):
+        Loading().load("video", url, media_io_kwargs={"video": {"video_backend": "none"}})
+    assert "cannot be decoded" in Loading().refusal("video", url, media_io_kwargs={"video": {"backend": "none"}})
+    assert "is no image" not in Loading().refusal("video", data_url(b"no video", "video/avi"))
+
+
+def test_sound_is_counted_once_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+    from vllm.multimodal.media.audio import AudioMediaIO
+
+    monkeypatch.setattr(AudioMediaIO, "load_bytes", lambda *_: (np.zeros(1000, np.float32), 16000))
+    loading = Loading()
+    loading.load("audio", data_url(b"sound", "audio/wav"))
+    assert loading.memory.used == 4000
+    monkeypatch.undo()
+    assert "cannot be decoded" in Loading().refusal("audio", data_url(b"no sound", "audio/wav"))
+
+
+def test_the_prompts_images_are_dropped_when_the_engine_has_it() -> None:
+    from handlers.openai.engine_client import EngineClient
+
+    loading = Loading()
+    loading.load("image", data_url(encoded(40, 30)))
+    engine = SimpleNamespace(async_llm=None, sampling=None, tokenizer=None)
+    client = EngineClient(engine, SETTINGS)  # type: ignore[arg-type]
+
+    async def generate() -> None:
+        from vllm import SamplingParams
+
+        import handlers.openai.engine_client as module
+
+        current_call.set(loading.call)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "check_parameters", lambda *_: None)
+            client.generate({"prompt_token_ids": [1]}, SamplingParams(), "id")
+
+    asyncio.run(generate())
+    assert loading.memory.used == 0

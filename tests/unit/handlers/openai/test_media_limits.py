@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from handlers.errors import InvalidRequest, Overloaded
+from handlers.model_settings import ModelSettings
+from handlers.openai.media_limits import MediaMemory, RequestMedia
+
+SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
+MIB = 1 << 20
+
+
+def test_photographs_of_phones_pass() -> None:
+    memory = MediaMemory(SETTINGS)
+    media = RequestMedia(memory)
+    media.add_image(8064, 6048)  # 48 megapixels
+    media.add_image(8160, 6144)  # 50 megapixels
+    for _ in range(12):
+        media.add_image(4032, 3024)
+    assert memory.used == 4 * (8064 * 6048 + 8160 * 6144 + 12 * 4032 * 3024)
+
+
+def test_an_image_is_refused_by_its_pixels() -> None:
+    media = RequestMedia(MediaMemory(replace(SETTINGS, max_image_pixels=100)))
+    media.add_image(10, 10)
+    with pytest.raises(InvalidRequest) as caught:
+        media.add_image(101, 1)
+    assert caught.value.message == (
+        "is an image of 101x1 pixels; at most 100 pixels are taken (option.max_image_pixels)"
+    )
+    with pytest.raises(InvalidRequest, match="is a video of 101x1 pixels"):
+        media.add_frames(101, 1, 1)
+
+
+def test_the_images_and_frames_of_a_request_are_refused_by_all_their_pixels() -> None:
+    memory = MediaMemory(replace(SETTINGS, max_request_pixels=300))
+    media = RequestMedia(memory)
+    media.add_image(10, 10)
+    media.add_frames(10, 10, 2)
+    with pytest.raises(InvalidRequest, match=r"may have 300 pixels together \(option.max_request_pixels\)"):
+        media.add_image(1, 1)
+    RequestMedia(memory).add_image(10, 10)
+
+
+def test_downloads_of_a_request_are_counted_together() -> None:
+    media = RequestMedia(MediaMemory(replace(SETTINGS, max_media_download_mb=2)))
+    media.add_download(MIB)
+    media.add_download(MIB)
+    with pytest.raises(InvalidRequest, match=r"at most 2 MiB are fetched for a request"):
+        media.add_download(1)
+
+
+def test_requests_share_the_memory_until_the_engine_has_their_prompts() -> None:
+    memory = MediaMemory(replace(SETTINGS, max_media_memory_mb=3))
+    first, second = RequestMedia(memory), RequestMedia(memory)
+    first.add_decoded(2 * MIB)
+    with pytest.raises(Overloaded):
+        second.add_decoded(2 * MIB)
+    first.release()
+    second.add_decoded(2 * MIB)
+    with pytest.raises(Overloaded):
+        first.add_decoded(2 * MIB)
+    second.close()
+    second.close()
+    assert memory.used == 0
+    first.add_decoded(2 * MIB)
+
+
+def test_a_request_that_could_never_be_held_is_the_clients_fault() -> None:
+    media = RequestMedia(MediaMemory(replace(SETTINGS, max_media_memory_mb=1)))
+    with pytest.raises(InvalidRequest, match=r"\(option\.max_media_memory_mb\)"):
+        media.add_decoded(MIB + 1)
+
+
+def test_a_thread_that_outlives_its_request_holds_nothing() -> None:
+    memory = MediaMemory(SETTINGS)
+    media = RequestMedia(memory)
+    media.close()
+    with pytest.raises(InvalidRequest):
+        media.add_image(10, 10)
+    assert memory.used == 0
