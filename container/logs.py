@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
+import atexit
+import copy
+import faulthandler
 import json
 import logging
 import logging.config
 import os
 import re
+import sys
 import time
 from functools import lru_cache
 from typing import Any
 
+from container.output import Output, Writer
+
+FLUSH_SECONDS = 1.0
+"""How long the end of a process waits for who reads its log."""
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
 _PLAIN = "%(asctime)s %(levelname)-7s %(replica)s%(name)s%(request)s: %(message)s"
 _ACCESS = logging.getLogger("slipway.access")
@@ -54,6 +61,10 @@ class PlainFormatter(logging.Formatter):
             record.message = _CONTROL.sub(_escaped, record.message)
         return super().formatMessage(record)
 
+    def foreign(self, stream: str, line: str) -> str:
+        """A line that was written to a stream past the log."""
+        return line
+
     def access(self, created: float, message: str, identity: str) -> str:
         """A line of the access log, as `format` would make it."""
         if not message.isprintable():
@@ -78,8 +89,22 @@ class JsonFormatter(logging.Formatter):
         }
         if (identity := getattr(record, "request_id", None)) is not None:
             fields["request_id"] = identity
-        if record.exc_info:
-            fields["traceback"] = self.formatException(record.exc_info)
+        if record.exc_info and not record.exc_text:
+            record.exc_text = self.formatException(record.exc_info)
+        if record.exc_text:
+            fields["traceback"] = record.exc_text
+        return json.dumps(fields, ensure_ascii=False)
+
+    def foreign(self, stream: str, line: str) -> str:
+        """A line that was written to a stream past the log. Processes of vLLM write JSON already."""
+        if line.startswith("{") and line.endswith("}"):
+            try:
+                json.loads(line)
+            except ValueError:
+                pass
+            else:
+                return line
+        fields = {"time": _timestamp(time.time()), "level": "info", **self._replica, "logger": stream, "message": line}
         return json.dumps(fields, ensure_ascii=False)
 
     def access(self, created: float, message: str, identity: str) -> str:
@@ -87,60 +112,115 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields | {"message": message, "request_id": identity}, ensure_ascii=False)
 
 
-class AccessLog:
-    """A line for each request, written with the others of its turn of the event loop.
+class LogHandler(logging.Handler):
+    """Has records formatted and written in a thread, so that no line waits for who reads it."""
 
-    They are made past `logging`, which takes five times as long for each.
-    """
+    def __init__(self, writer: Writer, formatter: PlainFormatter | JsonFormatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a record as it is now: arguments may change, and a traceback would keep what its frames have."""
+        try:
+            record = copy.copy(record)
+            record.msg, record.args = record.getMessage(), None
+            if record.exc_info:
+                record.exc_text = record.exc_text or logging.Formatter().formatException(record.exc_info)
+                record.exc_info = None
+            self._writer.add(len(record.msg) + len(record.exc_text or ""), self.format, record)
+        except Exception:
+            self.handleError(record)
+
+
+class AccessLog:
+    """A line for each request. They are made past `logging`, which takes five times as long for each."""
 
     def __init__(self) -> None:
-        self.handler: logging.StreamHandler[Any] | None = None
-        """What writes the other lines; its formatter is one of ours. None: nothing is logged."""
-        self._lines: list[str] = []
+        self._writer: Writer | None = None
+        self._formatter: PlainFormatter | JsonFormatter = PlainFormatter()
+
+    def write_to(self, writer: Writer | None, formatter: PlainFormatter | JsonFormatter) -> None:
+        """Write from now on. Without a writer nothing is logged."""
+        self._writer, self._formatter = writer, formatter
 
     def add(self, message: str, identity: str) -> None:
-        """Log a request with this id. To be called in the event loop."""
-        handler = self.handler
-        if handler is None or not _ACCESS.isEnabledFor(logging.INFO):
-            return
-        if not self._lines:
-            asyncio.get_running_loop().call_soon(self._write, handler)
-        self._lines.append(handler.formatter.access(time.time(), message, identity))  # type: ignore[union-attr]
+        """Log a request with this id."""
+        if self._writer is not None and _ACCESS.isEnabledFor(logging.INFO):
+            self._writer.add(len(message), self._formatter.access, time.time(), message, identity)
 
-    def _write(self, handler: logging.StreamHandler[Any]) -> None:
-        lines, self._lines = self._lines, []
-        handler.acquire()
-        try:
-            handler.stream.write("\n".join([*lines, ""]))
-            handler.flush()
-        finally:
-            handler.release()
+
+class _Log:
+    """The log of this process."""
+
+    def __init__(self) -> None:
+        self.output: Output | None = None
+        self.handler: logging.Handler | None = None
+
+    def start(self, log_format: str, replica: str, redirect: bool) -> None:
+        formatter = (JsonFormatter if log_format == "json" else PlainFormatter)(replica)
+
+        def notice(dropped: int) -> str:
+            text = f"{dropped} lines were dropped because the log's reader is slow"
+            fields = {"name": __name__, "levelname": "WARNING", "levelno": logging.WARNING, "msg": text}
+            return formatter.format(logging.makeLogRecord(fields))
+
+        self.output = Output(notice, formatter.foreign if redirect else None)
+        self.handler = LogHandler(self.output.log, formatter)
+        access_log.write_to(self.output.log, formatter)
 
 
 access_log = AccessLog()
 """Of this process."""
+_log = _Log()
+
+
+def output_handler() -> logging.Handler:
+    """What writes the lines of this process. vLLM reads `configuration` as it is imported, in this process as well."""
+    return _log.handler or logging.StreamHandler(sys.stdout)
+
+
+def flush(seconds: float = FLUSH_SECONDS) -> None:
+    """Write the lines that wait; to be called before the process ends."""
+    if _log.output is not None:
+        _log.output.flush(seconds)
+
+
+def dropped_lines() -> int:
+    """How many lines were dropped because nobody read the log."""
+    return _log.output.dropped if _log.output is not None else 0
 
 
 def configuration(log_format: str, level: str, replica: str = "") -> dict[str, Any]:
-    """For `logging.config.dictConfig`, in this process and in vLLM's."""
+    """For `logging.config.dictConfig`, in this process and in vLLM's, whose streams somebody always reads."""
     formatter = "container.logs.JsonFormatter" if log_format == "json" else "container.logs.PlainFormatter"
     return {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"slipway": {"()": formatter, "replica": replica}},
-        "handlers": {
-            "stdout": {"class": "logging.StreamHandler", "formatter": "slipway", "stream": "ext://sys.stdout"}
-        },
+        "handlers": {"stdout": {"()": "container.logs.output_handler", "formatter": "slipway"}},
         "root": {"handlers": ["stdout"], "level": level.upper()},
         "loggers": {"vllm": {"level": level.upper(), "propagate": True}},
     }
 
 
-def configure(log_format: str, level: str, replica: str = "") -> None:
-    """Set up logging in this process."""
+def configure(log_format: str, level: str, replica: str = "", *, redirect: bool = False) -> None:
+    """Set up logging in this process.
+
+    Args:
+        log_format: `plain` or `json`.
+        level: the least that is logged.
+        replica: the name of this process among others that serve the same.
+        redirect: have all that is written to standard output and standard error take the log's way, from the processes
+            that this one starts later too.
+    """
+    _log.start(log_format, replica, redirect)
     logging.config.dictConfig(configuration(log_format, level, replica))
-    (access_log.handler,) = logging.getLogger().handlers  # type: ignore[assignment]
     logging.captureWarnings(True)
+    atexit.register(flush)
+    if _log.output is not None and _log.output.stderr is not None:
+        # A process that crashes does not get to read what it has written to itself.
+        faulthandler.enable(_log.output.stderr)
 
 
 def configure_vllm(log_format: str, level: str, replica: str = "") -> None:

@@ -27,11 +27,13 @@ from typing import Any
 import psutil
 import uvicorn
 
+from container import logs
 from container.app import Application, Mount, create_app
 from container.event_loop import EventLoopWatch
 from container.http.protocol import Cork, HttpProtocol, check_uvicorn
 from container.models.registration import Registrar
 from container.models.registry import Lifecycle, Model, Models, State
+from container.settings.environment import KEY_VARIABLES
 from container.settings.load import further_settings
 from container.settings.server import address
 from container.settings.settings import Settings, Startup
@@ -327,7 +329,7 @@ class Process:
             logger.warning("%s: ending at once", name)
             _kill_children()
             self._clean_up()
-            os._exit(EXIT_OK if starting else 128 + number)
+            _exit(EXIT_OK if starting else 128 + number)
         drain = self._settings.drain_timeout
         logger.info("%s: draining for at most %g s", name, drain)
         # A thread: no step that hangs can put it off.
@@ -338,16 +340,12 @@ class Process:
         self._stopping = asyncio.create_task(self._drain())
 
     def _end_late(self, number: int, seconds: float) -> None:
-        # In a thread: nobody may read the log any more.
-        said = ("not stopped within %g s of the signal; ending at once", seconds)
-        log = threading.Thread(target=logger.critical, args=said, daemon=True)
-        log.start()
-        log.join(1.0)
+        logger.critical("not stopped within %g s of the signal; ending at once", seconds)
         try:
             _kill_children()
             self._clean_up()
         finally:
-            os._exit(128 + number)
+            _exit(128 + number)
 
     async def _drain(self) -> None:
         try:
@@ -386,12 +384,18 @@ async def _run(process: Process, clean_up: Callable[[], None]) -> int:
 
     def end() -> None:
         clean_up()
-        os._exit(code)
+        _exit(code)
 
     last = threading.Timer(_EXIT_SECONDS, end)
     last.daemon = True
     last.start()
     return code
+
+
+def _exit(code: int) -> None:
+    """End at once, whatever the process's threads do; what was logged is written if somebody reads it."""
+    logs.flush()
+    os._exit(code)
 
 
 def _kill_children() -> None:
@@ -410,6 +414,10 @@ def prepared(startup: Startup) -> Iterator[None]:
     """Prepare this process for its models; to be called from a thread that lives as long as they do."""
     ensure_home()
     os.environ.update(startup.exports)
+    if startup.server.api_keys is not None:
+        for name in KEY_VARIABLES:  # no other process needs a key of ours
+            os.environ.pop(name, None)
+        logger.info("callers need one of %d API keys", len(startup.server.api_keys.digests))
     # GPUs are chosen by the numbers of nvidia-smi, so CUDA has to count them in the same order.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     allow_open_files()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -16,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.logs import AccessLog, JsonFormatter, PlainFormatter
+from container.logs import AccessLog, JsonFormatter, LogHandler, PlainFormatter
+from container.output import Writer
 
 
 def _line(message: str, **more: Any) -> str:
@@ -59,28 +59,45 @@ def test_the_access_log_has_the_lines_that_logging_would_make(
     assert formatter.access(created, message, identity) == formatter.format(record)
 
 
-@pytest.mark.asyncio
-async def test_the_lines_of_one_turn_are_written_together_and_those_of_a_level_that_is_off_are_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    writes: list[str] = []
-    log = AccessLog()
+def test_the_access_log_is_written_by_its_writer_unless_its_level_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    writer, log = Mock(spec=Writer), AccessLog()
     log.add("GET /none", "0")  # nobody has said where to
-    log.handler = logging.StreamHandler(Mock(write=writes.append))
-    log.handler.setFormatter(PlainFormatter())
+    log.write_to(writer, PlainFormatter())
     with caplog.at_level("INFO", "slipway.access"):
         log.add("GET /a", "1")
-        log.add("GET /b", "2")
-        await asyncio.sleep(0)
-        log.add("GET /c", "3")
-        await asyncio.sleep(0)
     with caplog.at_level("WARNING", "slipway.access"):
-        log.add("GET /d", "4")
-        await asyncio.sleep(0)
-    assert [[line.partition(" [")[2] for line in text.splitlines()] for text in writes] == [
-        ["1]: GET /a", "2]: GET /b"],
-        ["3]: GET /c"],
-    ]
+        log.add("GET /b", "2")
+    ((_, make, *arguments),) = [call.args for call in writer.add.call_args_list]
+    assert make(*arguments).endswith(" INFO    slipway.access [1]: GET /a")
+
+
+def test_a_record_is_logged_as_it_was() -> None:
+    writer, changing = Mock(spec=Writer), ["before"]
+    handler = LogHandler(writer, JsonFormatter())
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        record = logging.LogRecord("n", logging.INFO, __file__, 1, "%s", (changing,), sys.exc_info())
+    handler.handle(record)
+    changing[0] = "after"
+    _, make, kept = writer.add.call_args.args
+    assert (kept.args, kept.exc_info) == (None, None)
+    line = json.loads(make(kept))
+    assert line["message"] == "['before']"
+    assert line["traceback"].endswith("ValueError: wrong")
+    assert record.exc_info is not None  # other handlers get it whole
+
+
+@pytest.mark.parametrize("line", ["plain", "{", "{not json}", "12", '{"a": 1} ', ""])
+def test_every_line_of_others_is_json_where_the_log_is(line: str) -> None:
+    assert json.loads(JsonFormatter().foreign("stderr", line)) | {"time": ""} == {
+        "time": "",
+        "level": "info",
+        "logger": "stderr",
+        "message": line,
+    }
+    assert JsonFormatter().foreign("stdout", '{"a": 1}') == '{"a": 1}'
+    assert PlainFormatter().foreign("stdout", line) == line
 
 
 CONFIGURED = """
