@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -13,6 +14,8 @@ from container.http.endpoint import AppState, Endpoint, Scope, handed_to
 from container.http.reply import HttpReply
 from container.models.registry import Model, Models
 from handlers.contracts.family import OWN_HANDLER, Family, Forwards, Generates, Tells
+from handlers.contracts.json_cost import JsonDecoder, off_the_loop
+from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
 from handlers.contracts.protocol import Call, Handler, Reply
 from handlers.entry_point import Service
 from handlers.errors import NotServed
@@ -24,8 +27,6 @@ _LONG_TEXT = 4096
 """Bytes above which a body is answered in a thread: tokenizing takes longer than reading."""
 _THREADS = 2
 """Long bodies that are answered at a time, however many clients ask: each may take seconds, and 256 MB."""
-
-_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def family_endpoints(state: AppState, families: Iterable[Family]) -> dict[tuple[str, str], Endpoint]:
@@ -54,28 +55,40 @@ def _telling(state: AppState, family: Family, route: Tells, threads: Executor) -
         if route.tell_all is not None and not state.models.single:
             reply.reply(route.tell_all(call, [model.lifecycle.view() for model in state.models]))
             return
-        view = model_of(state.models, family, call.path_parameters, call.body).lifecycle.view()
+        model = model_of(state.models, family, call.path_parameters, await _name(family, state.models, call))
+        view = model.lifecycle.view()
         if len(call.body) < _LONG_TEXT:
             reply.reply(route.tell(call, view))
         else:
             reply.reply(await asyncio.get_running_loop().run_in_executor(threads, route.tell, call, view))
 
-    return Endpoint(state, route.path, answer, family.refuse, wants=lambda body: _has_field(body, route.where))
+    wants = None if route.where is None else _Having(route.where)
+    return Endpoint(state, route.path, answer, family.refuse, wants=wants)
 
 
 def _generating(state: AppState, family: Family, route: Generates | Forwards) -> Endpoint:
     models = state.models
 
-    def find(scope: Scope, _: dict[bytes, bytes], call: Call | None) -> Model | Reply | None:
-        names: dict[str, str] = scope.get("path_params", {})
-        if call is None and family.body_names_model and not models.single:
+    def find(scope: Scope, _: dict[bytes, bytes]) -> Model | Reply | None:
+        if family.body_names_model and not models.single:
             return None
-        model = model_of(models, family, names, call.body if call is not None else b"")
+        return chosen(scope.get("path_params", {}))
+
+    async def find_by_body(scope: Scope, _: dict[bytes, bytes], call: Call) -> Model | Reply:
+        return chosen(scope.get("path_params", {}), await _name(family, models, call))
+
+    def chosen(names: dict[str, str], named: str = "") -> Model | Reply:
+        model = model_of(models, family, names, named)
         if isinstance(route, Generates) and route.refuse_path is not None:
             return route.refuse_path(names, model.lifecycle.model) or model
         return model
 
-    return Endpoint(state, route.path, handed_to(partial(_handler, route)), family.refuse, find=find)
+    if isinstance(route, Generates):
+        queued = not route.streams_refusals
+    else:
+        queued = route.path.removeprefix(route.prefix) in (CHAT, COMPLETIONS)
+    answer = handed_to(partial(_handler, route))
+    return Endpoint(state, route.path, answer, family.refuse, find=find, find_by_body=find_by_body, queued=queued)
 
 
 def _handler(route: Generates | Forwards, service: Service) -> Handler:
@@ -92,8 +105,15 @@ def _handler(route: Generates | Forwards, service: Service) -> Handler:
     raise NotServed(_UNUSABLE if isinstance(route, Generates) else _NOT_VLLM)
 
 
-def model_of(models: Models, family: Family, names: Mapping[str, str], body: bytes = b"") -> Model:
-    """The model that a call is for: by its path, by its body where the family's bodies name one, or the startup one.
+async def _name(family: Family, models: Models, call: Call) -> str:
+    """The model that the body names, where that counts."""
+    if models.single or not family.body_names_model:
+        return ""
+    return await _named_in(call.body)
+
+
+def model_of(models: Models, family: Family, names: Mapping[str, str], named: str = "") -> Model:
+    """The model that a call is for: by its path, by the name in its body, or the startup one.
 
     Raises UnknownModel where its path names another, and ModelNotNamed where there is not exactly one startup model.
     """
@@ -101,32 +121,53 @@ def model_of(models: Models, family: Family, names: Mapping[str, str], body: byt
         return models.startup()
     if "model" in names:
         return models.choose(names["model"])
-    name = _named_in(body) if family.body_names_model else ""
-    found = [model for model in models if name in _names(model)]
+    found = [model for model in models if _is_called(model, named)]
     if len(found) == 1:
         return found[0]  # of several versions, the one that has the adapter
     return models.choose(found[0].name) if found else models.startup()
 
 
-def _names(model: Model) -> set[str]:
-    """What a body may call it: its names, and those of its adapters."""
+def _is_called(model: Model, name: str) -> bool:
+    """Tell whether a body may call the model so: by one of its names, or by that of an adapter."""
+    if name == model.name or name in model.lifecycle.model.served_model_names:
+        return True
     service = model.lifecycle.service
-    adapters = service.adapters.all() if service is not None and service.adapters is not None else ()
-    return {model.name, *model.lifecycle.model.served_model_names, *(adapter.name for adapter in adapters)}
+    return service is not None and service.adapters is not None and name in service.adapters
 
 
-def _named_in(body: bytes) -> str:
-    given = bytes(_fields(body).get("model", b""))
+class _Naming(msgspec.Struct):
+    """A body as far as it names the model."""
+
+    model: msgspec.Raw = msgspec.Raw()
+
+
+_decode_naming = JsonDecoder[_Naming](_Naming).decode
+
+
+async def _named_in(body: bytes) -> str:
+    """The model that a JSON object names, "" without one; whoever answers says what is wrong with the body."""
+    try:
+        given = bytes((await off_the_loop(body, _decode_naming, body)).model)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
     return str(msgspec.json.decode(given)) if given.startswith(b'"') else ""
 
 
-def _has_field(body: bytes, name: str | None) -> bool:
-    return f'"{name}"'.encode() in body and name in _fields(body)
+class _Having:
+    """Tells whether a body is a JSON object with a field."""
 
+    def __init__(self, name: str) -> None:
+        self._mark = f'"{name}"'.encode()
+        shape = msgspec.defstruct("Having", [("field", msgspec.Raw, msgspec.Raw())], rename={"field": name})
+        self._decode = JsonDecoder[Any](shape).decode
 
-def _fields(body: bytes) -> dict[str, msgspec.Raw]:
-    """The fields of a JSON object; none where the body is something else, which whoever answers says."""
-    try:
-        return _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
+    async def __call__(self, body: bytes) -> bool:
+        return await off_the_loop(body, self._look, body)
+
+    def _look(self, body: bytes) -> bool:
+        if self._mark not in body:
+            return False
+        try:
+            return bool(bytes(self._decode(body).field))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return False

@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 from container.http.endpoint import AppState, Endpoint, Scope, front_end_refusal, handed_to
 from container.http.reply import NO_CACHE
 from container.models.registry import Model
+from handlers.contracts.json_cost import off_the_loop
 from handlers.contracts.lmi.body import FormError, form_fields, is_form
 from handlers.contracts.lmi.errors import JSON
 from handlers.contracts.protocol import Call, Reply
@@ -23,19 +24,24 @@ def invocations(state: AppState, route: str) -> Endpoint:
     """An endpoint for one of LMI's inference routes. It takes any method, as LMI does."""
     models = state.models
 
-    def find(scope: Scope, headers: dict[bytes, bytes], call: Call | None) -> Model | Reply | None:
+    def find(scope: Scope, headers: dict[bytes, bytes]) -> Model | Reply | None:
         name, version = named_model(scope.get("path_params") or {}, scope["query_string"], headers, models)
         if name is None and b"form" in headers.get(b"content-type", b"").lower():
-            if call is None:
-                return None  # one of its fields may name the model
-            name = _named_by_form(call)
+            return None  # one of its fields may name the model
+        return chosen(scope, name, version)
+
+    async def find_by_body(scope: Scope, headers: dict[bytes, bytes], call: Call) -> Model | Reply:
+        _, version = named_model(scope.get("path_params") or {}, scope["query_string"], headers, models)
+        return chosen(scope, await off_the_loop(call.body, _named_by_form, call), version)
+
+    def chosen(scope: Scope, name: str | None, version: str | None) -> Model | Reply:
         model = models.startup() if name is None else models.choose(name, version)
         return Reply(200, JSON, b"{}\n") if scope["method"] == "OPTIONS" else model
 
     answer = handed_to(attrgetter("invocations"))
     not_ready, otherwise = state.settings.wlm_error_http_code, state.settings.server_error_http_code
     refuse = partial(front_end_refusal, not_ready=not_ready, otherwise=otherwise)
-    return Endpoint(state, route, answer, refuse, find=find, headers=NO_CACHE)
+    return Endpoint(state, route, answer, refuse, find=find, find_by_body=find_by_body, headers=NO_CACHE, queued=True)
 
 
 def _named_by_form(call: Call) -> str | None:

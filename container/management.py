@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from typing import Any, NamedTuple
 
 from container.devices import gpu_count
-from container.http.endpoint import AppState, Endpoint, Refuse, front_end_refusal
+from container.http.body import BodyReader, Receive
+from container.http.endpoint import (
+    AppState,
+    Endpoint,
+    Refuse,
+    for_the_connection,
+    front_end_refusal,
+)
 from container.http.reply import NO_CACHE, Headers, HttpReply
 from container.models.memory import OutOfMemory
 from container.models.registration import LoadFailed, Registrar
 from container.models.registry import AlreadyRegistered, Model, State
-from container.settings.settings import SettingsError, UrlNotFound
+from container.settings.settings import ServerSettings, SettingsError, UrlNotFound
 from handlers.adapters import AdapterRegistry
 from handlers.contracts.lmi import adapters as lmi
 from handlers.contracts.lmi import management as contract
@@ -20,9 +28,11 @@ from handlers.contracts.lmi.errors import front_end_reply, refused
 from handlers.contracts.lmi.management import Described, Listed, WorkerShown, read_page, read_registration, read_scale
 from handlers.contracts.openai import family as openai
 from handlers.contracts.protocol import Call, Reply
-from handlers.errors import NotServed
+from handlers.errors import AdapterFailed, NotReady, NotServed, RequestError
 
 ANY_METHOD = "*"
+_MOST_BYTES = 256 * 1024
+"""Of a body."""
 _PREFIXES = ("", "/models/{model}")
 _Answer = Callable[[Call, AdapterRegistry], Awaitable[Reply]]
 _Tell = Callable[[Call], Awaitable[Reply]]
@@ -98,6 +108,38 @@ async def _unload(call: Call, registry: AdapterRegistry) -> Reply:
     return openai.unloaded(body.lora_name)
 
 
+class Refusal(NamedTuple):
+    """A reply to a call that changes nothing."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+async def read_adapter_call(scope: Any, receive: Receive, settings: ServerSettings) -> bytes | Refusal | None:
+    """Read the body of a call of `adapter_routes`; return what to reply if it cannot be read, None if its client went.
+
+    For a server in front of this one, which has several of them answer the call.
+    """
+    most = min(_MOST_BYTES, settings.max_request_size)
+    try:
+        return await BodyReader(None).read(dict(scope["headers"]), receive, most, settings.request_read_timeout)
+    except RequestError as error:
+        return _refused_adapter_call(scope["raw_path"], error)
+
+
+def adapter_call_failed(path: bytes, message: str, *, again: bool) -> Refusal:
+    """Return what such a server replies if a call has failed. `again`: the client may try it again at once."""
+    return _refused_adapter_call(path, NotReady(message) if again else AdapterFailed(message))
+
+
+def _refused_adapter_call(path: bytes, error: RequestError) -> Refusal:
+    refuse = openai.refuse_adapter if path.decode() in (openai.LOAD, openai.UNLOAD) else lmi.refuse
+    reply = refuse(error)
+    headers = [(b"content-type", reply.content_type.encode()), *for_the_connection(error, body_read=False)]
+    return Refusal(reply.status, headers, reply.body)
+
+
 _COLLECTIONS = ("/models", "/workflows")
 _LIST_STATUS = {State.STARTING: "PENDING", State.READY: "READY", State.FAILED: "FAILED"}
 _STATUS = {State.STARTING: "PENDING", State.READY: "Healthy", State.FAILED: "FAILED"}
@@ -121,7 +163,7 @@ def _endpoint(state: AppState, route: str, tell: _Tell, refuse: Refuse, headers:
     async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
         reply.reply(await tell(call))
 
-    return Endpoint(state, route, answer, refuse, headers=headers, same_site=True)
+    return Endpoint(state, route, answer, refuse, headers=headers, same_site=True, most=_MOST_BYTES)
 
 
 def wrong_method() -> Reply:

@@ -12,13 +12,14 @@ import re
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
 from container.error_rates import CLIENT_GONE, ErrorRates
+from container.http.body import UNCOUNTED, BodyMemory, BodyReader, Receive
 from container.http.cross_site import KnownHosts
 from container.http.protocol import BREAK_OFF
 from container.http.reply import Headers, HttpReply, OpenStreams, RetryAfter, Send
@@ -36,6 +37,7 @@ from handlers.errors import (
     NotReady,
     Overloaded,
     RequestError,
+    Unauthorized,
     UnknownModel,
 )
 from handlers.meter import Distribution
@@ -52,10 +54,13 @@ _OVERLOADED = (429, 503)
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Find = Callable[[Scope, dict[bytes, bytes], Call | None], "Model | Reply | None"]
-"""Finds the model of a request, or a reply where there is nothing more to be read. It is asked with the head of the
-request (scope and headers), and once more with the whole call where it returned None. May raise RequestError."""
+Find = Callable[[Scope, dict[bytes, bytes]], "Model | Reply | None"]
+"""Finds the model of a request by its head (scope and headers), or a reply where there is nothing more to be read; None
+if the body has to be read. May raise RequestError."""
+FindByBody = Callable[[Scope, dict[bytes, bytes], Call], Awaitable["Model | Reply | None"]]
+"""The same for a whole call, where the head does not say it."""
+Wants = Callable[[bytes], Awaitable[bool]]
+"""Tells whether an endpoint is meant by a call with this body."""
 Answer = Callable[[Call, HttpReply, "Model | None"], Awaitable["Running | None"]]
 """Answers a call, for the model that was found; returns what cancels it, None if the reply is complete. May raise
 RequestError and ContractError."""
@@ -99,6 +104,7 @@ class AppState:
             b"access-control-allow-headers": settings.cors_allowed_headers,
         }
         self.hosts = KnownHosts(settings.allowed_hosts)
+        self.bodies = BodyMemory(settings)
         self.cors_headers: Headers = [(name, value.encode("latin-1")) for name, value in cors.items() if value]
 
 
@@ -113,24 +119,40 @@ class Endpoint:
         refuse: Refuse,
         *,
         find: Find = lambda *_: None,
+        find_by_body: FindByBody | None = None,
         headers: Headers | None = None,
-        wants: Callable[[bytes], bool] = lambda _: True,
+        wants: Wants | None = None,
         same_site: bool = False,
+        queued: bool = False,
+        most: int | None = None,
     ) -> None:
         """Take what answers and what words refusals.
 
-        `headers`: of every reply of the route, beside the request's id and CORS. `wants`: whether this endpoint is
-        meant by a call with this body; `otherwise` takes the rest. `same_site`: refuse requests that a browser sends
-        for another site, and send no CORS headers.
+        `headers`: of every reply of the route, beside the request's id and CORS. `wants`: `otherwise` takes the calls
+        that are not wanted. `same_site`: refuse requests that a browser sends for another site, and send no CORS
+        headers. `queued`: every call needs a place in the model's queue, so that a long body is not read while that is
+        full. `most`: bytes of a body, if fewer are allowed than by `max_request_size`.
         """
         self._state, self._route = state, route
         self._answer, self._refuse, self._find, self._wants = answer, refuse, find, wants
-        self._same_site = same_site
+        self._find_by_body = find_by_body
+        self._same_site, self._queued = same_site, queued
         self._headers = [*(headers or []), *([] if same_site else state.cors_headers)]
         settings = state.settings
-        self._limits = (settings.max_request_size, settings.request_read_timeout, _too_large, self._too_slow)
+        self._most = settings.max_request_size if most is None else min(most, settings.max_request_size)
         self.otherwise: Endpoint | None = None
         """Answers calls that this endpoint does not want."""
+
+    def for_strangers(self, method: str = "") -> Endpoint:
+        """Return what answers a call without a key, before its body is read: 401 in the form of the contract.
+
+        A browser asks whether it may send a key before it sends one (CORS's preflight); it is told so.
+        """
+        reply = self._refuse(Unauthorized())
+        reply = replace(reply, headers=(*reply.headers, ("www-authenticate", "Bearer")))
+        if method == "OPTIONS" and self._state.cors_headers and not self._same_site:
+            reply = Reply(200, "", b"")
+        return answered_early(self._state, self._route, reply, same_site=self._same_site)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -161,24 +183,29 @@ class Endpoint:
     async def _serve(
         self, scope: Scope, headers: dict[bytes, bytes], identity: str, receive: Receive, reply: HttpReply
     ) -> None:
-        endpoint, watch = self, _Watch(receive)
+        endpoint, watch, state = self, _Watch(receive), self._state
+        reader = BodyReader(state.bodies)
         running: Running | None = None
         try:
-            if self._same_site and (fault := self._state.hosts.fault(headers)):
+            if self._same_site and (fault := state.hosts.fault(headers)):
                 raise CrossSite(fault)
-            found = self._find(scope, headers, None)
+            found = self._find(scope, headers)
             if isinstance(found, Model):
-                found.service()  # a body that nobody is going to read need not be waited for
+                service = found.service()  # a body that nobody is going to read need not be waited for
+                if self._queued and _is_long(headers):
+                    service.check_place()
             if not isinstance(found, Reply):
-                body = await bounded_body(headers, receive, *self._limits, self._state.models.reading)
+                seconds = state.settings.request_read_timeout
+                body = await reader.read(headers, receive, self._most, seconds, state.models.reading)
                 if body is None:
                     return
-                if self.otherwise is not None and not self._wants(body):
+                if self.otherwise is not None and self._wants is not None and not await self._wants(body):
                     endpoint = self.otherwise
                 call = _call(scope, headers, body, identity)
-                if self._state.settings.log_prompts:
+                if state.settings.log_prompts:
                     logger.info("body: %s", body.decode(errors="replace"), extra={"request_id": identity})
-                found = found or endpoint._find(scope, headers, call)
+                if found is None and endpoint._find_by_body is not None:
+                    found = await endpoint._find_by_body(scope, headers, call)
             if isinstance(found, Reply):
                 reply.reply(found)
             else:
@@ -189,28 +216,31 @@ class Endpoint:
             self._log_refusal(error.reason, error.reply, identity)
             reply.reply(error.reply)
         except RequestError as error:
+            if isinstance(error, BodyTimeout) and state.models.draining:
+                error = NotReady("the server is stopping")
             refusal = endpoint._refuse(error)
             self._log_refusal(error.message, refusal, identity)
-            reply.headers.extend(_for_the_connection(error))
+            reply.headers.extend(for_the_connection(error, body_read=reader.complete))
             reply.reply(refusal)
         except Exception:
             logger.exception("internal error", extra={"request_id": identity})
             if not reply.status:
                 reply.reply(endpoint._refuse(InternalError()))
+        finally:
+            if running is None:
+                reader.let_go()
         if running is None:
             await reply.drain()  # the client may not have taken the reply before this one
-        else:
+            return
+        try:
             await watch.closed(running)
+        finally:
+            reader.let_go()
 
     def _log_refusal(self, reason: str, reply: Reply, identity: str) -> None:
         # Where the server is full or not ready, the access log's line is enough; another would cost a sixth more.
         level = logging.DEBUG if reply.status in _OVERLOADED else logging.INFO
         logger.log(level, "refused: %s", reason, extra={"request_id": identity})
-
-    def _too_slow(self, seconds: float) -> RequestError:
-        if self._state.models.draining:
-            return NotReady("the server is stopping")
-        return BodyTimeout(f"nothing of the body's rest has come for {seconds:g} s (request_read_timeout)")
 
 
 def answered_early(
@@ -218,7 +248,7 @@ def answered_early(
 ) -> Endpoint:
     """An endpoint that replies before the body is read, by method and path alone."""
 
-    def find(scope: Scope, _: dict[bytes, bytes], __: Call | None) -> Reply:
+    def find(scope: Scope, _: dict[bytes, bytes]) -> Reply:
         if isinstance(reply, Reply):
             return reply
         return reply(Call(body=b"", request_id="", method=scope["method"], path=scope["path"]))
@@ -255,12 +285,14 @@ def front_end_refusal(error: RequestError, not_ready: int = 503, otherwise: int 
             return front_end_reply(404, "ModelNotFoundException", error.message)
         case NoWorkers():
             return front_end_reply(503, "WlmShutdownException", error.message)
+        case Unauthorized():
+            return front_end_reply(401, "UnauthorizedException", error.message)
         case CrossSite():
             return front_end_reply(403, "ForbiddenException", error.message)
         case NotReady():
             return front_end_reply(not_ready, "ServiceUnavailableException", error.message)
         case Overloaded():
-            return front_end_reply(503, "WlmCapacityException", error.message)
+            return front_end_reply(error.status, "WlmCapacityException", error.message)
         case _:
             return front_end_reply(otherwise, "InternalServerException", error.message)
 
@@ -297,57 +329,17 @@ def _call(scope: Scope, headers: dict[bytes, bytes], body: bytes, identity: str)
     )
 
 
-async def bounded_body(
-    headers: Mapping[bytes, bytes],
-    receive: Receive,
-    limit: int,
-    seconds: float,
-    too_large: Callable[[int], Exception],
-    too_slow: Callable[[float], Exception],
-    reading: set[asyncio.Timeout] | None = None,
-) -> bytes | None:
-    """The whole body, or None if the client went away while sending it.
-
-    `reading`: has the time limit of the wait while it lasts, so that others can end it.
-
-    Raises:
-        Exception: what `too_large` makes of `limit`, in bytes, where there is more of it; or what `too_slow` makes of
-            `seconds`, where nothing of it came for so long, or the wait was ended.
-    """
-    announced = headers.get(b"content-length", b"")
-    if announced.isdigit() and int(announced) > limit:
-        raise too_large(limit)
-    reading = set() if reading is None else reading
-    parts: list[bytes] = []
-    size = 0
-    timeout = asyncio.timeout(seconds)
-    reading.add(timeout)
-    try:
-        async with timeout:
-            while (message := await receive())["type"] == "http.request":
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > limit:
-                    raise too_large(limit)
-                if not message.get("more_body", False):
-                    return b"".join(parts)
-                timeout.reschedule(asyncio.get_running_loop().time() + seconds)
-    except TimeoutError:
-        raise too_slow(seconds) from None
-    finally:
-        reading.discard(timeout)
-    return None
+def _is_long(headers: dict[bytes, bytes]) -> bool:
+    length = headers.get(b"content-length", b"")
+    return length.isdigit() and int(length) > UNCOUNTED
 
 
-def _too_large(limit: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body is larger than {limit} bytes (max_request_size)")
-
-
-def _for_the_connection(error: RequestError) -> Headers:
+def for_the_connection(error: RequestError, *, body_read: bool) -> Headers:
+    """Return what a refusal tells about the connection and the next attempt."""
     match error:
         case NotReady():
             return [(b"retry-after", b"5"), (b"connection", b"close")]
-        case BodyTooLarge() | BodyTimeout():
+        case BodyTooLarge() | BodyTimeout() | Overloaded() if not body_read:
             return [(b"connection", b"close")]  # the rest of the body is not going to be read
         case _:
             return []

@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
+from handlers.contracts.json_cost import JsonDecoder
 from handlers.errors import InvalidParameter
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # What engines can carry; no parameter means anything beyond.
@@ -24,7 +23,7 @@ _TRUNCATED = "Input data was truncated"
 _LONE_SURROGATE = re.compile(
     rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\?\Z|\\u[0-9a-fA-F]{0,3}\Z|\\u[dD][c-fC-F][0-9a-fA-F]{2})"
 )
-_decode = msgspec.json.Decoder().decode
+_decode = JsonDecoder[Any]().decode
 
 
 class JsonError(ValueError):
@@ -32,7 +31,8 @@ class JsonError(ValueError):
 
 
 def decode_json(text: bytes | str) -> Any:
-    """The document that a JSON text holds. Raises JsonError: it holds none, or is nested too deeply."""
+    """The document that a JSON text holds. Raises JsonError: it holds none, is nested too deeply, or would take too
+    long to decode."""
     try:
         return _decode(text)
     except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, and numbers too long to read, as well

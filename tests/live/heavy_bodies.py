@@ -1,0 +1,266 @@
+"""Bodies that cost the most to read, and how long `/ping` waits while a server has them.
+
+    python -m tests.live.heavy_bodies http://127.0.0.1:8080 --megabytes 64 --at-a-time 8 [--only TEXT]
+
+Prints a line for each route and body: the status, the seconds until the reply, and the longest wait of `/ping` in ms.
+The server's model is named "model".
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+from urllib.parse import urlsplit
+
+MODEL = b'"model":"model"'
+_PING_SECONDS = 0.02
+_REPLY_SECONDS = 300.0
+
+
+def _many(first: bytes, piece: bytes, last: bytes, size: int) -> bytes:
+    return first + piece * ((size - len(first) - len(last)) // len(piece)) + last
+
+
+def _keys(size: int) -> bytes:
+    return (
+        b'{"max_new_tokens":1,"max_tokens":1,' + b",".join([b'"k%x":1' % place for place in range(size // 13)]) + b"}"
+    )
+
+
+SHAPES: dict[str, Callable[[int], bytes]] = {
+    "different keys": _keys,
+    "one key again and again": lambda size: _many(b'{"max_new_tokens":1', b',"a":1', b"}", size),
+    "empty objects": lambda size: _many(b"[{}", b",{}", b"]", size),
+    "empty arrays": lambda size: _many(b"[[]", b",[]", b"]", size),
+    "arrays of one": lambda size: _many(b"[[1]", b",[1]", b"]", size),
+    "deep arrays": lambda size: b"[" * (size // 2) + b"]" * (size // 2),
+    "deep objects": lambda size: b'{"a":' * (size // 6) + b"1" + b"}" * (size // 6),
+    "large exponents": lambda size: _many(b"[1", b",1e300", b"]", size),
+    "long integers": lambda size: _many(b"[1", b"," + b"1" * 4000, b"]", size),
+    "long fractions": lambda size: _many(b"[1", b",1." + b"3" * 800, b"]", size),
+    "short integers": lambda size: _many(b"[1", b",1", b"]", size),
+    "token ids": lambda size: _many(b"[1", b",12345", b"]", size),
+    "short strings": lambda size: _many(b'["b"', b',"a"', b"]", size),
+    "different strings": lambda size: b"[" + b",".join([b'"%x"' % place for place in range(size // 10)]) + b"]",
+    "messages": lambda size: _many(b'[{"role":"user","content":"a"}', b',{"role":"user","content":"a"}', b"]", size),
+    "text parts": lambda size: _many(
+        b'[{"role":"user","content":[{"type":"text","text":"a"}', b',{"type":"text","text":"a"}', b"]}]", size
+    ),
+    "plain text": lambda size: _many(b'"', b"a", b'"', size),
+    "words": lambda size: _many(b'"', b"some words, and more: ", b'"', size),
+    "escaped line feeds": lambda size: _many(b'"', b"\\n", b'"', size),
+    "escaped characters": lambda size: _many(b'"', b"\\ud83d\\ude00", b'"', size),
+    "escaped JSON": lambda size: _many(b'"', b'{\\"a\\":[1]},', b'"', size),
+    "characters beyond ASCII": lambda size: _many(b'"', "é".encode(), b'"', size),
+    "white space": lambda size: b" " * (size - 1) + b"1",
+}
+"""JSON values by what they are made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A route, and the fields of its bodies that heavy values are sent in."""
+
+    path: str
+    fields: tuple[str, ...]
+    others: bytes = MODEL
+    """The rest of the body, which makes it a request."""
+    content_type: str = "application/json"
+    extra: dict[str, str] = field(default_factory=dict)
+    """Further headers."""
+
+    def bodies(self, size: int, only: Callable[[str], bool] = lambda _: True) -> Iterator[tuple[str, bytes]]:
+        """Each body of about `size` bytes, with what it is."""
+        for name in self.fields:
+            for shape, value in SHAPES.items():
+                title = f"{self.path} {name}: {shape}"
+                if only(title):
+                    yield title, b'{%b,"%b":%b}' % (self.others, name.encode(), value(size - 100))
+
+
+_INPUTS, _LIMIT = b'"inputs":"a"', b',"parameters":{"max_new_tokens":1}'
+_PROMPT, _TEXT = MODEL + b',"prompt":"a","max_tokens":1', b'"text_input":"a","max_tokens":1'
+_CHAT = MODEL + b',"messages":[{"role":"user","content":"a"}],"max_tokens":1'
+_FORM, _MULTIPART = "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"
+LMI = (
+    Target("/invocations", ("parameters",), _INPUTS),
+    Target("/invocations", ("unknown",), _INPUTS + _LIMIT),
+    Target("/invocations", ("inputs", "messages", "prompt", "requestType"), b'"max_tokens":1' + _LIMIT),
+    Target("/predictions/model", ("parameters",), _INPUTS),
+)
+OPENAI = (
+    Target("/v1/completions", ("logit_bias", "stop", "unknown"), _PROMPT),
+    Target("/v1/completions", ("prompt",), MODEL),
+    Target("/v1/chat/completions", ("tools", "unknown"), _CHAT),
+    Target("/v1/chat/completions", ("messages",), MODEL + b',"max_tokens":1'),
+    Target("/v1/chat/completions/batch", ("messages",), MODEL + b',"max_tokens":1'),
+    Target("/v1/responses", ("input",), MODEL + b',"max_output_tokens":1'),
+    Target("/v1/messages", ("messages",), MODEL + b',"max_tokens":1'),
+    Target("/v1/messages/count_tokens", ("messages",), MODEL),
+    Target("/tokenize", ("prompt", "messages", "unknown"), MODEL),
+    Target("/tokenize", ("parameters",), _INPUTS),
+    Target("/detokenize", ("tokens",), MODEL),
+)
+TGI = (
+    Target("/generate", ("parameters",), _INPUTS),
+    Target("/generate", ("unknown",), _INPUTS + _LIMIT),
+    Target("/generate", ("inputs",), b'"a":1' + _LIMIT),
+    Target("/generate_stream", ("parameters",), _INPUTS),
+    Target("/", ("parameters",), _INPUTS),
+    Target("/vertex", ("instances",), b'"a":1'),
+    Target("/chat_tokenize", ("messages",), b'"a":1'),
+)
+TRITON = (
+    Target("/v2/models/model/generate", ("parameters", "unknown", "stop_words"), _TEXT),
+    Target("/v2/models/model/generate", ("text_input",), b'"max_tokens":1'),
+    Target("/v2/models/model/generate_stream", ("parameters",), _TEXT),
+    Target("/v2/repository/index", ("ready",), b'"a":1'),
+    Target("/v2/repository/models/model/load", ("parameters",), b'"a":1'),
+)
+HAPPY = (
+    Target("/v1/generate", ("prompt",), b'"max_tokens":1'),
+    Target("/v1/generate", ("response_pool", "json_format", "unknown"), b'"prompt":"a","max_tokens":1'),
+    Target("/v1/generate_stream", ("prompt",), b'"max_tokens":1'),
+    Target("/v1/tokenizer", ("text",), b'"a":1'),
+    Target("/v2/tokenizer", ("prompt", "messages"), MODEL),
+    Target("/v1/decode", ("token_ids",), b'"a":1'),
+    Target("/v1/split_text", ("text", "separators"), b'"a":1'),
+    Target("/v1/metadata_text", ("text",), b'"a":1'),
+)
+MANAGEMENT = (
+    Target("/adapters", ("name",), b'"src":"a"'),
+    Target("/v1/load_lora_adapter", ("lora_name",), b'"lora_path":"a"'),
+    Target("/models", ("url",), b'"a":1'),
+)
+ALL = (*LMI, *OPENAI, *TGI, *TRITON, *HAPPY, *MANAGEMENT)
+
+
+def forms(size: int) -> dict[str, tuple[str, bytes]]:
+    """Forms of about `size` bytes by what they are made of: content type and body."""
+    head = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n'
+    return {
+        "form fields": (_FORM, _many(b"a=1", b"&a=1", b"", size)),
+        "form without fields": (_FORM, b"&" * size),
+        "form of escapes": (_FORM, _many(b"inputs=", b"%41", b"", size)),
+        "parts": (_MULTIPART, _many(b"", head + b"\r\n", b"--x--\r\n", size)),
+        "part of line ends": (_MULTIPART, _many(head, b"\r\n", b"\r\n--x--\r\n", size)),
+        "part of returns": (_MULTIPART, _many(head, b"\r", b"\r\n--x--\r\n", size)),
+        "part of near boundaries": (_MULTIPART, _many(head, b"\r\n--", b"\r\n--x--\r\n", size)),
+        "csv": ("text/csv", _many(b"inputs\n", b"a\n", b"", size)),
+        "csv of columns": ("text/csv", _many(b"inputs", b",a", b"\n1", size)),
+        "text": ("text/plain", b"a" * size),
+    }
+
+
+def head(path: str, content_type: str, length: int, host: str = "localhost") -> bytes:
+    """A request's head; the connection ends with the reply."""
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {content_type}\r\nContent-Length: {length}\r\n"
+        "Connection: close\r\n\r\n"
+    ).encode()
+
+
+async def send(host: str, port: int, path: str, content_type: str, body: bytes) -> tuple[int, bytes]:
+    """The reply's status and what it begins with; 0 if the server closed without one."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        with contextlib.suppress(ConnectionError):
+            writer.write(head(path, content_type, len(body)))
+            writer.write(body)
+            await writer.drain()
+        reply = b""
+        with contextlib.suppress(ConnectionError):
+            reply = await asyncio.wait_for(reader.read(2000), _REPLY_SECONDS)
+        return (int(reply[9:12]) if reply[9:12].isdigit() else 0), reply
+    finally:
+        writer.transport.abort()
+
+
+def _watch(pipe: Connection, host: str, port: int) -> None:
+    """Ask `/ping` every 20 ms; whatever comes by the pipe is answered with the longest wait since then."""
+
+    async def watch() -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        longest = 0.0
+        while True:
+            if pipe.poll():
+                if pipe.recv() is None:
+                    return
+                pipe.send(longest)
+                longest = 0.0
+            began = time.monotonic()
+            writer.write(b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            headers = await reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in headers.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            await reader.readexactly(int(length.partition(b":")[2]))
+            longest = max(longest, time.monotonic() - began)
+            await asyncio.sleep(_PING_SECONDS)
+
+    asyncio.run(watch())
+
+
+class PingWatch:
+    """Asks `/ping` all the time, in a process that does nothing else."""
+
+    def __init__(self, host: str, port: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_watch, args=(theirs, host, port), daemon=True)
+        self._process.start()
+        self.longest()
+
+    def longest(self) -> float:
+        """The longest wait, in seconds, since this was asked before."""
+        self._pipe.send(True)
+        return float(self._pipe.recv())
+
+    def stop(self) -> None:
+        self._pipe.send(None)
+        self._process.join(10)
+
+
+async def _measure(arguments: argparse.Namespace) -> None:
+    place = urlsplit(arguments.url)
+    host, port = str(place.hostname), int(place.port or 80)
+    size = arguments.megabytes << 20
+
+    def only(title: str) -> bool:
+        return all(word in title for word in arguments.only)
+
+    watch, worst = PingWatch(host, port), (0.0, "")
+    for title, path, content_type, body in _bodies(size, only):
+        began = time.monotonic()
+        sent = [send(host, port, path, content_type, body) for _ in range(arguments.at_a_time)]
+        replies: list[Any] = await asyncio.gather(*sent, return_exceptions=True)
+        seconds, longest = time.monotonic() - began, watch.longest()
+        status, reply = replies[0] if isinstance(replies[0], tuple) else (0, repr(replies[0]).encode())
+        said = reply.partition(b"\r\n\r\n")[2][:100]
+        print(f"{longest * 1000:7.0f} ms  {seconds:6.2f} s  {status}  {title}  {said!r}", flush=True)
+        worst = max(worst, (longest, title))
+    print(f"the longest: {worst[0] * 1000:.0f} ms: {worst[1]}")
+    watch.stop()
+
+
+def _bodies(size: int, only: Callable[[str], bool]) -> Iterator[tuple[str, str, str, bytes]]:
+    for target in ALL:
+        for title, body in target.bodies(size, only):
+            yield title, target.path, target.content_type, body
+    for shape, (content_type, body) in forms(size).items():
+        if only(title := f"/invocations {shape}"):
+            yield title, "/invocations", content_type, body
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--at-a-time", type=int, default=1)
+    parser.add_argument("--only", action="append", default=[], help="words that a line must have")
+    asyncio.run(_measure(parser.parse_args()))

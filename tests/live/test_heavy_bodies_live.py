@@ -1,0 +1,82 @@
+"""The most costly bodies on every route of a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.live.heavy_bodies import ALL, PingWatch, Target, forms, send
+from tests.live.server import Server, write_model
+
+pytestmark = pytest.mark.asyncio
+
+SIZE = 2 << 20
+COSTLY = ("different keys", "empty arrays", "large exponents", "different strings", "messages", "plain text")
+LONGEST = 10.0
+"""Seconds of `/ping`; 0.25 is promised for two quiet cores, and without its checks a server takes minutes."""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("heavy")
+    server = Server(write_model(directory / "model", enable_lora="true", **small_options), directory / "server.log")
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def watch(small: Server) -> Iterator[PingWatch]:
+    watch = PingWatch("127.0.0.1", small.port)
+    yield watch
+    watch.stop()
+
+
+async def statuses(server: Server, path: str, content_type: str, body: bytes, times: int = 1) -> set[int]:
+    sent = [send("127.0.0.1", server.port, path, content_type, body) for _ in range(times)]
+    return {status for status, _ in await asyncio.gather(*sent)}
+
+
+@pytest.mark.parametrize("target", ALL, ids=lambda target: f"{target.path} {'+'.join(target.fields)}")
+async def test_a_costly_value_in_any_field_is_answered_and_nothing_else_waits(
+    small: Server, watch: PingWatch, target: Target
+) -> None:
+    watch.longest()
+    for title, body in target.bodies(SIZE, lambda title: title.endswith(COSTLY)):
+        found = await statuses(small, target.path, target.content_type, body)
+        assert found <= {200, 400, 404, 413, 422, 424}, title
+        if title.endswith(("large exponents", "empty arrays")) and "/load" not in title:  # that reads no body
+            assert 200 not in found, title
+        assert watch.longest() < LONGEST, title
+
+
+@pytest.mark.parametrize("shape", forms(1))
+async def test_a_costly_form_is_answered_and_nothing_else_waits(small: Server, watch: PingWatch, shape: str) -> None:
+    watch.longest()
+    content_type, body = forms(SIZE)[shape]
+    assert await statuses(small, "/invocations", content_type, body) <= {200, 413, 424}
+    assert watch.longest() < LONGEST
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
+async def test_short_bodies_of_wrong_items_are_refused_by_the_first(small: Server, watch: PingWatch, path: str) -> None:
+    watch.longest()
+    name = b"input" if path == "/v1/responses" else b"messages"
+    body = b'{"model":"model","%b":[%b]}' % (name, b",".join([b"{}"] * 2_000))
+    _, reply = await send("127.0.0.1", small.port, path, "application/json", body)
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    assert f"body.{name.decode()}.1." not in reply.decode()
+    assert watch.longest() < LONGEST
+
+
+async def test_eight_at_a_time_hold_up_nothing_either(small: Server, watch: PingWatch) -> None:
+    watch.longest()
+    for target in ALL:
+        for title, body in target.bodies(SIZE, lambda title: title.endswith("different keys")):
+            found = await statuses(small, target.path, target.content_type, body, times=8)
+            assert found <= {200, 400, 404, 413, 422, 424}, title
+    assert watch.longest() < LONGEST

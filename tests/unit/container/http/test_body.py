@@ -1,0 +1,205 @@
+"""Reading bodies: memory for all of them together, and the rate at which each has to come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import MutableMapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from container.http.body import UNCOUNTED, BodyMemory, BodyReader
+from container.http.endpoint import AppState, Endpoint, HttpCounts
+from container.http.reply import HttpReply
+from container.models.registry import Model, Models, State
+from container.settings.settings import ServerSettings
+from handlers.contracts.protocol import Call, Reply
+from handlers.errors import BodyTimeout, BodyTooLarge, Overloaded
+
+pytestmark = pytest.mark.asyncio
+
+MOST = 1 << 20
+PIECE = UNCOUNTED
+
+
+def memory(limit: int, most: int = MOST) -> BodyMemory:
+    return BodyMemory(ServerSettings(max_request_memory=limit, max_request_size=most, throttle_error_http_code=429))
+
+
+class Sender:
+    """Sends pieces; after the last one it goes on, ends, or leaves."""
+
+    def __init__(self, pieces: Sequence[bytes], *, ends: bool = True, leaves: bool = False) -> None:
+        self.pieces, self._ends, self._leaves = list(pieces), ends, leaves
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        if self.pieces:
+            piece = self.pieces.pop(0)
+            return {"type": "http.request", "body": piece, "more_body": bool(self.pieces) or not self._ends}
+        if not self._leaves:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+
+async def read(reader: BodyReader, sender: Sender, seconds: float = 60.0) -> bytes | None:
+    return await reader.read({}, sender.receive, MOST, seconds)
+
+
+async def test_short_bodies_are_not_counted() -> None:
+    of_all = memory(MOST)
+    reader = BodyReader(of_all)
+    assert await read(reader, Sender([b"x" * UNCOUNTED])) == b"x" * UNCOUNTED
+    assert of_all.used == 0
+
+
+async def test_a_long_body_counts_until_it_is_let_go() -> None:
+    of_all = memory(MOST)
+    reader = BodyReader(of_all)
+    body = await read(reader, Sender([b"x" * PIECE, b"y" * PIECE, b"z"]))
+    assert body == b"x" * PIECE + b"y" * PIECE + b"z"
+    assert of_all.used == 2 * PIECE + 1
+    reader.let_go()
+    reader.let_go()
+    assert of_all.used == 0
+
+
+async def test_a_body_that_comes_when_the_memory_is_used_up_is_refused_and_others_are_read_on() -> None:
+    of_all = memory(MOST)
+    first, second = BodyReader(of_all), BodyReader(of_all)
+    await read(first, Sender([b"x" * (MOST - PIECE)]))
+    with pytest.raises(Overloaded, match="max_request_memory") as refused:
+        await read(second, Sender([b"x" * PIECE, b"x" * PIECE], ends=False))
+    assert refused.value.status == 429
+    assert not second.complete
+    second.let_go()
+    assert of_all.used == MOST - PIECE
+    first.let_go()
+    assert await read(second, Sender([b"x" * PIECE, b"x" * PIECE])) is not None
+
+
+async def test_one_body_always_fits() -> None:
+    assert memory(1, MOST).limit == MOST
+    assert BodyMemory(ServerSettings()).limit >= ServerSettings().max_request_size
+
+
+@given(sizes=st.lists(st.integers(1, 3 * PIECE), min_size=1, max_size=8), leaves=st.booleans())
+async def test_all_of_it_comes_back_whatever_ends_the_request(sizes: list[int], leaves: bool) -> None:
+    of_all = memory(MOST)
+    reader = BodyReader(of_all)
+    sender = Sender([b"x" * size for size in sizes], ends=not leaves, leaves=leaves)
+    try:
+        body = await read(reader, sender)
+    except BodyTooLarge:
+        assert sum(sizes) > MOST
+    else:
+        assert body is None if leaves else len(body or b"") == sum(sizes)
+    reader.let_go()
+    assert of_all.used == 0
+
+
+async def test_a_body_that_trickles_in_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("container.http.body.LEAST_RATE", 1_000_000)
+    monkeypatch.setattr("container.http.body.GRACE_SECONDS", 0.2)
+    sent = 0
+
+    async def receive() -> MutableMapping[str, Any]:
+        nonlocal sent
+        await asyncio.sleep(0.01)
+        sent += 1
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    with pytest.raises(BodyTimeout, match="the body has come at less than 1000000 bytes a second"):
+        await BodyReader(None).read({}, receive, MOST, 60.0)
+    assert sent > 1
+
+
+async def test_a_client_that_falls_silent_is_given_up() -> None:
+    with pytest.raises(BodyTimeout, match=r"nothing of the body's rest has come for 0\.05 s"):
+        await read(BodyReader(None), Sender([b"x"], ends=False), 0.05)
+
+
+class Service:
+    """A model's service whose queue is full."""
+
+    asked = 0
+
+    def check_place(self) -> None:
+        self.asked += 1
+        raise Overloaded("the queue is full")
+
+
+async def post(endpoint: Endpoint, sender: Sender, length: int) -> list[dict[str, Any]]:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "headers": [(b"content-length", str(length).encode())],
+        "query_string": b"",
+        "method": "POST",
+        "path": "/x",
+        "raw_path": b"/x",
+    }
+    await endpoint(scope, sender.receive, send)
+    return sent
+
+
+def refuse(error: Any) -> Reply:
+    return Reply(getattr(error, "status", 400), "text/plain", error.message.encode())
+
+
+async def test_a_long_body_is_not_read_while_the_queue_is_full() -> None:
+    life: Any = SimpleNamespace(service=Service(), state=State.READY, stage=State.READY)
+    model = Model(life, "m", None, at_startup=True)
+    state = AppState(Models(), ServerSettings(), HttpCounts())
+    answered: list[int] = []
+
+    async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
+        answered.append(len(call.body))
+        reply.reply(Reply(200, "", b""))
+
+    endpoint = Endpoint(state, "/x", answer, refuse, find=lambda *_: model, queued=True)
+    unread = Sender([b"x" * PIECE, b"x"])
+    refused = await post(endpoint, unread, PIECE + 1)
+    assert refused[0]["status"] == 503
+    headers = dict(refused[0]["headers"])
+    assert headers[b"connection"] == b"close"
+    assert b"retry-after" in headers
+    assert len(unread.pieces) == 2
+    assert (await post(endpoint, Sender([b"x"]), 1))[0]["status"] == 200
+    assert answered == [1]
+    assert life.service.asked == 1
+
+
+async def test_an_endpoint_gives_the_memory_back_when_the_reply_is_complete() -> None:
+    state = AppState(Models(), ServerSettings(), HttpCounts())
+    during: list[int] = []
+
+    async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
+        during.append(state.bodies.used)
+        reply.reply(Reply(200, "", b""))
+
+    endpoint = Endpoint(state, "/x", answer, refuse)
+    await post(endpoint, Sender([b"x" * PIECE, b"y"]), PIECE + 1)
+    assert during == [PIECE + 1]
+    assert state.bodies.used == 0
+
+
+async def test_an_endpoint_says_in_its_contract_that_there_is_no_memory() -> None:
+    settings = ServerSettings(max_request_memory=1, max_request_size=2 * PIECE, throttle_error_http_code=429)
+    state = AppState(Models(), settings, HttpCounts())
+
+    async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
+        raise AssertionError("it has no body")
+
+    endpoint = Endpoint(state, "/x", answer, refuse)
+    state.bodies.take(PIECE)
+    sent = await post(endpoint, Sender([b"x" * PIECE, b"y"], ends=False), PIECE + 1)
+    assert sent[0]["status"] == 429
+    assert dict(sent[0]["headers"])[b"connection"] == b"close"
+    assert state.bodies.used == PIECE
