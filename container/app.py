@@ -15,12 +15,13 @@ import msgspec
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import compile_path
 
+from container.api_keys import ApiKeys
 from container.console import page as console
 from container.console.state import console_state
 from container.families import family_endpoints
 from container.health import ping
 from container.http.cross_site import KnownHosts
-from container.http.endpoint import AppState, HttpCounts, answered_early, front_end_refusal
+from container.http.endpoint import AppState, Endpoint, HttpCounts, answered_early, front_end_refusal
 from container.inference import invocations
 from container.management import adapter_routes, management_endpoints, wrong_method
 from container.metrics import CONTENT_TYPE, Metrics
@@ -40,6 +41,8 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 _ANY = "*"
 """All methods that a path has nothing else for."""
 _INFERENCE = ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
+_PROBES = ("/", "/health", "/liveness", "/readiness", "/v2/health/live", "/v2/health/ready")
+"""Paths of the families' own that are asked with GET for the health; like `/ping`, they need no key."""
 _ENCODED_SLASH = re.compile("%2f", re.IGNORECASE)
 _SLASH_OF_NAME = "\udc2f"
 """Stands for an encoded slash while a route is looked for: that is a character of a name, and separates nothing
@@ -67,9 +70,15 @@ class Routes:
         """Those with the fewest parameters first: `/models/{model}/invoke` before `/models/{model}/{version}`."""
         self._mounts = tuple(mounts)
         self._not_found = not_found
+        self._open: set[tuple[str, str]] = set()
 
-    def add(self, path: str, method: str, application: Application) -> None:
-        """Serve a path, which may have `{name}` for a segment; what was added first stays."""
+    def add(self, path: str, method: str, application: Application, *, without_key: bool = False) -> None:
+        """Serve a path, which may have `{name}` for a segment; what was added first stays.
+
+        `without_key`: callers need no key for it, also if the server asks for keys. Such a path has no `{name}`.
+        """
+        if without_key:
+            self._open.add((path, method))
         if "{" not in path:
             self._plain.setdefault(path, {}).setdefault(method, application)
             return
@@ -79,18 +88,22 @@ class Routes:
         self._patterns[path][1].setdefault(method, application)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
-        path = scope["path"]
-        if b"%2" in scope["raw_path"]:
-            path = unquote(_ENCODED_SLASH.sub(_SLASH_OF_NAME, scope["raw_path"].decode("ascii")))
+        if scope["type"] == "http":
+            await self.find(scope)(scope, receive, send)
+
+    def find(self, scope: Any) -> Application:
+        """Return what serves a request."""
+        path = _path(scope)
         methods = self._plain.get(path) or self._match(scope, path)
         if methods is None:
             scope["app"] = self  # Starlette's key: a mounted application may call the container's own routes
-            application = next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
-        else:
-            application = methods.get(scope["method"]) or methods.get(_ANY) or self._head(scope["method"], methods)
-        await application(scope, receive, send)
+            return next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
+        return methods.get(scope["method"]) or methods.get(_ANY) or self._head(scope["method"], methods)
+
+    def is_open(self, scope: Any) -> bool:
+        """Tell whether a request needs no key."""
+        path, method = _path(scope), scope["method"]
+        return not self._open.isdisjoint({(path, _ANY), (path, "GET" if method == "HEAD" else method)})
 
     def _head(self, method: str, methods: Mapping[str, Application]) -> Application:
         """HEAD is served wherever GET is (RFC 9110, section 9.1); the HTTP server leaves the body out."""
@@ -110,13 +123,64 @@ class Routes:
         return sorted(methods.keys() - {_ANY})
 
 
+def _path(scope: Any) -> str:
+    if b"%2" not in scope["raw_path"]:
+        path: str = scope["path"]
+        return path
+    return unquote(_ENCODED_SLASH.sub(_SLASH_OF_NAME, scope["raw_path"].decode("ascii")))
+
+
+@dataclass(frozen=True, slots=True)
+class _Guarded:
+    """Lets callers with a key reach an application, without the key; others reach open routes alone."""
+
+    application: Application
+    routes: Routes
+    """Those that the application serves."""
+    keys: ApiKeys
+    elsewhere: Endpoint
+    """Refuses calls that no endpoint would answer."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            headers = self.keys.taken_from(scope["headers"])
+            if headers is not None:
+                scope = {**scope, "headers": headers}
+            elif not self.routes.is_open(scope):
+                found = self.routes.find(scope)
+                refusal = found.for_strangers(scope["method"]) if isinstance(found, Endpoint) else self.elsewhere
+                await refusal(scope, receive, send)
+                return
+        await self.application(scope, receive, send)
+
+
 @dataclass(frozen=True, slots=True)
 class Applications:
     """The application of each listener."""
 
-    main: Routes
-    management: Routes | None
-    """None: the main one serves the management API as well."""
+    routes: Routes
+    """The main listener's routes. The process itself calls these: they ask for no key."""
+    management_routes: Routes | None
+    """None: the main ones have the management API as well."""
+    keys: ApiKeys | None
+    refusal: Endpoint
+    """Refuses calls without a key that no endpoint would answer."""
+
+    @property
+    def main(self) -> Application:
+        return self.guarded(self.routes)
+
+    @property
+    def management(self) -> Application | None:
+        routes = self.management_routes
+        return None if routes is None else self._guarded(routes, routes)
+
+    def guarded(self, application: Application) -> Application:
+        """Return an application before the main routes, which asks for a key if the server does."""
+        return self._guarded(application, self.routes)
+
+    def _guarded(self, application: Application, routes: Routes) -> Application:
+        return application if self.keys is None else _Guarded(application, routes, self.keys, self.refusal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +222,8 @@ def create_app(
     routes = Routes(not_found, mounts)
     for path in _INFERENCE:
         routes.add(path, _ANY, invocations(state, "/predictions" if path.startswith("/predictions") else path))
-    routes.add("/ping", _ANY, _Page(lambda: _response(ping(models, settings, state.error_rates))))
+    health = _Page(lambda: _response(ping(models, settings, state.error_rates)))
+    routes.add("/ping", _ANY, health, without_key=True)
     rendered = _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE}), state.hosts)
     routes.add("/metrics", "GET", rendered)
     _add_description(routes, models, state.hosts)
@@ -171,13 +236,13 @@ def create_app(
     if settings.console:
         names = tuple(name for mount in mounts for name in mount.endpoints)
         for path, file in console.files().items():
-            routes.add(path, "GET", file)
+            routes.add(path, "GET", file, without_key=True)
         for listener in (routes, management):
             show = partial(console_state, state, report, names, management=listener is management)
             listener.add("/console/state", "GET", _Page(show, state.hosts))
         endpoints["/", "GET"] = console.for_browsers(endpoints["/", "GET"])
     for (path, method), endpoint in endpoints.items():
-        routes.add(path, method, endpoint)
+        routes.add(path, method, endpoint, without_key=path in _PROBES and method in ("GET", "HEAD"))
     for family in FAMILIES:
         for route in family.routes:
             _refuse_other_methods(routes, state, route.path, family.wrong_method)
@@ -186,7 +251,8 @@ def create_app(
         management.add(path, method, endpoint)
     for path, _, _ in own:
         _refuse_other_methods(management, state, path, lambda _: wrong_method(), same_site=True)
-    return Applications(routes, None if management is routes else management)
+    separate = None if management is routes else management
+    return Applications(routes, separate, settings.api_keys, not_found.for_strangers())
 
 
 def _refuse_other_methods(

@@ -6,6 +6,7 @@ one is set. Nothing is converted here; `options` and `server` say what a value m
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ _OPTION_KEYS = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
 _UPPER_CASE_NAME = re.compile(r"[A-Z0-9_]+")
 _MEBIBYTE = 1 << 20
 VLLM_PREFIX = "SM_VLLM_"
+API_KEYS, API_KEYS_FILE = "SERVING_API_KEYS", "SERVING_API_KEYS_FILE"
 _PREFIXES = ("OPTION_", "ARGS_", "SERVING_", VLLM_PREFIX)
 _VARIABLES = frozenset(
     {
@@ -51,7 +53,7 @@ _VARIABLES = frozenset(
     }
 )
 """LMI's variables without a prefix."""
-_LMI, _TGI, _AWS, _HUB = "LMI", "TGI", "AWS's vLLM image", "Hugging Face"
+_LMI, _TGI, _VLLM, _AWS, _HUB = "LMI", "TGI", "vLLM", "AWS's vLLM image", "Hugging Face"
 
 
 def _inverted(text: str) -> str:
@@ -69,6 +71,11 @@ def _quantization(text: str) -> str:
 def _kv_cache_dtype(text: str) -> str:
     """TGI's `fp8_e4m3fn` is vLLM's `fp8_e4m3`."""
     return "fp8_e4m3" if text.strip().lower() == "fp8_e4m3fn" else text
+
+
+def _one_key(text: str) -> str:
+    """A key that may have a comma."""
+    return json.dumps([text.strip()])
 
 
 ALIASES = (
@@ -96,17 +103,21 @@ ALIASES = (
     Alias("KV_CACHE_DTYPE", "OPTION_KV_CACHE_DTYPE", _TGI, _kv_cache_dtype),
     Alias("CORS_ALLOW_ORIGIN", "SERVING_CORS_ALLOWED_ORIGIN", _TGI),
     Alias("PAYLOAD_LIMIT", "SERVING_MAX_REQUEST_SIZE", _TGI),
+    Alias("API_KEY", API_KEYS, _TGI, _one_key),
+    Alias("VLLM_API_KEY", API_KEYS, _VLLM, _one_key),
     Alias("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", _HUB),
     Alias("HF_API_TOKEN", "HF_TOKEN", _TGI),
 )
 """Of two that stand for the same variable, the one that comes first counts."""
 
 # AWS's vLLM image has a variable for each argument of vLLM; these are no options of an engine:
-_VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT"}
+_VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT", "API_KEY": API_KEYS}
 
-_KEYS = ("API_KEY", "VLLM_API_KEY")
-"""Variables of TGI and vLLM that would have to close the server, which has no keys."""
-_KNOWN = _VARIABLES | {*_KEYS, *(alias.variable for alias in ALIASES)}
+_NEVER_EMPTY = (API_KEYS, API_KEYS_FILE, f"{VLLM_PREFIX}API_KEY")
+"""Variables that are meant to close the server: an empty one, such as that of a secret that is missing, is an error."""
+KEY_VARIABLES = frozenset({*_NEVER_EMPTY, *(alias.variable for alias in ALIASES if alias.target == API_KEYS)})
+"""All variables that hold keys or say where they are."""
+_KNOWN = _VARIABLES | {alias.variable for alias in ALIASES}
 
 
 def read_variables(
@@ -120,6 +131,9 @@ def read_variables(
     variables: dict[str, Value] = {}
     for name, text in environ.items():
         flag = name.startswith(VLLM_PREFIX)
+        if not text and name in _NEVER_EMPTY:
+            problems.append(f"{name} is empty; expected keys, or no such variable if the server is to ask for none")
+            continue
         if not (text or flag) or not (name in _KNOWN or name.startswith(_PREFIXES)):
             continue
         if NOT_TEXT.search(text) or not name.isprintable():
@@ -140,17 +154,16 @@ def read_variables(
                 f"{alias.variable} ({given.source}) is ignored: it stands for {alias.target}, which "
                 f"{counts.source.removeprefix('environment: ')} sets to another value"
             )
-    warnings += [
-        f"{name} (environment) has no effect: requests are served without a key; let a proxy ask for it"
-        for name in _KEYS
-        if name in variables
-    ]
     return variables, tuple(applied)
 
 
 def _vllm_aliases(variables: Mapping[str, Value]) -> list[Alias]:
     names = [name.removeprefix(VLLM_PREFIX) for name in sorted(variables) if name.startswith(VLLM_PREFIX)]
-    return [Alias(VLLM_PREFIX + name, _VLLM_TARGETS.get(name, f"OPTION_{name}"), _AWS) for name in names if name]
+    targets = {name: _VLLM_TARGETS.get(name, f"OPTION_{name}") for name in names if name}
+    return [
+        Alias(VLLM_PREFIX + name, target, _AWS, _one_key if target == API_KEYS else str)
+        for name, target in targets.items()
+    ]
 
 
 FOR_HUB_MODEL = frozenset(

@@ -115,7 +115,7 @@ def _properties(sources: Sources, model_id: str | None) -> dict[str, str]:
     named = "model_id" in properties or "HF_MODEL_ID" in sources.variables
     if named and model_id is not None:
         properties["model_id"] = model_id
-    for variable in ("TENSOR_PARALLEL_DEGREE", "PIPELINE_PARALLEL_DEGREE"):
+    for variable in ("TENSOR_PARALLEL_DEGREE", "PIPELINE_PARALLEL_DEGREE", "HF_TASK"):
         if variable in sources.variables:
-            properties.setdefault(variable.lower(), sources.variables[variable].text)
+            properties.setdefault(variable.lower().removeprefix("hf_"), sources.variables[variable].text)
     return properties

@@ -49,6 +49,9 @@ from container.sources.download import RemoteAdapters, RemoteModels, download_di
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from handlers.model_settings import ModelSettings
 
+_MODEL_VARIABLES = frozenset(key.replace("option.", "OPTION_").upper() for key in options.MODEL_ID.keys)
+"""Variables that name the model, and go before HF_MODEL_ID."""
+
 
 def load_settings(
     model_dir: Path | str | Value | None,
@@ -146,7 +149,7 @@ def _model_dir(place: Value | None, variables: Mapping[str, Value], remote: Remo
     if (
         hub_model is not None
         and is_s3(hub_model.text)
-        and "OPTION_MODEL_ID" not in variables
+        and not _MODEL_VARIABLES & variables.keys()
         and not location.is_model_dir(directory)
     ):  # as in LMI, it is the model directory then
         return _remote_dir("HF_MODEL_ID", hub_model, remote, lookup)
@@ -332,12 +335,13 @@ def _listed(value: Value, environ: Mapping[str, str], command_line: Mapping[str,
 def _has_another(directories: tuple[Path, ...], variables: Mapping[str, Value]) -> bool:
     """Whether HF_MODEL_ID names a model beside the one that the directory holds."""
     hub = variables.get("HF_MODEL_ID")
-    if hub is None or not directories or "OPTION_MODEL_ID" in variables:
+    if hub is None or not directories or _MODEL_VARIABLES & variables.keys():
         return False
     if location.is_store_of(hub.text, directories):
         return False
     (directory,) = directories
-    own = read_properties(directory, []).get("option.model_id")
+    properties = read_properties(directory, [])
+    own = next((properties[key] for key in options.MODEL_ID.keys if key in properties), None)
     if own is not None:
         return own.text.strip() != hub.text.strip()
     return location.has_model(directory) and Path(hub.text.strip()) != directory

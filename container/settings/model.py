@@ -9,6 +9,7 @@ import re
 import shlex
 import symtable
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from container.settings.options import (
     BATCH_SIZE,
     BY_KEY,
     DEFAULT,
+    DRAFT_LENGTH,
+    DRAFT_MODEL,
     ENTRY_POINT,
     FUNCTION,
     HANDLER_OPTIONS,
@@ -59,6 +62,11 @@ _SHARED_OPTIONS = frozenset(
 """The options of an engine's model that a handler's model has, too."""
 _HANDLERS_ROLLING_BATCH = 32
 """LMI's default of `option.max_rolling_batch_size` where none of its own engines runs."""
+_DRAFT_LENGTH = 5
+"""Tokens that a draft model proposes at a time, as in LMI."""
+_SPECULATIVE = "speculative_config"
+_NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())
+"""`option.model` is a property of a handler's own."""
 _CANNOT_BE_TOLD = re.compile(r"^\s*from\s+\S+\s+import\s+\*|(?<![.\w])(exec|globals)\(", re.MULTILINE)
 """Code that may define any name."""
 
@@ -88,7 +96,7 @@ def _entry_point(sources: Sources, code: Path | None, script: Path | None, funct
     given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
     text = sources.value(ENTRY_POINT)
     if text is None or given is None:
-        named = MODEL_ID.key in sources.model or "HF_MODEL_ID" in sources.variables
+        named = any(key in sources.model for key in MODEL_ID.keys) or "HF_MODEL_ID" in sources.variables
         has_model = named or location.has_model(sources.model_dir)
         if code is not None and (_defines(code, function) or _defines(code, _LOADS) or not has_model):
             return str(code)
@@ -166,6 +174,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     fields |= _package_fields(sources)
     fields["async_mode"] = lookup.value(ASYNC_MODE, layer)
     fields["served_model_names"] = names(str(fields.pop("served_model_name") or ""))
+    fields["allowed_media_networks"] = names(str(fields["allowed_media_networks"] or ""))
     fields["stop_sequences"] = tuple(json.loads(fields.pop("stop_sequence") or "[]"))
     if fields["tensor_parallel_degree"] == "max":
         fields["tensor_parallel_degree"], fields["tensor_parallel_max"] = None, True
@@ -174,6 +183,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     for option in options.NOT_SERVED:
         sources.value(option)
     arguments |= _other_arguments(layer, fields["rolling_batch"], lookup)
+    _set_draft_model(arguments, fields["rolling_batch"], lookup)
     _open_draft_model(arguments, sources)
     fields["engine_arguments"] = {name: value.text for name, value in arguments.items()}
     fields["engine_argument_sources"] = {name: value.source for name, value in arguments.items()}
@@ -263,9 +273,30 @@ def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Loo
     return arguments
 
 
+def _set_draft_model(arguments: dict[str, Value], rolling_batch: str, lookup: Lookup) -> None:
+    """Make vLLM's `speculative_config` of LMI's two options for a draft model."""
+    draft = arguments.pop(str(DRAFT_MODEL.argument), None)
+    length = arguments.pop(str(DRAFT_LENGTH.argument), None)
+    if rolling_batch == "disable" or draft is None:
+        reason = "it belongs to vLLM" if rolling_batch == "disable" else f"there is no {DRAFT_MODEL.key}"
+        for option, value in ((DRAFT_MODEL, draft), (DRAFT_LENGTH, length)):
+            if value is not None:
+                lookup.warnings.append(f"{option.key} ({value.source}) is ignored: {reason}")
+                lookup.replace(SettingEntry(option.key, value.text, value.source, f"ignored: {reason}"))
+        return
+    if (other := arguments.get(_SPECULATIVE)) is not None:
+        lookup.problems.append(
+            f"{draft.describe(DRAFT_MODEL.key)}, but {other.describe(PREFIX + _SPECULATIVE)}: give one of them"
+        )
+        return
+    tokens = _DRAFT_LENGTH if length is None else int(length.text)
+    config = {"model": draft.text.strip(), "num_speculative_tokens": tokens}
+    arguments[_SPECULATIVE] = Value(json.dumps(config), draft.source)
+
+
 def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
-    """Put a directory of this machine in the place of a draft model's `s3://`."""
-    given = arguments.get("speculative_config")
+    """Replace a draft model's `s3://`, or its path in the model directory, by a directory of this machine."""
+    given = arguments.get(_SPECULATIVE)
     if given is None:
         return
     try:
@@ -273,14 +304,19 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
     except ValueError:
         return  # the engine says what is wrong with it
     url = config.get("model") if isinstance(config, dict) else None
-    if not isinstance(url, str) or not is_s3(url):
+    if not isinstance(url, str) or not url:
         return
-    try:
-        directory = str(sources.open_remote(url))
-    except SourceError as error:
-        sources.lookup.problems.append(f"{given.describe('option.speculative_config')}: {error}")
-        return
-    arguments["speculative_config"] = Value(json.dumps(config | {"model": directory}), given.source)
+    if is_s3(url):
+        try:
+            directory = str(sources.open_remote(url))
+        except SourceError as error:
+            sources.lookup.problems.append(f"{given.describe(PREFIX + _SPECULATIVE)}: {error}")
+            return
+    elif os.path.isdir(sources.model_dir / url):
+        directory = str(sources.model_dir / url)  # an absolute path stays as it is
+    else:
+        return  # a hub id, or the engine says that there is no such directory
+    arguments[_SPECULATIVE] = Value(json.dumps(config | {"model": directory}), given.source)
 
 
 def _engine_devices(load_on: str, lookup: Lookup) -> tuple[int, ...] | None:
@@ -305,7 +341,7 @@ def _handler_model(sources: Sources, entry_point: str, function: str) -> dict[st
     if not any(key in sources.model for key in MAX_ROLLING_BATCH_SIZE.keys):
         fields["max_rolling_batch_size"] = _HANDLERS_ROLLING_BATCH
         sources.lookup.replace(SettingEntry(MAX_ROLLING_BATCH_SIZE.key, _HANDLERS_ROLLING_BATCH, DEFAULT))
-    fields["model_id"] = sources.value(MODEL_ID)
+    fields["model_id"] = sources.value(_NAME_FOR_HANDLERS)
     _set_model(sources, fields, required=False)
     path, given = Path(entry_point), sources.model.get(ROLLING_BATCH.key)
     is_script = path.is_file() and _defines(path, _LOADS) and not _defines(path, function)
@@ -327,7 +363,9 @@ def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> N
     model, and may give `option.model_id` another meaning.
     """
     lookup = sources.lookup
-    given, variable = sources.model.get(MODEL_ID.key), sources.variables.get("HF_MODEL_ID")
+    keys = MODEL_ID.keys if required else _NAME_FOR_HANDLERS.keys
+    given = next((sources.model[key] for key in keys if key in sources.model), None)
+    variable = sources.variables.get("HF_MODEL_ID")
     if given is None and variable is not None and location.is_store_of(variable.text, (sources.model_dir,)):
         variable = None  # the same model, by the directory around it
     if given is not None and variable is not None:

@@ -20,6 +20,7 @@ from container.settings.values import (
     FUNCTION_NAME,
     MILLISECONDS,
     NAMES,
+    NETWORKS,
     SECONDS,
     STRINGS,
     TEXT,
@@ -77,6 +78,13 @@ class Option:
             return self.parser.allowed
         words = (str(value).lower() if isinstance(value, bool) else str(value) for value in self.serves)
         return ", ".join(sorted(words)) or "nothing"
+
+
+def _one_of(words: Mapping[str, Scalar]) -> Parser:
+    """A parser of words in any case, which leaves any other text as it is: `refused` says what to do instead."""
+    return Parser(
+        lambda text: words.get(text.strip().lower(), text), ", ".join(map(str, dict.fromkeys(words.values())))
+    )
 
 
 def refused(key: str, parser: Parser, serves: tuple[Scalar, ...], advice: str, *variables: str) -> Option:
@@ -168,15 +176,26 @@ class Sources:
 
 
 _ENGINES = ("auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disable")
-_TASKS = ("auto", "text-embedding", "feature-extraction", "classify", "embed")
+_OFFLOADING = (
+    "LMCache is not in the images. On GPUs, vLLM's own offloading keeps KV cache in main memory: "
+    "`option.kv_offloading_size=<GiB of all GPUs together>`"
+)
+_GENERATION = ("generate", "text-generation", "text2text-generation", "conversational", "image-text-to-text")
+"""Tasks that are answered by generated text."""
 _WORKERS = integer(0, 1024)
-MODEL_ID = Option("option.model_id", TEXT, variables=("HF_MODEL_ID",))
+MODEL_ID = Option("option.model_id", TEXT, aliases=("option.model",), variables=("HF_MODEL_ID",))
 ROLLING_BATCH = Option("option.rolling_batch", choice({name: name for name in _ENGINES} | {"tnx": "vllm"}), "auto")
 BATCH_SIZE = Option(
     "batch_size", integer(1, 100_000), "1", aliases=("max_dynamic_batch_size", "option.batch_size"), first_counts=True
 )
 MAX_ROLLING_BATCH_SIZE = Option(
     "option.max_rolling_batch_size", integer(1, 1_000_000), aliases=("option.max_num_seqs",)
+)
+DRAFT_MODEL = Option(
+    "option.speculative_draft_model", TEXT, aliases=("option.speculative_model",), argument="speculative_draft_model"
+)
+DRAFT_LENGTH = Option(
+    "option.speculative_length", integer(1), aliases=("option.num_speculative_tokens",), argument="speculative_length"
 )
 SERVED = (
     MODEL_ID,
@@ -198,6 +217,11 @@ SERVED = (
     Option("option.max_prompt_tokens", integer(1)),
     Option("option.max_stop_sequences", integer(0, 1024), "4"),
     Option("option.max_best_of", integer(1, 64), "2"),
+    Option("option.max_image_pixels", integer(1, 178_956_970), "64000000"),
+    Option("option.max_request_pixels", integer(1), "256000000"),
+    Option("option.max_media_download_mb", integer(1), "64"),
+    Option("option.max_media_memory_mb", integer(1), "4096"),
+    Option("option.allowed_media_networks", NETWORKS),
     Option("option.enable_lora", BOOLEAN, "false"),
     Option("option.dtype", DTYPE, "auto"),
     Option(
@@ -228,6 +252,8 @@ SERVED = (
         argument="max_num_batched_tokens",
     ),
     Option("option.cpu_offload_gb_per_gpu", TEXT, aliases=("option.cpu_offload_gb",), argument="cpu_offload_gb"),
+    DRAFT_MODEL,
+    DRAFT_LENGTH,
 )
 """The settings of a model that an engine serves."""
 
@@ -258,27 +284,37 @@ MEMORY = tuple(
     for key, default in (("required_memory_mb", None), ("reserved_memory_mb", None if device else "500"))
 )
 NOT_SERVED = (
-    refused("engine", choice(("Python", "MPI")), ("Python", "MPI"), "give Python or leave it out"),
+    refused(
+        "engine",
+        _one_of({"python": "Python", "mpi": "MPI"}),
+        ("Python", "MPI"),
+        "give Python or leave it out: language models need no other engine. Models for embeddings, reranking and "
+        "classification (Rust, OnnxRuntime, PyTorch) are not served, unless a model.py with `handle` runs them",
+    ),
     refused("option.entry_point", TEXT, (), "`option.entryPoint` is meant (OPTION_ENTRYPOINT)"),
-    refused("option.model", TEXT, (), "`option.model_id` is meant"),
+    refused("option.api_key", TEXT, (), "set SERVING_API_KEYS"),
     refused("option.s3url", TEXT, (), "`option.model_id` takes s3://"),
     refused("option.bedrock_compat", BOOLEAN, (False,), "leave it out"),
     refused(
         "option.task",
-        choice({name: name for name in _TASKS} | {"text-generation": "generate", "generate": "generate"}),
+        _one_of({"auto": "auto"} | dict.fromkeys(_GENERATION, "generate")),
         ("auto", "generate"),
-        "only text generation is served",
+        "engines generate text. A model.py that says `from djl_python.huggingface import handle` serves the other "
+        "tasks of transformers' pipelines; embeddings are not served otherwise",
         "HF_TASK",
     ),
-    refused("option.lmcache_auto_config", BOOLEAN, (False,), "use `option.kv_transfer_config`"),
-    refused("option.lmcache_config_file", TEXT, (), "use `option.kv_transfer_config`"),
+    refused("option.skip_tokenizer_init", BOOLEAN, (False,), "requests and answers are texts"),
+    refused("option.max_num_queued_reqs", TEXT, (), "use `job_queue_size`"),
+    refused("option.max_num_queued_tokens", TEXT, (), "use `job_queue_size`"),
+    refused("option.enable_fault_tolerance", BOOLEAN, (False,), "use SERVING_ENGINE_RESTART"),
+    refused("option.lmcache_auto_config", BOOLEAN, (False,), _OFFLOADING),
+    refused("option.lmcache_config_file", TEXT, (), _OFFLOADING),
 )
 MODEL_OPTIONS = (*SERVED, ENTRY_POINT, FUNCTION, *HANDLER_OPTIONS, *MEMORY, *NOT_SERVED)
 BY_KEY: Mapping[str, Option] = {key: option for option in MODEL_OPTIONS for key in option.keys}
 
 _TRANSFORMERS = (
-    "device_map load_in_8bit load_in_4bit low_cpu_mem_usage disable_flash_attn attn_implementation is_peft_model "
-    "normalize"
+    "device_map load_in_8bit load_in_4bit low_cpu_mem_usage disable_flash_attn attn_implementation is_peft_model"
 )
 DYNAMIC_BATCH_ARGUMENTS = tuple(f"option.{name}" for name in _TRANSFORMERS.split())
 """Arguments of the engine of `option.rolling_batch=disable`; vLLM ignores them."""
@@ -289,17 +325,17 @@ TENSORRT_LLM = (
     "rotary_scaling_type rotary_scaling_factor smoothquant_alpha smoothquant_per_token smoothquant_per_channel "
     "multi_query_mode awq_format awq_calib_size q_format calib_size calib_batch_size"
 )
-LMI_DIST = (
-    "speculative_draft_model speculative_length draft_model_tp_size draft_model_compiled_path record_acceptance_rate"
-)
+LMI_DIST = "draft_model_compiled_path record_acceptance_rate"
 _IGNORED_OPTIONS = {
     "it belongs to `option.rolling_batch=disable`": _TRANSFORMERS,
     "it belongs to TensorRT-LLM; see `option.gpu_memory_utilization`": "kv_cache_free_gpu_mem_fraction",
     "it belongs to TensorRT-LLM; see `option.max_model_len`": "max_output_len max_input_len",
     "it belongs to TensorRT-LLM; see `option.max_rolling_batch_prefill_tokens`": "max_num_tokens",
     "it belongs to TensorRT-LLM": f"{TENSORRT_LLM} backend",
-    "it belongs to lmi-dist; see `option.speculative_config`": f"{LMI_DIST} use_passive_workers",
+    "it belongs to lmi-dist": f"{LMI_DIST} use_passive_workers",
+    "vLLM shares a draft model out to the same GPUs as the model": "draft_model_tp_size",
     "it belongs to scikit-learn and XGBoost models": "default_accept",
+    "it belongs to models for embeddings and reranking, which are not served": "pooling reranking normalize",
     "one engine serves all requests of the model": "mpi_mode parallel_loading waiting_steps cluster_size device_id",
     "`option.reasoning_parser` alone switches it on": "enable_reasoning",
 }
@@ -307,8 +343,9 @@ IGNORED: Mapping[str, str] = {
     **{f"option.{name}": reason for reason, names in _IGNORED_OPTIONS.items() for name in names.split()},
     **dict.fromkeys(
         ("gpu.minWorkers", "gpu.maxWorkers", "cpu.minWorkers", "cpu.maxWorkers"),
-        "one engine serves all requests of the model",
+        "one engine serves all requests of the model; `option.data_parallel_size` starts several on a machine's GPUs",
     ),
+    "load_on_device": "LMI does not read it either; `load_on_devices` is meant",
     **dict.fromkeys(("log_request_metric", "metrics_aggregation"), "metrics are at /metrics"),
 }
 """LMI's settings that have nothing to set where an engine serves the model, and why."""

@@ -26,7 +26,8 @@ _GENERAL = (
 _VLLM = (
     "max_rolling_batch_prefill_tokens max_model_len load_format enforce_eager gpu_memory_utilization quantize "
     "enable_lora max_loras max_lora_rank max_cpu_loras lora_extra_vocab_size enable_chunked_prefill "
-    "enable_prefix_caching cpu_offload_gb_per_gpu disable_sliding_window"
+    "enable_prefix_caching cpu_offload_gb_per_gpu disable_sliding_window speculative_draft_model speculative_length "
+    "draft_model_tp_size"
 )
 _NEURON = (
     "n_positions load_in_8bit unroll context_length_estimate load_split_model compiled_graph_path "
@@ -49,10 +50,15 @@ KNOWN_CONTROLS = frozenset({SCRIPTS, REQUIREMENTS, REMOTE_CODE, PICKLES, CHAT_TE
 
 _PYTHON = ("/opt/djl/vllm_venv/bin/python", "/usr/bin/python3")
 _OURS = "djl_python."
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-_TEMPLATE_FILES = frozenset({"chat_template.jinja", "chat_template.json"})
-"""Where newer tokenizers have what was a key of `tokenizer_config.json`."""
+_PICKLE_NAMES = (
+    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".cloudpkl", ".joblib"),
+    *(".bin.index.json", ".pt.index.json"),
+)
+"""Ends of the names of pickled files, and of lists of them, whose files may have any names."""
+_TEMPLATE = "chat_template"
+_TEMPLATE_SUFFIX, _TEMPLATE_JSON = ".jinja", "chat_template.json"
+_CONFIGURATIONS = ("config.json", "special_tokens_map.json")
+"""Ends of the names of files whose fields transformers gives to a tokenizer or processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,24 +166,35 @@ def _requirements(directories: Iterable[Path], handler: Path | None = None) -> I
 def _pickles(channels: Iterable[Path]) -> Iterator[str]:
     for channel, path in _files(channels):
         # A link may have another name than the file that is read.
-        if any(name.lower().endswith(_PICKLE_SUFFIXES) for name in (path.name, os.path.realpath(path))):
-            yield f"{PICKLES}: there is {path.relative_to(channel)} ({', '.join(_PICKLE_SUFFIXES)} are not allowed)"
+        if any(name.lower().endswith(_PICKLE_NAMES) for name in (path.name, os.path.realpath(path))):
+            yield f"{PICKLES}: there is {path.relative_to(channel)} ({', '.join(_PICKLE_NAMES)} are not allowed)"
 
 
 def _chat_templates(channels: Iterable[Path]) -> Iterator[str]:
+    """Files of templates by their names, and the key `chat_template` at any depth of a JSON file.
+
+    transformers gives a tokenizer all fields of `tokenizer_config.json` and `special_tokens_map.json`, and a processor
+    all of `processor_config.json`. vLLM takes the processor's template before the tokenizer's.
+    """
     for channel, path in _files(channels):
-        if path.name in _TEMPLATE_FILES:
+        if path.name.endswith(_TEMPLATE_SUFFIX) or path.name == _TEMPLATE_JSON:
             yield f"{CHAT_TEMPLATE}: there is {path.relative_to(channel)}"
-        elif path.name == _TOKENIZER_CONFIG and (fault := _template_in(path)):
+        elif path.name.endswith(_CONFIGURATIONS) and (fault := _template_in(path)):
             yield f"{CHAT_TEMPLATE}: {path.relative_to(channel)} {fault}"
 
 
 def _template_in(path: Path) -> str:
     try:
-        document = json.loads(path.read_bytes())
+        level = [json.loads(path.read_bytes())]
     except (OSError, ValueError, RecursionError):
         return "cannot be read"
-    return "has a chat_template" if isinstance(document, dict) and "chat_template" in document else ""
+    while level:
+        objects = [item for item in level if isinstance(item, dict)]
+        if any(item.get(_TEMPLATE) is not None for item in objects):
+            return f"has a {_TEMPLATE}"
+        lists = [item for item in level if isinstance(item, list)]
+        level = [inner for item in objects for inner in item.values()] + [inner for item in lists for inner in item]
+    return ""
 
 
 def _files(channels: Iterable[Path]) -> Iterator[tuple[Path, Path]]:

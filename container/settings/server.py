@@ -11,14 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from container.api_keys import ApiKeys, keys_in, keys_in_file
 from container.error_rates import error_rate
 from container.settings.environment import sagemaker_server_layer, serving_layer
 from container.settings.options import Lookup, Option, refused
+from container.settings.settings import SettingEntry
 from container.settings.values import (
     ANYTHING,
     BOOLEAN,
     HEADER_NAME,
     HEADER_VALUE,
+    HIDDEN,
     HOST,
     HTTP_ERROR,
     LOG_LEVEL,
@@ -40,6 +43,7 @@ _ON_SAGEMAKER = {"request_id_header_key": "X-Amzn-SageMaker-Inference-Id", "cons
 """The defaults that are others there."""
 _ADDRESS = re.compile(r"http://(\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9_.-]+))(:(?P<port>[0-9]{1,5}))?/?")
 _DEFAULT_PORT = "80"
+_NO_KEYS = "SageMaker passes no key on to the container; IAM decides who may call the endpoint"
 _TLS = "let a proxy in front of the container do TLS"
 
 
@@ -53,6 +57,10 @@ def address(text: str) -> tuple[str, str]:
 
 _HTTP_ADDRESS = checked(address, "http://host:port, without TLS")
 _ERROR_RATE = checked(error_rate, "a number, or a number and an ISO-8601 duration, such as 10/PT5M")
+API_KEYS = Option(
+    "api_keys", checked(keys_in, "keys of visible ASCII characters, with commas between, or a JSON array")
+)
+API_KEYS_FILE = Option("api_keys_file", TEXT)
 SERVED = (
     Option("host", HOST, "0.0.0.0"),
     Option("port", integer(1, 65535), "8080", variables=("SAGEMAKER_BIND_TO_PORT",)),
@@ -63,10 +71,11 @@ SERVED = (
         "67108864",
         variables=("SAGEMAKER_MAX_REQUEST_SIZE", "SAGEMAKER_MAX_PAYLOAD_IN_MB"),
     ),
+    Option("max_request_memory", integer(1)),
     Option("request_read_timeout", SECONDS, "60"),
     Option("drain_timeout", SECONDS, "20"),
     Option("fail_fast", BOOLEAN, "false"),
-    Option("stall_timeout", SECONDS_OR_NEVER, "60"),
+    Option("stall_timeout", SECONDS_OR_NEVER),
     Option("fail_fast_when_stalled", BOOLEAN, "false"),
     Option("engine_restart", integer(0), "0"),
     Option("engine_restart_when_stalled", BOOLEAN, "false"),
@@ -85,6 +94,7 @@ SERVED = (
     Option("error_rate_server", _ERROR_RATE),
     Option("error_rate_model", _ERROR_RATE),
     Option("error_rate_any", _ERROR_RATE),
+    API_KEYS,
     Option("allowed_hosts", ANYTHING, ""),
     Option("cors_allowed_origin", HEADER_VALUE),
     Option("cors_allowed_methods", HEADER_VALUE),
@@ -127,10 +137,11 @@ IGNORED: Mapping[str, str] = {
     "bad_request_http_code": "bad requests have the status that their contract says",
     "prometheus": "metrics are at /metrics",
     "timeout_http_code": "LMI does not use it either",
+    "engine": "LMI does not read it either; `engine` of serving.properties is meant, or OPTION_ENGINE",
 }
 """LMI's settings that have nothing to set here, and why."""
 
-SERVER_OPTIONS = (*SERVED, *FOR_MODELS, *NOT_SERVED)
+SERVER_OPTIONS = (*SERVED, API_KEYS_FILE, *FOR_MODELS, *NOT_SERVED)
 _INFERENCE_ADDRESS = Option("inference_address", _HTTP_ADDRESS, shows_default=False)
 _KEYS = frozenset({*(option.key for option in SERVER_OPTIONS), _INFERENCE_ADDRESS.key})
 
@@ -151,7 +162,11 @@ def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
     if os.path.exists(SAGEMAKER_METADATA):
         for key, text in _ON_SAGEMAKER.items():
             layer.setdefault(key, Value(text, "default on SageMaker"))
+        for option in (API_KEYS, API_KEYS_FILE):
+            if (given := layer.pop(option.key, None)) is not None:
+                lookup.warnings.append(f"{option.key} ({given.source}) is ignored: {_NO_KEYS}")
     fields: dict[str, Any] = {option.field: lookup.value(option, layer) for option in SERVED}
+    fields[API_KEYS.field] = _api_keys(fields[API_KEYS.field], layer, lookup)
     for name in ("model_aliases", "allowed_hosts"):
         fields[name] = names(str(fields[name]))
     for option in (LOAD_MODELS, *NOT_SERVED):
@@ -168,6 +183,20 @@ def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
         else:
             lookup.ignore(key, value, "the server has no such setting")
     return fields
+
+
+def _api_keys(text: str | None, layer: Mapping[str, Value], lookup: Lookup) -> ApiKeys | None:
+    """Return the keys of the variable, which are `text`, and those of the file; None if neither is set."""
+    keys: list[str] = []
+    if text is not None:
+        lookup.replace(SettingEntry(API_KEYS.key, HIDDEN, layer[API_KEYS.key].source))  # the report has no key
+        keys += keys_in(text)
+    if (path := lookup.value(API_KEYS_FILE, layer)) is not None:
+        try:
+            keys += keys_in_file(str(path))
+        except ValueError as error:
+            lookup.problems.append(f"{layer[API_KEYS_FILE.key].describe(API_KEYS_FILE.key)}: {error}")
+    return ApiKeys.of(keys) if keys else None
 
 
 def _is_main_listener(layer: Mapping[str, Value], fields: Mapping[str, Any]) -> bool:

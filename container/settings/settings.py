@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from container.api_keys import ApiKeys
 from handlers.adapters import AdapterDownloads
 from handlers.model_settings import ModelSettings
 
@@ -23,10 +24,12 @@ class ServerSettings:
     port: int = 8080
     job_queue_size: int = 1000
     max_request_size: int = 67108864
+    max_request_memory: int | None = None
     request_read_timeout: float = 60.0
     drain_timeout: float = 20.0
     fail_fast: bool = False
-    stall_timeout: float = 60.0
+    stall_timeout: float | None = None
+    """None: 60 s, and 300 s for an engine that has worked for less than ten minutes."""
     fail_fast_when_stalled: bool = False
     engine_restart: int = 0
     engine_restart_when_stalled: bool = False
@@ -45,6 +48,8 @@ class ServerSettings:
     error_rate_server: str | None = None
     error_rate_model: str | None = None
     error_rate_any: str | None = None
+    api_keys: ApiKeys | None = None
+    """Callers need one of these; None: they need none."""
     allowed_hosts: tuple[str, ...] = ()
     """Further names under which browsers may reach the server's own routes (`container.http.cross_site`)."""
     cors_allowed_origin: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import re
@@ -25,7 +26,7 @@ _FUNCTION_NAME = re.compile(r"\w+")
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 # Names that hold a credential as a whole. `max_num_batched_tokens` and the like end in "tokens" and are not meant.
-_SECRET_NAME = re.compile(r"(token|api_?key|password|passwd|secret|credentials?|access_?key)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(token|api_?keys?|password|passwd|secret|credentials?|access_?key)$", re.IGNORECASE)
 _WHOLLY_HIDDEN = frozenset({"option.env"})
 _SECRET_VALUE = re.compile(
     r"hf_[A-Za-z0-9]{12,}"  # a Hugging Face token
@@ -181,6 +182,10 @@ def _are_strings(text: str) -> bool:
     return isinstance(values, list) and all(isinstance(value, str) and value for value in values)
 
 
+def _are_networks(text: str) -> bool:
+    return _are_names(text) and all(ipaddress.ip_network(network) for network in names(text))
+
+
 def _are_names(text: str) -> bool:
     return bool(text) and all(isinstance(name, str) for name in names(text))
 
@@ -191,6 +196,7 @@ _WORDS = choice(dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False))
 BOOLEAN = Parser(_WORDS.convert, "true or false (also 1/0, yes/no, on/off)")
 STRINGS = checked(_are_strings, 'strings as a JSON array, such as ["a", "b"]')
 NAMES = checked(_are_names, "names with commas between, or a JSON array of them")
+NETWORKS = checked(_are_networks, "networks such as 10.0.0.0/8, with commas between")
 ASSIGNMENTS = checked(assignments, "NAME=value, further ones after a comma")
 FORMATTER = Parser(_formatter, "json, jsonlines, sse, or the name of a function in model.py")
 FUNCTION_NAME = matching(r"[^\W\d]\w*", "the name of a function")

@@ -58,10 +58,8 @@ def serve(
         components=frozenset(_checked("--component", component or [])),
         adapters=frozenset(_checked("--adapter", adapter or [])),
     )
-    _announce(startup.server.host, startup.server.port, settings)
-    cli.run(
-        startup, [Mount(PREFIX, RuntimeApi(settings, KnownHosts(startup.server.allowed_hosts)), settings.endpoints)]
-    )
+    mount = Mount(PREFIX, RuntimeApi(settings, KnownHosts(startup.server.allowed_hosts)), settings.endpoints)
+    cli.run(startup, [mount], _greeting(startup.server.host, startup.server.port, settings))
 
 
 def local(
@@ -94,7 +92,7 @@ def local(
     )
     logs.configure("plain", "info")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # the container has an access line for each call
-    _announce(host, port, settings)
+    typer.echo(_greeting(host, port, settings))
     uvloop.run(_run(container.rstrip("/"), settings, host, port))
 
 
@@ -113,9 +111,9 @@ async def _run(url: str, settings: LocalSettings, host: str, port: int) -> None:
     await container.close()
 
 
-def _announce(host: str, port: int, settings: LocalSettings) -> None:
+def _greeting(host: str, port: int, settings: LocalSettings) -> str:
     url = _url(host, port)
-    typer.echo(
+    return (
         f"SageMaker's runtime API at {url}; endpoints: {', '.join(settings.endpoints)}\n"
         f"export AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME={url}\n"
         f"export AWS_DEFAULT_REGION={REGION} AWS_ACCESS_KEY_ID=local AWS_SECRET_ACCESS_KEY=local"

@@ -8,8 +8,8 @@ import uuid
 
 from starlette.types import Receive, Scope, Send
 
+from container.http.body import BodyReader, BodyTimeout, BodyTooLarge
 from container.http.cross_site import KnownHosts
-from container.http.endpoint import bounded_body
 from container.settings.settings import ServerSettings
 from deploy.local.errors import RuntimeApiError, unknown_operation
 from deploy.local.invocation import ClientGone, Invocation, LocalSettings
@@ -66,7 +66,12 @@ class RuntimeApi:
         self._settings.check_name(name)
         parameters = read_parameters(api, scope["headers"])
         limit = self._settings.max_payload
-        body = await bounded_body(dict(scope["headers"]), receive, limit, READ_SECONDS, _too_large, _too_slow)
+        try:
+            body = await BodyReader(None).read(dict(scope["headers"]), receive, limit, READ_SECONDS)
+        except BodyTooLarge:
+            raise RuntimeApiError("ValidationError", 413, f"HTTP content length exceeded {limit} bytes.") from None
+        except BodyTimeout as error:
+            raise RuntimeApiError("ValidationError", 408, error.message) from None
         if body is None:
             return
         call = Invocation(scope, receive, self._settings, name, parameters, body)
@@ -86,14 +91,6 @@ async def _pass_through(scope: Scope, receive: Receive, send: Send, prefix: str)
     headers = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
     own = {"path": scope["path"].removeprefix(prefix), "raw_path": raw_path.removeprefix(prefix.encode())}
     await scope["app"]({**scope, **own, "headers": headers}, receive, send)
-
-
-def _too_large(limit: int) -> RuntimeApiError:
-    return RuntimeApiError("ValidationError", 413, f"HTTP content length exceeded {limit} bytes.")
-
-
-def _too_slow(seconds: float) -> RuntimeApiError:
-    return RuntimeApiError("ValidationError", 408, f"Nothing of the body's rest has come for {seconds:g} seconds.")
 
 
 async def _send_reply(send: Send, status: int, headers: Headers, body: bytes) -> None:

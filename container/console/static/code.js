@@ -115,7 +115,7 @@ const OPENAI_ARGUMENTS = new Set(
 	).split(" "),
 );
 
-function openaiPython({ url, chat, format }, body) {
+function openaiPython({ url, headers, chat, format }, body) {
 	const known = {};
 	const more = {};
 	for (const [name, value] of Object.entries(body)) (OPENAI_ARGUMENTS.has(name) ? known : more)[name] = value;
@@ -130,7 +130,7 @@ function openaiPython({ url, chat, format }, body) {
 		: `print(answer.choices[0].${text}, end="")`;
 	return `from openai import OpenAI
 
-client = OpenAI(base_url=${literal(base)}, api_key="none")
+client = OpenAI(base_url=${literal(base)}, api_key="${headers.authorization ? "KEY" : "none"}")
 answer = client.${method}.create(
 ${named(known)}${extra})
 ${print}
@@ -145,7 +145,7 @@ const HUB_ARGUMENTS = new Set(
 );
 
 // Null where the client has no argument for a parameter.
-function hubPython({ url, format }, body) {
+function hubPython({ url, headers, format }, body) {
 	const { inputs, parameters = {}, ...rest } = body;
 	const given = { ...parameters };
 	if (Object.keys(rest).length || !Object.keys(given).every((name) => HUB_ARGUMENTS.has(name))) return null;
@@ -159,7 +159,7 @@ function hubPython({ url, format }, body) {
 		: `print(answer${details ? ".generated_text" : ""}, end="")`;
 	return `from huggingface_hub import InferenceClient
 
-client = InferenceClient(${literal(base)})
+client = InferenceClient(${literal(base)}${headers.authorization ? ', token="KEY"' : ""})
 answer = client.text_generation(
     ${literal(inputs)},
 ${named(values)})
@@ -171,6 +171,8 @@ function boto3Python(request, body) {
 	const { url, endpoint, format, headers } = request;
 	const base = url.slice(0, url.indexOf("/endpoints/"));
 	const target = headers["X-Amzn-SageMaker-Target-Model"];
+	const add = 'lambda request, **_: request.headers.add_header("x-api-key", "KEY")';
+	const key = headers.authorization ? `client.meta.events.register("before-sign", ${add})\n` : "";
 	const head = `import json
 
 import boto3
@@ -182,7 +184,7 @@ client = boto3.client(
     aws_access_key_id="local",
     aws_secret_access_key="local",
 )
-body = ${literal(body)}
+${key}body = ${literal(body)}
 `;
 	const call = `(
     EndpointName=${literal(endpoint)},

@@ -3,6 +3,7 @@
 import { $, h } from "./dom.js";
 import { Exchange } from "./exchange.js";
 import { RequestForm } from "./form.js";
+import { call, useKey } from "./key.js";
 import { Result } from "./result.js";
 import { PROMPT_FIELDS, resolver } from "./contracts.js";
 import { showDifferences } from "./differences.js";
@@ -204,7 +205,7 @@ async function describe() {
 		page.state.models.map((model) => [model.name, model.version, model.context != null, model.adapters.length]),
 	);
 	if (key === described) return;
-	const reply = await fetch(new URL("openapi.json", base));
+	const reply = await call(new URL("openapi.json", base), {});
 	page.document = await reply.json();
 	described = key;
 	const resolve = resolver(page.document);
@@ -268,6 +269,12 @@ function show() {
 $("#composer").addEventListener("submit", (event) => {
 	event.preventDefault();
 	send();
+});
+$("#key").addEventListener("submit", (event) => {
+	event.preventDefault();
+	useKey($("#key input").value);
+	changed();
+	watch.look();
 });
 $("#stop").addEventListener("click", stop);
 $("#compare").addEventListener("change", setCompare);

@@ -1,5 +1,7 @@
 // One request and its reply: sent, read as it comes, and timed.
 
+import { call } from "./key.js";
+
 // Text in the reply is at most what a browser can show; the count goes on.
 const KEPT_BYTES = 8_000_000;
 
@@ -140,7 +142,7 @@ export class Exchange {
 	async run() {
 		this.started = performance.now();
 		try {
-			const reply = await fetch(this.url, {
+			const reply = await call(this.url, {
 				method: "POST",
 				headers: this.headers,
 				body: this.body,

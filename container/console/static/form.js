@@ -2,6 +2,7 @@
 
 import { $, $$, fromTemplate, h, setOptions } from "./dom.js";
 import { CONTRACTS, PROMPT_FIELDS, served, shape } from "./contracts.js";
+import { keyHeader } from "./key.js";
 
 // Names of one meaning, so that a value stays when the contract changes.
 const SAME = [
@@ -310,7 +311,7 @@ export class RequestForm {
 			document,
 			path: `/${path}`,
 			url: new URL(path, base).href,
-			headers: { "content-type": "application/json", ...contract.headers?.(format, setting) },
+			headers: { "content-type": "application/json", ...contract.headers?.(format, setting), ...keyHeader() },
 			body: this.written ?? JSON.stringify(document),
 			written: this.written != null,
 			read: contract.read,

@@ -1,6 +1,7 @@
 // The server: its state, its load over the last minutes, its adapters and its settings.
 
 import { $, fromTemplate, h, rate } from "./dom.js";
+import { call } from "./key.js";
 
 const SAMPLE_SECONDS = 2;
 const PATIENCE = 10_000; // milliseconds
@@ -44,7 +45,8 @@ export class Watch {
 			this.#sample(sums(await (await this.#get("metrics")).text()));
 			if ((this.latest.ready === 1) !== (this.state.health.status === 200)) this.turn = 0;
 			this.reachable = true;
-		} catch {
+		} catch (error) {
+			this.locked = error.message === "401";
 			this.reachable = false;
 			this.turn = 0;
 		}
@@ -53,8 +55,8 @@ export class Watch {
 	}
 
 	async #get(path) {
-		const reply = await fetch(new URL(path, this.base), { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
-		if (!reply.ok) throw new Error(`${path}: ${reply.status}`);
+		const reply = await call(new URL(path, this.base), { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
+		if (!reply.ok) throw new Error(reply.status);
 		return reply;
 	}
 
@@ -94,8 +96,8 @@ export class Watch {
 	}
 }
 
-export function statusLine({ reachable, state, latest, rates }) {
-	if (!reachable || !state) return ["unreachable", "the server cannot be reached"];
+export function statusLine({ reachable, locked, state, latest, rates }) {
+	if (!reachable || !state) return ["unreachable", locked ? "a key is needed" : "the server cannot be reached"];
 	const { status } = state.health;
 	const model = state.models[0];
 	const names = state.models.length === 1 ? model.name : `${state.models.length} models`;

@@ -30,6 +30,8 @@ def _meter() -> Meter:
     meter.time_to_first_token.observe(0.02)
     meter.inter_token.observe(0.002)
     meter.queue_time.observe(0.5)
+    meter.prompt_lengths.observe(12)
+    meter.ended(20, 5.0)
     meter.calls.count(2.0, failed=False)
     meter.calls.count(1.0, failed=False)
     meter.calls.count(0.5, failed=True)
@@ -97,6 +99,11 @@ def test_tgis_series_have_its_names() -> None:
         "tgi_request_duration_count": ({}, 2.0),
         "tgi_request_duration_sum": ({}, 3.0),
         "tgi_request_queue_duration_sum": ({}, 0.5),
+        "tgi_request_inference_duration_sum": ({}, 5.0),
+        "tgi_request_mean_time_per_token_duration_sum": ({}, 0.25),
+        "tgi_request_mean_time_per_token_duration_count": ({}, 1.0),
+        "tgi_request_input_length_sum": ({}, 12.0),
+        "tgi_request_generated_tokens_sum": ({}, 20.0),
         "tgi_batch_current_size": ({}, 3.0),
         "tgi_queue_size": ({}, 2.0),
     }
@@ -111,3 +118,20 @@ def test_histograms_count_what_is_not_above_their_bounds() -> None:
     assert f'{head}0.01",model_name="model"}} 0.0\n' in text
     assert f'{head}0.025",model_name="model"}} 1.0\n' in text
     assert f'{head}+Inf",model_name="model"}} 1.0\n' in text
+
+
+def test_tgis_histograms_have_buckets() -> None:
+    registry = CollectorRegistry()
+    registry.register(_Collector(list(known_metrics("model", _meter(), EngineStatus(0, 0, 0.0)))))
+    text = generate_latest(registry).decode()
+    assert 'tgi_request_duration_bucket{le="0.00015"} 0.0\n' in text
+    assert 'tgi_request_duration_bucket{le="145.6"} 2.0\n' in text
+    assert 'tgi_request_input_length_bucket{le="10.0"} 0.0\n' in text
+    assert 'tgi_request_input_length_bucket{le="20.0"} 1.0\n' in text
+    assert 'tgi_request_generated_tokens_bucket{le="20.0"} 1.0\n' in text
+
+
+def test_a_sequence_without_a_token_has_no_time_for_each_token() -> None:
+    meter = Meter()
+    meter.ended(0, 1.0)
+    assert (meter.lengths.counts[0], sum(meter.mean_times.counts)) == (1, 0)

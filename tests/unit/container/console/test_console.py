@@ -26,12 +26,12 @@ pytestmark = pytest.mark.asyncio
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 SECRETS = {
     "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwxyz",
-    "OPTION_API_KEY": "swordfish",
+    "OPTION_REGISTRY_API_KEY": "swordfish",
     "SERVING_KEYSTORE_PASSWORD": "swordfish",
 }
 FILES = sorted(DIRECTORY.iterdir())
 TEXTS = {path.name: path.read_text() for path in FILES}
-MAX_WEIGHT = 100_000
+MAX_WEIGHT = 101_000
 """Bytes of all files together."""
 
 
@@ -195,7 +195,7 @@ async def test_a_model_that_has_failed_shows_why(model_dir: Path) -> None:
 async def test_secrets_are_masked(model_dir: Path) -> None:
     response = await console(model_dir, **SECRETS).get("/console/state")
     names = {entry["name"] for entry in response.json()["models"][0]["settings"]["settings"]}
-    assert "option.api_key" in names
+    assert "option.registry_api_key" in names
     assert not [secret for secret in SECRETS.values() if secret in response.text]
 
 

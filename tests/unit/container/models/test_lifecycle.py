@@ -12,7 +12,16 @@ import pytest
 from container.error_rates import ErrorRates
 from container.health import ping
 from container.models import registry
-from container.models.registry import Lifecycle, Model, Models, StallWatch, State
+from container.models.registry import (
+    NEW_ENGINE_SECONDS,
+    NEW_ENGINE_STALL_SECONDS,
+    STALL_SECONDS,
+    Lifecycle,
+    Model,
+    Models,
+    StallWatch,
+    State,
+)
 from container.settings.settings import ServerSettings, Settings
 from handlers.engines.protocol import EngineHealth, EngineStartError, Progress
 from handlers.entry_point import Service
@@ -100,14 +109,15 @@ LIMIT = 60.0
 class Bench:
     """An engine's progress by a clock that the test moves, looked at as its watchdog does, and the watch over it."""
 
-    def __init__(self, limit: float = LIMIT) -> None:
+    def __init__(self, limit: float | None = LIMIT) -> None:
         self.now = 1000.0
         self.mark = 0.0
         self.progress = Progress(lambda: self.now)
         self.watch = StallWatch(self.health, limit, lambda: self.now)
 
     def health(self) -> EngineHealth:
-        return EngineHealth(True, quiet_seconds=self.progress.quiet_seconds, mark=self.progress.mark)
+        progress = self.progress
+        return EngineHealth(True, "", progress.quiet_seconds, progress.mark, progress.worked_seconds)
 
     def run(self, seconds: float, *, busy: bool, moving: bool = False, tick: float = 0.25) -> None:
         for _ in range(int(seconds / tick)):
@@ -191,6 +201,36 @@ def test_time_in_which_the_server_itself_stood_still_does_not_count() -> None:
     bench.run(1, busy=True, moving=True)
     bench.run(3600, busy=True, tick=3600)  # the whole container was paused
     assert not bench.stalled
+
+
+def test_without_a_limit_a_new_engine_may_compile_for_longer() -> None:
+    bench = Bench(limit=None)
+    bench.run(NEW_ENGINE_STALL_SECONDS - 1, busy=True)
+    assert not bench.stalled
+    bench.run(2, busy=True)
+    assert bench.stalled
+    bench.run(1, busy=True, moving=True)
+    assert not bench.stalled
+
+
+def test_an_engine_is_new_until_it_has_worked_for_ten_minutes_however_long_it_was_idle() -> None:
+    bench = Bench(limit=None)
+    bench.run(10 * NEW_ENGINE_SECONDS, busy=False)
+    bench.run(NEW_ENGINE_SECONDS / 2, busy=True, moving=True)
+    bench.run(10 * NEW_ENGINE_SECONDS, busy=False)
+    bench.run(STALL_SECONDS + 1, busy=True)
+    assert not bench.stalled
+    bench.run(NEW_ENGINE_SECONDS / 2, busy=True, moving=True)
+    bench.run(STALL_SECONDS - 1, busy=True)
+    assert not bench.stalled
+    bench.run(2, busy=True)
+    assert bench.stalled
+
+
+def test_a_limit_that_is_set_holds_for_a_new_engine() -> None:
+    bench = Bench(limit=4.0)
+    bench.run(5, busy=True)
+    assert bench.stalled
 
 
 def test_a_limit_of_0_is_none() -> None:

@@ -102,9 +102,9 @@ async def test_a_server_that_stops_does_not_wait_for_s3(silent_s3: socket.socket
 
 
 async def test_warnings_of_its_settings_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(environ={"API_KEY": "5"}) as api:
+    async with serving(environ={"SM_NUM_GPUS": "1", "NUM_SHARD": "2"}) as api:
         with caplog.at_level(logging.WARNING, "container.models.registration"):
             for name in "ab":
                 assert (await api.register(name)).status_code == 200
     (warning,) = [record.message for record in caplog.records if record.name == "container.models.registration"]
-    assert warning.startswith("model a: API_KEY")
+    assert warning.startswith("model a: NUM_SHARD")

@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from container.api_keys import ApiKeys
+from container.settings import server
 from container.settings.environment import (
     ALIASES,
+    KEY_VARIABLES,
     option_layer,
     read_variables,
     sagemaker_model_layer,
@@ -20,7 +23,7 @@ from container.settings.environment import (
 )
 from container.settings.load import load_settings
 from container.settings.report import render_text, startup_json
-from container.settings.settings import Settings, Startup, StartupModel
+from container.settings.settings import Settings, SettingsError, Startup, StartupModel
 from container.settings.values import Value
 
 
@@ -100,14 +103,85 @@ def warning(settings: Settings) -> str:
         ({"SM_NUM_GPUS": "2", "NUM_SHARD": "4"}, "it stands for TENSOR_PARALLEL_DEGREE, which SM_NUM_GPUS sets"),
         ({"OPTION_DTYPE": "fp16", "SM_VLLM_DTYPE": "fp32"}, "SM_VLLM_DTYPE"),
         ({"MAX_INPUT_TOKENS": "1", "MAX_INPUT_LENGTH": "2"}, "MAX_INPUT_LENGTH"),
-        ({"API_KEY": "hidden"}, "API_KEY (environment) has no effect: requests are served without a key"),
-        ({"VLLM_API_KEY": "hidden"}, "VLLM_API_KEY (environment) has no effect: requests are served without a key"),
         ({"OPTION_ENABLE_REASONING": "true"}, "`option.reasoning_parser` alone switches it on"),
         ({"SERVING_JOB_QUE_SIZE": "9"}, "job_que_size (environment: SERVING_JOB_QUE_SIZE) is ignored"),
     ],
 )
 def test_what_does_nothing_is_warned_of(model_dir: Path, environ: dict[str, str], words: str) -> None:
     assert words in warning(load_settings(model_dir, environ))
+
+
+@pytest.mark.parametrize(
+    ("environ", "keys"),
+    [
+        ({}, None),
+        ({"SERVING_API_KEYS": "sk-a, sk-b"}, ("sk-a", "sk-b")),
+        ({"API_KEY": "sk,a"}, ("sk,a",)),
+        ({"VLLM_API_KEY": "sk-a"}, ("sk-a",)),
+        ({"SM_VLLM_API_KEY": "sk,a"}, ("sk,a",)),
+        ({"API_KEY": "", "VLLM_API_KEY": ""}, None),
+    ],
+)
+def test_keys_of_all_containers_are_asked_for(
+    model_dir: Path, environ: dict[str, str], keys: tuple[str, ...] | None
+) -> None:
+    settings = load_settings(model_dir, environ)
+    assert settings.server.api_keys == (None if keys is None else ApiKeys.of(keys))
+    assert settings.warnings == ()
+    assert environ.keys() <= KEY_VARIABLES
+    assert "sk" not in repr(settings.server) + repr(settings.entries)
+
+
+def test_the_report_says_where_keys_come_from_and_has_none(model_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-file\n")
+    environ = {"VLLM_API_KEY": "sk-variable", "API_KEY": "sk-variable", "SERVING_API_KEYS_FILE": str(file)}
+    settings = load_settings(model_dir, environ)
+    assert settings.server.api_keys == ApiKeys.of(("sk-variable", "sk-file"))
+    startup = Startup(settings.server, (StartupModel(settings, ""),))
+    for text in (render_text(settings), startup_json(startup)):
+        assert "environment: API_KEY" in text
+        assert str(file) in text
+        assert "sk-" not in text
+    assert "alias: API_KEY (TGI) stands for SERVING_API_KEYS" in render_text(settings)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"SERVING_API_KEYS": ""}, "SERVING_API_KEYS is empty; expected keys"),
+        ({"SERVING_API_KEYS_FILE": ""}, "SERVING_API_KEYS_FILE is empty; expected keys"),
+        ({"SM_VLLM_API_KEY": ""}, "SM_VLLM_API_KEY is empty; expected keys"),
+        (
+            {"SERVING_API_KEYS": ","},
+            'api_keys is "***" (environment: SERVING_API_KEYS); allowed: keys of visible ASCII',
+        ),
+        ({"API_KEY": "sk hidden"}, 'api_keys is "***" (environment: API_KEY); allowed: keys of visible ASCII'),
+        (
+            {"SERVING_API_KEYS_FILE": "/no/such"},
+            "(environment: SERVING_API_KEYS_FILE): it cannot be read: No such file",
+        ),
+        ({"OPTION_API_KEY": "sk-hidden"}, "set SERVING_API_KEYS"),
+    ],
+)
+def test_keys_that_cannot_be_asked_for_stop_the_start(model_dir: Path, environ: dict[str, str], words: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(model_dir, environ)
+    (problem,) = caught.value.problems
+    assert words in problem
+    assert "hidden" not in problem
+
+
+def test_on_sagemaker_iam_decides_and_keys_are_not_asked_for(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SAGEMAKER_METADATA", model_dir)
+    settings = load_settings(model_dir, {"API_KEY": "a key of the handler", "SERVING_API_KEYS_FILE": "/no/such"})
+    assert settings.server.api_keys is None
+    of_variable, of_file = settings.warnings
+    assert of_variable == (
+        "api_keys (environment: API_KEY) is ignored: SageMaker passes no key on to the container; "
+        "IAM decides who may call the endpoint"
+    )
+    assert "api_keys_file (environment: SERVING_API_KEYS_FILE)" in of_file
 
 
 @pytest.mark.parametrize(

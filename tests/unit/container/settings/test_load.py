@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,11 @@ def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, cho
         "option.output_formatter=json_chat",
         "option.output_formatter=3p",
         "option.task=text-embedding",
-        "option.model=org/name",
+        "option.task=question-answering",
+        "engine=Rust",
+        "engine=OnnxRuntime",
+        "option.lmcache_auto_config=true",
+        "option.lmcache_config_file=lmcache.yaml",
         "option.s3url=s3://bucket/llama/",
         "option.model_id=djl://x",
     ],
@@ -222,6 +227,43 @@ def test_a_feature_that_is_missing_stops_the_start(model_dir: Path, properties: 
     key, _, text = properties.partition("=")
     assert NOT_SERVED in problem
     assert problem.startswith(f'{key} is "{text}" (serving.properties: {key})')
+
+
+@pytest.mark.parametrize(
+    ("properties", "advice"),
+    [
+        (
+            "engine=Rust",
+            "Models for embeddings, reranking and classification (Rust, OnnxRuntime, PyTorch) are not served",
+        ),
+        ("option.task=fill-mask", "A model.py that says `from djl_python.huggingface import handle` serves"),
+        ("option.lmcache_auto_config=true", "`option.kv_offloading_size=<GiB of all GPUs together>`"),
+    ],
+)
+def test_a_feature_that_is_missing_has_advice(model_dir: Path, properties: str, advice: str) -> None:
+    (problem,) = problems(model_dir, properties)
+    assert advice in problem
+
+
+@pytest.mark.parametrize("name", ["pooling", "reranking", "normalize"])
+def test_options_of_models_for_embeddings_are_ignored_with_the_reason(model_dir: Path, name: str) -> None:
+    (warning,) = load(model_dir, f"option.{name}=true").warnings
+    assert warning.endswith("it belongs to models for embeddings and reranking, which are not served")
+
+
+def test_option_model_is_option_model_id(model_dir: Path) -> None:
+    settings = load(model_dir, "option.model=org/name", {"HF_MODEL_ID": "org/other"})
+    assert (settings.model.model_id, settings.model.name) == ("org/name", model_dir.name)
+    assert load(model_dir, environ={"OPTION_MODEL": "org/name"}).model.model_id == "org/name"
+    assert load(model_dir, "option.model=org/name\noption.model_id=org/name").model.model_id == "org/name"
+    (problem,) = problems(model_dir, "option.model=org/name\noption.model_id=org/other")
+    assert 'option.model_id is "org/other" (serving.properties: option.model_id)' in problem
+    assert 'option.model is "org/name" (serving.properties: option.model)' in problem
+
+
+def test_option_model_names_the_model_of_an_empty_directory(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert load(tmp_path / "empty", environ={"OPTION_MODEL": "org/name"}).model.model_id == "org/name"
 
 
 @pytest.mark.parametrize("name", ["SERVING_INFERENCE_ADDRESS", "SERVING_MANAGEMENT_ADDRESS"])
@@ -253,6 +295,8 @@ def test_a_variable_for_a_feature_that_is_missing_stops_the_start(model_dir: Pat
         "option.async_mode=false",
         "option.enable_lora=False",
         "option.task=text-generation",
+        "option.task=Image-Text-To-Text",
+        "engine=python",
         "option.enable_streaming=false",
         "minWorkers=1\nmaxWorkers=1",
         "option.rolling_batch=vllm",
@@ -274,7 +318,9 @@ def test_what_asks_for_nothing_missing_is_accepted_in_silence(model_dir: Path, p
         ("retry_threshold=3", {}),
         ("option.device_map=auto", {}),
         ("option.max_num_tokens=64", {}),
-        ("option.speculative_draft_model=x", {}),
+        ("option.draft_model_tp_size=1", {}),
+        ("option.speculative_length=4", {}),
+        ("option.speculative_draft_model=x\noption.rolling_batch=disable", {}),
         ("option.max_output_len=512", {}),
         ("minWorkers=2", {}),
         ("dtype=fp16", {}),
@@ -291,6 +337,50 @@ def test_what_has_no_effect_is_warned_of(model_dir: Path, properties: str, envir
     source = f"environment: {next(iter(environ))}" if environ else f"serving.properties: {properties.split('=')[0]}"
     assert f"({source})" in warning
     assert settings.model.engine_arguments == {}
+
+
+@pytest.mark.parametrize(
+    ("properties", "tokens"),
+    [
+        ("option.speculative_draft_model=a/draft", 5),
+        ("option.speculative_draft_model= a/draft \noption.speculative_length=3", 3),
+        ("option.speculative_model=a/draft\noption.num_speculative_tokens=2", 2),
+        ("option.rolling_batch=lmi-dist\noption.speculative_draft_model=a/draft", 5),
+    ],
+)
+def test_lmis_options_of_a_draft_model_are_vllms(model_dir: Path, properties: str, tokens: int) -> None:
+    settings = load(model_dir, properties)
+    assert list(settings.model.engine_arguments) == ["speculative_config"]
+    written = json.loads(settings.model.engine_arguments["speculative_config"])
+    assert written == {"model": "a/draft", "num_speculative_tokens": tokens}
+    assert settings.warnings == ()
+    assert "speculative_" in settings.model.engine_argument_sources["speculative_config"]
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_draft_model_is_looked_for_in_the_model_directory(model_dir: Path, absolute: bool) -> None:
+    (model_dir / "draft").mkdir()
+    name = str(model_dir / "draft") if absolute else "draft"
+    for properties in (
+        f"option.speculative_draft_model={name}",
+        f'option.speculative_config={{"model": "{name}", "num_speculative_tokens": 2}}',
+    ):
+        arguments = load(model_dir, properties).model.engine_arguments
+        assert json.loads(arguments["speculative_config"])["model"] == str(model_dir / "draft")
+
+
+@pytest.mark.parametrize("value", ["0", "many", "1.5"])
+def test_a_wrong_length_of_drafts_is_refused(model_dir: Path, value: str) -> None:
+    with pytest.raises(SettingsError, match=rf'option.speculative_length is "{value}" .*; allowed: '):
+        load(model_dir, f"option.speculative_draft_model=x\noption.speculative_length={value}")
+
+
+def test_two_draft_models_are_refused(model_dir: Path) -> None:
+    both = 'option.speculative_draft_model=x\noption.speculative_config={"method": "ngram"}'
+    with pytest.raises(
+        SettingsError, match=r"option.speculative_draft_model is .*option.speculative_config is .*one of"
+    ):
+        load(model_dir, both)
 
 
 def test_an_option_without_its_prefix_is_pointed_out(model_dir: Path) -> None:
@@ -426,6 +516,11 @@ def test_the_asynchronous_mode_has_no_dynamic_batch(model_dir: Path) -> None:
 def test_a_model_may_be_served_under_several_names(model_dir: Path, text: str) -> None:
     model = load(model_dir, f"option.served_model_name={text}").model
     assert model.served_model_names == model.public_names == ("a", "b")
+
+
+def test_networks_of_media_are_a_list(model_dir: Path) -> None:
+    model = load(model_dir, "option.allowed_media_networks=10.0.0.0/8, fd00::/8").model
+    assert model.allowed_media_networks == ("10.0.0.0/8", "fd00::/8")
 
 
 def test_without_served_names_a_model_has_its_own(model_dir: Path) -> None:

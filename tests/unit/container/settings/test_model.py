@@ -280,3 +280,16 @@ def test_workers_are_counted_for_each_gpu(model_dir: Path, monkeypatch: pytest.M
     assert handler(model_dir, HANDLER, "load_on_devices=cpu").devices == ()
     with pytest.raises(SettingsError, match="cannot be placed: there is no device 7"):
         load(model_dir, HANDLER, "load_on_devices=7")
+
+
+def test_a_handler_of_pipelines_is_told_the_task(model_dir: Path) -> None:
+    code = "from djl_python.huggingface import handle\n"
+    (model_dir / "model.py").write_text(code)
+    found = load_settings(model_dir, {"HF_TASK": "fill-mask", "HF_MODEL_ID": "org/name"}).model.handler
+    assert found is not None
+    assert found.properties["task"] == "fill-mask"
+
+
+def test_option_model_is_a_property_of_a_handlers_own(model_dir: Path) -> None:
+    found = handler(model_dir, HANDLER, "option.model=small\noption.model_id=org/name")
+    assert (found.properties["model"], found.properties["model_id"]) == ("small", "org/name")

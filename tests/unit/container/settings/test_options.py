@@ -50,13 +50,16 @@ def defaults(settings: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(settings)}
 
 
+_LISTS_AND_ID = ("model_id", "stop_sequence", "served_model_name", "allowed_media_networks")
+
+
 @pytest.mark.parametrize(
     ("option", "settings"),
     [
         *(
             (option, ModelSettings)
             for option in options.SERVED
-            if option.argument is None and option.field not in ("model_id", "stop_sequence", "served_model_name")
+            if option.argument is None and option.field not in _LISTS_AND_ID
         ),
         *((option, ServerSettings) for option in server.SERVED),
     ],
@@ -143,7 +146,7 @@ TABLES = {
     "server": [
         "| variable | default | allowed | meaning |",
         "| --- | --- | --- | --- |",
-        *(server_row(option) for option in (*server.SERVED, *server.FOR_MODELS)),
+        *(server_row(option) for option in (*server.SERVED, server.API_KEYS_FILE, *server.FOR_MODELS)),
     ],
     "refused": [
         "| setting | served | what it is | instead |",

@@ -79,6 +79,14 @@ def test_a_draft_model_may_be_on_s3(model: Gate, url: str, environ: dict[str, st
     assert written == {"model": str(remote.directory), "num_speculative_tokens": 3}
 
 
+def test_so_may_that_of_lmis_option(model: Gate, url: str, environ: dict[str, str]) -> None:
+    settings = load_settings(url, environ | {"OPTION_SPECULATIVE_DRAFT_MODEL": url})
+    written = json.loads(settings.model.engine_arguments["speculative_config"])
+    (remote,) = settings.remote_models
+    assert isinstance(remote, RemoteModel)
+    assert written == {"model": str(remote.directory), "num_speculative_tokens": 5}
+
+
 @pytest.mark.parametrize("name", ["HF_MODEL_ID", "SERVING_MODEL_STORE", "OPTION_MODEL_ID"])
 def test_what_cannot_be_had_is_named_with_its_source(gate: Gate, environ: dict[str, str], name: str) -> None:
     with pytest.raises(SettingsError) as caught:

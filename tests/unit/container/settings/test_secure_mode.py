@@ -115,7 +115,9 @@ def test_remote_code(model_dir: Path, text: str) -> None:
     load(model_dir, properties=f"option.trust_remote_code={text}")
 
 
-@pytest.mark.parametrize("name", ["a.bin", "A.BIN", "b.pt", "c.pth", "d.ckpt", "deep/er/e.Pkl"])
+@pytest.mark.parametrize(
+    "name", ["a.bin", "A.BIN", "b.pt", "c.pth", "d.ckpt", "deep/er/e.Pkl", "f.joblib", "pytorch_model.bin.index.json"]
+)
 def test_pickle_files_of_untrusted_channels(model_dir: Path, tmp_path: Path, name: str) -> None:
     channel = tmp_path / "channel"
     (channel / name).parent.mkdir(parents=True)
@@ -154,9 +156,16 @@ def test_a_channel_has_to_be_a_directory(model_dir: Path) -> None:
         ("tokenizer_config.json", "no json"),
         ("chat_template.jinja", "{{ messages }}"),
         ("chat_template.json", "{}"),
+        ("additional_chat_templates/tool_use.jinja", "{{ messages }}"),
+        ("processor/chat_template.jinja", "{{ messages }}"),
+        ("processor_config.json", json.dumps({"chat_template": "{{ messages }}"})),
+        ("processor_config.json", json.dumps({"tokenizer": [{"chat_template": "{{ messages }}"}]})),
+        ("special_tokens_map.json", json.dumps({"chat_template": "{{ messages }}"})),
+        ("deep/tokenizer_config.json", '{"chat\\u005ftemplate": "{{ messages }}"}'),
     ],
 )
 def test_chat_templates(model_dir: Path, name: str, text: str) -> None:
+    (model_dir / name).parent.mkdir(parents=True, exist_ok=True)
     (model_dir / name).write_text(text)
     assert f"DISALLOW_CHAT_TEMPLATE: {name}" in refused(model_dir, "DISALLOW_CHAT_TEMPLATE").replace("there is ", "")
     load(model_dir)
@@ -164,6 +173,8 @@ def test_chat_templates(model_dir: Path, name: str, text: str) -> None:
 
 def test_a_tokenizer_without_a_chat_template_is_allowed(model_dir: Path) -> None:
     (model_dir / "tokenizer_config.json").write_text('{"model_max_length": 8}')
+    (model_dir / "processor_config.json").write_text('{"chat_template": null, "image_processor": {"size": [8, 8]}}')
+    (model_dir / "model.safetensors.index.json").write_text("{}")
     load(model_dir, "DISALLOW_CHAT_TEMPLATE")
 
 

@@ -234,7 +234,7 @@ async def test_a_payload_that_does_not_go_on_is_not_waited_for(monkeypatch: pyte
             writer.close()
             assert reply.startswith(b"HTTP/1.1 408 ")
             assert b"connection: close" in reply
-            assert b"Nothing of the body's rest has come for 0.1 seconds." in reply
+            assert b"nothing of the body's rest has come for 0.1 s" in reply
     assert container.seen == []
 
 

@@ -1,0 +1,300 @@
+"""Keys: how a request holds one, how they are read, and which routes are served without one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import httpx
+import pytest
+
+from container.api_keys import ApiKeys, keys_in, keys_in_file
+from container.app import Applications, Mount, Routes, create_app
+from container.logs import PlainFormatter, access_log
+from container.models.registration import Registrar
+from container.models.registry import Lifecycle, Model, Models, State
+from container.output import Writer
+from container.settings.settings import ServerSettings, Settings
+from tests.contracts.exchange import MODEL
+
+KEY, OTHER = "sk-first", "sk,second"
+KEYS = ApiKeys.of((KEY, OTHER))
+BEARER = {"authorization": f"Bearer {KEY}"}
+BROWSER = {"accept": "text/html", "user-agent": "Mozilla/5.0"}
+PRIVATE = "http://127.0.0.1:8081"
+
+OPEN = {
+    *((method, "/ping") for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")),
+    *(
+        (method, path)
+        for method in ("GET", "HEAD")
+        for path in (
+            *("/", "/health", "/liveness", "/readiness", "/v2/health/live", "/v2/health/ready"),
+            *("/console", "/console/", "/console/code.js", "/console/console.css", "/console/console.js"),
+            *("/console/contracts.js", "/console/differences.js", "/console/dom.js", "/console/exchange.js"),
+            *("/console/form.js", "/console/icon.svg", "/console/key.js", "/console/result.js", "/console/server.js"),
+        )
+    ),
+}
+"""All that is served without a key."""
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
+
+
+async def mounted(scope: Any, receive: Any, send: Any) -> None:
+    """An application of someone else, which shows the headers that it gets."""
+    shown = b"\n".join(name + b": " + value for name, value in scope["headers"])
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": shown})
+
+
+def applications(keys: ApiKeys | None = KEYS, **server: Any) -> Applications:
+    settings = ServerSettings(api_keys=keys, **server)
+    lifecycle = Lifecycle(Settings(server=settings, model=MODEL))
+    lifecycle.stage = State.READY
+    models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
+    return create_app(models, settings, Registrar(models, settings, Mock()), [Mount("/endpoints/", mounted, ("e",))])
+
+
+def client_of(application: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://server")
+
+
+@pytest.fixture
+def paths(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The paths of all routes of the applications that are made, and three that are none."""
+    added: set[str] = {"/endpoints/e/invocations", "/nowhere", "/v2/nowhere"}
+    add = Routes.add
+
+    def recorded(self: Routes, path: str, *rest: Any, **named: Any) -> None:
+        added.add(path)
+        add(self, path, *rest, **named)
+
+    monkeypatch.setattr(Routes, "add", recorded)
+    return added
+
+
+def filled(path: str) -> str:
+    for name, value in {"{version:int}": "1", "{id:path}": "model", "{model}": "model", "{version}": "1"}.items():
+        path = path.replace(name, value)
+    return path.replace("{adapter}", "a").replace("{response_id}", "r")
+
+
+class Unread(httpx.AsyncByteStream):
+    """A body that must not be read."""
+
+    async def __aiter__(self) -> Any:
+        raise AssertionError("the body was read")
+        yield b""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("listener", ["one for all", "main", "management"])
+async def test_every_route_but_a_few_needs_a_key(paths: set[str], listener: str) -> None:
+    settings = {} if listener == "one for all" else {"management_address": PRIVATE}
+    asking, other = applications(**settings), applications(None, **settings)
+    client, without = (client_of(one.management if listener == "management" else one.main) for one in (asking, other))
+    assert len(paths) > 80
+    open_routes = set()
+    for path in sorted(paths):
+        url = filled(path)
+        assert "{" not in url
+        for method in METHODS:
+            where = f"{method} {path}"
+            refused = await client.request(method, url, content=b"{}")
+            if refused.status_code != 401:
+                open_routes.add((method, path))
+            else:
+                assert refused.headers["www-authenticate"] == "Bearer", where
+            let_in = await client.request(method, url, content=b"{}", headers=BEARER)
+            usual = await without.request(method, url, content=b"{}")
+            assert let_in.status_code == usual.status_code, where
+            assert let_in.headers.get("content-type") == usual.headers.get("content-type"), where
+    served = {(method, path) for method, path in OPEN if listener != "management"}
+    assert open_routes == served
+
+
+@pytest.mark.asyncio
+async def test_a_refusal_reads_no_body_and_a_preflight_none_either() -> None:
+    client = client_of(applications(cors_allowed_origin="*").main)
+    for method, status in (("POST", 401), ("OPTIONS", 200)):
+        for path in ("/invocations", "/v1/completions", "/generate", "/tokenize", "/v2/models/model/generate"):
+            reply = await client.send(client.build_request(method, path, content=Unread()))
+            assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (status, "*")
+    for path in ("/models", "/adapters", "/v1/load_lora_adapter"):  # of which no other site is told
+        assert (await client.options(path)).status_code == 401
+    assert (await client_of(applications().main).options("/invocations")).status_code == 401  # without CORS
+
+
+@pytest.mark.asyncio
+async def test_the_page_comes_without_a_key_and_its_calls_do_not() -> None:
+    client = client_of(applications().main)
+    assert "<title>" in (await client.get("/", headers=BROWSER)).text
+    for path in ("/console/state", "/metrics", "/openapi.json", "/docs", "/%63onsole/state", "/console%2fstate"):
+        assert (await client.get(path)).status_code == 401
+    assert (await client.get("/p%69ng")).status_code == 200  # another way to write /ping
+
+
+MESSAGE = "this server asks for a key: send the header `Authorization: Bearer KEY` or `x-api-key: KEY`"
+FRONT_END = f'{{\n  "code": 401,\n  "type": "UnauthorizedException",\n  "message": "{MESSAGE}"\n}}\n'
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("method", "path", "content_type", "body"),
+    [
+        ("POST", "/invocations", "application/json", FRONT_END),
+        ("POST", "/predictions/other", "application/json", FRONT_END),
+        ("POST", "/models/model/invoke", "application/json", FRONT_END),
+        ("GET", "/models", "application/json", FRONT_END),
+        ("POST", "/adapters", "application/json", FRONT_END),
+        ("GET", "/metrics", "application/json", FRONT_END),
+        ("GET", "/nowhere", "application/json", FRONT_END),
+        ("POST", "/endpoints/e/invocations", "application/json", FRONT_END),
+        ("POST", "/v1/chat/completions", "application/json", '{"error":"Unauthorized"}'),
+        ("POST", "/openai/v1/completions", "application/json", '{"error":"Unauthorized"}'),
+        ("POST", "/v1/messages", "application/json", '{"error":"Unauthorized"}'),
+        ("GET", "/v1/models", "application/json", '{"error":"Unauthorized"}'),
+        ("POST", "/v1/load_lora_adapter", "application/json", '{"error":"Unauthorized"}'),
+        ("POST", "/generate", None, ""),
+        ("POST", "/generate_stream", None, ""),
+        ("POST", "/", None, ""),
+        ("POST", "/tokenize", None, ""),
+        ("GET", "/info", None, ""),
+        ("POST", "/v2/models/model/generate", "application/json", f'{{"error":"{MESSAGE}"}}'),
+        ("POST", "/v2/models/model/generate_stream", "application/json", f'{{"error":"{MESSAGE}"}}'),
+        ("POST", "/v1/generate", "application/json", f'{{"detail":"{MESSAGE}"}}'),
+        ("POST", "/v1/generate_stream", "application/json", f'{{"detail":"{MESSAGE}"}}'),
+    ],
+)
+async def test_each_contract_refuses_in_its_own_form(
+    method: str, path: str, content_type: str | None, body: str
+) -> None:
+    reply = await client_of(applications().main).request(method, path, content=b'{"inputs": "a", "stream": true}')
+    assert (reply.status_code, reply.headers.get("content-type"), reply.text) == (401, content_type, body)
+
+
+@pytest.fixture
+def access_lines() -> Iterator[Callable[[], str]]:
+    """Returns the access lines that were logged so far."""
+    writer = Mock(spec=Writer)
+    access_log.write_to(writer, PlainFormatter())
+    yield lambda: "\n".join(
+        make(*arguments) for _, make, *arguments in (call.args for call in writer.add.call_args_list)
+    )
+    access_log.write_to(None, PlainFormatter())
+
+
+@pytest.mark.asyncio
+async def test_a_refusal_is_counted_and_logged_without_the_key(
+    caplog: pytest.LogCaptureFixture, access_lines: Callable[[], str]
+) -> None:
+    client = client_of(applications().main)
+    with caplog.at_level(logging.DEBUG):
+        for _ in range(3):
+            await client.post("/v1/completions", headers={"authorization": "Bearer sk-wrong"})
+        await client.post("/v1/completions", headers=BEARER)
+    counted = (await client.get("/metrics", headers=BEARER)).text
+    assert access_lines().count("POST /v1/completions 401 ") == 3
+    assert "sk-" not in access_lines() + caplog.text
+    assert 'slipway_requests_total{route="/v1/completions",status="401"} 3' in counted
+
+
+@pytest.mark.asyncio
+async def test_no_application_gets_the_key() -> None:
+    client = client_of(applications().main)
+    headers = {"authorization": "Bearer theirs", "x-api-key": KEY, "x-mine": "1"}
+    shown = (await client.get("/endpoints/e", headers=headers)).text
+    assert KEY not in shown
+    assert "authorization: Bearer theirs" in shown
+    assert "x-mine: 1" in shown
+
+
+@pytest.mark.asyncio
+async def test_what_is_put_before_the_routes_is_reached_with_a_key_alone() -> None:
+    asking = applications()
+    client = client_of(asking.guarded(mounted))
+    for method, path in (("GET", "/metrics"), ("POST", "/adapters"), ("POST", "/models"), ("POST", "/generate")):
+        assert (await client.request(method, path)).status_code == 401
+        assert "host: server" in (await client.request(method, path, headers=BEARER)).text
+    assert "host: server" in (await client.get("/ping")).text
+    assert (await client_of(asking.routes).get("/metrics")).status_code == 200  # as the process itself calls it
+    other = applications(None)
+    assert (other.main, other.guarded(mounted)) == (other.routes, mounted)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "taken"),
+    [
+        (b"authorization", b"Bearer sk-first", True),
+        (b"authorization", b"bearer  sk-first ", True),
+        (b"authorization", b"BEARER sk,second", True),
+        (b"x-api-key", b"sk-first", True),
+        (b"authorization", b"sk-first", False),
+        (b"authorization", b"Basic sk-first", False),
+        (b"authorization", b"Bearer", False),
+        (b"authorization", b"Bearer SK-FIRST", False),
+        (b"authorization", b"Bearer sk-firs", False),
+        (b"authorization", b"Bearer sk-first,sk,second", False),
+        (b"x-api-key", b"", False),
+        (b"x-api-key", b"Bearer sk-first", False),
+        (b"x-api-key", b"\xff", False),
+        (b"x-amz-security-token", b"sk-first", False),
+    ],
+)
+def test_a_header_holds_a_key_or_does_not(name: bytes, value: bytes, taken: bool) -> None:
+    other = (b"host", b"h")
+    assert KEYS.taken_from([other, (name, value)]) == ([other] if taken else None)
+
+
+def test_one_of_several_headers_is_enough() -> None:
+    wrong = (b"authorization", b"Bearer none")
+    assert KEYS.taken_from([wrong, (b"x-api-key", b"sk-first")]) == [wrong]
+
+
+def test_the_keys_themselves_are_not_kept() -> None:
+    assert KEY not in repr(KEYS)
+    assert KEY not in repr(ServerSettings(api_keys=KEYS))
+    assert replace(KEYS) == KEYS
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [("a", ("a",)), (" a , b ,", ("a", "b")), ('["a,b", "c"]', ("a,b", "c")), ('"a"', ("a",))],
+)
+def test_keys_are_given_with_commas_between_or_as_an_array(text: str, keys: tuple[str, ...]) -> None:
+    assert keys_in(text) == keys
+
+
+@pytest.mark.parametrize("text", ["", ",", '""', "[]", "[1]", "[", "pässword", '["a b"]', '["a\\n"]'])
+def test_what_is_no_key_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        keys_in(text)
+
+
+def test_a_file_has_a_key_in_each_line(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of team a\nsk-a\n\n  sk,b  \r\n")
+    assert keys_in_file(str(file)) == ("sk-a", "sk,b")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "it cannot be read: No such file or directory"),
+        (b"", "it has no key"),
+        (b"# none yet\n\n", "it has no key"),
+        (b"a\nb c\n", "line 2 is no key; expected visible ASCII characters without blanks"),
+        (b"\xff\n", "it is not UTF-8 text"),
+    ],
+)
+def test_a_file_without_keys_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        keys_in_file(str(file))
