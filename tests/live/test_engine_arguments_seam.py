@@ -14,15 +14,24 @@ from typing import Any, NoReturn
 
 import pytest
 
+from container.settings.load import load_settings
 from handlers.daemon_thread import LastingThread
-from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
+from handlers.engines.parallelism import ModelMemory, Weights, tensor_parallel_sizes
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import ModelSettings
+from tests.engine_arguments import PAGE, REFUSED, TRIALS, Trial, command_line, files, rows
+from tests.live.server import write_model
 
 ROOT = Path(__file__).parents[2]
 MODELS: dict[str, Any] = json.loads((ROOT / "tests" / "fixtures" / "model_configs.json").read_bytes())
-ON_CPU = {"enforce_eager"}
-"""What is set on a CPU where `vllm serve` has another default."""
+WITH_LORA = {
+    name
+    for name, trial in TRIALS.items()
+    if isinstance(trial, Trial) and name != "max_loras" and (name == "enable_lora" or "enable_lora" in trial.beside)
+}
+ALWAYS = {"limit_mm_per_prompt", "served_model_name"}
+"""Arguments that have another default than with `vllm serve`."""
+ON_CPU = ALWAYS | {"enforce_eager"}
 GIB = 1 << 30
 
 
@@ -76,6 +85,57 @@ def test_arguments_are_those_of_vllm_serve(
     names = [field.name for field in dataclasses.fields(served)]
     assert {name for name in names if getattr(ours, name) != getattr(served, name)} == ON_CPU
     assert context.value == "OPENAI_API_SERVER"
+
+
+def documented_differences() -> set[str]:
+    """The arguments in the first column of the table in docs/configuration.md."""
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    _, _, text = text.partition("<!-- differences from vllm serve -->")
+    table, _, _ = text.partition("<!-- end of differences -->")
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    return {name.strip(" `") for row in rows for name in row.split(",")}
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, set()),
+        ({"enable_lora": True}, {"max_loras", "max_cpu_loras", "enable_lora"}),
+        ({"rolling_batch": "scheduler"}, {"model_impl"}),
+    ],
+    ids=["default", "adapters", "scheduler"],
+)
+def test_the_documentation_has_what_differs_from_vllm_serve(
+    settings: ModelSettings, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], expected: set[str]
+) -> None:
+    ours, _ = arguments_seen(replace(settings, **more), monkeypatch)
+    served = serve_arguments(settings.model_dir)
+    names = [field.name for field in dataclasses.fields(served)]
+    differing = {name for name in names if getattr(ours, name) != getattr(served, name)}
+    assert differing == ON_CPU | expected
+    assert differing - set(more) <= documented_differences()
+
+
+def test_the_documentation_has_what_is_changed_in_vllms_configuration(settings: ModelSettings) -> None:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from handlers.engines.vllm.arguments import engine_arguments, serve_defaults
+    from handlers.engines.vllm.constraints import choose_backend
+    from handlers.engines.vllm.sampling import load_typical
+
+    def made() -> VllmConfig:
+        arguments = engine_arguments(settings, on_cpu=True) | {"max_model_len": 64}
+        return AsyncEngineArgs(**serve_defaults() | arguments).create_engine_config()
+
+    before, changed = made(), made()
+    choose_backend(changed, "")
+    load_typical(changed)
+    names = vars(before).keys() - {"instance_id"}  # random
+    differing = {name for name in names if str(getattr(before, name)) != str(getattr(changed, name))}
+    assert differing == {"structured_outputs_config", "model_config"}
+    assert before.model_config.logits_processors != changed.model_config.logits_processors
+    assert {"structured_outputs_config", "logits_processors"} <= documented_differences()
 
 
 def test_sequences_that_run_together_are_set_only_where_they_are_given(
@@ -137,8 +197,8 @@ def test_batches_on_a_gpu_are_as_large_as_those_of_vllm_serve(
         ({}, False, 22.0, 1, "the fewest that hold the weights (0.3 GiB) and a useful KV cache"),
         ({}, True, 22.0, 3, "the most that the model allows; the model allows 1, 3"),
         ({}, False, 2.0, 3, "which may be too few for the weights"),
-        ({"pipeline_parallel_size": 4}, True, 22.0, 1, "(4 pipeline stages, 1 replicas)"),
-        ({"data_parallel_size": 2}, True, 22.0, 3, "(1 pipeline stages, 2 replicas)"),
+        ({"pipeline_parallel_size": 4}, True, 22.0, 1, "(4 pipeline stages, 1 replicas,"),
+        ({"data_parallel_size": 2}, True, 22.0, 3, "(1 pipeline stages, 2 replicas,"),
         ({"data_parallel_size": 8}, True, 22.0, 1, None),
         ({"max_model_len": -1}, False, 22.0, 1, "the fewest that hold"),
     ],
@@ -187,8 +247,27 @@ def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("api_key", "hidden"), ("ssl_keyfile", "/key"), ("stream_interval", "2"), ("no_such_thing", "1")]
+    ("name", "text", "reason"),
+    [
+        ("disable_log_stats", "true", "vLLM's statistics are not logged; metrics are at /metrics"),
+        ("enable_mfu_metrics", "true", "vLLM's own metrics are not at /metrics"),
+        ("profiler_config", '{"profiler": "torch", "torch_profiler_dir": "/tmp"}', "there are no routes that start"),
+        ("shutdown_timeout", "5", "SERVING_DRAIN_TIMEOUT says how long running requests get"),
+    ],
 )
+def test_an_argument_of_a_part_of_vllm_that_is_not_used_is_warned_of(
+    settings: ModelSettings, caplog: pytest.LogCaptureFixture, name: str, text: str, reason: str
+) -> None:
+    from handlers.engines.vllm.arguments import engine_arguments
+
+    given = engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
+    assert given == engine_arguments(settings, on_cpu=True)
+    assert f"option.{name} has no effect: {reason}" in caplog.text
+    with pytest.raises(EngineStartError, match=f"is not a value that vLLM takes for {name}"):
+        engine_arguments(replace(settings, engine_arguments={name: "{"}), on_cpu=True)
+
+
+@pytest.mark.parametrize(("name", "text"), [("api_key", "hidden"), ("ssl_keyfile", "/key"), ("no_such_thing", "1")])
 def test_an_argument_that_is_not_the_engines_is_warned_of(
     settings: ModelSettings, caplog: pytest.LogCaptureFixture, name: str, text: str
 ) -> None:
@@ -197,6 +276,22 @@ def test_an_argument_that_is_not_the_engines_is_warned_of(
     assert name not in engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
     assert f"option.{name} is none of LMI's and not of vLLM's engine; it has no effect" in caplog.text
     assert "hidden" not in caplog.text
+
+
+def test_an_error_of_vllm_names_the_options_that_were_given(settings: ModelSettings) -> None:
+    from handlers.engines.vllm.loading import VllmLoader
+
+    given = {"enable_sleep_mode": "true", "sleep_preserve_parameter_names": "lm_head.weight"}
+    thread = LastingThread("engine")
+    try:
+        with pytest.raises(EngineStartError) as refused:
+            asyncio.run(VllmLoader(replace(settings, engine_arguments=given), thread).load())
+    finally:
+        thread.end()
+    assert str(refused.value) == (
+        f"vLLM cannot load {settings.model_id} with option.enable_sleep_mode, option.sleep_preserve_parameter_names: "
+        "Sleep mode is not supported on current platform."
+    )
 
 
 def test_sizes_are_those_that_vllm_accepts(tmp_path: Path) -> None:
@@ -214,6 +309,55 @@ def test_sizes_are_those_that_vllm_accepts(tmp_path: Path) -> None:
         # vLLM's config of the model has more than the file, and may call things otherwise.
         assert list(tensor_parallel_sizes(answer["config"], 8)) == answer["sizes"], name
         model = MODELS[name]
-        need = ModelMemory(answer["config"], model["weight_bytes"])
+        need = ModelMemory(answer["config"], Weights(model["weight_bytes"]))
         size, _ = need.fewest(answer["sizes"], int(79.1 * GIB))
         assert size <= model["default"]["80"][-1], name
+
+
+def test_every_argument_of_vllm_is_in_the_table_of_those_that_were_tried() -> None:
+    from vllm import __version__
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from handlers.engines.vllm.arguments import FRONT_END
+
+    names = {field.name for field in dataclasses.fields(AsyncEngineArgs)} | FRONT_END
+    assert TRIALS.keys() == names
+    table = rows(PAGE.read_text())
+    assert table.keys() == names
+    assert [name for name, row in table.items() if "FAILS" in row] == []
+    assert f"of vLLM {__version__} was tried" in " ".join(PAGE.read_text().split())
+
+
+def test_each_option_of_the_table_becomes_what_vllm_serve_makes_of_it(sample_model: Path, tmp_path: Path) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from handlers.engines.vllm.arguments import (
+        FRONT_END,
+        WITHOUT_EFFECT,
+        engine_arguments,
+        frontend_arguments,
+        serve_defaults,
+    )
+
+    paths, parser, defaults = files(tmp_path), make_arg_parser(FlexibleArgumentParser()), serve_defaults()
+    differing: dict[str, set[str]] = {}
+    for name, trial in TRIALS.items():
+        if isinstance(trial, str) or name in REFUSED:
+            continue
+        options = trial.options(name, paths)
+        model_dir = write_model(tmp_path / name, model_id=sample_model, rolling_batch="vllm", **options)
+        model = load_settings(model_dir, {}).model
+        ours = dataclasses.asdict(AsyncEngineArgs(**defaults | engine_arguments(model, on_cpu=False)))
+        parsed = parser.parse_args(["--model", str(sample_model), *command_line(options)])
+        theirs = dataclasses.asdict(AsyncEngineArgs.from_cli_args(parsed))
+        front_end = frontend_arguments(model)
+        ours |= {argument: front_end[argument] for argument in FRONT_END}
+        theirs |= {argument: getattr(parsed, argument) for argument in FRONT_END}
+        if different := {argument for argument, value in theirs.items() if ours[argument] != value} - ALWAYS:
+            differing[name] = different
+    expected = {name: {name} for name in WITHOUT_EFFECT}
+    # LMI's default is 4 adapters.
+    expected |= {name: {"max_loras"} for name in WITH_LORA}
+    assert differing == expected
