@@ -11,8 +11,9 @@ from typing import Literal
 
 import msgspec
 
+from djl_python.input_parser import SAGEMAKER_ADAPTER_IDENTIFIER_HEADER
 from handlers.adapters import Adapter
-from handlers.contracts.protocol import LONG_BODY, Call, Contract, Reply
+from handlers.contracts.protocol import LONG_BODY, Call, Contract, Reply, adapter_header
 from handlers.contracts.schemas import Schema
 from handlers.errors import InvalidParameter, InvalidRequest, NotReady, NotServed, RequestError
 from handlers.loaded_model import LoadedModel
@@ -57,12 +58,29 @@ class ModelView:
         raise NotReady(f"model {self.settings.name} is not loaded yet")
 
 
+NO_ADAPTERS = "cannot be used: this server has no adapters"
+"""Follows the name of a parameter or header that names one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContractSetting:
     """The arguments of a contract."""
 
     settings: ModelSettings
     model: LoadedModel
+
+    def adapter_of(self, call: Call, named: str | None) -> str | None:
+        """Return the adapter that SageMaker's header names, or else `named`; None for the model itself.
+
+        Raises:
+            InvalidParameter: The header names one, and the server has no adapters.
+        """
+        header = adapter_header(call)
+        if header is None:
+            return named
+        if header and not self.settings.enable_lora:
+            raise InvalidParameter(SAGEMAKER_ADAPTER_IDENTIFIER_HEADER, NO_ADAPTERS)
+        return header or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,10 @@ MEANINGS = {
     "return_logprobs": "Return logprobs; needs the parameter logprobs.",
     "return_num_input_tokens": "Return num_input_tokens.",
     "return_num_output_tokens": "Return num_output_tokens.",
-    "sampling_parameters": "A JSON object in a string, instead of all parameters.",
+    "sampling_parameters": (
+        "A JSON object in a string, instead of all parameters. A `lora_name` beside it, or a parameter that constrains "
+        "the text, is refused."
+    ),
     **dict.fromkeys(("seed", "random_seed"), "Seed for sampling; random by default."),
     "separators": "Texts at which a chunk may end.",
     "skip_special_tokens": "Leave special tokens out of the text.",

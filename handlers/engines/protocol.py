@@ -27,7 +27,7 @@ _LONGEST_LOOK = 2.0
 class Progress:
     """The signs of life of one engine. For the event loop."""
 
-    __slots__ = ("_clock", "_looked_at", "mark", "quiet_seconds")
+    __slots__ = ("_clock", "_looked_at", "mark", "quiet_seconds", "worked_seconds")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._looked_at = clock, clock()
@@ -35,6 +35,7 @@ class Progress:
         # Seconds with work since the last sign of life. Time without work does not count, nor is it a sign of life: the
         # work may have been given up by its clients, or for its time limit.
         self.quiet_seconds = 0.0
+        self.worked_seconds = 0.0  # Seconds with work, in all, up to the last sign of life.
 
     def look(self, busy: bool, mark: float) -> None:
         """Record whether the engine has moved. `busy`: it has work. `mark`: any number that changes whenever it gives a
@@ -42,6 +43,7 @@ class Progress:
         now = self._clock()
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK), now
         if mark != self.mark:
+            self.worked_seconds += self.quiet_seconds + passed
             self.quiet_seconds = 0.0
         elif busy:
             self.quiet_seconds += passed
@@ -113,6 +115,7 @@ class EngineHealth:
     reason: str = ""
     quiet_seconds: float = 0.0  # Seconds with work since the last sign of life (`Progress`).
     mark: float = 0.0  # A number that changes with every sign of life.
+    worked_seconds: float = 0.0  # Seconds with work, in all, up to the last sign of life.
 
 
 class EngineAdapters(Protocol):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from handlers.engine_handler import EngineQueue
 from handlers.errors import InvalidRequest
+from handlers.openai.media_limits import MediaMemory, RequestMedia
 
 if TYPE_CHECKING:
     from handlers.engines.vllm.lora import Claim
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 class OpenAICall:
     """One call of vLLM's front end: its places in the queue, its adapters, and how it went."""
 
-    def __init__(self, queue: EngineQueue, any_model: bool = False) -> None:
+    def __init__(self, queue: EngineQueue, any_model: bool = False, media: MediaMemory | None = None) -> None:
         self._queue, self.engine = queue, queue.engine
         self._held = 0
         self._closed = False
@@ -29,6 +30,7 @@ class OpenAICall:
         self.form_name = "structured_outputs"  # What its body calls the form that its text is to have.
         # Adapters that are kept for the call, by name; a beam search asks for its own several times.
         self.adapters: dict[str, Claim] = {}
+        self.media = RequestMedia(media) if media is not None else None
         self.generates = False  # It was admitted to the queue.
         self.submitted = False  # Its body has been read, and something of it is to be generated.
         self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.
@@ -69,6 +71,8 @@ class OpenAICall:
             task.add_done_callback(lambda _: self.close())
             return
         self.release(self._held)
+        if self.media is not None:
+            self.media.close()
         for claim in self.adapters.values():
             claim.release()
         self.adapters.clear()

@@ -28,7 +28,8 @@ from handlers.contracts.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
 from handlers.engines.vllm.constraints import no_token_left
 from handlers.engines.vllm.engine import VllmEngine
 from handlers.engines.vllm.output import SequenceMeter
-from handlers.engines.vllm.sampling import NO_PROMPT_LOGPROBS, TYPICAL_P, SamplingTranslator, check_bad_words
+from handlers.engines.vllm.parsers import tells_end_of_reasoning
+from handlers.engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_words
 from handlers.errors import (
     AdapterUnusable,
     EngineDead,
@@ -45,7 +46,8 @@ from handlers.openai.current_call import OpenAICall, current_call
 _INT64 = 2**63
 _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 """Options that vLLM's serving classes give for chats, whose answers are constrained once their reasoning has ended. The
-answer to any other prompt has no reasoning, and is constrained from its first token."""
+answer to any other prompt has no reasoning, and is constrained from its first token; so is one of a chat if nobody can
+tell where its reasoning ends."""
 _MOST_NESTED = 32  # Levels of `kv_transfer_params` and of `vllm_xargs`.
 # What goes to the engine process as 64-bit numbers.
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
@@ -54,8 +56,8 @@ _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prom
 def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) -> None:
     """Refuse sampling parameters that would harm the engine or have no effect; `params`: vLLM's `SamplingParams`.
     Raises InvalidParameter: the parameter is named."""
-    if params.prompt_logprobs is not None and not limits.prompt_logprobs:
-        raise InvalidParameter("prompt_logprobs", f"cannot be given: {NO_PROMPT_LOGPROBS}")
+    if params.prompt_logprobs is not None and limits.prompt_logprobs_refusal:
+        raise InvalidParameter("prompt_logprobs", f"cannot be given: {limits.prompt_logprobs_refusal}")
     limits.check_listed_tokens(params)
     if not all(map(math.isfinite, (params.logit_bias or {}).values())):
         raise InvalidParameter("logit_bias", "must hold finite numbers")
@@ -133,6 +135,8 @@ class EngineClient:
             self._check_length(prompt)
             call.take(sampling_params.n)
         call.submitted = True
+        if call.media is not None:  # what the prompt was made of is dropped
+            call.media.release()
         return self._generate(call, prompt, sampling_params, request_id, options)
 
     def _check_length(self, prompt: Any) -> None:
@@ -177,7 +181,7 @@ class EngineClient:
         with _vllms_errors():
             if params.structured_outputs is not None:
                 params.structured_outputs = await self._engine.constraints.checked(call.form_name, params)
-                if not options.keys() & _OF_CHATS:
+                if not (options.keys() & _OF_CHATS and tells_end_of_reasoning(self._llm.vllm_config)):
                     options = {**options, "reasoning_ended": True}
             if self._engine.adapters is not None and options.get("lora_request") is not None:
                 options = {**options, "lora_request": await self._adapter(call, options["lora_request"].lora_name)}
@@ -221,8 +225,7 @@ class _Request:
         own = [state for state in states if state.queue is self._queue]  # ids are the clients', who may use one twice
         if not own and not _ended(self._queue.output):
             raise RuntimeError("vLLM's output processor does not know a request that it was given just now")
-        self._meter.prompt_tokens += own[0].prompt_len if own else 0
-        self._meter.started_requests += 1
+        self._meter.prompt(own[0].prompt_len if own else 0)
         self._counters = [_StepCounter(state.logprobs_processor, self._meter) for state in own]
 
     def _check(self) -> None:
@@ -236,6 +239,8 @@ class _Request:
     def succeeded(self) -> None:
         if self._open:
             self._meter.finished_requests += 1
+            for counter in self._counters:
+                counter.ended()
             self._close()
 
     async def abandon(self) -> None:

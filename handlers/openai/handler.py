@@ -9,7 +9,6 @@ import asyncio
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,10 +19,11 @@ from handlers.contracts.openai.family import ALIASED, refuse
 from handlers.contracts.protocol import LONG_BODY, Call, Exchange, ReplyWriter, Running, adapter_header
 from handlers.engine_handler import EngineQueue, RunningCall
 from handlers.engines.choice import is_vllm
-from handlers.errors import Overloaded, RequestError, UnknownAdapter
+from handlers.errors import InvalidRequest, Overloaded, RequestError, UnknownAdapter
 from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall, current_call
-from handlers.openai.vllm_call import VllmApp, VllmCall, hopeless
+from handlers.openai.media_limits import MediaMemory
+from handlers.openai.vllm_call import VllmApp, VllmCall, check_body
 
 _LONG_CHAT = 16 * 1024  # Bytes; a template may be slow, so that longer ones are parsed in a thread.
 _PREFIXES = ("chatcmpl-", "cmpl-")  # Before the HTTP request's id in those of vLLM's answers.
@@ -59,7 +59,8 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     )
     served = accepted.union(names)
     common = front_end(app, engine.async_llm.vllm_config, names[0], served.__contains__, public)
-    vllm_app = VllmApp(app, engine.async_llm, bool(engine.frontend_arguments.get("tool_call_parser")), refusal)
+    parses_tools = bool(engine.frontend_arguments.get("tool_call_parser"))
+    vllm_app = VllmApp(app, engine.async_llm, parses_tools, MediaMemory(settings), refusal)
     contract = OpenAIContract(common) if common is not None else None
     return OpenAIHandler(vllm_app, queue, contract, names[0], public)
 
@@ -97,10 +98,9 @@ class OpenAIHandler:
             task.add_done_callback(self._aborting.discard)
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running:
-        path, queue = call.path.removeprefix(ALIASED), self._queue
-        if path in (CHAT, COMPLETIONS) and queue.open_sequences >= queue.limit:
-            queue.engine.meter.calls.count(0.0, failed=True)
-            raise queue.overloaded()
+        path = call.path.removeprefix(ALIASED)
+        if path in (CHAT, COMPLETIONS):
+            self._queue.check_place()
         return await self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
 
     async def begin(
@@ -122,16 +122,23 @@ class OpenAIHandler:
             except RequestError:
                 pass  # vLLM's front end says why
         model = (adapter or self._model) if adapter is not None and call.body else None
-        return VllmCall(self._vllm, OpenAICall(self._queue, any_model), call, writer, path, model)
+        return VllmCall(self._vllm, OpenAICall(self._queue, any_model, self._vllm.media), call, writer, path, model)
 
     async def _understood(self, call: Call, path: str, any_model: bool, adapter: str | None) -> Exchange | None:
         if self._contract is None:
             return None
-        parsed = partial(self._contract.parse, call, path, any_model=any_model, adapter=adapter)
+        contract = self._contract
+
+        def parsed() -> Exchange | None:
+            if len(call.body) >= LONG_BODY:
+                try:
+                    check_body(call.body, path, self._queue.engine.max_model_len)
+                except InvalidRequest:
+                    return None  # it is refused where it would go to vLLM
+            return contract.parse(call, path, any_model=any_model, adapter=adapter)
+
         if len(call.body) < (_LONG_CHAT if path == CHAT else LONG_BODY):
             exchange = parsed()
-        elif hopeless(call.body, path, self._queue.engine.max_model_len) is not None:
-            return None
         else:
             async with self._long:
                 exchange = await asyncio.to_thread(parsed)

@@ -12,6 +12,9 @@ It relies on internals of vLLM, which tests/live/test_openai_seam.py looks for:
   and `response_store` has what is known of the response;
 - `OpenAIServingModels.is_base_model(name)` decides whether a request's `model` is served here, unless its
   `lora_requests` have the name;
+- the first of `_ROUTERS` have a module `protocol` beside them, with Pydantic's models of their requests; Pydantic keeps
+  the schema of a model in `__pydantic_core_schema__`, and what checks by it in `__pydantic_validator__`;
+- `OnlineRenderer.parser` is the class whose `adjust_request` constrains the calls of tools;
 - what `front_end` reads of the serving objects, and `OnlineRenderer.preprocess_chat`, whose way from messages to a
   prompt it repeats.
 """
@@ -22,7 +25,6 @@ import argparse
 import asyncio
 import importlib
 import logging
-import os
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -32,6 +34,8 @@ from typing import Any
 import vllm.envs as envs
 import vllm.tokenizers.hf
 from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic_core import SchemaValidator
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -40,6 +44,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
@@ -58,7 +63,9 @@ from handlers.contracts.openai.contract import FrontEnd
 from handlers.contracts.openai.family import error_reply
 from handlers.contracts.protocol import Reply
 from handlers.engines.protocol import EngineStartError
+from handlers.engines.vllm.parsers import parsers_for
 from handlers.openai.current_call import current_call
+from handlers.openai.media_connector import bound_media
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +88,15 @@ _TRIALS: tuple[list[Any], ...] = (
 
 
 _ROUTERS = (
-    "vllm.entrypoints.openai.models.api_router",
     "vllm.entrypoints.openai.chat_completion.api_router",
     "vllm.entrypoints.openai.completion.api_router",
     "vllm.entrypoints.openai.responses.api_router",
     "vllm.entrypoints.anthropic.api_router",
     "vllm.entrypoints.serve.tokenize.api_router",
+    "vllm.entrypoints.openai.models.api_router",
     "vllm.entrypoints.serve.instrumentator.basic",
 )
+_WITH_BODIES = 5  # Of them; each has its requests in a module `protocol` beside it.
 
 
 def answer_object(path: str, body: bytes) -> Any:
@@ -124,7 +132,38 @@ def client_error_filter(record: logging.LogRecord) -> bool:
 
 def routers() -> list[Any]:
     """vLLM's routers, which are imported first."""
+    done: set[type] = set()
+    for name in _ROUTERS[:_WITH_BODIES]:
+        protocol = importlib.import_module(name.replace(".api_router", ".protocol"))
+        for kind in vars(protocol).values():
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                stop_at_first_fault(kind, done)
     return [importlib.import_module(name).router for name in _ROUTERS]
+
+
+def stop_at_first_fault(kind: type[BaseModel], done: set[type]) -> None:
+    """Have the lists in a request refused with the first item that is wrong. To be called before FastAPI sees it.
+
+    Pydantic would say of each item why it is none of the kinds that it may be. That takes it up to 5 ms for each, and
+    the event loop waits. `done`: what was changed before.
+    """
+    if kind in done or not kind.__pydantic_complete__:
+        return
+    done.add(kind)
+    waiting: list[Any] = [kind.__pydantic_core_schema__]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            if node.get("type") == "list":
+                node["fail_fast"] = True
+            elif node.get("type") == "model" and issubclass(node["cls"], BaseModel):
+                stop_at_first_fault(node["cls"], done)  # Pydantic takes its validator as it is
+            waiting += [value for key, value in node.items() if key not in ("metadata", "serialization")]
+        elif isinstance(node, list | tuple):
+            waiting += node
+    kind.__pydantic_complete__ = False  # otherwise Pydantic takes the validator that there is
+    kind.__pydantic_validator__ = SchemaValidator(kind.__pydantic_core_schema__)
+    kind.__pydantic_complete__ = True
 
 
 class _BackgroundTasks(dict[str, "asyncio.Task[None]"]):
@@ -165,6 +204,7 @@ async def build(
     Raises EngineStartError: this vLLM refuses an argument.
     """
     lower_client_errors()
+    bound_media()
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     args = argparse.Namespace(
         **arguments,
@@ -174,7 +214,6 @@ async def build(
         disable_log_stats=True,
         structured_outputs_config=client.vllm_config.structured_outputs_config,
     )
-    _choose_tool_grammar(client.vllm_config.structured_outputs_config.backend)
     try:
         for router in routers():
             app.include_router(router)
@@ -185,9 +224,13 @@ async def build(
         app.state.args = args
         # vLLM would have its server exit when its engine has died; whether ours does is `fail_fast`.
         app.state.server = SimpleNamespace(should_exit=False)
-        await init_app_state(client, app.state, args, supported_tasks=("generate",))
+        with parsers_for(client.vllm_config.structured_outputs_config.backend):
+            await init_app_state(client, app.state, args, supported_tasks=("generate",))
         responses = app.state.openai_serving_responses
         responses.background_tasks = _BackgroundTasks(responses.response_store)
+        renderer = responses.online_renderer
+        if renderer.parser is not None:
+            renderer.parser = _hiding_constraints(renderer.parser)
         models = app.state.openai_serving_models
         served = models.is_base_model
         models.is_base_model = lambda name: served(name) or accepts(name)
@@ -196,6 +239,22 @@ async def build(
     except Exception as error:
         raise EngineStartError(f"vLLM's OpenAI front end cannot be started: {error}") from error
     return app
+
+
+def _hiding_constraints(parser: Any) -> Any:
+    """A class of parsers that constrains calls of tools, and keeps that out of what `ResponsesResponse` repeats of its
+    request: vLLM's puts the schema of a forced call into `text`, a field of the client's."""
+
+    class Parser(parser):  # type: ignore[misc]
+        def adjust_request(self, request: Any) -> Any:
+            text = getattr(request, "text", None)
+            request = super().adjust_request(request)
+            if isinstance(request, ResponsesRequest) and request.text is not text:
+                request.structured_outputs = request.extract_structured_outputs()
+                request.text = text
+            return request
+
+    return Parser
 
 
 def front_end(
@@ -356,10 +415,3 @@ def refusal(error: BaseException) -> Reply | None:
         return None
     info = create_error_response(error).error
     return error_reply(info.message, info.type, info.code, info.param)
-
-
-def _choose_tool_grammar(backend: str) -> None:
-    """Have named and required tools constrained by the JSON schema of their calls, as every back end can. vLLM's newer
-    way, grammars of each model's own syntax, is xgrammar's alone; the others refuse the request."""
-    if backend != "xgrammar":
-        os.environ.setdefault("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")

@@ -13,12 +13,14 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from handlers.contracts.json_cost import JsonDecoder, JsonTooCostly, check_cost, groups_in, off_the_loop
 from handlers.contracts.json_fields import json_fault
 from handlers.contracts.openai.constraints import BATCH, CHAT, FIELDS, MESSAGES, RESPONSES, enforceable, form_name
 from handlers.contracts.openai.family import error_reply, refuse
 from handlers.contracts.protocol import LONG_BODY, Call, Reply, ReplyWriter
-from handlers.errors import InvalidRequest
+from handlers.errors import InvalidParameter, InvalidRequest
 from handlers.openai.current_call import OpenAICall, current_call
+from handlers.openai.media_limits import MediaMemory
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +30,17 @@ _OURS = frozenset({b"content-length", b"content-type", b"transfer-encoding", b"x
 _FRAMING = frozenset({"content-type", "content-length"})
 
 _CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES})
+# vLLM's front end reads bodies on the event loop. Pydantic tries out each kind that an item of `input` may be, which
+# takes 0.1 ms; a message takes a tenth of that.
+_MOST_GROUPS, _MOST_GROUPS_OF_RESPONSES = 10_000, 2_500  # Objects and arrays.
+_MOST_ESCAPES = 2_000_000  # Backslashes, with which Python's `json` takes its time.
 # What is between the parts of a document. Texts have them too, one to a token at most, but for a few odd ones.
 _MARKS = (b"{", b"[", b",")
 _MARKS_PER_TOKEN, _FURTHER_MARKS = 4, 10_000
 _MARKS_OF_PROMPTS = 2_000_000  # Token ids of many prompts; these cost a tenth of what messages do.
 
-_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
+_decode = JsonDecoder(dict[str, msgspec.Raw]).decode
+_decode_messages = JsonDecoder(list[dict[str, msgspec.Raw]]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,7 @@ class VllmApp:
     app: Any  # FastAPI's application.
     llm: Any  # vLLM's engine, which knows requests by the ids of their answers.
     parses_tools: bool = False  # The model has a parser of tool calls.
+    media: MediaMemory | None = None  # The images, sounds and videos of its requests.
     # The answer to an exception of the application; None if it is none of the client's.
     refusal: Callable[[BaseException], Reply | None] = lambda _: None
 
@@ -73,12 +80,8 @@ class VllmCall:
         current_call.set(self._held)
         began = time.monotonic()
         try:
-            if (refusal := hopeless(call.body, path, self._held.engine.max_model_len)) is not None:
-                self._finish(refusal)
-            else:
-                tools = self._vllm.parses_tools
-                self._call = call = for_vllm(call, path, self._held, model=self._model, parses_tools=tools)
-                await self._vllm.app(scope(call, path), self._receive, self._send)
+            self._call = call = await off_the_loop(call.body, self._read)
+            await self._vllm.app(scope(call, path), self._receive, self._send)
         except InvalidRequest as error:
             self._finish(refuse(error))
         except UnicodeEncodeError:
@@ -97,6 +100,12 @@ class VllmCall:
                 self._finish(error_reply(reason, "InternalServerError", 500))
                 if self._held.generates:
                     self._held.engine.meter.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
+
+    def _read(self) -> Call:
+        """The call for vLLM. Raises InvalidRequest."""
+        call, held = self._call, self._held
+        check_body(call.body, self._path, held.engine.max_model_len)
+        return for_vllm(call, self._path, held, model=self._model, parses_tools=self._vllm.parses_tools)
 
     async def _receive(self) -> dict[str, Any]:
         if not self._body_read:
@@ -183,18 +192,26 @@ def scope(call: Call, path: str) -> dict[str, Any]:
     }
 
 
-def hopeless(body: bytes, path: str, max_model_len: int) -> Reply | None:
-    """The refusal of a body that has more parts than the model's context could hold; None for all others."""
+def check_body(body: bytes, path: str, max_model_len: int) -> None:
+    """Raise InvalidRequest for a body that would hold up the event loop, or that has more parts than the model's
+    context could hold."""
+    most = _MOST_GROUPS_OF_RESPONSES if path == RESPONSES else _MOST_GROUPS
+    # Brackets in texts do not count; they are left out where there are so many that it takes a closer look.
+    if body.count(b"{") + body.count(b"[") > most and (groups := groups_in(body)) > most:
+        raise InvalidRequest(f"the body has {groups} objects and arrays; this route takes at most {most}")
+    try:
+        check_cost(body)
+    except JsonTooCostly as error:
+        raise InvalidRequest(f"the body takes too long to read: {error}") from None
     if len(body) < LONG_BODY:
-        return None
+        return
     limit = _MARKS_PER_TOKEN * max_model_len + _FURTHER_MARKS
     if path not in _CONVERSATIONS:
         limit = max(limit, _MARKS_OF_PROMPTS)
-    if sum(map(body.count, _MARKS)) <= limit:
-        return None
-    return error_reply(
-        f"the body has more parts than the model's context of {max_model_len} tokens can hold", "BadRequestError", 400
-    )
+    if sum(map(body.count, _MARKS)) > limit:
+        raise InvalidRequest(f"the body has more parts than the model's context of {max_model_len} tokens can hold")
+    if body.count(b"\\") > _MOST_ESCAPES:
+        raise InvalidRequest(f"the body has more than {_MOST_ESCAPES} escaped characters")
 
 
 def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = None, parses_tools: bool = False) -> Call:
@@ -214,6 +231,8 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
         if _is_read_by_python(call.body):
             raise InvalidRequest(f"the body is not JSON in UTF-8 (RFC 8259): {json_fault(call.body, error)}") from None
         return call
+    if len(call.body) >= LONG_BODY and bytes(document.get("messages", b"")).startswith(b'"'):
+        raise InvalidParameter("messages", "must be an array, got a string")  # vLLM would look at each character
     changes: dict[str, Any] = {} if model is None else {"model": model}
     if given := {name: value for name, value in given.items() if value is not None}:
         changes |= enforceable(given, path, parses_tools=parses_tools)

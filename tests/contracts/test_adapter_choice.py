@@ -11,10 +11,16 @@ import pytest
 
 from djl_python.request_io import TextInput
 from handlers.adapters import Adapter
+from handlers.contracts.family import ContractSetting, Family
+from handlers.contracts.happy_vllm.family import HAPPY_VLLM
 from handlers.contracts.openai.family import model, models, refuse
-from handlers.contracts.protocol import Call
-from handlers.errors import UnknownAdapter, UnknownModel
+from handlers.contracts.protocol import Call, Contract, ContractError
+from handlers.contracts.tgi.family import TGI
+from handlers.contracts.triton.family import TRITON, TritonContract
+from handlers.errors import RequestError, UnknownAdapter, UnknownModel
+from handlers.request import GenerationRequest
 from tests.contracts import exchange, test_lmi_async, test_lmi_formatters, tgi_exchange, triton_exchange
+from tests.contracts import test_happy_vllm_requests as happy_vllm
 
 HEADER = (("X-Amzn-SageMaker-Adapter-Identifier", "h"),)
 
@@ -73,6 +79,62 @@ def test_tritons_lora_name_must_be_a_text() -> None:
     reply = triton_exchange.refused({"text_input": "x", "lora_name": 5}, enable_lora=True)
     assert reply.status == 400
     assert b"`lora_name` must be a string, got a number" in reply.body
+
+
+def by_header(contract: Contract, document: dict[str, Any], name: str = "h") -> GenerationRequest:
+    headers = ((HEADER[0][0], name),)
+    path = {"model": exchange.MODEL.name}
+    return contract.parse(replace(exchange.call(document), headers=headers, path_parameters=path)).requests[0]
+
+
+def contracts(**settings: Any) -> dict[str, tuple[Contract, dict[str, Any], dict[str, Any], Family]]:
+    """Each contract, a request of it, one that names the adapter `a`, and the family."""
+    setting = ContractSetting(settings=replace(exchange.MODEL, **settings), model=tgi_exchange.FakeModel())
+    prompt = {"inputs": "x"}
+    named = {"inputs": "x", "parameters": {"adapter_id": "a"}}
+    return {
+        "TGI": (tgi_exchange.contract("/generate", **settings), prompt, named, TGI),
+        "TGI, streamed": (tgi_exchange.contract("/generate_stream", **settings), prompt, named, TGI),
+        "Vertex": (tgi_exchange.contract("/vertex", **settings), {"instances": [prompt]}, {"instances": [named]}, TGI),
+        "Triton": (
+            TritonContract(setting, events=False),
+            {"text_input": "x"},
+            {"text_input": "x", "lora_name": "a"},
+            TRITON,
+        ),
+        "happy_vllm": (happy_vllm.contract(**settings), {"prompt": "x"}, {"prompt": "x"}, HAPPY_VLLM),
+    }
+
+
+@pytest.mark.parametrize("name", contracts())
+def test_the_header_names_an_adapter_in_every_contract_and_goes_before_the_body(name: str) -> None:
+    contract, document, named, _ = contracts(enable_lora=True)[name]
+    assert by_header(contract, document).adapter == "h"
+    assert by_header(contract, named).adapter == "h"
+    assert by_header(contract, named, "").adapter is None
+
+
+@pytest.mark.parametrize("name", contracts())
+def test_the_header_is_refused_by_a_server_without_adapters(name: str) -> None:
+    contract, document, _, family = contracts()[name]
+    assert by_header(contract, document, "").adapter is None
+    try:
+        by_header(contract, document)
+    except ContractError as error:
+        body = error.reply.body
+    except RequestError as error:
+        body = family.refuse(error).body
+    assert b"`X-Amzn-SageMaker-Adapter-Identifier` cannot be used: this server has no adapters" in body
+
+
+@pytest.mark.parametrize("name", ["lora_name", "guided_regex", "min_tokens", "stop"])
+def test_triton_refuses_beside_sampling_parameters_what_would_have_no_effect(name: str) -> None:
+    document = {"text_input": "x", "sampling_parameters": "{}", "parameters": {name: "a"}}
+    reply = triton_exchange.refused(document, enable_lora=True)
+    message = b"`%b` has no effect beside `sampling_parameters`: put it there" % name.encode()
+    assert (reply.status, message in reply.body) == (400, True), reply.body
+    unknown = {"text_input": "x", "sampling_parameters": "{}", "parameters": {"temperature": 0.5}}
+    assert triton_exchange.request_of(unknown).sampling.temperature == 1.0
 
 
 def test_the_list_of_models_has_the_adapters_with_their_parent() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from handlers.contracts.happy_vllm.family import HAPPY_VLLM, HappyVllmContract
+from handlers.contracts.happy_vllm.family import HAPPY_VLLM
 from handlers.contracts.protocol import Call, Exchange, Reply
 from handlers.errors import (
     BodyTooLarge,
@@ -23,13 +23,14 @@ from handlers.errors import (
 )
 from handlers.request import FinishReason, TokenDelta
 from tests.contracts.exchange import call
+from tests.contracts.test_happy_vllm_requests import contract
 
 PROMPT = {"prompt": "Tell me"}
 EOS, LENGTH = FinishReason.EOS, FinishReason.LENGTH
 
 
 def parse(document: Any, *, stream: bool = False) -> Exchange:
-    return HappyVllmContract(stream=stream).parse(call(document))
+    return contract(stream=stream).parse(call(document))
 
 
 def refusal(document: Any) -> Reply:

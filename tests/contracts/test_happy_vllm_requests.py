@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from handlers.contracts.family import ContractSetting
 from handlers.contracts.happy_vllm.family import HAPPY_VLLM, HappyVllmContract
 from handlers.contracts.happy_vllm.request import read_generation
 from handlers.contracts.protocol import Reply
 from handlers.errors import RequestError
 from handlers.request import Constraint, GenerationRequest, SamplingParameters
-from tests.contracts.exchange import call
+from tests.contracts.exchange import MODEL, call
+from tests.contracts.tgi_exchange import FakeModel
 
 NAMES = (
     *("prompt", "prompt_in_response", "response_pool", "json_format", "json_format_is_json_schema", "n", "best_of"),
@@ -22,8 +25,13 @@ NAMES = (
 )
 
 
+def contract(*, stream: bool = False, **settings: Any) -> HappyVllmContract:
+    setting = ContractSetting(settings=replace(MODEL, **settings), model=FakeModel())
+    return HappyVllmContract(setting, stream=stream)
+
+
 def request_of(document: dict[str, Any], *, stream: bool = False) -> GenerationRequest:
-    return HappyVllmContract(stream=stream).parse(call({"prompt": "p"} | document)).requests[0]
+    return contract(stream=stream).parse(call({"prompt": "p"} | document)).requests[0]
 
 
 def constraint_of(document: dict[str, Any]) -> Constraint:
@@ -48,13 +56,12 @@ def test_the_route_decides_whether_it_is_streamed() -> None:
 
 
 def test_the_body_is_read_as_json_whatever_its_content_type_says() -> None:
-    contract = HappyVllmContract(stream=False)
     for content_type in ("", "text/plain", "application/x-www-form-urlencoded"):
-        assert contract.parse(call({"prompt": "p"}, content_type)).requests[0].prompt == "p"
+        assert contract().parse(call({"prompt": "p"}, content_type)).requests[0].prompt == "p"
 
 
 def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
-    assert HappyVllmContract(stream=False).parse(call(b'\xef\xbb\xbf{"prompt": "p"}')).requests[0].prompt == "p"
+    assert contract().parse(call(b'\xef\xbb\xbf{"prompt": "p"}')).requests[0].prompt == "p"
 
 
 def test_null_is_absent_but_for_the_prompt() -> None:
@@ -148,7 +155,7 @@ JSON = st.recursive(
 def test_any_json_is_understood_or_refused_with_a_detail(document: Any, stream: bool) -> None:
     refusal: Reply | None = None
     try:
-        HappyVllmContract(stream=stream).parse(call(document))
+        contract(stream=stream).parse(call(document))
     except RequestError as error:
         refusal = HAPPY_VLLM.refuse(error)
     if refusal is not None:
@@ -160,7 +167,7 @@ def test_any_json_is_understood_or_refused_with_a_detail(document: Any, stream: 
 @given(body=st.binary())
 def test_any_bytes_are_understood_or_refused_with_a_detail(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
-        HappyVllmContract(stream=False).parse(call(body))
+        contract().parse(call(body))
     assert HAPPY_VLLM.refuse(caught.value).status == 422
     assert json.loads(HAPPY_VLLM.refuse(caught.value).body)["detail"]
 

@@ -353,12 +353,17 @@ VERTEX_CHAT = {"vertex, a chat": Route("/vertex", _vertex_chat, _at("predictions
 def answer(server: Server, route: Route, fields: Fields) -> tuple[httpx.Response, str]:
     """The response, and the text in it; none where it was refused."""
     response = server.client.post(route.path, json=route.body(fields))
+    return response, text_in(route, response)
+
+
+def text_in(route: Route, response: httpx.Response) -> str:
+    """The text of an answer; none where the request was refused."""
     if response.status_code != 200 or b'"error"' in response.content:
-        return response, ""
+        return ""
     if not route.stream:
-        return response, route.text(response.json())
+        return route.text(response.json()) or ""
     lines = [line for line in response.text.splitlines() if line.startswith(("data:", "{")) and "[DONE]" not in line]
-    return response, route.text(records("\n".join(line.removeprefix("data:") for line in lines)))
+    return route.text(records("\n".join(line.removeprefix("data:") for line in lines))) or ""
 
 
 def disobeyed(

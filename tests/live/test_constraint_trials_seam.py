@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +27,7 @@ class Process:
         self.texts: list[str] = []
         self.go_on = threading.Event()
         self.ended = False
+        self.code = -signal.SIGKILL
 
     def exchange(self, process: Process, message: dict[str, str]) -> str:
         assert process is self
@@ -41,7 +45,7 @@ class Process:
         self.go_on.set()
 
     def wait(self) -> int:
-        return -9
+        return self.code
 
 
 @pytest.fixture
@@ -53,14 +57,20 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     return process
 
 
-@pytest.fixture
-def trials(process: Process) -> GrammarTrials:
-    from tokenizers import Tokenizer
+def real_trials() -> GrammarTrials:
+    from tokenizers import Tokenizer, decoders
     from tokenizers.models import WordLevel
 
     from handlers.engines.vllm.constraints import GrammarTrials
 
-    trials = GrammarTrials(Tokenizer(WordLevel({"a": 0}, unk_token="a")), 1, None)
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.decoder = decoders.ByteLevel()
+    return GrammarTrials(tokenizer, 2, 1)
+
+
+@pytest.fixture
+def trials(process: Process) -> GrammarTrials:
+    trials = real_trials()
     own: Any = process
     trials._process = own
     return trials
@@ -105,10 +115,47 @@ async def test_whoever_waits_when_the_engine_stops_is_told_so(process: Process, 
         await trials.error("regex", "late")
 
 
-async def test_a_constraint_that_ends_the_process_is_remembered_as_one(process: Process, trials: GrammarTrials) -> None:
+@pytest.mark.parametrize("code", [-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV, 1])
+async def test_a_constraint_that_ends_the_process_is_remembered_as_one(
+    process: Process, trials: GrammarTrials, code: int
+) -> None:
     from handlers.engines.vllm.constraints import TOO_MUCH
 
+    process.code = code
     process.kill()
     assert await trials.error("regex", "slow") == TOO_MUCH
     assert await trials.error("regex", "slow") == TOO_MUCH
     assert process.texts == ["slow"]
+
+
+async def test_a_constraint_whose_process_was_killed_may_be_tried_again(
+    process: Process, trials: GrammarTrials
+) -> None:
+    process.kill()
+    with pytest.raises(Overloaded, match="try again later"):
+        await trials.error("regex", "good")
+    process.ended = False
+    assert await trials.error("regex", "good") == ""
+    assert process.texts == ["good", "good"]
+
+
+async def test_a_stopped_process_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    from handlers.engines.vllm import constraints
+
+    trials = real_trials()
+    try:
+        assert await trials.error("regex", "a") == ""
+        stopped = trials._process
+        assert stopped is not None
+        os.kill(stopped.pid, signal.SIGSTOP)
+        monkeypatch.setattr(constraints, "CLOCK_SECONDS", 0.2)
+        # More than a pipe holds: who writes waits as well.
+        choices = json.dumps(["a" * 100_000])
+        with pytest.raises(Overloaded, match="try again later"):
+            await trials.error("choice", choices)
+        assert stopped.poll() == -signal.SIGKILL
+        monkeypatch.undo()
+        assert await trials.error("regex", "[a]") == ""
+        assert trials._process is not stopped
+    finally:
+        await trials.stop()

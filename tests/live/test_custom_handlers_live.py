@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -151,10 +152,19 @@ def test_clients_that_leave_free_their_workers(echo: Server, tmp_path: Path) -> 
 
 def test_a_client_that_reads_slowly_holds_its_stream_back(echo: Server, tmp_path: Path) -> None:
     journal = tmp_path / "slow"
-    with echo.client.stream("POST", f"/invocations?endless=100000&journal={journal}") as response:
-        next(response.iter_raw())
+    # The system would let a receive buffer of no fixed size grow to 32 MB.
+    buffer = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)]
+    client = httpx.Client(base_url=echo.client.base_url, transport=httpx.HTTPTransport(socket_options=buffer))
+    with client, client.stream("POST", f"/invocations?endless=100000&journal={journal}") as response:
+        parts = response.iter_raw()  # httpx closes the connection when this iterator is gone
+        next(parts)
         wait_until_still(journal)
-        assert int(journal.read_text()) * 100_000 < 20_000_000
+        held_back = int(journal.read_text())
+        assert held_back * 100_000 < 20_000_000
+        read = 0
+        while read < held_back * 100_000:
+            read += len(next(parts))
+        wait_until(lambda: int(journal.read_text() or 0) > held_back)
 
 
 def test_arrays_go_in_and_out(host: Server, tmp_path: Path) -> None:

@@ -205,6 +205,20 @@ def test_beam_search_stops_at_a_stop_sequence(server: Server) -> None:
     assert not any(stop in text for text in texts)
 
 
+def test_a_beam_search_counts_as_one_prompt(server: Server) -> None:
+    counted = ("slipway_generations_total", "slipway_prompt_tokens_total", "slipway_generations_finished_total")
+    first_tokens, tokens = "slipway_time_to_first_token_seconds_count", "slipway_generated_tokens_total"
+    before = {name: server.metric(name) for name in (*counted, first_tokens, tokens)}
+    details = server.invoke("The sea is", num_beams=2, max_new_tokens=6, details=True, decoder_input_details=True)
+    assert details.status_code == 200
+    prompt = len(details.json()["details"]["prefill"])
+    grown = {name: server.metric(name) - value for name, value in before.items()}
+    assert [grown[name] for name in counted] == [1, prompt, 2]
+    assert grown[first_tokens] == 1
+    # One for the prompt, and for each of two beams after that; fewer where a beam has ended.
+    assert 6 <= grown[tokens] <= 11
+
+
 def test_a_seed_at_the_edge_of_its_range_serves_several_sequences(server: Server) -> None:
     answer = server.invoke("Once", n=2, do_sample=True, seed=2**63 - 1, max_new_tokens=3)
     assert answer.status_code == 200

@@ -40,6 +40,7 @@ SCHEMA = {
     "required": ["colour", "number"],
     "additionalProperties": False,
 }
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="  # a PNG
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -377,11 +378,12 @@ def test_tokens_are_counted(client: openai.OpenAI, server: Server) -> None:
     names = [
         *("slipway_generated_tokens_total", "slipway_generations_finished_total", "slipway_generations_total"),
         "slipway_time_to_first_token_seconds_count",
+        *("tgi_request_generated_tokens_sum", "tgi_request_inference_duration_count", "tgi_request_input_length_count"),
     ]
     before = [server.metric(name) for name in names]
     client.completions.create(prompt="Once", **GREEDY)
     list(client.completions.create(prompt="Once", stream=True, **GREEDY))
-    assert [server.metric(name) - was for name, was in zip(names, before, strict=True)] == [16, 2, 2, 2]
+    assert [server.metric(name) - was for name, was in zip(names, before, strict=True)] == [16, 2, 2, 2, 16, 2, 2]
 
 
 @pytest.fixture(scope="module")
@@ -497,10 +499,40 @@ class TestSmall:
             asked["text"] = {"format": {"type": "json_schema", "name": "message", "schema": SCHEMA}}
             response = client.responses.create(tool_choice=choice, stream=stream, **asked)
             if stream:
-                response = list(response)[-1].response
+                events = list(response)
+                assert events[0].response.text is None or events[0].response.text.format is None
+                response = events[-1].response
+        assert response.text is None or response.text.format is None  # vLLM's schema of the call is not the client's
         calls = [item for item in response.output if item.type == "function_call"]
         assert [call.name for call in calls] == ["weather"]
         assert json.loads(calls[0].arguments) in ({"city": "Paris"}, {"city": "Rome"})
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/invocations"])
+    def test_a_model_of_texts_refuses_images_by_its_public_name(self, small: Server, path: str) -> None:
+        url = f"data:image/png;base64,{PIXEL}"
+        part = {"type": "image_url", "image_url": {"url": url}}
+        messages = {"messages": [{"role": "user", "content": [part]}]}
+        responses = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]}
+        refused = small.client.post(path, json={"model": "first"} | (responses if "responses" in path else messages))
+        assert (refused.status_code, "first is not a multimodal model" in refused.text) == (400, True)
+
+    @pytest.mark.parametrize(
+        "form",
+        [
+            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            {"guided_json": SCHEMA},
+            {"structured_outputs": {"json": SCHEMA}},
+        ],
+        ids=lambda form: next(iter(form)),
+    )
+    def test_json_is_written_without_white_space(self, small: Server, form: dict[str, Any]) -> None:
+        asked = {"model": "first", "prompt": "JSON:\n{\n    ", "max_tokens": 40, "temperature": 0} | form
+        text = small.client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+        assert text[0] == "{"
+        assert not text[1].isspace()
+        if form != {"response_format": {"type": "json_object"}}:  # which need not end within so many tokens
+            assert text == json.dumps(json.loads(text), separators=(",", ":"))
 
     def test_tools_may_be_left_to_the_model(self, small: Server) -> None:
         with openai.OpenAI(base_url=f"{small.url}/v1", api_key="none") as client:

@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import InvalidParameter
-from handlers.model_settings import ModelSettings
+from handlers.model_settings import DEFAULT_MEDIA_COUNTS, ModelSettings
 
 SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
 
@@ -122,7 +123,14 @@ def test_a_limit_of_images_may_be_written_as_lmi_did(text: str) -> None:
     from handlers.engines.vllm.arguments import engine_arguments
 
     settings = replace(SETTINGS, engine_arguments={"limit_mm_per_prompt": text})
-    assert engine_arguments(settings, on_cpu=True)["limit_mm_per_prompt"] == {"image": 2, "video": 1}
+    limits = engine_arguments(settings, on_cpu=True)["limit_mm_per_prompt"]
+    assert limits == DEFAULT_MEDIA_COUNTS | {"image": 2, "video": 1}
+
+
+def test_media_have_a_limit_by_default() -> None:
+    from handlers.engines.vllm.arguments import engine_arguments
+
+    assert engine_arguments(SETTINGS, on_cpu=True)["limit_mm_per_prompt"] == DEFAULT_MEDIA_COUNTS
 
 
 def test_a_text_that_should_be_json_is_refused_as_such() -> None:
@@ -195,8 +203,8 @@ def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_
 
     asked = params(prompt_logprobs=0)
     check_parameters(asked, limits(), None)
-    with pytest.raises(InvalidParameter, match=r"not served on a CPU with option\.enable_lora=true"):
-        check_parameters(asked, replace(limits(), prompt_logprobs=False), None)
+    with pytest.raises(InvalidParameter, match="cannot be given: they are not served"):
+        check_parameters(asked, replace(limits(), prompt_logprobs_refusal="they are not served"), None)
 
 
 def test_what_does_no_harm_passes() -> None:
@@ -433,3 +441,26 @@ def test_chats_are_rendered_as_vllms_renderer_does_without_asking_it(sample_mode
     with pytest.raises(Exception, match="never"):
         render([{"role": "user", "content": "x"}])
     assert asked, "a template that refuses the trial is left to vLLM"
+
+
+def test_lists_in_requests_are_refused_with_their_first_wrong_item() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    from handlers.openai import vllm_app
+
+    vllm_app.routers()
+    wrong: tuple[tuple[Any, str, Any], ...] = (
+        (ChatCompletionRequest, "messages", {}),
+        (ChatCompletionRequest, "messages", {"role": "x", "content": [1] * 50}),
+        (ResponsesRequest, "input", {}),
+        (ResponsesRequest, "input", {"role": "user", "content": [{}] * 50}),
+    )
+    for kind, field, item in wrong:
+        with pytest.raises(ValidationError) as one:
+            TypeAdapter(kind).validate_python({field: [item]})
+        with pytest.raises(ValidationError) as many:
+            TypeAdapter(kind).validate_python({field: [item] * 50})
+        assert many.value.error_count() == one.value.error_count()
+        assert one.value.error_count() < 300
+    assert TypeAdapter(ChatCompletionRequest).validate_python({"messages": [{"role": "user", "content": "a"}]}).messages

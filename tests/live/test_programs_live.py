@@ -36,7 +36,7 @@ def make(target: str, *variables: str, **environment: str) -> str:
 def test_chaos_loses_no_request() -> None:
     printed = make("chaos", "MINUTES=0.5")
     report = json.loads(printed[printed.index("{\n") :])
-    assert report["requests"] > 0
+    assert report["answers"] > 0
     assert report["violations"] == []
 
 
@@ -56,4 +56,4 @@ def test_the_benchmark_of_front_ends_compares_contracts() -> None:
 
 
 def test_the_proof_for_gpus_runs_on_a_cpu() -> None:
-    assert "| slipway |" in make("gpu-proof", GPU_PROOF_ON_CPU="1")
+    assert "| slipway |" in make("gpu-proof", GPU_PROOF_ON_CPU="1", GPU_PROOF_SECONDS="700")

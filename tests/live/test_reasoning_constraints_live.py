@@ -1,4 +1,4 @@
-"""With a reasoning parser, a constraint still holds the answers to prompts that are no chats."""
+"""With a reasoning parser that cannot tell where reasoning ends, a constraint still holds every answer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from tests.live.constrained import FORMS, POOL, TGI, Check, Fields, answer, diso
 from tests.live.server import Server, serving
 from tests.live.test_every_constraint_live import COMPLETIONS, HAPPY, ROUTES
 
+CHATS = ("chat", "chat, streamed", "LMI's chat")
 CASES: dict[str, dict[str, tuple[Fields, Check]]] = {
-    **dict.fromkeys((*COMPLETIONS, "LMI", "LMI, streamed", "LMI, several", "Triton", "Triton, streamed"), FORMS),
+    **dict.fromkeys(
+        (*COMPLETIONS, *CHATS, "LMI", "LMI, streamed", "LMI, several", "Triton", "Triton, streamed"), FORMS
+    ),
     **{name: {**FORMS, "response_pool": ({"response_pool": POOL}, is_of_pool)} for name in HAPPY},
     **{name: tgi_forms("grammar") for name in TGI},
 }
@@ -26,7 +29,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str,
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_prompt_that_is_no_chat_is_answered_in_the_form_that_is_asked_for(thinking: Server, name: str) -> None:
+def test_a_prompt_is_answered_in_the_form_that_is_asked_for(thinking: Server, name: str) -> None:
     response, text = answer(thinking, ROUTES[name], {})
     assert response.status_code == 200, response.text
     assert not any(check(text) for _, check in CASES[name].values()), "the model follows every form unasked"

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,14 +26,20 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHAIN = {"$ref": "#/$defs/a0", "$defs": {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(2000)}}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def translator(sample_model: Path) -> AsyncIterator[ConstraintTranslator]:
+def translator_of(model: Path, compact: bool) -> ConstraintTranslator:
     from transformers import AutoTokenizer
+    from vllm.config import StructuredOutputsConfig
 
     from handlers.engines.vllm.constraints import ConstraintTranslator
 
-    tokenizer = AutoTokenizer.from_pretrained(sample_model)
-    translator = ConstraintTranslator(tokenizer, len(tokenizer), "guidance")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    config = StructuredOutputsConfig(backend="guidance", disable_any_whitespace=compact)
+    return ConstraintTranslator(tokenizer, len(tokenizer), config)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def translator(sample_model: Path) -> AsyncIterator[ConstraintTranslator]:
+    translator = translator_of(sample_model, compact=False)
     yield translator
     await translator.stop()
 
@@ -52,6 +59,38 @@ async def test_each_kind_becomes_vllms_own(translator: ConstraintTranslator) -> 
     assert json.loads(compact.json)["x-guidance"]["item_separator"] == ","
     assert compact.disable_any_whitespace
     assert await translator.structured_outputs(SamplingParameters()) is None
+
+
+async def test_json_is_compact_if_the_engine_is_to_write_no_white_space(sample_model: Path) -> None:
+    translator = translator_of(sample_model, compact=True)
+    try:
+        for as_is in (False, True):
+            for form in ({"json_object": True}, {"json_schema": '{"type": "array", "x-guidance": {}}'}):
+                written = json.loads((await translated(translator, as_is=as_is, **form)).json)
+                assert written["x-guidance"]["whitespace_flexible"] is False, (as_is, form)
+    finally:
+        await translator.stop()
+
+
+@pytest.mark.parametrize(
+    ("backend", "option", "compact"),
+    [
+        ("guidance", "", True),
+        ("xgrammar", '{"backend": "xgrammar"}', True),
+        ("guidance", '{"disable_any_whitespace": false}', False),
+        ("outlines", '{"backend": "outlines"}', False),  # has no such option
+    ],
+)
+async def test_the_engine_writes_no_white_space_unless_its_option_says_otherwise(
+    backend: Any, option: str, compact: bool
+) -> None:
+    from vllm.config import StructuredOutputsConfig
+
+    from handlers.engines.vllm.constraints import choose_backend
+
+    config: Any = SimpleNamespace(structured_outputs_config=StructuredOutputsConfig(backend=backend))
+    choose_backend(config, option)
+    assert config.structured_outputs_config.disable_any_whitespace == compact
 
 
 async def test_a_process_that_was_killed_while_it_was_idle_refuses_no_constraint(

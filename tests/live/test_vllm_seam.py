@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import inspect
 import weakref
@@ -48,6 +47,7 @@ class Processor:
         sampling: SamplingParameters = fields.pop("sampling", SamplingParameters())
         fields.setdefault("stream", True)
         fields.setdefault("want_tokens", True)
+        interval = fields.pop("interval", 1)
         generation = GenerationRequest(request_id=name, prompt="x", sampling=sampling, **fields)
         request = EngineCoreRequest(
             request_id=name,
@@ -64,7 +64,7 @@ class Processor:
             data_parallel_rank=None,
         )
         texts, apart = ModelTexts(self.tokenizer), TokensApart(self.tokenizer)
-        state = PushedState(request, generation, 0, sink, self.meter, texts, apart)
+        state = PushedState(request, generation, 0, sink, self.meter, texts, apart, interval=interval)
         self.processor.request_states[name] = state
         self.processor.external_req_ids[name].append(name)
 
@@ -124,6 +124,23 @@ def test_each_step_is_pushed_at_once_with_the_tokens_own_text(processor: Process
     assert (last.finish_reason, last.last, last.token_count) == (FinishReason.LENGTH, True, 3)
     assert last.cumulative_logprob == -1.25
     assert processor.processor.request_states == {}
+
+
+def test_with_an_interval_the_parts_after_the_first_have_so_many_tokens_and_the_last_what_is_left(
+    processor: Processor, tokenizer: Any
+) -> None:
+    sink = Recorder()
+    processor.add("a", sink, interval=3)
+    ids = tokenizer.encode(" one two three four five six")
+    for token_id in ids[:-1]:
+        processor.step(output("a", [token_id], logprobs=[[-0.5]]))
+    processor.step(output("a", ids[-1:], "LENGTH", [[-0.5]]))
+    assert [(delta.text, delta.token_count) for delta in sink.deltas] == [
+        (" one", 1),
+        (" two three four", 4),
+        (" five six", 6),
+    ]
+    assert [[token.id for token in delta.tokens] for delta in sink.deltas] == [ids[:1], ids[1:4], ids[4:]]
 
 
 def test_every_delta_has_the_counts_and_the_log_probability_so_far(processor: Processor, tokenizer: Any) -> None:
@@ -352,11 +369,31 @@ def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_
     from handlers.engines.vllm.sampling import SamplingTranslator
 
     request = GenerationRequest(request_id="r", prompt="x", want_prompt_tokens=True)
-    for allowed in (True, False):
-        translator = SamplingTranslator(16, 1, 9, prompt_logprobs=allowed)
-        refusal = contextlib.nullcontext() if allowed else pytest.raises(InvalidRequest, match="not served on a CPU")
-        with refusal:
-            assert translator.sampling_params(request, 1).prompt_logprobs == 0
+    assert SamplingTranslator(16, 1, 9).sampling_params(request, 1).prompt_logprobs == 0
+    with pytest.raises(InvalidRequest, match="they are not served"):
+        SamplingTranslator(16, 1, 9, prompt_logprobs_refusal="they are not served").sampling_params(request, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "on_cpu", "reason"),
+    [
+        ({}, True, ""),
+        ({"enable_lora": True}, False, ""),
+        ({"enable_lora": True}, True, "are not served on a CPU with option.enable_lora=true"),
+        ({"kv_sharing_fast_prefill": True}, False, "are not served with option.kv_sharing_fast_prefill=true"),
+    ],
+)
+def test_the_option_that_rules_out_log_probabilities_of_the_prompt_is_named(
+    sample_model: Path, options: dict[str, Any], on_cpu: bool, reason: str
+) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from handlers.engines.vllm.sampling import prompt_logprobs_refusal
+
+    config = AsyncEngineArgs(model=str(sample_model), **options).create_engine_config()
+    refusal = prompt_logprobs_refusal(config, on_cpu)
+    assert refusal.endswith(reason)
+    assert bool(refusal) == bool(reason)
 
 
 def test_a_beam_search_is_refused_where_each_of_its_steps_would_begin_anew() -> None:

@@ -20,6 +20,7 @@ JSON = "application/json"
 
 # Any other error is a 500.
 _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
+    401: (errors.Unauthorized,),
     404: (errors.UnknownModel, errors.NotServed),
     408: (errors.BodyTimeout,),
     413: (errors.BodyTooLarge,),

@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import msgspec
 
-from handlers.contracts.family import Family, Generates, ModelView, Operation, Tells
+from handlers.contracts.family import ContractSetting, Family, Generates, ModelView, Operation, Tells
 from handlers.contracts.happy_vllm import tokens
 from handlers.contracts.happy_vllm.answer import StreamAnswer, WholeAnswer
 from handlers.contracts.happy_vllm.errors import JSON, json_reply, refuse
@@ -24,14 +24,20 @@ from handlers.contracts.vllm_parameters import read_vllm_parameters
 class HappyVllmContract:
     """`/v1/generate` or `/v1/generate_stream`; they differ in the answer alone."""
 
-    def __init__(self, *, stream: bool) -> None:
-        self._stream = stream
+    def __init__(self, setting: ContractSetting, *, stream: bool) -> None:
+        self._setting, self._stream = setting, stream
 
     def parse(self, call: Call) -> Exchange:
         generation = read_generation(document(call))
         template = generation.parameters.request
         stream = self._stream and template.beam_search is None  # no token of a beam is final before the last
-        request = msgspec.structs.replace(template, request_id=call.request_id, prompt=generation.prompt, stream=stream)
+        request = msgspec.structs.replace(
+            template,
+            request_id=call.request_id,
+            prompt=generation.prompt,
+            stream=stream,
+            adapter=self._setting.adapter_of(call, None),
+        )
         if not self._stream:
             return Exchange((request,), WholeAnswer(generation))
         answer = StreamAnswer(generation)
@@ -140,12 +146,12 @@ HAPPY_VLLM = Family(
     routes=(
         Generates(
             path="/v1/generate",
-            contract=lambda _: HappyVllmContract(stream=False),
+            contract=lambda setting: HappyVllmContract(setting, stream=False),
             about=_generating("Generate text", ("The texts", {JSON: _ANSWER})),
         ),
         Generates(
             path="/v1/generate_stream",
-            contract=lambda _: HappyVllmContract(stream=True),
+            contract=lambda setting: HappyVllmContract(setting, stream=True),
             about=_generating(_STREAMS, ("Lines of JSON, each a HappyVllmAnswer; it has no Content-Type", {})),
         ),
         _tells("/v1/tokenizer", tokens.tokenizer, "Token ids of a text", _TOKENIZED, text=STRING, **_SHOWN),

@@ -14,6 +14,7 @@ import msgspec
 
 from handlers import errors
 from handlers.adapters import Adapter, AdapterOrder
+from handlers.contracts.json_cost import JsonDecoder
 from handlers.contracts.json_fields import JsonError, decode_json, json_kind
 from handlers.contracts.lmi.body import media_type
 from handlers.contracts.lmi.errors import JSON, front_end_reply
@@ -29,6 +30,7 @@ _KNOWN = frozenset({"name", "src", "preload", "pin", "model_name", "model_versio
 _BOOLEANS = {"true": True, "false": False}
 
 _REFUSALS: tuple[tuple[type[errors.RequestError], int, str], ...] = (
+    (errors.Unauthorized, 401, "UnauthorizedException"),
     (errors.CrossSite, 403, "ForbiddenException"),
     (errors.UnknownModel, 404, "ModelNotFoundException"),
     (errors.UnknownAdapter, 404, "ResourceNotFoundException"),
@@ -48,7 +50,7 @@ class _Fields(msgspec.Struct):
     adapters: Any = None
 
 
-_decode_adapters = msgspec.json.Decoder(_Fields).decode
+_decode_adapters = JsonDecoder(_Fields).decode
 
 
 def named_adapter(call: Call) -> str | None:

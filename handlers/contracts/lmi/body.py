@@ -11,6 +11,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -19,6 +20,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import Field, File, FormParser, parse_options_header
 
 from handlers.contracts.constraints import CONSTRAINING, refuse_unread
+from handlers.contracts.json_cost import JsonDecoder
 from handlers.contracts.json_fields import JsonError, decode_json, json_kind
 from handlers.contracts.lmi.errors import JSON, bad_request
 from handlers.contracts.protocol import Call
@@ -29,6 +31,9 @@ DEFAULT_PRIORITY = 3
 _URLENCODED = "application/x-www-form-urlencoded"
 _MULTIPART = "multipart/form-data"
 _MAX_FIELDS = 1000
+_MOST_SEPARATORS = 100_000  # Of a form, with those between empty fields; those that follow are part of the last field.
+_MOST_CSV, _MOST_ROWS = 4 * 1024 * 1024, 10_000  # Bytes; each row is a prompt.
+_PIECE = 64 * 1024  # Bytes of a form that are decoded at a time; other threads go on in between.
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
 # Fields of a form that are not the prompt, whatever else is there.
@@ -43,7 +48,7 @@ _RESERVED = re.compile(
 )
 
 
-_decode_json = msgspec.json.Decoder().decode
+_decode_json = JsonDecoder[Any]().decode
 
 
 class FormError(InvalidRequest):
@@ -129,12 +134,17 @@ def _json(body: bytes) -> Any:
 
 
 def _csv(body: bytes) -> dict[str, Any]:
+    if len(body) > _MOST_CSV:
+        raise InvalidRequest(f"the CSV has {len(body)} bytes; at most {_MOST_CSV} are taken")
     try:
-        rows = list(csv.DictReader(io.StringIO(_text(body.removeprefix(codecs.BOM_UTF8)), newline=""), strict=True))
+        reader = csv.DictReader(io.StringIO(_text(body.removeprefix(codecs.BOM_UTF8)), newline=""), strict=True)
+        rows = list(islice(reader, _MOST_ROWS + 1))
     except csv.Error as error:
         raise InvalidRequest(f"the body is not valid CSV: {error}") from None
     if not rows or rows[0].get(_PROMPT) is None:
         raise InvalidRequest(f"the CSV must have a header row with a column `{_PROMPT}`, and at least one row after it")
+    if len(rows) > _MOST_ROWS:
+        raise InvalidRequest(f"the CSV has more than {_MOST_ROWS} rows")
     return {_PROMPT: [row[_PROMPT] for row in rows]}
 
 
@@ -245,11 +255,23 @@ def form_fields(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
 
 def _urlencoded(body: bytes) -> list[tuple[str, bytes]]:
     """As `urllib.parse.parse_qsl`, which takes text only: here a value may be any bytes."""
-    fields = [field for field in body.split(b"&") if field]
+    fields = [field for field in body.split(b"&", _MOST_SEPARATORS) if field]
     if len(fields) > _MAX_FIELDS:
         raise FormError(f"the form has more than {_MAX_FIELDS} fields")
     pairs = (field.replace(b"+", b" ").partition(b"=") for field in fields)
-    return [(unquote_to_bytes(name).decode("utf-8", "replace"), unquote_to_bytes(value)) for name, _, value in pairs]
+    return [(_unquoted(name).decode("utf-8", "replace"), _unquoted(value)) for name, _, value in pairs]
+
+
+def _unquoted(text: bytes) -> bytes:
+    """The text without its escapes, such as `%20`."""
+    pieces, start = [], 0
+    while start < len(text):
+        end = start + _PIECE
+        if (escape := text.find(b"%", end - 2, end)) > 0:
+            end = escape  # it goes on in the next piece
+        pieces.append(unquote_to_bytes(text[start:end]))
+        start = end
+    return b"".join(pieces)
 
 
 def _multipart(body: bytes, content_type: str) -> list[tuple[str, bytes]]:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from handlers.contracts.json_cost import JsonDecoder
 from handlers.contracts.json_fields import MAX_INT64, MAX_STRING_LENGTH, MAX_STRINGS, MIN_INT64
 from handlers.request import Constraint, SamplingParameters
 
@@ -135,8 +136,8 @@ class ChatBody(Body, kw_only=True):
     top_logprobs: _Natural | None = 0
 
 
-read_completion = msgspec.json.Decoder(CompletionBody).decode
-read_chat = msgspec.json.Decoder(ChatBody).decode
+read_completion = JsonDecoder(CompletionBody).decode
+read_chat = JsonDecoder(ChatBody).decode
 
 
 def sampling_of(body: Body, defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParameters:

@@ -17,6 +17,7 @@ import msgspec
 from handlers import errors
 from handlers.adapters import AdapterOrder
 from handlers.contracts.family import Family, Forwards, ModelView, Operation, Tells, error_body
+from handlers.contracts.json_cost import JsonDecoder
 from handlers.contracts.json_fields import json_fault
 from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.schemas import OBJECT
@@ -96,6 +97,8 @@ def error_reply(message: str, kind: str, status: int, parameter: str | None = No
 def refuse(error: errors.RequestError) -> Reply:
     """The reply to an error, with the status and type that vLLM has for it."""
     match error:
+        case errors.Unauthorized():
+            return Reply(401, JSON, b'{"error":"Unauthorized"}')  # from vLLM's middleware, which has no error object
         case errors.UnknownModel() | errors.UnknownAdapter():
             return error_reply(error.message, "NotFoundError", 404, "model")
         case errors.NotServed():
@@ -178,7 +181,7 @@ def unloaded(name: str) -> Reply:
 
 def _read(call: Call, shape: type[T]) -> T:
     try:
-        return msgspec.json.decode(call.body, type=shape)
+        return JsonDecoder(shape).decode(call.body)
     except msgspec.ValidationError as error:
         raise errors.InvalidRequest(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -24,6 +24,8 @@ def does_not_fit(reason: str) -> ContractError:
 
 def refuse(error: errors.RequestError) -> Reply:
     """The reply to an error before the first byte of an answer that is not streamed."""
+    if isinstance(error, errors.Unauthorized):
+        return Reply(401, "", b"")
     if isinstance(error, errors.BodyTooLarge):
         return Reply(413, _TEXT, b"Failed to buffer the request body: length limit exceeded")
     if isinstance(error, errors.BodyTimeout):

@@ -53,6 +53,7 @@ class TgiContract:
         try:
             notes = self._notes(document)
             parameters = validate(body.inputs, body.parameters, self._setting, streams=streams)
+            adapter = self._setting.adapter_of(call, parameters.request.adapter)
         except InvalidRequest as error:
             if not streams:
                 raise
@@ -72,6 +73,7 @@ class TgiContract:
                 want_logprobs=want_tokens,
                 want_prompt_tokens=parameters.prefill,
                 top_tokens=parameters.top_tokens if streams or parameters.details else 0,
+                adapter=adapter,
             )
             for place, candidate in enumerate(candidates)
         )
@@ -132,12 +134,10 @@ class VertexContract:
         body, _ = read(call, _Body)
         if not body.instances:
             raise ContractError(Reply(422, JSON, error_document(_KIND, _KIND).encode()), "no instances")
-        requests = tuple(
-            self._request(f"{call.request_id}-{place}", instance) for place, instance in enumerate(body.instances)
-        )
+        requests = tuple(self._request(call, place, instance) for place, instance in enumerate(body.instances))
         return Exchange(requests, PredictionsAnswer(len(requests)))
 
-    def _request(self, request_id: str, document: dict[str, Any]) -> GenerationRequest:
+    def _request(self, call: Call, place: int, document: dict[str, Any]) -> GenerationRequest:
         shape: type[_TextInstance | _ChatInstance] = _TextInstance if "inputs" in document else _ChatInstance
         try:
             instance = msgspec.convert(document, shape)
@@ -156,7 +156,11 @@ class VertexContract:
         # A template has written the special tokens that the model wants.
         special = isinstance(instance, _TextInstance)
         return msgspec.structs.replace(
-            parameters.request, request_id=request_id, prompt=prompt, add_special_tokens=special
+            parameters.request,
+            request_id=f"{call.request_id}-{place}",
+            prompt=prompt,
+            add_special_tokens=special,
+            adapter=self._setting.adapter_of(call, parameters.request.adapter),
         )
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from handlers.contracts.constraints import constraint_of, refuse_unread
-from handlers.contracts.family import ContractSetting
+from handlers.contracts.family import NO_ADAPTERS, ContractSetting
 from handlers.contracts.json_fields import MAX_INT64, MAX_STRING_LENGTH, JsonError, decode_json
 from handlers.contracts.protocol import Call
 from handlers.contracts.tgi.errors import does_not_fit, unreadable
@@ -184,7 +184,7 @@ def _sampling(parameters: Parameters, setting: ContractSetting, best_of: int) ->
     if parameters.watermark:
         raise InvalidRequest("`watermark` is not supported by this server")
     if parameters.adapter_id is not None and not setting.settings.enable_lora:
-        raise InvalidRequest("`adapter_id` cannot be used: this server has no adapters")
+        raise InvalidParameter("adapter_id", NO_ADAPTERS)
     samples = bool(parameters.do_sample) or best_of > 1
     if not samples and setting.settings.do_sample_inferred:
         samples = parameters.temperature not in (None, 1.0) or _selects(parameters)

@@ -19,6 +19,7 @@ VERSION = "1"  # The only version of a model.
 # Any other error is a 500.
 _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
     400: (errors.InvalidRequest, errors.BodyTooLarge),
+    401: (errors.Unauthorized,),
     404: (errors.UnknownModel,),
     408: (errors.BodyTimeout,),
     501: (errors.NotServed,),

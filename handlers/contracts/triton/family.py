@@ -43,7 +43,8 @@ class TritonContract:
         else:
             answer = CollectedAnswer(model, request, events=self._events)
         notes = (f"parameters without effect: {', '.join(request.ignored)}",) if request.ignored else ()
-        return Exchange((request.for_engine(call.request_id),), answer, notes)
+        adapter = self._setting.adapter_of(call, request.adapter)
+        return Exchange((request.for_engine(call.request_id, adapter),), answer, notes)
 
 
 JSON, EVENTS = "application/json", "text/event-stream"

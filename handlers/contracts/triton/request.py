@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from handlers.contracts.constraints import decoded
-from handlers.contracts.family import ContractSetting
+from handlers.contracts.constraints import decoded, refuse_unread
+from handlers.contracts.family import NO_ADAPTERS, ContractSetting
+from handlers.contracts.json_cost import JsonDecoder
 from handlers.contracts.json_fields import MAX_INT64, MIN_INT64, JsonError, decode_json, json_fault, json_kind
 from handlers.contracts.triton.errors import TritonRefusal
 from handlers.contracts.vllm_parameters import TEXT_BOOLEANS, TextReader, VllmParameters, read_vllm_parameters
@@ -96,6 +97,8 @@ _REFUSED_IF_TRUE = ("return_context_logits", "return_generation_logits")
 _GUIDES = ("json", "json_schema", "regex", "ebnf_grammar")
 _NO_END = -1
 
+_decode = JsonDecoder[Any]().decode
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonRequest:
@@ -115,7 +118,7 @@ class TritonRequest:
         """Whether the output `logprobs` has any; without the parameter of that name it is "null"."""
         return "logprobs" in self.outputs and self.vllm.logprobs is not None
 
-    def for_engine(self, request_id: str) -> GenerationRequest:
+    def for_engine(self, request_id: str, adapter: str | None) -> GenerationRequest:
         want_logprobs = self.shows_logprobs or not self.outputs.isdisjoint(("cumulative_logprob", "cum_log_probs"))
         return msgspec.structs.replace(
             self.vllm.request,
@@ -126,7 +129,7 @@ class TritonRequest:
             want_logprobs=want_logprobs,
             want_ranks=self.shows_logprobs,
             top_tokens=(self.vllm.logprobs or 0) if self.shows_logprobs else 0,
-            adapter=self.adapter,
+            adapter=adapter,
         )
 
 
@@ -143,6 +146,7 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
         raise InvalidParameter("image", "cannot be used: this model takes text only")
     sampling_parameters = inputs.pop("sampling_parameters", None)
     if sampling_parameters is not None:
+        _refuse_beside(parameters)
         parameters = _document(sampling_parameters)
     ignored = tuple(sorted(parameters.keys() & _FOR_THE_SERVER))
     values = {name: value for name, value in {**parameters, **inputs}.items() if name not in _FOR_THE_SERVER}
@@ -190,7 +194,7 @@ def _members(body: bytes) -> list[tuple[str, Any]]:
     if not body:
         raise TritonRefusal("failed to parse the request JSON buffer: The document is empty. at 0")
     try:
-        document = msgspec.json.decode(body)
+        document = _decode(body)
         if _repeats(body, document):
             document = json.loads(body, object_pairs_hook=_Object)
     except RecursionError:
@@ -275,8 +279,22 @@ def _input(name: str, value: Any, kind: Kind, within: str) -> Any:
     return elements if kind == "texts" else elements[0]
 
 
+def _refuse_beside(parameters: Mapping[str, Any]) -> None:
+    """Refuse what would choose an adapter or constrain the text, if it is beside `sampling_parameters`.
+
+    Triton's vLLM back end reads no parameter there.
+
+    Raises:
+        InvalidParameter: Naming the first.
+    """
+    message = "has no effect beside `sampling_parameters`: put it there"
+    if parameters.get("lora_name"):
+        raise InvalidParameter("lora_name", message)
+    refuse_unread(parameters, parameters, message)
+
+
 def _document(text: str) -> dict[str, Any]:
-    """What `sampling_parameters` holds; it takes the place of all parameters."""
+    """Return the parameters that `sampling_parameters` holds; no others are read then."""
     try:
         document = decode_json(text)
     except JsonError as error:
@@ -301,7 +319,7 @@ def _adapter(name: Any, setting: ContractSetting) -> str | None:
     if name is None:
         return None
     if not setting.settings.enable_lora:
-        raise InvalidParameter("lora_name", "cannot be used: this server has no adapters")
+        raise InvalidParameter("lora_name", NO_ADAPTERS)
     if not isinstance(name, str):
         raise InvalidParameter("lora_name", f"must be a string, got {json_kind(name)}")
     return name or None
@@ -339,7 +357,7 @@ def to_vllm(plain: Mapping[str, Any], eos_token_ids: frozenset[int]) -> tuple[di
         if values.pop(name, False):
             raise InvalidParameter(name, "cannot be true: this server has no logits to give")
     if "lora_task_id" in values:
-        raise InvalidParameter("lora_task_id", "cannot be used: this server has no adapters")
+        raise InvalidParameter("lora_task_id", NO_ADAPTERS)
     constraint = _constraint(values.pop("guided_decoding_guide_type", None), values.pop("guided_decoding_guide", None))
     for name in ("stop", "bad_words"):
         if name in values:

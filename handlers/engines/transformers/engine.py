@@ -184,8 +184,7 @@ class BatchEngine:
         check_request(request, self._model)
         job = self._job(request, await self.prompt_token_ids(request), sink)
         self._check_alive()
-        self.meter.started_requests += 1
-        self.meter.prompt_tokens += len(job.prompt_ids)
+        self.meter.prompt(len(job.prompt_ids))
         self._waiting.put(job, self._key(job), request.sequences_in_engine)
         return _Generation(self, job)
 
@@ -264,6 +263,8 @@ class BatchEngine:
                 self.meter.aborted_requests += 1
             else:
                 self.meter.finished_requests += 1
+                if self._running is not None:
+                    self.meter.ended(delta.token_count, time.monotonic() - self._running.began_at)
             job.open_sequences -= 1
             job.ended = job.open_sequences == 0
         try:
@@ -350,7 +351,8 @@ class BatchEngine:
         fault = "the engine is stopped" if self._stopped else self._dead or self._watchdog.failure
         if fault:
             return EngineHealth(False, fault)
-        return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
+        progress = self._progress
+        return EngineHealth(True, "", progress.quiet_seconds, progress.mark, progress.worked_seconds)
 
     def status(self) -> EngineStatus:
         running = 0 if self._running is None else sum(not job.ended for job in self._running.jobs)

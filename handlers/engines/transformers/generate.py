@@ -69,6 +69,7 @@ class Batch:
     """Jobs that run together; all have the same parameters."""
 
     jobs: list[Job]
+    began_at: float = field(default_factory=time.monotonic)
     moved_at: float = field(default_factory=time.monotonic)  # When it began, and then when its last step was.
 
 

@@ -18,7 +18,8 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from handlers.engines.protocol import EngineStartError
-from handlers.model_settings import DEFAULT_MAX_LORAS, ModelSettings
+from handlers.engines.vllm import parsers
+from handlers.model_settings import DEFAULT_MAX_LORAS, DEFAULT_MEDIA_COUNTS, ModelSettings
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,17 @@ _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
 # vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one. They
 # add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1.
 EMPTY_SLOTS_ON_CPU = 1
-# vLLM's own handling of streams and logs, which Slipway does not use.
-_WITHOUT_EFFECT = frozenset({"stream_interval", "disable_log_stats", "enable_log_requests"})
+# Arguments of parts of vLLM's server that Slipway does not use, and why they have no effect.
+_METRICS = "vLLM's own metrics are not at /metrics"
+_STATISTICS = "vLLM's statistics are not logged; metrics are at /metrics"
+WITHOUT_EFFECT = {
+    **dict.fromkeys(("disable_log_stats", "aggregate_engine_logging"), _STATISTICS),
+    **dict.fromkeys(("kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics"), _METRICS),
+    **dict.fromkeys(("enable_mfu_metrics", "custom_histogram_buckets", "show_hidden_metrics_for_version"), _METRICS),
+    "enable_log_requests": "SERVING_LOG_PROMPTS has requests logged",
+    "profiler_config": "there are no routes that start and stop vLLM's profiler",
+    "shutdown_timeout": "SERVING_DRAIN_TIMEOUT says how long running requests get",
+}
 
 # Arguments of vLLM's OpenAI front end.
 FRONT_END = frozenset(
@@ -53,6 +63,7 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
     passed = _parse(AsyncEngineArgs.add_cli_args, settings, given)
     arguments: dict[str, Any] = {
         "model": settings.model_id,
+        "served_model_name": list(settings.public_names),  # In vLLM's errors; they would name a path.
         "revision": settings.revision,
         "trust_remote_code": settings.trust_remote_code,
         "dtype": settings.dtype,
@@ -68,6 +79,7 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
     if settings.rolling_batch == "scheduler":
         arguments["model_impl"] = "transformers"
     arguments.update(passed)
+    arguments["limit_mm_per_prompt"] = DEFAULT_MEDIA_COUNTS | passed.get("limit_mm_per_prompt", {})
     if settings.enable_lora:
         arguments |= _lora_arguments(passed, on_cpu)
     return arguments
@@ -118,7 +130,7 @@ def _check_parsers(arguments: Mapping[str, Any], settings: ModelSettings) -> Non
     given: dict[str, Any] = {name: text.strip() for name, text in settings.engine_arguments.items()}
     given.update(arguments)
     for name, load in (
-        ("tool_parser_plugin", ToolParserManager.import_tool_parser),
+        ("tool_parser_plugin", parsers.import_plugin),
         ("reasoning_parser_plugin", ReasoningParserManager.import_reasoning_parser),
     ):
         if plugin := given.get(name):
@@ -145,10 +157,14 @@ def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: 
     parsed: dict[str, Any] = {}
     for name, text in given.items():
         source = settings.engine_argument_sources.get(name, f"option.{name}")
-        if name in actions and name not in _WITHOUT_EFFECT:
-            parsed |= _parse_one(parser, actions[name], text.strip(), source)
-        else:
+        if name not in actions:
             logger.warning("%s: option.%s is none of LMI's and not of vLLM's engine; it has no effect", source, name)
+            continue
+        read = _parse_one(parser, actions[name], text.strip(), source)
+        if name in WITHOUT_EFFECT:
+            logger.warning("%s: option.%s has no effect: %s", source, name, WITHOUT_EFFECT[name])
+        else:
+            parsed |= read
     return parsed
 
 

@@ -4,6 +4,9 @@ Each step asks the engine for one token after each beam, with the `2 * width` mo
 alternatives, and keeps the best beams; the engine's prefix cache makes a step cost about one token for each beam.
 Scores are sums of the model's own log probabilities, over length to the power of `length_penalty` (as in
 transformers); sampling parameters and penalties do not apply.
+
+The metrics count one prompt, the sequences that are returned, and each token that the engine makes, as vLLM counts
+those of its candidates.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from handlers.engines.protocol import Engine, Sink, Submit, first_delta
+from handlers.engines.protocol import Engine, Generation, Sink, first_delta
 from handlers.errors import GenerationFailed, RequestError
+from handlers.meter import Meter
 from handlers.request import FinishReason, GenerationRequest, SamplingParameters, Token, TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -34,15 +38,21 @@ class _Beam:
         return self.logprob / float(max(len(self.tokens), 1) ** length_penalty)
 
 
+_Submit = Callable[[GenerationRequest, Sink, Meter], Awaitable[Generation]]
+
+
 class BeamSearchTask:
     """A running search, which begins when it is made; the beams reach `sink` when it ends, best first."""
 
     def __init__(
-        self, engine: Engine, request: GenerationRequest, sink: Sink, prompt_ids: Sequence[int], submit: Submit
+        self, engine: Engine, request: GenerationRequest, sink: Sink, prompt_ids: Sequence[int], submit: _Submit
     ) -> None:
         assert request.beam_search is not None
         self._engine, self._request, self._options, self._sink = engine, request, request.beam_search, sink
-        self._submit = submit
+        self._submit, self._meter = submit, engine.meter
+        # The first token of a later step comes after another of its beam, so its time is one between two tokens.
+        self._first_step = Meter(time_to_first_token=self._meter.time_to_first_token, queue_time=self._meter.queue_time)
+        self._later_steps = Meter(time_to_first_token=self._meter.inter_token)
         self._prompt_ids = tuple(prompt_ids)
         self._prompt_tokens: list[Token] | None = None
         self._running, self._finished = [_Beam()], list[_Beam]()
@@ -52,13 +62,17 @@ class BeamSearchTask:
         self._ending = engine.eos_token_ids | self._stop_ids
         limit = request.sampling.max_tokens or engine.max_model_len
         self._limit = min(limit, engine.max_model_len - len(self._prompt_ids))
+        self._meter.prompt(len(self._prompt_ids))
         self._task = asyncio.create_task(self._run())
 
     def when_done(self, call: Callable[[], None]) -> None:
         self._task.add_done_callback(lambda _: call())
 
     def cancel(self) -> None:
+        if self._task.done() or self._task.cancelling():
+            return
         self._task.cancel()
+        self._meter.aborted_requests += self._options.width
 
     def abort(self) -> None:
         if self._task.done() or self._task.cancelling():
@@ -79,9 +93,11 @@ class BeamSearchTask:
         try:
             self._emit(await self._search())
         except RequestError as error:
+            self._meter.failed_requests += self._options.width
             self._sink.on_error(error)
         except Exception:
             logger.exception("request %s: beam search failed", self._request.request_id)
+            self._meter.failed_requests += self._options.width
             self._sink.on_error(GenerationFailed("internal error in beam search"))
 
     async def _search(self) -> list[_Beam]:
@@ -136,7 +152,9 @@ class BeamSearchTask:
             want_prompt_tokens=first and self._request.want_prompt_tokens,
             adapter=self._request.adapter,
         )
-        delta = await first_delta(self._submit, request)
+        meter = self._first_step if first else self._later_steps
+        delta = await first_delta(lambda asked, sink: self._submit(asked, sink, meter), request)
+        self._meter.tokens += delta.token_count
         if first:
             self._prompt_tokens = delta.prompt_tokens
         if not delta.tokens:
@@ -181,6 +199,10 @@ class BeamSearchTask:
                 shown.logprob, shown.rank = token.logprob, token.rank
             if not sampling.include_stop_str_in_output:
                 self._hide_stop(beam, tokens)
+            if beam.finish_reason is FinishReason.ABORT:
+                self._meter.aborted_requests += 1
+            else:
+                self._meter.finished_requests += 1
             self._sink.on_delta(
                 TokenDelta(
                     text="".join(token.text for token in tokens),

@@ -11,18 +11,21 @@ before the engine gets it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from tokenizers import Tokenizer
-from vllm.config import VllmConfig
+from vllm.config import StructuredOutputsConfig, VllmConfig
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
 
@@ -38,8 +41,14 @@ MAX_CHOICE_CHARACTERS = 1 << 21  # Of all choices together; they cost the engine
 _ERROR_CHARACTERS = 200
 # How long a request waits until its constraint has been tried out, those before it included, before it is refused.
 WAIT_SECONDS = 60.0
+# How long the process may take for its start, and for one constraint, by the clock. Longer than its own limit, which
+# counts processor time: a busy machine may give it little, and a process that is stopped gets none.
+START_SECONDS, CLOCK_SECONDS = 60.0, 20.0
 _REMEMBERED = 1024
 TOO_MUCH = "it takes too much time or memory to compile"
+NO_VERDICT = "the constraint could not be compiled; try again later"
+# Signals by which a constraint ends the process: its limit of processor time, no more memory, no more stack.
+_VERDICTS = {-number for number in (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)}
 _STOPPING = "the server is stopping; the request was not completed"
 _NO_TAGS = (
     'is not enforced by this model\'s back end: it needs option.structured_outputs_config={"backend": "xgrammar"}'
@@ -49,22 +58,32 @@ _SCHEMAS = ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "o
 # llguidance's options for writing JSON, which stand in the schema in the place of the client's.
 _FLEXIBLE = {"whitespace_flexible": True}
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+_WHITE_SPACE = "disable_any_whitespace"
 _COMBINED = ("anyOf", "oneOf", "$ref", "if", "unevaluatedProperties", "additionalProperties")
 
 
-def choose_backend(config: VllmConfig) -> None:
-    """Set the back end for structured outputs where it was left to vLLM; to be called before the engine is made."""
+def choose_backend(config: VllmConfig, option: str) -> None:
+    """Set what `structured_outputs_config` leaves open: the back end, and that JSON is compact. A model that may write
+    any white space sometimes writes nothing else.
+
+    Args:
+        config: of an engine that is not made yet.
+        option: the text of `structured_outputs_config`, which vLLM has read.
+    """
     structured = config.structured_outputs_config
     if structured.backend == "auto":
         tokenizer = cached_tokenizer_from_config(config.model_config)
         structured.backend = "guidance" if fast_tokenizer(tokenizer) is not None else "xgrammar"
+    if structured.backend in ("guidance", "xgrammar") and _WHITE_SPACE not in option:
+        structured.disable_any_whitespace = True
 
 
 class ConstraintTranslator:
     """Makes `StructuredOutputsParams` for one model."""
 
-    def __init__(self, tokenizer: Any, vocabulary_size: int, backend: str) -> None:
-        self._guidance = backend == "guidance"
+    def __init__(self, tokenizer: Any, vocabulary_size: int, config: StructuredOutputsConfig) -> None:
+        self._guidance = config.backend == "guidance"
+        self._compact = config.disable_any_whitespace
         self._trials: GrammarTrials | None = None
         if self._guidance and (fast := fast_tokenizer(tokenizer)) is not None:
             # As vLLM's back end makes its own.
@@ -107,7 +126,7 @@ class ConstraintTranslator:
             # The text between its tags may be anything, tags without their schema too.
             if outputs.structural_tag is not None:
                 raise InvalidParameter(f"{parameter}.structural_tag", _NO_TAGS)
-            outputs = _with_options(parameter, outputs)
+            outputs = _with_options(parameter, outputs, self._compact or outputs.disable_any_whitespace)
         for kind in ("json", "choice", "regex", "grammar"):  # it has one of them at most
             if (value := getattr(outputs, kind)) is None:
                 continue
@@ -136,7 +155,8 @@ class ConstraintTranslator:
         if constraint.json_schema is not None:
             schema = _schema(constraint.parameter, constraint.json_schema)
         if self._guidance:
-            schema["x-guidance"] = _FLEXIBLE if constraint.any_whitespace else _COMPACT
+            compact = self._compact or not constraint.any_whitespace
+            schema["x-guidance"] = _COMPACT if compact else _FLEXIBLE
         return "json", json.dumps(schema)
 
     async def stop(self) -> None:
@@ -183,15 +203,15 @@ def _schema(parameter: str, text: str) -> dict[str, Any]:
     raise InvalidParameter(parameter, "must be a JSON schema, which is a JSON object")
 
 
-def _with_options(parameter: str, outputs: StructuredOutputsParams) -> StructuredOutputsParams:
-    """Tighten the schema, and write vLLM's option on white space into it: the back end follows that of the whole engine
-    alone."""
-    if outputs.json is None and not (outputs.json_object and outputs.disable_any_whitespace):
+def _with_options(parameter: str, outputs: StructuredOutputsParams, compact: bool) -> StructuredOutputsParams:
+    """Tighten the schema, and write into it that its JSON is `compact`: the back end follows the option of the whole
+    engine alone."""
+    if outputs.json is None and not (outputs.json_object and compact):
         return outputs
     text = outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json or {"type": "object"})
     _check_size(parameter, (text,), MAX_CHARACTERS)
     schema = _schema(parameter, text)
-    if outputs.disable_any_whitespace:
+    if compact:
         schema["x-guidance"] = _COMPACT
     return dataclasses.replace(outputs, json=json.dumps(schema), json_object=None)
 
@@ -249,7 +269,7 @@ class GrammarTrials:
 
         Raises:
             GenerationFailed: no process can be started.
-            Overloaded: too many constraints are tried out before it.
+            Overloaded: too many constraints are tried out before it, or it was not its fault that the process ended.
             EngineDead: the server is stopping.
         """
         key = hashlib.sha256(f"{kind}\0{text}".encode()).digest()
@@ -271,13 +291,18 @@ class GrammarTrials:
         if (known := self._known.get(key)) is not None:  # another request had the same
             return known
         process = self._started()
-        try:
-            error = _exchange(process, message)
-        except (OSError, ValueError):
-            if self._stopped:
-                raise EngineDead(_STOPPING) from None
-            logger.warning("a constraint ended the process that compiles it first (%s); it is refused", process.wait())
-            error = TOO_MUCH
+        with _ended_after(CLOCK_SECONDS, process):
+            try:
+                error = _exchange(process, message)
+            except (OSError, ValueError):
+                code = process.wait()
+                if self._stopped:
+                    raise EngineDead(_STOPPING) from None
+                if code < 0 and code not in _VERDICTS:
+                    logger.warning("the process that compiles constraints was ended from outside, or took too long")
+                    raise Overloaded(NO_VERDICT) from None
+                logger.warning("a constraint ended the process that compiles it first (%s); it is refused", code)
+                error = TOO_MUCH
         if len(self._known) >= _REMEMBERED:
             del self._known[next(iter(self._known))]
         self._known[key] = error
@@ -295,7 +320,8 @@ class GrammarTrials:
                 text=True,
                 start_new_session=True,
             )
-            _exchange(process, self._first)
+            with _ended_after(START_SECONDS, process):
+                _exchange(process, self._first)
         except (OSError, ValueError) as error:
             logger.exception("the process that compiles constraints cannot be started")
             raise GenerationFailed("constraints cannot be compiled at present") from error
@@ -308,6 +334,18 @@ class GrammarTrials:
         if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float, process: Popen[str]) -> Iterator[None]:
+    """Kill a process that takes longer. One that is stopped reads nothing either, so it would hold up who writes."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _exchange(process: Popen[str], message: object) -> str:

@@ -29,9 +29,9 @@ from handlers.engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from handlers.engines.vllm.beam_search import BeamSearchTask
 from handlers.engines.vllm.constraints import ConstraintTranslator
 from handlers.engines.vllm.loading import LoadedModel, VllmLoader, own_tokenizer, shut_down
-from handlers.engines.vllm.lora import VllmAdapters, has_prompt_logprobs
+from handlers.engines.vllm.lora import VllmAdapters
 from handlers.engines.vllm.output import PushedState, TokensApart, use_lean_decoder
-from handlers.engines.vllm.sampling import SamplingTranslator, check_bad_words, sibling
+from handlers.engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal, sibling
 from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
 from handlers.loaded_model import EngineStatus, ModelTexts
 from handlers.meter import Meter
@@ -81,6 +81,7 @@ class VllmEngine:
         self.frontend_arguments = loaded.frontend_arguments
         # The scheduler goes on reporting, but the per-token bookkeeping in this process is ours. Spans need vLLM's.
         self._traced = llm.vllm_config.observability_config.otlp_traces_endpoint is not None
+        self._stream_interval: int = llm.vllm_config.scheduler_config.stream_interval
         llm.log_stats = llm.output_processor.log_stats = self._traced
         llm.logger_manager = self._reports
         use_lean_decoder(llm.engine_core)
@@ -96,7 +97,7 @@ class VllmEngine:
         self.eos_token_ids = end_token_ids(generation_config.get("eos_token_id"), self.tokenizer)
         # The model's own generation config, as far as it differs from vLLM's defaults.
         self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
-        config = llm.vllm_config
+        config, on_cpu = llm.vllm_config, vllm.platforms.current_platform.is_cpu()
         self.max_model_len: int = llm.model_config.max_model_len
         self.max_sequences = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
         vocabulary_size = llm.model_config.get_vocab_size()
@@ -108,25 +109,25 @@ class VllmEngine:
             max_top_tokens=self.max_top_tokens,
             vocabulary_size=vocabulary_size,
             typical_refusal=loaded.typical_refusal,
-            prompt_logprobs=has_prompt_logprobs(llm),
+            prompt_logprobs_refusal=prompt_logprobs_refusal(config, on_cpu),
             prefix_cache=bool(config.cache_config.enable_prefix_caching),
         )
-        backend = config.structured_outputs_config.backend
-        self.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, backend)
+        structured = config.structured_outputs_config
+        self.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, structured)
         if config.lora_config is not None:
-            empty_slots = EMPTY_SLOTS_ON_CPU if vllm.platforms.current_platform.is_cpu() else 0
+            empty_slots = EMPTY_SLOTS_ON_CPU if on_cpu else 0
             self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
         self._watchdog.start()
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         self._check_alive()
         if request.adapter is None:
-            return await self._submit(request, sink, None)
+            return await self._submit(request, sink, self.meter, None)
         if self.adapters is None:
             raise UnknownAdapter(request.adapter)
         claim = await self.adapters.claim(request.adapter)
         try:
-            generation = await self._submit(request, sink, claim.request)
+            generation = await self._submit(request, sink, self.meter, claim.request)
         except BaseException:
             claim.release()
             raise
@@ -137,7 +138,7 @@ class VllmEngine:
         return generation
 
     async def _submit(
-        self, request: GenerationRequest, sink: Sink, adapter: LoRARequest | None
+        self, request: GenerationRequest, sink: Sink, meter: Meter, adapter: LoRARequest | None
     ) -> VllmGeneration | BeamSearchTask:
         if request.beam_search is not None:
             self.sampling.check(request)
@@ -156,7 +157,7 @@ class VllmEngine:
             for index in range(request.candidates):
                 if index % SUBMITS_PER_TURN == SUBMITS_PER_TURN - 1:
                     await asyncio.sleep(0)
-                await self._add(request, sibling(core_request, index), index, target, generation)
+                await self._add(request, sibling(core_request, index), index, target, meter, generation)
         except BaseException as error:
             generation.cancel()  # what was registered before it failed
             if isinstance(error, EngineDeadError):
@@ -164,8 +165,7 @@ class VllmEngine:
             if isinstance(error, VLLMClientError | ValueError):
                 raise InvalidRequest(str(error)) from error
             raise
-        self.meter.started_requests += 1
-        self.meter.prompt_tokens += len(token_ids)
+        meter.prompt(len(token_ids))
         return generation
 
     def _check_alive(self) -> None:
@@ -234,6 +234,7 @@ class VllmEngine:
         core_request: EngineCoreRequest,
         index: int,
         sink: Sink,
+        meter: Meter,
         generation: VllmGeneration,
     ) -> None:
         llm = self.async_llm
@@ -241,7 +242,15 @@ class VllmEngine:
         if self._traced:
             core_request.trace_headers = request.trace_context
         state = PushedState(
-            core_request, request, index, sink, self.meter, self.texts, self._apart, traced=self._traced
+            core_request,
+            request,
+            index,
+            sink,
+            meter,
+            self.texts,
+            self._apart,
+            traced=self._traced,
+            interval=self._stream_interval,
         )
         # Registered before the engine hears of it, so that no output can come before its state.
         llm.output_processor.request_states[core_request.request_id] = state
@@ -299,7 +308,8 @@ class VllmEngine:
             return EngineHealth(False, "the engine has died")
         if self._watchdog.failure:
             return EngineHealth(False, self._watchdog.failure)
-        return EngineHealth(True, quiet_seconds=self._progress.quiet_seconds, mark=self._progress.mark)
+        progress = self._progress
+        return EngineHealth(True, "", progress.quiet_seconds, progress.mark, progress.worked_seconds)
 
     def status(self) -> EngineStatus:
         return self._reports.status

@@ -21,7 +21,6 @@ from typing import Any
 import llguidance
 
 CPU_SECONDS = 2.0  # Limit for one constraint; ordinary ones take a hundredth of it.
-CLOCK_SECONDS, START_SECONDS = 20, 60  # By the clock, where a busy machine may give it little time.
 # Limit for one token's mask, which the engine makes between two steps of all requests; ordinary ones take 0.001.
 STEP_CPU_SECONDS = 0.1
 STEPS = 64  # Tokens that are tried out.
@@ -82,24 +81,20 @@ def _limit() -> None:
 
 
 def main() -> None:
-    """Answer each line until the standard input ends, or the server does, be it in the middle of a constraint. Signals
-    of the timers are not handled, so they end the process."""
+    """Answer each line until the standard input ends, or the server does, be it in the middle of a constraint. The
+    timer's signal is not handled, so it ends the process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.alarm(START_SECONDS)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints must not come between the answers
     first = json.loads(sys.stdin.readline())
     tokenizer = llguidance.LLTokenizer(first["tokenizer"], n_vocab=first["vocabulary_size"], eos_token=first["eos"])
     _limit()
     print('""', file=answers, flush=True)
-    signal.alarm(0)
     for line in sys.stdin:
         message = json.loads(line)
-        signal.alarm(CLOCK_SECONDS)
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         error = trial(tokenizer, message["kind"], message["text"])
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        signal.alarm(0)
         print(json.dumps(error), file=answers, flush=True)
 
 

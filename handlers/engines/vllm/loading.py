@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from handlers.daemon_thread import LastingThread
 from handlers.engines.cpu_memory import Demand, kv_cache_size, memory_limits, smaller_size
-from handlers.engines.parallelism import ModelMemory, tensor_parallel_sizes
+from handlers.engines.parallelism import Layout, ModelMemory, Weights, tensor_parallel_sizes
 from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
 from handlers.engines.start_failure import failure_of
 from handlers.engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
@@ -29,7 +29,7 @@ from handlers.engines.vllm.constraints import choose_backend
 from handlers.engines.vllm.output import end_output_loop
 from handlers.engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
 from handlers.engines.vllm.sampling import load_typical
-from handlers.engines.weight_files import hub_weight_bytes, weight_bytes
+from handlers.engines.weight_files import draft_model, expert_bytes, hub_weight_bytes, is_expert, weight_bytes
 from handlers.loaded_model import copied
 from handlers.model_settings import ModelSettings
 
@@ -58,7 +58,9 @@ class VllmLoader:
         self._settings = settings
         self._thread = thread
         self._abandoned = False  # Nobody waits for it any more.
-        self._cannot = f"vLLM cannot load {settings.model_id}"
+        # vLLM's reasons do not always name the argument that they are about.
+        given = ", ".join(f"option.{name}" for name in settings.engine_arguments)
+        self._cannot = f"vLLM cannot load {settings.model_id}" + (f" with {given}" if given else "")
 
     async def load(self) -> LoadedModel:
         """Load the model, which takes half a minute and more; other tasks go on meanwhile. Raises EngineStartError:
@@ -88,7 +90,7 @@ class VllmLoader:
             choose_devices(engine_args, self._settings)
         # Batch sizes depend on it: these are the defaults of `vllm serve`.
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
-        choose_backend(config)
+        choose_backend(config, self._settings.engine_arguments.get("structured_outputs_config", ""))
         refusal = load_typical(config)
         if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
             llm = self._start_on_cpu(config)
@@ -170,9 +172,7 @@ def choose_devices(engine_args: AsyncEngineArgs, settings: ModelSettings) -> Non
         share_layers(engine_args, devices, settings.tensor_parallel_max)
     if settings.devices is None or engine_args.device_ids:
         return
-    replicas = engine_args.data_parallel_size_local or engine_args.data_parallel_size
-    stages = engine_args.pipeline_parallel_size * engine_args.prefill_context_parallel_size
-    count = engine_args.tensor_parallel_size * stages * replicas
+    count = Layout.of(vars(engine_args)).gpus(engine_args.tensor_parallel_size)
     if count > len(devices) and len(devices) < len(visible):
         raise EngineStartError(f"the model needs {count} GPUs, and load_on_devices allows {len(devices)}")
     chosen = sorted(devices[:count])  # neighbours are often connected
@@ -185,20 +185,19 @@ def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: boo
     """Set the tensor-parallel size: the fewest GPUs that hold the model or, with `most`, as many as it allows."""
     platform = vllm.platforms.current_platform
     gpus = len(devices)
-    stages = engine_args.pipeline_parallel_size
-    replicas = engine_args.data_parallel_size_local or engine_args.data_parallel_size
-    if gpus // (stages * replicas) <= 1:
+    layout = Layout.of(vars(engine_args))
+    if layout.most(gpus) <= 1:
         return
     model = engine_args.create_model_config()
     config = model.hf_config.to_dict()
-    sizes = tensor_parallel_sizes(config, gpus // (stages * replicas))
+    sizes = tensor_parallel_sizes(config, layout.most(gpus))
     if most:
         engine_args.tensor_parallel_size, why = sizes[-1], "the most that the model allows"
     else:
         memory = ModelMemory(
             config,
-            weight_bytes(model.model) or hub_weight_bytes(model.model, model.revision),
-            stages=stages,
+            weights_of(model.model, model.revision, engine_args.speculative_config, layout),
+            layout,
             memory_share=engine_args.gpu_memory_utilization,
             # With -1 vLLM itself fits the length to the memory.
             max_model_len=0 if engine_args.max_model_len == -1 else model.max_model_len,
@@ -207,15 +206,27 @@ def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: boo
         smallest = min(platform.get_device_total_memory(gpu) for gpu in devices)
         engine_args.tensor_parallel_size, why = memory.fewest(sizes, smallest)
     logger.info(
-        "%d of %d GPUs share each layer (%d pipeline stages, %d replicas): %s; the model allows %s; "
+        "%d of %d GPUs share each layer (%d pipeline stages, %d replicas, %d machines): %s; the model allows %s; "
         "option.tensor_parallel_degree sets it by hand",
         engine_args.tensor_parallel_size,
-        gpus,
-        stages,
-        replicas,
+        gpus * layout.nodes,
+        layout.stages,
+        layout.replicas,
+        layout.nodes,
         why,
         ", ".join(map(str, sizes)),
     )
+
+
+def weights_of(model: str, revision: str | None, speculative: Any, layout: Layout) -> Weights:
+    """Return the sizes of a model's weights and of its draft model's; the hub is asked where they are not here."""
+    total = weight_bytes(model) or hub_weight_bytes(model, revision)
+    shared = layout.expert_ranks > 1  # otherwise nobody needs to know
+    experts = (expert_bytes(model) or hub_weight_bytes(model, revision, is_expert)) if shared else 0
+    draft = draft_model(speculative)
+    if not draft or draft == model:  # some models have layers that draft
+        return Weights(total, experts)
+    return Weights(total, experts, weight_bytes(draft) or hub_weight_bytes(draft, None))
 
 
 def cache_demand(config: VllmConfig) -> Demand:
@@ -225,16 +236,18 @@ def cache_demand(config: VllmConfig) -> Demand:
     stored = getattr(getattr(model.hf_config, "dtype", None), "itemsize", item)
     files = weight_bytes(model.model) or hub_weight_bytes(model.model, model.revision)
     weights = files if model.quantization else files * item // stored
+    draft = config.speculative_config.model if config.speculative_config is not None else None
+    draft_bytes = weight_bytes(draft) if draft is not None and draft != model.model else 0
     memory = ModelMemory(
         model.hf_config.to_dict(),
-        weights,
-        stages=parallel.pipeline_parallel_size,
+        Weights(weights),
+        Layout(stages=parallel.pipeline_parallel_size),
         max_model_len=model.max_model_len,
         cache_element_bytes=1 if config.cache_config.cache_dtype.startswith("fp8") else item,
     )
     return Demand(
         model.model,
-        weights // parallel.world_size,
+        weights // parallel.world_size + draft_bytes // parallel.tensor_parallel_size,
         memory.sequence_bytes(parallel.tensor_parallel_size),
         parallel.local_world_size * max(parallel.data_parallel_size_local, 1),
     )

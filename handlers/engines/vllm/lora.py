@@ -44,18 +44,6 @@ _FAILURE = "Call to add_lora method failed: "  # vLLM's words before an error of
 _WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the stack trace above .*", re.DOTALL)
 
 
-def has_prompt_logprobs(llm: AsyncLLM) -> bool:
-    """Tell whether the engine survives requests for log probabilities of the prompt.
-
-    With adapters on a CPU it does not: `LogitsProcessorWithLoRA` gives all tokens of the prompt to
-    `PunicaWrapperCPU.add_lora_logits`, which has an index for each sequence of the step. It fails wherever the step has
-    several sequences, and the engine process ends.
-    """
-    from vllm.platforms import current_platform
-
-    return llm.vllm_config.lora_config is None or not current_platform.is_cpu()
-
-
 class PublicAdapters(dict[str, LoRARequest]):
     """Adapters by the names that requests give, as vLLM's front end looks them up.
 

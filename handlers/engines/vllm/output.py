@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -111,13 +112,14 @@ _CHARACTER_TOKENS = 4  # That vLLM looks at in front of a token to find the char
 class SequenceMeter:
     """Counts the tokens of one sequence, and the times between them, in the engine's meter."""
 
-    __slots__ = ("_meter", "_queued_at", "last_at", "token_count")
+    __slots__ = ("_began_at", "_meter", "_queued_at", "last_at", "token_count")
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._queued_at: float | None = None
         self.token_count = 0
         self.last_at = time.monotonic()  # When the last token came; before the first, when the sequence began.
+        self._began_at = self.last_at  # When the engine first ran it.
 
     def step(self, output: EngineCoreOutput) -> None:
         if output.events:
@@ -133,6 +135,10 @@ class SequenceMeter:
         self.last_at = now
         self.token_count += count
 
+    def ended(self) -> None:
+        """Keep the sequence's length and time: it came to its end."""
+        self._meter.ended(self.token_count, max(self.last_at - self._began_at, 0.0))
+
     def _read(self, events: list[EngineCoreEvent]) -> None:
         for event in events:
             if event.type == EngineCoreEventType.QUEUED:
@@ -140,6 +146,8 @@ class SequenceMeter:
             elif event.type == EngineCoreEventType.SCHEDULED and self._queued_at is not None:
                 self._meter.queue_time.observe(event.timestamp - self._queued_at)
                 self._queued_at = None
+                if not self.token_count:
+                    self._began_at = event.timestamp
 
 
 class _StepReader(SequenceMeter):
@@ -182,9 +190,13 @@ class PushedState(RequestState):
         apart: TokensApart,
         *,
         traced: bool = False,
+        interval: int = 1,
     ) -> None:
-        """`traced`: vLLM makes a span of the sequence when it has ended."""
-        self.stream, self.want_tokens = generation.stream, generation.want_tokens
+        """`traced`: vLLM makes a span of the sequence when it has ended. `interval`: tokens in each part of a stream,
+        after the first part, which has what came with the first token."""
+        self.want_tokens = generation.want_tokens
+        # A part goes out when there are so many tokens, or at the end.
+        self.due, self.interval = (0, interval) if generation.stream else (sys.maxsize, 0)
         self.tokenizer = texts.tokenizer
         self.reader = _StepReader(meter)
         self.pieces: list[str] | None = None
@@ -329,7 +341,7 @@ class PushedState(RequestState):
 
     def _advance(self, finish_reason: Any, stop_reason: int | str | None) -> None:
         finished = finish_reason is not None
-        if not (finished or self.stream):
+        if self.reader.token_count < self.due and not finished:
             return
         detokenizer = self.detokenizer
         text = detokenizer.get_next_output_text(finished, True)
@@ -337,9 +349,9 @@ class PushedState(RequestState):
         tokens = pending.release(len(text), finished) if self.may_clip else pending.take_all()
         if not (text or tokens or finished or self.prompt_tokens_due):
             return
-        delta = TokenDelta(
-            text, tokens, self.sequence, None, self.prompt_len, self.reader.token_count, self.cumulative_logprob
-        )
+        count = self.reader.token_count
+        self.due = count + self.interval
+        delta = TokenDelta(text, tokens, self.sequence, None, self.prompt_len, count, self.cumulative_logprob)
         if self.prompt_tokens_due:
             self.prompt_tokens_due = False
             delta.prompt_tokens = self._prompt_tokens()
@@ -354,6 +366,7 @@ class PushedState(RequestState):
                 self.meter.aborted_requests += 1
             else:
                 self.meter.finished_requests += 1
+                self.reader.ended()
         self.sink.on_delta(delta)
 
     def _finish_reason(self, reason: Any, stop_reason: int | str | None) -> FinishReason:

@@ -33,10 +33,7 @@ from handlers.request import BeamSearch, GenerationRequest, SamplingParameters
 _LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
 MAX_BAD_WORD_TOKENS = 1024
 TYPICAL_P = "typical_p"
-NO_PROMPT_LOGPROBS = (
-    "log probabilities of the prompt (prompt_logprobs, decoder_input_details, echo with logprobs) are not served on a "
-    "CPU with option.enable_lora=true"
-)
+_PROMPT_LOGPROBS = "log probabilities of the prompt (prompt_logprobs, decoder_input_details, echo with logprobs)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class SamplingTranslator:
     max_top_tokens: int
     vocabulary_size: int
     typical_refusal: str = ""  # Why `typical_p` is refused, after its name; "" if it is not.
-    prompt_logprobs: bool = True  # Log probabilities of the prompt are served (`lora.has_prompt_logprobs`).
+    prompt_logprobs_refusal: str = ""  # Why log probabilities of the prompt are refused; "" if they are not.
     prefix_cache: bool = True  # The engine has one; without it there is no beam search.
 
     def sampling_params(
@@ -105,8 +102,8 @@ class SamplingTranslator:
             InvalidRequest: log probabilities of the prompt, where the engine would die of them.
         """
         s = request.sampling
-        if request.want_prompt_tokens and not self.prompt_logprobs:
-            raise InvalidRequest(NO_PROMPT_LOGPROBS)
+        if request.want_prompt_tokens and self.prompt_logprobs_refusal:
+            raise InvalidRequest(self.prompt_logprobs_refusal)
         if request.beam_search is not None:
             self._check_beam_search(request.beam_search, s)
         self.check_listed_tokens(s)
@@ -174,6 +171,21 @@ def load_typical(config: VllmConfig) -> str:
     processor = TypicalProcessor if config.use_v2_model_runner else TypicalLogitsProcessor
     own = f"{processor.__module__}:{processor.__qualname__}"
     config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), own]
+    return ""
+
+
+def prompt_logprobs_refusal(config: VllmConfig, on_cpu: bool) -> str:
+    """Return why the engine would not survive requests for log probabilities of the prompt; "" if it does.
+
+    With adapters on a CPU, `LogitsProcessorWithLoRA` gives all tokens of the prompt to
+    `PunicaWrapperCPU.add_lora_logits`, which has an index for each sequence of the step. It fails wherever the step has
+    several sequences, and the engine process ends. With `kv_sharing_fast_prefill`, vLLM's model runner asserts that
+    nobody asks for them; vLLM itself refuses the request only if it asks for alternatives as well.
+    """
+    if config.lora_config is not None and on_cpu:
+        return f"{_PROMPT_LOGPROBS} are not served on a CPU with option.enable_lora=true"
+    if config.cache_config.kv_sharing_fast_prefill:
+        return f"{_PROMPT_LOGPROBS} are not served with option.kv_sharing_fast_prefill=true"
     return ""
 
 

@@ -1,0 +1,142 @@
+"""vLLM's parsers of tool calls and reasoning, as the model's grammars need them.
+
+A tool that is named or required is called by one of two grammars: that of the model's own syntax, by vLLM's
+structural tags, which xgrammar alone enforces; or the JSON schema of the calls, which every back end can. A parser
+has to read the syntax that the grammar makes. vLLM chooses once for a process, when the class of a parser is made;
+here it is chosen for each model, so that it depends neither on what was imported first nor on other models.
+
+With a parser of reasoning, vLLM constrains an answer from the end of its reasoning. A parser that cannot tell the end
+(`granite`) would leave all answers unconstrained: they are constrained from the start, and have no reasoning.
+
+It relies on internals of vLLM (tests/live/test_parsers_seam.py):
+- `ToolParser.__init_subclass__` does nothing but set `supports_required_and_named` to False;
+- `ParserManager.get_parser` is where every serving object gets the class of its parser, a `DelegatingParser`, whose
+  `_stream_state` says whether reasoning has ended;
+- a parser of reasoning that cannot tell its end has `ReasoningParser.is_reasoning_end`, which tells nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import vllm.envs as envs
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.parser.abstract_parser import Parser
+from vllm.parser.parser_manager import ParserManager
+from vllm.reasoning import ReasoningParser, ReasoningParserManager
+from vllm.tool_parsers import ToolParser, ToolParserManager
+from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+
+_NOT_ENFORCED = (
+    "`tool_choice` cannot be enforced with this model's option.tool_call_parser and back end of grammars; expected "
+    'auto or none; option.structured_outputs_config={"backend": "xgrammar"} has grammars for more parsers'
+)
+_backend: ContextVar[str] = ContextVar("_backend", default="")
+
+
+class _Enforcing:
+    """Has a request that makes the model call a tool follow the tool's schema, or refuses it if there is no grammar of
+    the call, by the parser or the back end. vLLM would leave both to the model."""
+
+    tool_strict_level: ToolStrictLevel
+    extract_reasoning: Callable[[str, Any], tuple[str | None, str | None]]
+
+    def adjust_request(self, request: Any) -> Any:
+        """Give a request its grammar. Raises VLLMValidationError: there is none."""
+        if _forces(request):
+            self.tool_strict_level = ToolStrictLevel.PARAMETER  # this parser is the request's own
+        adjusted = super().adjust_request(request)  # type: ignore[misc]
+        if _forces(request) and adjusted.extract_structured_outputs() is None:
+            raise VLLMValidationError(_NOT_ENFORCED, parameter="tool_choice")
+        return adjusted
+
+    def parse(self, model_output: str, request: Any, *rest: Any, **options: Any) -> Any:
+        """Part a whole answer into reasoning, text and calls; a call that `max_tokens` has cut off is text."""
+        reasoning, content, calls = super().parse(model_output, request, *rest, **options)  # type: ignore[misc]
+        if content is None and not calls and _forces(request):
+            content = self.extract_reasoning(model_output, request)[1]
+        return reasoning, content, calls
+
+
+class _WithoutReasoning:
+    """For a parser of reasoning that cannot tell its end: an answer that has to call a tool is the call alone."""
+
+    _stream_state: Any
+
+    def extract_reasoning(self, model_output: str, request: Any) -> Any:
+        """Part a whole answer into reasoning and the rest."""
+        if _forces(request):
+            return None, model_output
+        return super().extract_reasoning(model_output, request)  # type: ignore[misc]
+
+    def parse_delta(self, delta_text: str, delta_token_ids: list[int], request: Any, *rest: Any, **options: Any) -> Any:
+        """Parse a part of a streamed answer."""
+        if _forces(request):
+            self._stream_state.prompt_reasoning_checked = self._stream_state.reasoning_ended = True
+        return super().parse_delta(delta_text, delta_token_ids, request, *rest, **options)  # type: ignore[misc]
+
+
+def _forces(request: Any) -> bool:
+    return bool(request.tools) and request.tool_choice not in (None, "auto", "none")
+
+
+def _fitting(parser: type[ToolParser], backend: str) -> type[ToolParser]:
+    """Return a class of a parser, as its author wrote it, that reads what a back end's grammar makes."""
+    if parser.structural_tag_model is None:
+        return parser
+    if backend == "xgrammar" and envs.VLLM_ENFORCE_STRICT_TOOL_CALLING:
+        return type(parser.__name__, (parser,), {"supports_required_and_named": False})
+    return type(parser.__name__, (parser,), {"structural_tag_model": None})
+
+
+def _tells_end(parser: type[ReasoningParser]) -> bool:
+    return parser.is_reasoning_end is not ReasoningParser.is_reasoning_end
+
+
+def tells_end_of_reasoning(config: VllmConfig) -> bool:
+    """Tell whether a model has a parser of reasoning that knows where reasoning ends."""
+    name = config.structured_outputs_config.reasoning_parser
+    return bool(name) and _tells_end(ReasoningParserManager.get_reasoning_parser(name))
+
+
+@contextmanager
+def parsers_for(backend: str) -> Iterator[None]:
+    """Have the serving objects that are made meanwhile get parsers that fit a back end."""
+    token = _backend.set(backend)
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+def import_plugin(path: str) -> None:
+    """Import a file that registers parsers of tool calls. Raises Exception: the file does."""
+    ToolParserManager.import_tool_parser(path)
+
+
+def _decide_for_models() -> None:
+    """Take the decision from the classes of parsers, and make it where a model gets one."""
+    found = ParserManager.get_parser
+
+    def get_parser(*arguments: Any, **options: Any) -> type[Parser] | None:
+        parser: type[Parser] | None = found(*arguments, **options)
+        backend = _backend.get()
+        if parser is None or not backend:
+            return parser
+        reasoning, tools = parser.reasoning_parser_cls, parser.tool_parser_cls
+        bases: tuple[type, ...] = (parser,)
+        if reasoning is not None and not _tells_end(reasoning):
+            bases = (_WithoutReasoning, *bases)
+        if tools is None:
+            return type(parser.__name__, bases, {})
+        return type(parser.__name__, (_Enforcing, *bases), {"tool_parser_cls": _fitting(tools, backend)})
+
+    ToolParser.__init_subclass__ = object.__init_subclass__
+    ParserManager.get_parser = staticmethod(get_parser)
+
+
+_decide_for_models()

@@ -1,0 +1,119 @@
+"""Which parsers of vLLM's a model gets, without an engine."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def parser_for(backend: str, tools: str | None = None, reasoning: str | None = None) -> Any:
+    from vllm.parser.parser_manager import ParserManager
+
+    from handlers.engines.vllm.parsers import parsers_for
+
+    def get() -> Any:
+        return ParserManager.get_parser(
+            tool_parser_name=tools, reasoning_parser_name=reasoning, enable_auto_tools=tools is not None
+        )
+
+    if not backend:
+        return get()
+    with parsers_for(backend):
+        return get()
+
+
+def request(choice: Any) -> Any:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(
+        messages=[{"role": "user", "content": "x"}], tools=[FUNCTION], tool_choice=choice, model="m"
+    )
+
+
+def test_vllm_does_nothing_else_when_the_class_of_a_parser_is_made() -> None:
+    from vllm.tool_parsers import ToolParser
+
+    import handlers.engines.vllm.parsers  # noqa: F401
+
+    source = inspect.getsource(ToolParser)
+    made = source[source.index("    def __init_subclass__") : source.index("    def __init__(")]
+    assert [line.strip() for line in made.splitlines() if " = " in line] == ["cls.supports_required_and_named = False"]
+
+    class Own(ToolParser):
+        structural_tag_model = "hermes"
+
+    assert Own.supports_required_and_named
+
+
+@pytest.mark.parametrize("order", [("guidance", "xgrammar"), ("xgrammar", "guidance")])
+def test_a_parser_reads_what_the_grammar_of_its_model_makes(order: tuple[str, str]) -> None:
+    found = {backend: parser_for(backend, "hermes").tool_parser_cls for backend in order}
+    tags, calls = found["xgrammar"], found["guidance"]
+    assert (tags.structural_tag_model, tags.supports_required_and_named) == ("hermes", False)
+    assert (calls.structural_tag_model, calls.supports_required_and_named) == (None, True)
+    assert parser_for("", "hermes").tool_parser_cls is tags.__mro__[1]
+
+
+def test_vllms_own_switch_has_json_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
+    assert parser_for("xgrammar", "hermes").tool_parser_cls.supports_required_and_named
+
+
+class Tokenizer:
+    """Has what parsers look for in the vocabulary."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"<tool_call>": 1, "</tool_call>": 2}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_choice_that_has_no_grammar_is_refused(choice: Any) -> None:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.tool_parsers import ToolParser, ToolParserManager
+
+    class Own(ToolParser):
+        supports_required_and_named = False
+
+    ToolParserManager.register_module("own syntax", module=Own)
+    parser = parser_for("guidance", "own syntax")(Tokenizer())
+    with pytest.raises(VLLMValidationError, match="cannot be enforced"):
+        parser.adjust_request(request(choice))
+    assert parser.adjust_request(request("auto")).structured_outputs is None
+    enforced = parser_for("guidance", "hermes")(Tokenizer()).adjust_request(request(choice))
+    assert enforced.structured_outputs.json is not None
+    tagged = parser_for("xgrammar", "hermes")(Tokenizer()).adjust_request(request(choice))
+    assert '"properties"' in tagged.structured_outputs.structural_tag, "the arguments follow the schema"
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "tells"), [("granite", False), ("qwen3", True), ("deepseek_r1", True), ("", False)]
+)
+def test_who_can_tell_where_reasoning_ends(reasoning: str, tells: bool) -> None:
+    from handlers.engines.vllm.parsers import tells_end_of_reasoning
+
+    config: Any = SimpleNamespace(structured_outputs_config=SimpleNamespace(reasoning_parser=reasoning))
+    assert tells_end_of_reasoning(config) is tells
+
+
+def test_an_answer_that_has_to_call_a_tool_has_no_reasoning_if_nobody_can_tell_its_end() -> None:
+    parser = parser_for("guidance", "hermes", "granite")(Tokenizer())
+    text = '[{"name": "f", "parameters": {"a": "Here is my thought process: b Here is my response: c"}}]'
+    reasoning, content, calls = parser.parse(text, request("required"), enable_auto_tools=True)
+    assert (reasoning, content, [call.name for call in calls]) == (None, None, ["f"])
+    delta = parser.parse_delta(text, [3], request("required"), [4], finished=True)
+    assert [call.function.name for call in delta.tool_calls] == ["f"]
+    free = parser_for("guidance", "hermes", "granite")(Tokenizer())
+    spoken = "Here is my thought process: b Here is my response: c"
+    assert free.parse(spoken, request("auto"), enable_auto_tools=True)[:2] == (" b ", " c")
+
+
+@pytest.mark.parametrize("reasoning", [None, "granite"])
+def test_a_call_that_is_cut_off_is_text(reasoning: str | None) -> None:
+    parser = parser_for("guidance", "hermes", reasoning)(Tokenizer())
+    text = '[{"name": "f", "para'
+    assert parser.parse(text, request("required"), enable_auto_tools=True) == (None, text, [])
