@@ -19,8 +19,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := $(BIN)/uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit live long chaos fuzz soak overload bench bench-front-end gpu-proof image \
-	image-test lock clean
+.PHONY: help install install-dev run test lint unit live long chaos fuzz soak overload engine-arguments bench \
+	bench-front-end gpu-proof gpu-needs image image-test lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
@@ -75,8 +75,8 @@ live: install-dev ## Tests with the real engine and real clients
 long: install-dev ## The tests that `make test` leaves out: replicas on Ray that end, come and change; the programs below
 	$(BIN)/python -m pytest tests/live -m long
 
-chaos: install-dev ## Random faults and clients against the real server (MINUTES, SEED)
-	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED)
+chaos: install-dev ## Random faults and clients against the real server (MINUTES, SEED; ANSWERS: it goes on until so many)
+	$(BIN)/python -m tests.chaos $(if $(ANSWERS),--answers $(ANSWERS) --pause 5,--minutes $(MINUTES)) --seed $(SEED)
 
 fuzz: install-dev ## Wrong bodies, and every route of the API description (MINUTES, SEED)
 	$(BIN)/python -m tests.chaos.fuzz --minutes $(MINUTES) --seed $(SEED)
@@ -87,6 +87,9 @@ soak: install-dev ## A steady load, and plots of what the processes hold: build/
 overload: install-dev ## Ten times as many clients as can be served (MINUTES)
 	$(BIN)/python -m tests.chaos.overload --minutes $(MINUTES)
 
+engine-arguments: install-dev ## Try all arguments of vLLM, for docs/engine_arguments.md (ARGS="max_logprobs block_size")
+	$(BIN)/python -m tests.engine_arguments $(ARGS)
+
 bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM (ARGS=...)
 	$(BIN)/python -m benchmarks $(ARGS)
 
@@ -95,8 +98,14 @@ bench-front-end: install-dev ## Compare front ends on a scripted engine; figures
 	$(BIN)/python -m benchmarks --workload front-end --samples-file build/bench/samples.json --plot-dir build/bench \
 		$(if $(RUST),--rust $(RUST)) $(if $(TRITON),--triton $(TRITON)) $(ARGS)
 
-gpu-proof: install-dev ## Test on this machine's NVIDIA GPU, then compare with vLLM's own server there
+gpu-proof: gpu-needs install-dev ## Test on this machine's NVIDIA GPU, then compare with vLLM's own server there
 	PYTHON=$(BIN)/python sh tests/gpu/proof.sh
+
+# Before minutes go by that install what cannot be used.
+gpu-needs:
+	@for python in $(BIN)/python $(PYTHON); do \
+		if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then break; fi; \
+	done; $$python tests/gpu/needs.py
 
 image: ## Build the container image slipway:cpu or slipway:gpu (needs docker or podman)
 	sh container/image/build.sh $(DEVICE) slipway:$(DEVICE)
@@ -111,11 +120,13 @@ lock: install-dev ## Renew requirements/*.txt
 	$(MAKE) --no-print-directory lock-dev EXTRA="--override requirements/dev-overrides.in"
 
 # The packages for Python 3.11, which have to be those for the others as well: else this fails, and shows which are not.
+# The hashes are those of every file of a version, whatever Python it is for.
 lock-%:
-	$(LOCK) $(EXTRA) --python-version 3.11 pyproject.toml requirements/$*.in -o requirements/$*.txt
+	$(LOCK) $(EXTRA) --generate-hashes --python-version 3.11 pyproject.toml requirements/$*.in -o requirements/$*.txt
 	@for python in 3.12 3.13; do \
 		$(LOCK) $(EXTRA) --python-version $$python --constraint requirements/$*.txt --no-annotate --no-header \
-			pyproject.toml requirements/$*.in >build.lock && grep -v "^ *#" requirements/$*.txt | diff - build.lock || exit 1; \
+			pyproject.toml requirements/$*.in >build.lock && sed -n 's/^\([^ #]*\).*/\1/p' requirements/$*.txt | grep . | \
+			diff - build.lock || exit 1; \
 	done; rm build.lock
 
 clean: ## Remove what the checks leave behind

@@ -36,21 +36,21 @@ def serve(model_dir: ModelDir = None, port: Port = None, host: Host = None, mode
     run(read_startup(model_dir, port, host, model_name))
 
 
-def run(startup: Startup, mounts: Sequence[Mount] = ()) -> NoReturn:
-    """Serve, and end the process with the server's exit code."""
+def run(startup: Startup, mounts: Sequence[Mount] = (), greeting: str = "") -> NoReturn:
+    """Print the greeting, serve, and end the process with the server's exit code."""
     codes: list[int] = []
 
     def end() -> None:
+        logs.flush()
         if codes:
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
             os._exit(codes[0])
 
     atexit.register(end)  # first, since exit functions run in the reverse order: it ends the process after all others
     logging_as = startup.server.log_format, startup.server.log_level
-    logs.configure(*logging_as)
+    logs.configure(*logging_as, redirect=True)
     logs.configure_vllm(*logging_as)
+    if greeting:
+        typer.echo(greeting)
     for warning in startup.warnings:
         logging.getLogger("container.settings.load").warning("%s", warning)
     from container import server

@@ -20,9 +20,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from container.http.endpoint import HttpCounts
+from container.logs import dropped_lines
 from container.models.registry import Model, Models, State
 from handlers.loaded_model import EngineStatus
 from handlers.meter import Distribution, Meter
+from handlers.workers.metrics import HandlerMetrics
 from handlers.workers.pool import Pool
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -57,15 +59,16 @@ class Metrics(Collector):
             text = "What each phase of the model's start took."
             values = [([phase], seconds) for phase, seconds in phases.items()]
             yield _each(GaugeMetricFamily, "slipway_startup_seconds", text, ["phase"], values)
-        if service is not None and service.engine is not None:
-            status, stalled = service.engine.status(), bool(model.lifecycle.stalled)
-            yield from self._generation(service.engine.meter)
+        engine = service.running_engine if service is not None else None
+        if engine is not None:
+            status, stalled = engine.status(), bool(model.lifecycle.stalled)
+            yield from self._generation(engine.meter)
             text = "1 while requests run and the engine makes nothing of them."
             yield _gauge("slipway_engine_stalled", text, float(stalled))
             yield _gauge("slipway_engine_running", "Sequences in the engine's batch.", status.running_requests)
             yield _gauge("slipway_engine_waiting", "Sequences that wait for the engine.", status.waiting_requests)
             yield _gauge("slipway_kv_cache_usage_ratio", "Share of the KV cache in use.", status.kv_cache_usage)
-            yield from known_metrics(model.name, service.engine.meter, status, model.version)
+            yield from known_metrics(model.name, engine.meter, status, model.version)
         if service is not None and service.custom is not None:
             yield from self._workers(service.custom.pool)
 
@@ -86,6 +89,8 @@ class Metrics(Collector):
             yield _gauge("slipway_download_total_bytes", "Bytes of remote weights in all.", total)
         if self._lag is not None:
             yield _histogram("slipway_event_loop_lag_seconds", "How late the event loop is.", self._lag)
+        text = "Lines of the log that were dropped because nobody read them."
+        yield _counter("slipway_log_lines_dropped", text, dropped_lines())
         yield _gauge("slipway_open_requests", "HTTP requests that are not answered yet.", self._models.open_calls)
 
     def _generation(self, meter: Meter) -> Iterable[Metric]:
@@ -106,6 +111,23 @@ class Metrics(Collector):
         yield _gauge("slipway_workers_busy", "Worker processes that have a call.", pool.busy)
         yield _gauge("slipway_queue_length", "Calls that wait for a worker.", pool.queue_length)
         yield _counter("slipway_worker_failures", "Crashes and hangs of worker processes.", pool.failures)
+        yield from handler_metrics(pool.metrics)
+
+
+def handler_metrics(metrics: HandlerMetrics) -> Iterable[Metric]:
+    """What a customer's handler prints of itself, as DJL Serving shows it."""
+    for metric in metrics.snapshot():
+        text, labels = f"Printed by the handler, unit: {metric.unit}", [metric.label]
+        if metric.kind == "h":
+            family = HistogramMetricFamily(metric.name, text, labels=labels)
+            for series, distribution in metric.distributions.items():
+                family.add_metric([series], distribution.cumulative(), distribution.total)
+            yield family
+        else:
+            kind = CounterMetricFamily if metric.kind == "c" else GaugeMetricFamily
+            yield _each(
+                kind, metric.name, text, labels, [([series], value) for series, value in metric.numbers.items()]
+            )
 
 
 def known_metrics(model: str, meter: Meter, status: EngineStatus, version: str | None = None) -> Iterable[Metric]:
@@ -161,13 +183,11 @@ def _tgi(meter: Meter, status: EngineStatus) -> Iterable[Metric]:
     yield _plain_counter("tgi_request_count", "Calls that were answered or failed.", calls.succeeded + calls.failed)
     yield _plain_counter("tgi_request_success", "Calls that were answered.", calls.succeeded)
     yield _plain_counter("tgi_request_failure", "Calls that failed.", calls.failed)
-    # Number and sum, for averages; the distribution is not known.
-    yield HistogramMetricFamily(
-        "tgi_request_duration",
-        "Duration of answered calls.",
-        buckets=[("+Inf", float(calls.succeeded))],
-        sum_value=calls.succeeded_seconds,
-    )
+    yield _histogram("tgi_request_duration", "Duration of answered calls.", calls.durations)
+    yield _histogram("tgi_request_input_length", "Tokens of each prompt.", meter.prompt_lengths)
+    yield _histogram("tgi_request_generated_tokens", "Tokens of each sequence.", meter.lengths)
+    yield _histogram("tgi_request_inference_duration", "From a sequence's first step to its end.", meter.inference)
+    yield _histogram("tgi_request_mean_time_per_token_duration", "The same, for each token.", meter.mean_times)
     yield _histogram("tgi_request_queue_duration", "From submission to its first step.", meter.queue_time)
     yield _gauge("tgi_batch_current_size", "Sequences in the engine's batch.", status.running_requests)
     yield _gauge("tgi_queue_size", "Sequences that wait for the engine.", status.waiting_requests)

@@ -11,6 +11,7 @@ from types import ModuleType
 
 from djl_python.service_loader import MODEL_FILE, load_model_service
 from handlers.adapters import Adapter
+from handlers.contracts.json_cost import off_the_loop
 from handlers.contracts.lmi.adapters import named_adapter
 from handlers.contracts.protocol import Call, Handler, ReplyWriter, Running
 from handlers.daemon_thread import in_daemon_thread
@@ -93,7 +94,10 @@ class AdapterFormatters:
         self._loaded: dict[str, LoadedFormatters] = {}
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
-        loaded = self._loaded.get(named_adapter(call) or "") if self._loaded else None
+        loaded: LoadedFormatters | None = None
+        if self._loaded:
+            name = await off_the_loop(call.body, named_adapter, call)
+            loaded = self._loaded.get(name or "")
         return await (self._otherwise if loaded is None else loaded.handler).handle(call, writer)
 
     async def load(self, adapter: Adapter) -> LoadedFormatters | None:

@@ -55,6 +55,12 @@ class EngineQueue:
             raise self.overloaded()
         self.open_sequences += sequences
 
+    def check_place(self) -> None:
+        """Raise Overloaded if there is no place at all; the call is counted as one that has failed."""
+        if self.open_sequences >= self.limit:
+            self.engine.meter.calls.count(0.0, failed=True)
+            raise self.overloaded()
+
     def overloaded(self) -> Overloaded:
         """What a call is refused with that gets no place."""
         message = f"the queue is full: {self.open_sequences} of {self.limit} places are taken; try again later"
@@ -85,9 +91,11 @@ class EngineHandler:
 
     async def handle(self, call: Call, writer: ReplyWriter) -> RunningCall:
         queue = self._queue
-        if queue.open_sequences >= queue.limit and self._refuse_unread is not None:
-            queue.engine.meter.calls.count(0.0, failed=True)
-            raise ContractError(self._refuse_unread(full := queue.overloaded()), full.message)
+        if self._refuse_unread is not None:
+            try:
+                queue.check_place()
+            except Overloaded as full:
+                raise ContractError(self._refuse_unread(full), full.message) from None
         if self._thread is None and len(call.body) < self._long_body:
             exchange = self._contract.parse(call)
         else:

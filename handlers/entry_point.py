@@ -67,6 +67,12 @@ class Service:
     adapters: AdapterRegistry | None = None  # None where `option.enable_lora` is off.
     held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)  # Frees what loading has taken.
 
+    @property
+    def running_engine(self) -> Engine | None:
+        """The engine, also one that a custom handler has loaded with one of its calls."""
+        behind = self.runtime.service if isinstance(self.runtime, _EngineBehindHandler) else None
+        return behind.engine if behind is not None else self.engine
+
     async def stop(self, why: str = "the server is stopping") -> None:
         """Free the engine or end the workers. Requests that still run on the engine end with an error that says why."""
         if self.adapters is not None:
@@ -74,6 +80,13 @@ class Service:
         if self.engine is not None:
             await self.engine.stop(why)
         await self.held.aclose()
+
+    def check_place(self) -> None:
+        """Raise Overloaded or ContractError if no further call would get a place now."""
+        if self.custom is not None:
+            self.custom.pool.check_place()
+        elif self.queue is not None:
+            self.queue.check_place()
 
     def abort(self, request_id: str) -> None:
         """End the calls with this id, if there are any; their clients get an aborted answer."""
@@ -273,9 +286,16 @@ class _EngineBehindHandler:
         return (await asyncio.shield(self._loading)).invocations
 
     def health(self) -> EngineHealth:
-        """The handler's where it has failed, else the engine's if that is loaded."""
+        """The handler's where it has failed, else the engine's if a call has needed it."""
         health = self.custom.health()
-        return self.service.runtime.health() if health.alive and self.service is not None else health
+        if not health.alive:
+            return health
+        if self.service is not None:
+            return self.service.runtime.health()
+        loading = self._loading
+        if loading is not None and loading.done() and not loading.cancelled():
+            return EngineHealth(False, f"the engine that the handler calls cannot be loaded: {loading.exception()}")
+        return health
 
     async def stop(self) -> None:
         await self.custom.stop()

@@ -36,6 +36,13 @@ class CrossSite(RequestError):
     """A browser has sent the request for another site, and the route commands the server or tells about it."""
 
 
+class Unauthorized(RequestError):
+    """The server asks for keys, and the request has none of them."""
+
+    def __init__(self) -> None:
+        super().__init__("this server asks for a key: send the header `Authorization: Bearer KEY` or `x-api-key: KEY`")
+
+
 class BodyTooLarge(RequestError):
     """The request's body is larger than is allowed."""
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
 
+from handlers.contracts.json_cost import JsonDecoder, off_the_loop
 from handlers.contracts.lmi.adapters import adapter_query, adapters_in, adapters_of
 from handlers.contracts.lmi.body import media_type
 from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape, Shape
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_refused, unknown_adapter
 from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
-from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Handler, ReplyWriter, Running, adapter_header
+from handlers.contracts.protocol import Call, ContractError, Handler, ReplyWriter, Running, adapter_header
 from handlers.errors import InvalidRequest, UnknownAdapter
 from handlers.formatters.reply import FormattedReply, Formatting, ShapedReply
 from handlers.model_settings import ModelSettings
@@ -36,8 +36,8 @@ _PATHS = {"chat": CHAT, "completion": COMPLETIONS}
 _NULL = b"null"
 
 
-_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_ids = msgspec.json.Decoder(list[int]).decode
+_decode = JsonDecoder(dict[str, msgspec.Raw]).decode
+_decode_ids = JsonDecoder(list[int]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class InvocationsHandler:
         formatting = self._formatting
         if formatting is not None:
             call = await formatting.of_call(formatting.formatters.read, call)
-        body = await self._read(call) if any(mark in call.body for mark in _MARKS) else _LMI
+        body = await off_the_loop(call.body, self._read, call)
         if body.kind == "session":
             writer.reply(await self._sessions.answer(call))
             return None
@@ -133,7 +133,7 @@ class InvocationsHandler:
                 writer,
                 _PATHS[body.kind],
                 any_model=True,
-                adapter=self._adapter(call),
+                adapter=await off_the_loop(call.body, self._adapter, call),
             )
         except UnknownAdapter as error:
             raise ContractError(unknown_adapter(error), error.message) from None
@@ -150,13 +150,13 @@ class InvocationsHandler:
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
 
-    async def _read(self, call: Call) -> Body:
+    def _read(self, call: Call) -> Body:
+        if not any(mark in call.body for mark in _MARKS):
+            return _LMI
         kind = media_type(call.content_type)
         if not ("json" in kind or kind in _JSON_TYPES):
             return _LMI
-        if len(call.body) < LONG_BODY:
-            return read_body(call.body, self._table)
-        return await asyncio.to_thread(read_body, call.body, self._table)
+        return read_body(call.body, self._table)
 
     def _shape(self, body: Body) -> Shape | None:
         """None: vLLM's bytes as they are."""

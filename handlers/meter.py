@@ -33,9 +33,14 @@ class StartupTimes:
 TIME_TO_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
+DURATION_BUCKETS = tuple(float(f"{0.0001 * 1.5**power:.4g}") for power in range(1, 36))
+"""TGI's: up to two minutes and a half."""
+LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+"""Tokens. TGI's are hundredths of the longest."""
+
 
 class Distribution:
-    """A histogram: observations in seconds, counted by upper bound."""
+    """A histogram: observations, counted by upper bound."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -44,9 +49,9 @@ class Distribution:
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.total += seconds
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Upper bounds as text with the number of observations not above them, as Prometheus wants them."""
@@ -66,6 +71,7 @@ class CallCounts:
     succeeded_seconds: float = 0.0
     failed_seconds: float = 0.0
     last_at: float = 0.0  # Seconds since the epoch; 0 if there was none.
+    durations: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))  # Of those that succeeded.
 
     def count(self, seconds: float, *, failed: bool) -> None:
         """Count a call that took so long. One whose client went away counts as neither."""
@@ -76,6 +82,7 @@ class CallCounts:
         else:
             self.succeeded += 1
             self.succeeded_seconds += seconds
+            self.durations.observe(seconds)
 
 
 @dataclass(slots=True)
@@ -92,3 +99,21 @@ class Meter:
     time_to_first_token: Distribution = field(default_factory=lambda: Distribution(TIME_TO_FIRST_TOKEN_BUCKETS))
     inter_token: Distribution = field(default_factory=lambda: Distribution(INTER_TOKEN_BUCKETS))
     queue_time: Distribution = field(default_factory=lambda: Distribution(TIME_TO_FIRST_TOKEN_BUCKETS))
+    prompt_lengths: Distribution = field(default_factory=lambda: Distribution(LENGTH_BUCKETS))
+    # Of sequences that came to their end: tokens, and seconds from the engine's first step for it to its last.
+    lengths: Distribution = field(default_factory=lambda: Distribution(LENGTH_BUCKETS))
+    inference: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))
+    mean_times: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))
+
+    def prompt(self, tokens: int) -> None:
+        """Count a prompt that was given to the engine."""
+        self.started_requests += 1
+        self.prompt_tokens += tokens
+        self.prompt_lengths.observe(tokens)
+
+    def ended(self, tokens: int, seconds: float) -> None:
+        """Keep the length and the time of a sequence that came to its end."""
+        self.lengths.observe(tokens)
+        self.inference.observe(seconds)
+        if tokens:
+            self.mean_times.observe(seconds / tokens)

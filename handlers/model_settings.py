@@ -15,6 +15,10 @@ OutputFormatter = Literal["json", "jsonlines", "sse"]
 Streaming = Literal["false", "true", "huggingface"]
 ChatFormat = Literal["lmi", "openai"]
 
+# Images, videos and sounds of a request, unless `option.limit_mm_per_prompt` says otherwise; vLLM takes 999 of each.
+# `vision_chunk`: vLLM's name for images and videos of models that do not tell them apart.
+DEFAULT_MEDIA_COUNTS = {"image": 100, "vision_chunk": 100, "video": 4, "audio": 4}
+
 DEFAULT_MAX_LORAS = 4  # LMI's default of `option.max_loras`, where vLLM's is 1.
 
 LMI_ROLLING_BATCH_SIZE = 256  # LMI's default of `option.max_rolling_batch_size`.
@@ -74,6 +78,13 @@ class ModelSettings:
     max_prompt_tokens: int | None = None  # Longer prompts are refused; None: only the model's context limits them.
     max_stop_sequences: int = 4  # Limit of a request on TGI's routes; the default is TGI's.
     max_best_of: int = 2  # The same for `best_of`.
+    max_image_pixels: int = 64_000_000  # Larger images, and videos with larger frames, are refused.
+    max_request_pixels: int = 256_000_000  # The same for all images and video frames of a request together.
+    max_media_download_mb: int = 64  # MiB that the URLs of a request may send together.
+    # MiB of media in memory, of all requests whose prompts the engine does not have yet.
+    max_media_memory_mb: int = 4096
+    # Networks such as "10.0.0.0/8" that media may be fetched from beside public addresses.
+    allowed_media_networks: tuple[str, ...] = ()
     enable_lora: bool = False  # LoRA adapters can be registered; requests name the one they want.
     dtype: str = "auto"
     # GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the most.

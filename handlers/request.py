@@ -33,7 +33,9 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     json_object: bool = False  # Any JSON object.
     regex: str | None = None  # A text that matches the whole expression.
     grammar: str | None = None  # A text of this grammar, which is written in the engine's EBNF.
-    any_whitespace: bool = True  # JSON may have any white space; otherwise it is written on one line.
+    any_whitespace: bool = (
+        True  # JSON may have any white space, if the model's settings allow it; otherwise it has none.
+    )
     # The engine takes it as vLLM's own clients mean it: `any_whitespace` is not set.
     as_is: bool = False
 

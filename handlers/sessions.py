@@ -8,9 +8,12 @@ Amazon SageMaker AI models".
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -19,8 +22,9 @@ from typing import TypeVar
 import msgspec
 
 from djl_python.session_manager import Session, SessionManager
+from handlers.contracts.json_cost import JsonDecoder
 from handlers.contracts.lmi.errors import JSON, failed_dependency, overloaded, payload_refused
-from handlers.contracts.protocol import Call, ContractError, Reply
+from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Reply
 from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import Overloaded
@@ -46,7 +50,7 @@ _ID = re.compile(r"[A-Za-z0-9-]{1,256}")
 _LONGEST_SHOWN = 64
 _OFF = "stateful sessions are not enabled (option.enable_stateful_sessions)"
 
-_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_fields = JsonDecoder(dict[str, msgspec.Raw]).decode
 
 
 class Sessions:
@@ -56,6 +60,7 @@ class Sessions:
         self._manager, self._overload_status, self._most = manager, overload_status, most
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sessions")
         self._open = 0
+        self._made: set[str] = set()
 
     async def check(self, call: Call) -> None:
         """Check that the session that a call names exists; a call that names none passes. Raises ContractError: 424;
@@ -99,7 +104,21 @@ class Sessions:
             manager.remove_expired()
             if len(os.listdir(manager.sessions_path)) >= self._most:
                 raise self._full(f"{self._most} sessions are open; close one, or try again later")
-        return manager.create_session()
+        if len(self._made) >= self._most:
+            self._made.intersection_update(os.listdir(manager.sessions_path))  # others were closed, or have expired
+        session = manager.create_session()
+        self._made.add(session.session_id)
+        return session
+
+    def remove_made(self) -> None:
+        """Remove the sessions that were created here, and their directory if no others are in it."""
+        if self._manager is None:
+            return
+        path = self._manager.sessions_path
+        for session_id in self._made:
+            shutil.rmtree(os.path.join(path, session_id), ignore_errors=True)
+        with contextlib.suppress(OSError):  # another server has sessions there
+            os.rmdir(path)
 
     async def _run(self, work: Callable[[], T]) -> T:
         if self._open >= _MOST_WAITING:
@@ -137,7 +156,11 @@ async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessio
             raise EngineStartError(f"sessions cannot be kept: {error}") from None
         logger.warning("stateful sessions are off: %s", error)
         return Sessions(None, overload_status)
-    return Sessions(manager, overload_status)
+    sessions = Sessions(manager, overload_status)
+    if not settings.sessions_path:
+        # With the process and not with the model, which may be started again: its clients go on with their sessions.
+        atexit.register(sessions.remove_made)
+    return sessions
 
 
 def _check(manager: SessionManager, session_id: str) -> None:
@@ -171,6 +194,8 @@ def session_of(call: Call) -> str:
 def action_of(body: bytes) -> str:
     """The action that a body with a `requestType` asks for. Raises ContractError: 424; it is another, or the body has
     further fields."""
+    if len(body) >= LONG_BODY:
+        raise payload_refused("`requestType` goes without other fields")
     try:
         fields = _decode_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

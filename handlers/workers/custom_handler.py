@@ -78,7 +78,8 @@ class CustomHandler:
         handler = self._handler
         python = await prepare_interpreter(requirements_dir(self._settings.model_dir, handler), handler)
         timeout = self._settings.model_loading_timeout
-        await self.pool.start(WorkerPlan(python, variables_of(handler), self._order, timeout, self._engine))
+        environment, metrics = variables_of(handler), self.pool.metrics
+        await self.pool.start(WorkerPlan(python, environment, self._order, timeout, self._engine, metrics))
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Request:
         # A long form takes seconds to read.

@@ -15,6 +15,7 @@ from handlers.contracts.protocol import ContractError
 from handlers.engines.protocol import EngineStartError
 from handlers.model_settings import HandlerSettings
 from handlers.workers.batching import Batcher, CallSettings, Request
+from handlers.workers.metrics import HandlerMetrics
 from handlers.workers.worker import Worker, WorkerPlan
 
 logger = logging.getLogger("handlers.workers")
@@ -45,6 +46,7 @@ class Pool:
         self._to_come = 0  # Workers that start or wait for their start.
         self._worker_ids = itertools.count(1)
         self._arrivals = itertools.count(1)
+        self.metrics = HandlerMetrics()  # What the handler prints of them.
         self.failures = 0  # Crashes, hangs and failed restarts since the start.
         self._streak = 0  # Failures since a worker last lived for a while.
         # Why the model counts as failed, which is final; workers that live serve nevertheless.
@@ -103,14 +105,18 @@ class Pool:
             if self.max_workers < 1:
                 raise self._unavailable("the model has no workers: it is scaled to 0")
             self._add_worker()
-        if len(self._queue) >= self._calls.queue_size + self._places():
-            message = f"every worker is busy and {len(self._queue)} calls wait already; try again later"
-            raise refused(self._calls.overload_status, "WlmCapacityException", message)
+        self.check_place()
         request.number = next(self._arrivals)
         request.arrived_at = asyncio.get_running_loop().time()
         request.forget = self._queue.remove
         bisect.insort(self._queue, request, key=lambda one: (one.priority, one.number))
         self._dispatch()
+
+    def check_place(self) -> None:
+        """Raise ContractError if the queue is full."""
+        if len(self._queue) >= self._calls.queue_size + self._places():
+            message = f"every worker is busy and {len(self._queue)} calls wait already; try again later"
+            raise refused(self._calls.overload_status, "WlmCapacityException", message)
 
     @property
     def serving(self) -> tuple[Worker, ...]:

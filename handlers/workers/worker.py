@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +27,7 @@ from handlers.daemon_thread import in_daemon_thread
 from handlers.engines.protocol import EngineStartError
 from handlers.errors import RequestError
 from handlers.workers import runtime
+from handlers.workers.metrics import HandlerMetrics
 from handlers.workers.runtime.channel import CREDIT, SIZES, Kind, LoadOrder, Message
 
 logger = logging.getLogger("handlers.workers")
@@ -141,6 +142,7 @@ class WorkerPlan:
     order: LoadOrder
     load_timeout: float  # Seconds.
     engine: LoadedEngine | None = None  # The model's engine, where the handler may call one.
+    metrics: HandlerMetrics = field(default_factory=HandlerMetrics)  # What the handler prints of them.
 
 
 class Receiver(Protocol):
@@ -345,4 +347,5 @@ class Worker:
             while line := stream.readline(_MAX_LINE):
                 text = line.decode("utf-8", "replace").rstrip("\r\n")
                 self._tail.append(text)
+                self._plan.metrics.read(text)
                 logger.info("%s: %s", self.name, text, extra={"worker": self.name})

@@ -453,7 +453,8 @@ async def test_an_answer_that_has_room_for_one_response_ends_the_call_at_the_sec
 async def cumulative(queue: EngineQueue, sequences: int) -> Writer:
     writer = Writer()
     body = {"prompt": "x", "n": sequences, "temperature": 1.0}
-    await EngineHandler(queue, HappyVllmContract(stream=True)).handle(call(body), writer)
+    setting = ContractSetting(settings=MODEL, model=queue.engine)
+    await EngineHandler(queue, HappyVllmContract(setting, stream=True)).handle(call(body), writer)
     return writer
 
 

@@ -171,3 +171,31 @@ async def test_a_model_that_cannot_be_loaded_leaves_no_threads_of_its_sessions(t
     with pytest.raises(EngineStartError, match="adapters need the vLLM engine"):
         await load_service(given, Limits(queue_size=1, overload_status=503, unavailable_status=503))
     assert not [thread for thread in {*threading.enumerate()} - others if thread.name == "session-saver"]
+
+
+async def test_a_server_leaves_none_of_its_sessions_in_the_default_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, at_exit = tmp_path / "djl_sessions", Mock()
+    monkeypatch.setattr("djl_python.session_manager._default_path", lambda: str(directory))
+    monkeypatch.setattr("handlers.sessions.atexit.register", at_exit)
+    settings = ModelSettings(name="m", model_dir=tmp_path, model_id="m")
+    mine, another = [await load_sessions(settings, 503) for _ in range(2)]
+    for _ in range(3):
+        await begun(mine)
+    theirs = await begun(another)
+    await mine.stop()
+    assert len(os.listdir(directory)) == 4, "the engine may be started again, and its clients go on"
+    (first,), (second,) = [call.args for call in at_exit.call_args_list]
+    first()
+    assert os.listdir(directory) == [theirs]
+    second()
+    assert not directory.exists()
+
+
+async def test_sessions_in_a_place_that_was_asked_for_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit = Mock()
+    monkeypatch.setattr("handlers.sessions.atexit.register", at_exit)
+    settings = ModelSettings(name="m", model_dir=tmp_path, model_id="m", sessions_path=str(tmp_path / "s"))
+    await load_sessions(settings, 503)
+    assert not at_exit.called
