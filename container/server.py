@@ -65,9 +65,9 @@ _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
 _FAILED_SECONDS = 3.0
 """How long a model that failed to load can be asked for its reason."""
-_END_SECONDS, _STOP_SECONDS = 28.0, 8.0
-"""When a process that was told to stop ends at the latest: SageMaker kills it after 30 s. A drain that takes longer is
-followed by this much time for all other steps."""
+_END_SECONDS, _STOP_SECONDS = 25.0, 5.0
+"""A process that was told to stop ends after 25 s at the latest, because SageMaker kills it after 30 s. If the drain
+may take longer than 20 s, the other steps together have 5 s after it."""
 _LAST_SECONDS = 3.0
 """How long clients may take what has been sent to them."""
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"

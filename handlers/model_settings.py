@@ -119,6 +119,11 @@ class ModelSettings:
     engine_argument_sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def engine_options(self) -> str:
+        """The names of the engine's options that are set, for error messages; empty if none is."""
+        return ", ".join(f"option.{name}" for name in self.engine_arguments)
+
+    @property
     def rolling_batch_size(self) -> int:
         """Sequences that run together, by LMI's default if the settings do not say; vLLM has a default of its own."""
         return self.max_rolling_batch_size or LMI_ROLLING_BATCH_SIZE

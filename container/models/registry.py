@@ -169,7 +169,7 @@ class Lifecycle:
             self.service = service = await load_service(self.model, limits, self.startup_times)
             if service.engine is not None:
                 with self.startup_times.phase("first token"):
-                    await _warm_up(service.engine)
+                    await _warm_up(service.engine, self.model)
             self._stall = StallWatch(partial(self._health, service), server.stall_timeout)
             await asyncio.to_thread(collect_after_load, model_is_here=service.engine is not None)
         except BaseException:
@@ -246,11 +246,18 @@ async def until_none(calls: Callable[[], int], limit: float) -> None:
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def _warm_up(engine: Engine) -> None:
+async def _warm_up(engine: Engine, model: ModelSettings) -> None:
+    """Generate once. Raises EngineStartError: the engine cannot."""
     request = GenerationRequest(
         request_id="warm-up", prompt="Hello", sampling=SamplingParameters(max_tokens=2, ignore_eos=True)
     )
-    if not (await first_delta(engine.submit, request)).token_count:
+    try:
+        first = await first_delta(engine.submit, request)
+    except RequestError as error:
+        given = f" with {model.engine_options}" if model.engine_options else ""
+        message = f"the engine started{given} but failed at its first request; the log has its error: {error.message}"
+        raise EngineStartError(message) from error
+    if not first.token_count:
         raise EngineStartError("the engine started but generated nothing")
 
 

@@ -33,7 +33,7 @@ class CustomHandler:
         queue_size: int,
         overload_status: int,
         unavailable_status: int = 503,
-        grace: float = 5.0,
+        grace: float = 2.0,
         engine: LoadedEngine | None = None,
     ) -> None:
         """`grace`: seconds that `stop` gives a worker to finish its calls. `engine`: what the handler's calls to an

@@ -59,7 +59,7 @@ class VllmLoader:
         self._thread = thread
         self._abandoned = False  # Nobody waits for it any more.
         # vLLM's reasons do not always name the argument that they are about.
-        given = ", ".join(f"option.{name}" for name in settings.engine_arguments)
+        given = settings.engine_options
         self._cannot = f"vLLM cannot load {settings.model_id}" + (f" with {given}" if given else "")
 
     async def load(self) -> LoadedModel:

@@ -25,6 +25,7 @@ from container.models.registry import (
 from container.settings.settings import ServerSettings, Settings
 from handlers.engines.protocol import EngineHealth, EngineStartError, Progress
 from handlers.entry_point import Service
+from handlers.errors import EngineDead
 from handlers.model_settings import ModelSettings
 
 
@@ -41,6 +42,36 @@ class SlowToEnd:
         await self.may_end.wait()
 
 
+class DeadEngine:
+    """An engine that ends with its first request."""
+
+    async def submit(self, *_: object) -> Any:
+        raise EngineDead()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_dies_of_its_first_request_names_the_options_that_were_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = SlowToEnd()
+    service.engine = DeadEngine()
+    service.may_end.set()
+
+    async def loaded(*_: object) -> Service:
+        found: Any = service
+        return found
+
+    monkeypatch.setattr(registry, "load_service", loaded)
+    model = ModelSettings(name="m", model_dir=Path(), model_id="m", engine_arguments={"mamba_cache_mode": "align"})
+    life = Lifecycle(Settings(server=ServerSettings(), model=model))
+    with pytest.raises(EngineStartError) as failure:
+        await life.start()
+    assert str(failure.value) == (
+        "the engine started with option.mamba_cache_mode but failed at its first request; the log has its error: "
+        "the engine has died; the request was not completed"
+    )
+
+
 @pytest.mark.asyncio
 async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure_of_the_server(
     monkeypatch: pytest.MonkeyPatch,
@@ -51,7 +82,7 @@ async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure
         found: Any = service
         return found
 
-    async def nothing(_: object) -> None:
+    async def nothing(*_: object) -> None:
         raise EngineStartError("the engine started but generated nothing")
 
     monkeypatch.setattr(registry, "load_service", loaded)
