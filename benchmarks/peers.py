@@ -39,7 +39,7 @@ LOGPROBS = "+logprobs"
 """Ends the name of a variant whose streams carry log probabilities."""
 START_TIMEOUT_S = 300.0
 IDLE_TIMEOUT_S, IDLE_CPU_S = 30.0, 0.1
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 20.0
 GRACE_S = 30.0
 """Time for a load's process to start and to end, beside the load's own limit."""
 LOG_TAIL_LINES = 30

@@ -49,11 +49,19 @@ class SessionManager:
         self.expiration = int(properties.get("sessions_expiration") or _DEFAULT_EXPIRATION_S)
         self.sessions_path = str(properties.get("sessions_path") or _default_path())
         self.sessions_s3url: str | None = properties.get("sessions_s3url") or None
-        _make_own_directory(self.sessions_path)
+        self.make_directory()
         self._backup = SessionBackup(self.sessions_s3url, self.sessions_path) if self.sessions_s3url else None
+
+    def make_directory(self) -> None:
+        """Makes `sessions_path` if it is missing: a server that ends removes the directory if it is empty.
+
+        Raises ValueError: another user can write to it.
+        """
+        _make_own_directory(self.sessions_path)
 
     def create_session(self) -> Session:
         """A new session; those that have expired are removed."""
+        self.make_directory()
         self.remove_expired()
         session_id, ends = str(uuid.uuid4()), time.time() + self.expiration
         # Renamed once complete, so that no other process sees it without its expiration.

@@ -100,6 +100,7 @@ class Sessions:
         return self._manager
 
     def _create(self, manager: SessionManager) -> Session:
+        manager.make_directory()
         if len(os.listdir(manager.sessions_path)) >= self._most:
             manager.remove_expired()
             if len(os.listdir(manager.sessions_path)) >= self._most:
@@ -129,7 +130,7 @@ class Sessions:
             return await asyncio.wait_for(looked_up, _SECONDS)
         except TimeoutError:
             raise failed_dependency(f"the session was not found within {_SECONDS:g} s; try again later") from None
-        except OSError:
+        except (OSError, ValueError):  # ValueError: the directory belongs to another user by now
             logger.exception("a session cannot be read or written")
             raise failed_dependency("the session cannot be read or written; the server's log says why") from None
         finally:

@@ -21,12 +21,13 @@ status=0
 
 vllm() { "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)'; }
 
-# `limited NAME COMMAND...`: runs one half. SIGTERM at the limit lets it end its servers; SIGKILL follows.
+# `limited NAME COMMAND...`: runs one half. SIGTERM at the limit lets it end its servers, each of which may take 20 s on a
+# busy machine; SIGKILL follows.
 limited() {
     name=$1
     shift
     code=0
-    timeout --kill-after=20 "$seconds" "$@" || code=$?
+    timeout --kill-after=55 "$seconds" "$@" || code=$?
     case $code in
     0) ;;
     124 | 137)

@@ -24,12 +24,13 @@ def text(server: Server) -> str:
 def test_a_draft_model_in_the_model_directory_drafts_and_changes_no_text(
     host: Server, small_options: dict[str, object], tmp_path: Path
 ) -> None:
-    with hosted(host, write_model(tmp_path / "alone" / "model", **small_options)) as server:
+    options = {**small_options, "max_model_len": 1024}  # the KV cache is for two models
+    with hosted(host, write_model(tmp_path / "alone" / "model", **options)) as server:
         alone = text(server)
     model_dir = write_model(
-        tmp_path / "drafted" / "model", **small_options, speculative_draft_model="draft", speculative_length=3
+        tmp_path / "drafted" / "model", **options, speculative_draft_model="draft", speculative_length=3
     )
-    shutil.copytree(str(small_options["model_id"]), model_dir / "draft")
+    shutil.copytree(str(options["model_id"]), model_dir / "draft")
     with hosted(host, model_dir) as server:
         assert (
             f"SpeculativeConfig(method='draft_model', model='{model_dir}/draft', num_spec_tokens=3)"

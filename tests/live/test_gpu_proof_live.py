@@ -34,7 +34,8 @@ def test_the_proof_for_gpus_keeps_to_its_limits_and_leaves_what_it_has_found(tmp
     assert done.returncode == (LIMIT_ENDED if ended else 0), done.stdout[-4000:] + done.stderr[-4000:]
 
     cases = ElementTree.parse(tmp_path / "tests.xml").getroot().findall("testcase")
-    passed = [case for case in cases if not len(case)]
+    # A test that passed may have logged something, which is an element as well.
+    passed = [case for case in cases if {element.tag for element in case} <= {"system-out"}]
     assert len(passed) >= len(re.findall(r"\bPASSED\b", done.stdout))
     assert "tests" in ended or len(passed) > 20
 

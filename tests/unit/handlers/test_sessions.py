@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,9 +114,12 @@ async def test_where_they_are_off_headers_and_request_types_are_424_and_other_ca
         assert "stateful sessions are not enabled" in json.loads(reply.body)["error"]
 
 
-async def test_a_directory_that_cannot_be_read_is_424_without_its_path(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spoil", [lambda path: path.chmod(0o777), lambda path: path.rmdir() or path.write_text("")])
+async def test_a_directory_that_cannot_be_used_is_424_without_its_path(
+    tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
     sessions = kept_in(tmp_path)
-    (tmp_path / "s").rename(tmp_path / "away")
+    spoil(tmp_path / "s")
     reply = await refusal(sessions.answer(given(NEW)))
     assert reply.status == 424
     assert str(tmp_path) not in reply.body.decode()
@@ -191,6 +195,7 @@ async def test_a_server_leaves_none_of_its_sessions_in_the_default_directory(
     assert os.listdir(directory) == [theirs]
     second()
     assert not directory.exists()
+    await begun(another)
 
 
 async def test_sessions_in_a_place_that_was_asked_for_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
