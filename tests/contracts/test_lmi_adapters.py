@@ -34,6 +34,7 @@ from handlers.errors import (
     UnknownAdapter,
     UnknownModel,
 )
+from tests.contracts import exchange
 from tests.contracts.exchange import a_joke, answer, parse, refusal
 
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
@@ -273,3 +274,12 @@ def test_vllms_routes_answer_as_vllm_does() -> None:
         vllm.read_load(body({"lora_name": "", "lora_path": "/x"}))
     with pytest.raises(InvalidRequest, match="missing required field `lora_path`"):
         vllm.read_load(body({"lora_name": "a"}))
+
+
+@pytest.mark.parametrize("place", range(len("adapters")))
+def test_the_field_that_names_an_adapter_is_found_whichever_letter_is_an_escape(place: int) -> None:
+    name = "adapters"
+    escaped = f"{name[:place]}\\u{ord(name[place]):04x}{name[place + 1 :]}"
+    body = f'{{"inputs": "x", "{escaped}": "a"}}'.encode()
+    assert adapters.adapters_in(body) == "a"
+    assert named_adapter(replace(exchange.call({}), body=body)) == "a"

@@ -84,7 +84,7 @@ def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
 
 def adapters_in(body: bytes) -> Any:
     """The field `adapters` of a JSON body; None if there is none, or the body cannot be read."""
-    if _FIELD not in body:
+    if _FIELD not in body and b"\\u" not in body:  # its name may be written with escapes
         return None
     try:
         return _decode_adapters(body).adapters

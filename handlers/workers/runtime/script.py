@@ -32,6 +32,9 @@ class Text(str):
         """The text of the body's bytes in an encoding, as of `bytes`."""
         return self.encode("utf-8").decode(encoding, errors)
 
+    def __bytes__(self) -> bytes:
+        return self.encode("utf-8")
+
 
 class Script:
     """A module with `model_fn(model_dir)`, and with `input_fn(body, content_type)`, `predict_fn(data, model)` and

@@ -144,7 +144,7 @@ async def test_a_body_that_is_text_may_be_decoded_or_used_as_it_is(tmp_path: Pat
 
 def test_a_body_is_decoded_as_its_bytes_would_be() -> None:
     body = Text("é")
-    assert (body, body.decode(), body.decode("latin-1")) == ("é", "é", "Ã©")
+    assert (body, body.decode(), body.decode("latin-1"), bytes(body)) == ("é", "é", "Ã©", "é".encode())
     with pytest.raises(UnicodeDecodeError):
         body.decode("ascii")
     assert body.decode("ascii", "ignore") == ""
