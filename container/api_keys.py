@@ -1,4 +1,4 @@
-"""API keys (`SERVING_API_KEYS`): reads them from the settings, and looks for them in the headers of a request."""
+"""API keys (`SERVING_API_KEYS`): reads them from the settings, and finds them in the headers of a request."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ _KEY = re.compile(r"[\x21-\x7e]+")
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """The keys, of which only digests are kept."""
+    """A set of keys. Only their SHA-256 digests are kept."""
 
     digests: tuple[bytes, ...] = field(repr=False)
 
     @classmethod
     def of(cls, keys: Iterable[str]) -> Self:
-        """Take the keys themselves."""
+        """Return the digests of these keys."""
         return cls(tuple(sha256(key.encode()).digest() for key in dict.fromkeys(keys)))
 
     def taken_from(self, headers: Headers) -> Headers | None:
-        """Return the headers without those that hold a key; None if no header holds one."""
+        """Remove the headers that hold a key.
+
+        Returns:
+            The other headers, or None if no header holds a key.
+        """
         rest = [(name, value) for name, value in headers if not self._in(name, value)]
         return rest if len(rest) < len(headers) else None
 
@@ -43,15 +47,15 @@ class ApiKeys:
         else:
             return False
         digest = sha256(key.strip()).digest()
-        # All are compared, so that the time does not tell which one it is.
+        # All digests are compared, so that the time does not reveal which one matches.
         return sum(hmac.compare_digest(digest, known) for known in self.digests) > 0
 
 
 def keys_in(text: str) -> tuple[str, ...]:
-    """Return the keys of a setting: with commas between, or as a JSON array.
+    """Parse a setting: keys separated by commas, or a JSON array of keys.
 
     Raises:
-        ValueError: There is none, or one has other characters than visible ASCII.
+        ValueError: The setting is empty, or a key has other characters than visible ASCII.
     """
     keys = names(text)
     if not keys or not all(isinstance(key, str) and _KEY.fullmatch(key) for key in keys):
@@ -60,10 +64,11 @@ def keys_in(text: str) -> tuple[str, ...]:
 
 
 def keys_in_file(path: str) -> tuple[str, ...]:
-    """Return the keys of a file: one in each line; empty lines and those that begin with # do not count.
+    """Read a file with one key a line. Empty lines and lines that begin with # are ignored.
 
     Raises:
-        ValueError: It cannot be read, has no key, or a line is none. The message repeats nothing of the file.
+        ValueError: The file cannot be read, has no key, or has a line that is no key. The message quotes nothing of
+            the file.
     """
     try:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]

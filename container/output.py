@@ -1,10 +1,10 @@
-"""Standard output and standard error: nobody who writes there waits for who reads them.
+"""Standard output and standard error that never block the process.
 
-A pipe holds 64 KiB. A process that writes to a full one stands still until somebody reads, its event loop too. So a
-`Writer` has a queue of limited size and a thread, and drops lines when the queue is full.
+A pipe holds 64 KiB. A process that writes to a full pipe stops until its reader reads, event loop included. A `Writer`
+has a bounded queue and a thread instead, and drops lines when the queue is full.
 
-`redirect` puts a pipe of ours in the place of each of the two, also for the processes that are started later. A thread
-reads it all the time. Thus a `print`, a line of a C library and the lines of vLLM's processes take the same way.
+`Output` can replace both streams by pipes that a thread always reads. Processes that are started later inherit them, so
+a `print`, a line of a C library and a line of vLLM's processes all reach the same queue.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from collections.abc import Callable
 from typing import Any
 
 _MOST_BYTES = 8 << 20
-"""Of the lines that wait; as much again may be in the thread's hands."""
+"""The size of the queue. The thread may hold as much again."""
 _BYTES_OF_A_LINE = 1024
-"""What a line takes beside its text."""
+"""The overhead of a queued line."""
 _CHUNK = 65536
 _LONGEST = 65536
-"""Characters of a line of other processes; the rest is taken for another line."""
+"""Characters of a line from another process. A longer line is cut into several."""
 _PIPE_BYTES = 1 << 20
 _PAUSE_SECONDS = 0.01
-"""Between two writes: lines that come meanwhile are written together."""
+"""The pause between two writes. Lines that arrive during the pause are written together."""
 
 
 class Writer:
     """Writes lines to a file in a thread."""
 
     def __init__(self, descriptor: int, notice: Callable[[int], str]) -> None:
-        """`notice`: makes the line that says how many lines were dropped."""
+        """`notice`: makes the line that reports a number of dropped lines."""
         self._descriptor, self._notice = descriptor, notice
         self.dropped = 0
-        """Lines that were dropped since the start."""
+        """The number of dropped lines since the start."""
         self._lock = threading.RLock()  # A finalizer may log while its thread has the lock.
         self._lines: list[tuple[Callable[..., str], tuple[Any, ...]]] = []
         self._bytes = self._untold = 0
@@ -47,12 +47,12 @@ class Writer:
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def add(self, size: int, make: Callable[..., str], *arguments: Any) -> None:
-        """Write a line soon, which `make` makes in the thread. Drops it if too much waits. Never blocks.
+        """Queue a line, or drop it if the queue is full. Never blocks.
 
         Args:
-            size: of the line, roughly.
-            make: called with the arguments; returns the line without its end.
-            *arguments: they must not change later.
+            size: The line's approximate length in bytes.
+            make: Formats the line; called in the thread with the arguments. Returns it without a line end.
+            *arguments: Must not change later.
         """
         with self._lock:
             if self._bytes > _MOST_BYTES:
@@ -65,7 +65,7 @@ class Writer:
                 self._wake.set()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all lines are written, for this long at most; returns whether they are."""
+        """Wait at most `seconds` until all lines are written. Returns True if they are."""
         return self._idle.wait(seconds)
 
     def _drop(self, lines: int) -> None:
@@ -81,7 +81,7 @@ class Writer:
                 dropped, self._untold = self._untold, 0
             texts = [_made(make, arguments) for make, arguments in lines]
             if dropped:
-                texts.append(self._notice(dropped))  # they came after those that were in time
+                texts.append(self._notice(dropped))  # the dropped lines came after the queued ones
             try:
                 self._write("\n".join([*texts, ""]).encode("utf-8", "backslashreplace"))
             except OSError:  # the reader has gone, or the disk is full
@@ -98,7 +98,7 @@ class Writer:
         while rest:
             try:
                 rest = rest[os.write(self._descriptor, rest[:_CHUNK]) :]
-            except BlockingIOError:  # another process has made it so
+            except BlockingIOError:  # another process set the file to non-blocking
                 writable = select.poll()
                 writable.register(self._descriptor, select.POLLOUT)
                 writable.poll()
@@ -107,26 +107,26 @@ class Writer:
 def _made(make: Callable[..., str], arguments: tuple[Any, ...]) -> str:
     try:
         return make(*arguments)
-    except Exception as error:  # the thread has to go on
+    except Exception as error:  # the thread must not end
         return f"a line of the log cannot be made: {error!r}"
 
 
 class _Redirected:
-    """One of this process's two streams, which is a pipe from now on; and the thread that reads it."""
+    """A standard stream that was replaced by a pipe, and the thread that reads the pipe."""
 
     def __init__(self, descriptor: int, writer: Writer, shape: Callable[[str], str]) -> None:
         self._descriptor, self._writer, self._shape = descriptor, writer, shape
         self._mark = f"slipway-{os.urandom(8).hex()}"
         self._marked = threading.Event()
         self._reader, write_end = os.pipe()
-        with contextlib.suppress(OSError):  # this user may not have so large ones
+        with contextlib.suppress(OSError):  # a user's pipes together have a limit
             fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.dup2(write_end, descriptor)
         os.close(write_end)
         threading.Thread(target=self._read, name="output", daemon=True).start()
 
     def drain(self, seconds: float) -> None:
-        """Wait until the writer has what was written before."""
+        """Wait at most `seconds` until the writer has everything that was written to the stream before."""
         self._marked.clear()
         os.write(self._descriptor, f"\n{self._mark}\n".encode())
         self._marked.wait(seconds)
@@ -138,7 +138,7 @@ class _Redirected:
             if len(rest) > _LONGEST:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                # A progress bar begins its line anew again and again; its last state counts.
+                # A progress bar rewrites its line. Its last state counts.
                 text = line.decode("utf-8", "backslashreplace").rstrip("\r").rpartition("\r")[2]
                 if text == self._mark:
                     self._marked.set()
@@ -147,19 +147,19 @@ class _Redirected:
 
 
 class Output:
-    """Both streams of this process."""
+    """Standard output and standard error of this process."""
 
     def __init__(self, notice: Callable[[int], str], shape: Callable[[str, str], str] | None = None) -> None:
-        """Begin to write in threads.
+        """Start the threads.
 
         Args:
-            notice: makes the line that says how many lines were dropped.
-            shape: makes a line of a stream (`stdout`, `stderr`) and of what was written there past the log. None: the
-                streams stay what they are.
+            notice: Makes the line that reports a number of dropped lines.
+            shape: Formats a line that did not come through the log, given the stream's name (`stdout`, `stderr`) and
+                the line. None: the streams are not replaced.
         """
         self._redirected: list[_Redirected] = []
         self.stderr: int | None = None
-        """What standard error was before; None if it still is that."""
+        """The descriptor of the original standard error; None if it was not replaced."""
         self._writers = [Writer(1 if shape is None else os.dup(1), notice)]
         if shape is None:
             return
@@ -174,7 +174,7 @@ class Output:
 
     @property
     def log(self) -> Writer:
-        """What writes to standard output."""
+        """The writer of standard output."""
         return self._writers[0]
 
     @property
@@ -182,7 +182,7 @@ class Output:
         return sum(writer.dropped for writer in self._writers)
 
     def flush(self, seconds: float) -> None:
-        """Write what waits, for this long at most."""
+        """Wait at most `seconds` until all that was written has reached the reader."""
         deadline = time.monotonic() + seconds
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -1,4 +1,4 @@
-"""Reading the bodies of requests: limits in size, in time, and in memory for all of them together."""
+"""Reads the bodies of requests within limits: the size and the time of each, and the memory of all together."""
 
 from __future__ import annotations
 
@@ -9,32 +9,38 @@ from typing import Any
 from container.settings.settings import ServerSettings
 from handlers.contracts.protocol import LONG_BODY
 from handlers.engines.cpu_memory import machine_limits
-from handlers.errors import BodyTimeout as BodyTimeout  # for whoever reads bodies
+from handlers.errors import BodyTimeout as BodyTimeout  # re-exported: `BodyReader.read` raises it
 from handlers.errors import BodyTooLarge as BodyTooLarge
 from handlers.errors import Overloaded
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 LEAST_RATE = 1024
-"""Bytes a second that a body has to come at, on average, once `GRACE_SECONDS` are over."""
+"""The lowest average rate of a body after `GRACE_SECONDS`, in bytes a second."""
 GRACE_SECONDS = 60.0
 UNCOUNTED = 64 * 1024
-"""Bytes; shorter bodies are not counted against the memory for bodies."""
+"""Bodies of up to this many bytes are not counted in `BodyMemory`."""
 
 
 class BodyMemory:
-    """The memory for the long bodies of all requests that are being read or answered."""
+    """A budget in bytes for the long bodies of all requests that are being read or answered."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Without a limit in the settings, bodies may take a quarter of what this process may use, and one always
-        fits."""
+        """Set the limit: `max_request_memory`, or else a quarter of this process's memory.
+
+        The limit is never below `max_request_size`, so that one body always fits.
+        """
         self.limit = settings.max_request_memory or min(limit.total for limit in machine_limits()) // 4
         self.limit = max(self.limit, settings.max_request_size)
         self._overload_status = settings.throttle_error_http_code
         self.used = 0
 
     def take(self, size: int) -> None:
-        """Count `size` bytes. Raises Overloaded: there is no room for them."""
+        """Reserve `size` bytes.
+
+        Raises:
+            Overloaded: The budget does not have as many.
+        """
         if self.used + size > self.limit:
             raise Overloaded(
                 f"the bodies of all requests take {self.used} of {self.limit} bytes (max_request_memory); "
@@ -44,20 +50,21 @@ class BodyMemory:
         self.used += size
 
     def give_back(self, size: int) -> None:
+        """Release `size` bytes."""
         self.used -= size
 
 
 class BodyReader:
-    """Reads the body of one request."""
+    """Reads the body of one request, and holds its share of the memory until `let_go`."""
 
     __slots__ = ("_held", "_memory", "complete")
 
     def __init__(self, memory: BodyMemory | None) -> None:
-        """`memory`: None: it is not counted."""
+        """`memory`: the budget, or None not to count this body."""
         self._memory = memory
         self._held = 0
         self.complete = False
-        """All of the body has been read."""
+        """True once the whole body has been read."""
 
     async def read(
         self,
@@ -67,15 +74,22 @@ class BodyReader:
         seconds: float,
         waits: set[asyncio.Timeout] | None = None,
     ) -> bytes | None:
-        """The whole body, or None if the client went away while sending it.
+        """Read the body.
 
-        `limit`: in bytes. `seconds`: in which some of it has to come. `waits`: has the time limit of the wait while it
-        lasts, so that others can end it.
+        Args:
+            headers: The request's headers, names in lower case.
+            receive: ASGI's callable.
+            limit: The largest size, in bytes.
+            seconds: The longest time without a part of the body.
+            waits: A set that holds the time limit of the current wait, so that a drain can end the wait.
+
+        Returns:
+            The whole body, or None if the client went away while sending it.
 
         Raises:
-            BodyTooLarge: there is more of it.
-            BodyTimeout: it came too slowly, or the wait was ended.
-            Overloaded: there is no memory for it.
+            BodyTooLarge: The body is larger than `limit`.
+            BodyTimeout: The body came too slowly, or the wait was ended.
+            Overloaded: The memory for bodies is used up.
         """
         announced = headers.get(b"content-length", b"")
         if announced.isdigit() and int(announced) > limit:
@@ -109,7 +123,7 @@ class BodyReader:
             waits.discard(timeout)
         if len(parts) == 1:
             return parts[0]
-        # Joining long parts takes a while; the interpreter goes on meanwhile.
+        # Joining long parts takes a while. In a thread it does not hold the event loop.
         return b"".join(parts) if size < LONG_BODY else await asyncio.to_thread(b"".join, parts)
 
     def _hold(self, size: int) -> None:
@@ -118,7 +132,7 @@ class BodyReader:
             self._held = size
 
     def let_go(self) -> None:
-        """Give back the memory of the body; to be called when the request has ended."""
+        """Release the memory of the body. Call it when the request has ended."""
         if self._memory is not None:
             self._memory.give_back(self._held)
             self._held = 0

@@ -1,8 +1,8 @@
-"""The cost of decoding a JSON text, told before it is decoded.
+"""Estimates the time that a JSON text takes to decode, and refuses costly texts before they are decoded.
 
-A decoder holds the interpreter for as long as it takes, in whatever thread it runs, and nothing else runs meanwhile.
-Most texts of 64 MiB are decoded in 0.2 s. Those that are made of keys, objects or numbers with exponents take up to a
-minute and a half. The costs here were measured with msgspec 0.22 on a core of 2.5 GHz, each at its worst.
+A decoder holds the interpreter's lock, so no other thread runs until it returns. Most texts of 64 MiB are decoded in
+0.2 s. Texts of keys, objects or numbers with exponents take up to a minute and a half. The costs below are worst cases,
+measured with msgspec 0.22 on a core of 2.5 GHz.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ P = ParamSpec("P")
 
 
 class JsonTooCostly(msgspec.DecodeError):
-    """A JSON text would take too long to decode; the message says what it has too much of."""
+    """A JSON text would take too long to decode. The message names the reason."""
 
 
 class JsonDecoder(Generic[T]):
-    """`msgspec.json.Decoder` for texts from clients: it refuses those that would take too long."""
+    """A `msgspec.json.Decoder` for texts from clients. It refuses costly texts."""
 
     def __init__(self, shape: type[T] | None = None) -> None:
-        """`shape`: None: a document may be anything."""
+        """`shape`: the type of the document; None for any."""
         decoder: Any = msgspec.json.Decoder(Any if shape is None else shape)
         self._decode: Callable[[bytes | str], T] = decoder.decode
 
     def decode(self, text: bytes | str) -> T:
-        """The document that the text holds. Texts of `LONG_BODY` bytes and more are for threads.
+        """Decode a document. Call it in a thread if the text has `LONG_BODY` bytes or more.
 
         Raises:
-            msgspec.DecodeError: there is none; as JsonTooCostly, nobody has looked.
+            JsonTooCostly: The text would take too long to decode.
+            msgspec.DecodeError: The text is no JSON, or not of the expected type.
         """
         if len(text) < CHECKED:
             return self._decode(text)
@@ -64,23 +65,23 @@ class JsonDecoder(Generic[T]):
 
 
 async def off_the_loop(body: bytes, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-    """What the function gives, which reads the body: in a thread if that is long."""
+    """Call a function that reads the body, in a thread if the body is long. Returns its result."""
     if len(body) < LONG_BODY:
         return function(*args, **keywords)
     return await asyncio.to_thread(function, *args, **keywords)
 
 
 def check_cost(text: bytes) -> None:
-    """Look at a text of any length, in time that grows with its length and that other threads share.
+    """Check a text piece by piece. Other threads run between the pieces.
 
     Raises:
-        JsonTooCostly: decoding it would take longer than `MOST_NANOSECONDS`, or it has more of something than the other
-            limits allow.
+        JsonTooCostly: Decoding would take longer than `MOST_NANOSECONDS`, or a number has too many digits, or too many
+            numbers have exponents.
     """
     if len(text) < CHECKED:
         return
     keys = groups = quotes = values = letters = size = 0
-    end = b""  # Of what was outside strings so far.
+    end = b""  # The last bytes outside strings.
     for further_quotes, outside in _pieces(text):
         count = outside.count
         keys += count(b":")
@@ -104,14 +105,14 @@ def check_cost(text: bytes) -> None:
 
 
 def groups_in(text: bytes) -> int:
-    """The number of objects and arrays."""
+    """Return the number of objects and arrays."""
     return sum(outside.count(b"{") + outside.count(b"[") for _, outside in _pieces(text))
 
 
 def _pieces(text: bytes) -> Iterator[tuple[int, bytes]]:
-    """The text piece by piece: the number of quotes around its strings, and what is outside, without white space.
+    """Yield for each piece of the text the number of quotes, and the bytes outside strings without white space.
 
-    What comes behind the first fault of the text may be counted in any way: no decoder gets there.
+    Behind the first syntax error the numbers may be wrong. A decoder stops at the error.
     """
     inside, rest = 0, b""
     for start in range(0, len(text), _PIECE):
@@ -119,7 +120,7 @@ def _pieces(text: bytes) -> Iterator[tuple[int, bytes]]:
         rest = b""
         if b"\\" in piece:
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
-            if piece.endswith(b"\\"):  # what it escapes is in the next piece
+            if piece.endswith(b"\\"):  # the escaped character is in the next piece
                 piece, rest = piece[:-1], b"\\"
         parts = piece.split(b'"')
         yield len(parts) - 1, b"".join(parts[inside::2]).translate(None, _WHITE_SPACE)
