@@ -41,9 +41,11 @@ def run(startup: Startup, mounts: Sequence[Mount] = (), greeting: str = "") -> N
     codes: list[int] = []
 
     def end() -> None:
-        logs.flush()
-        if codes:
-            os._exit(codes[0])
+        try:
+            logs.flush()
+        finally:
+            if codes:
+                os._exit(codes[0])
 
     atexit.register(end)  # first, since exit functions run in the reverse order: it ends the process after all others
     logging_as = startup.server.log_format, startup.server.log_level

@@ -157,6 +157,7 @@ class Output:
             shape: Formats a line that did not come through the log, given the stream's name (`stdout`, `stderr`) and
                 the line. None: the streams are not replaced.
         """
+        _open_missing()
         self._redirected: list[_Redirected] = []
         self.stderr: int | None = None
         """The descriptor of the original standard error; None if it was not replaced."""
@@ -190,6 +191,21 @@ class Output:
             redirected.drain(max(deadline - time.monotonic(), 0.0))
         for writer in self._writers:
             writer.flush(max(deadline - time.monotonic(), 0.0))
+
+
+def _open_missing() -> None:
+    """Open /dev/null as each standard stream that the process was started without."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+        if getattr(sys, name) is None:  # as Python sets it if the descriptor is closed
+            stream = open(descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
 
 
 class _Shape:

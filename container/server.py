@@ -42,6 +42,7 @@ from handlers.cache_dir import cache_dir, is_writable
 from handlers.engines.choice import begin_import
 from handlers.engines.protocol import EngineStartError
 from handlers.memory_release import importing
+from handlers.sessions import remove_sessions
 
 logger = logging.getLogger(__name__)
 
@@ -327,9 +328,7 @@ class Process:
         starting = self.server.models.starting
         if self._stopping is not None or starting:
             logger.warning("%s: ending at once", name)
-            _kill_children()
-            self._clean_up()
-            _exit(EXIT_OK if starting else 128 + number)
+            self._end_now(EXIT_OK if starting else 128 + number)
         drain = self._settings.drain_timeout
         logger.info("%s: draining for at most %g s", name, drain)
         # A thread: no step that hangs can put it off.
@@ -341,11 +340,14 @@ class Process:
 
     def _end_late(self, number: int, seconds: float) -> None:
         logger.critical("not stopped within %g s of the signal; ending at once", seconds)
+        self._end_now(128 + number)
+
+    def _end_now(self, code: int) -> None:
         try:
             _kill_children()
             self._clean_up()
         finally:
-            _exit(128 + number)
+            _exit(code)
 
     async def _drain(self) -> None:
         try:
@@ -393,9 +395,11 @@ async def _run(process: Process, clean_up: Callable[[], None]) -> int:
 
 
 def _exit(code: int) -> None:
-    """End at once, whatever the process's threads do; what was logged is written if somebody reads it."""
-    logs.flush()
-    os._exit(code)
+    """End at once, even if threads hang or the log cannot be written."""
+    try:
+        logs.flush()
+    finally:
+        os._exit(code)
 
 
 def _kill_children() -> None:
@@ -421,7 +425,9 @@ def prepared(startup: Startup) -> Iterator[None]:
     # GPUs are chosen by the numbers of nvidia-smi, so CUDA has to count them in the same order.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     allow_open_files()
-    with socket_directory():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(socket_directory())
+        stack.callback(remove_sessions)
         for model in startup.models:
             begin_import(model.settings.model)
         if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:

@@ -8,7 +8,6 @@ Amazon SageMaker AI models".
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import logging
 import os
@@ -49,6 +48,8 @@ _LAST_SAVE_SECONDS = 5.0
 _ID = re.compile(r"[A-Za-z0-9-]{1,256}")
 _LONGEST_SHOWN = 64
 _OFF = "stateful sessions are not enabled (option.enable_stateful_sessions)"
+
+_in_default_place: list[Sessions] = []
 
 _decode_fields = JsonDecoder(dict[str, msgspec.Raw]).decode
 
@@ -159,9 +160,17 @@ async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessio
         return Sessions(None, overload_status)
     sessions = Sessions(manager, overload_status)
     if not settings.sessions_path:
-        # With the process and not with the model, which may be started again: its clients go on with their sessions.
-        atexit.register(sessions.remove_made)
+        _in_default_place.append(sessions)
     return sessions
+
+
+def remove_sessions() -> None:
+    """Remove the sessions that this process has made in the default directory.
+
+    Call it when the process ends. When a model ends it may be started again, and its clients continue their sessions.
+    """
+    while _in_default_place:
+        _in_default_place.pop().remove_made()
 
 
 def _check(manager: SessionManager, session_id: str) -> None:

@@ -22,11 +22,12 @@ def wait_until(condition: Callable[[], object], seconds: float = SECONDS, about:
 
 def wait_until_still(file: Path) -> None:
     """Block until a file is there, and has not changed for a while: its writer waits."""
+    wait_until(file.exists, about=lambda: f"{file} was never written")
     deadline = time.monotonic() + SECONDS
     seen = None
-    while seen is None or seen != file.read_bytes():
-        assert time.monotonic() < deadline
-        seen = file.read_bytes() if file.exists() else None
+    while seen != (content := file.read_bytes()):
+        assert time.monotonic() < deadline, f"{file} still changes"
+        seen = content
         time.sleep(1)
 
 

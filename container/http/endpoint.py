@@ -203,7 +203,7 @@ class Endpoint:
                     endpoint = self.otherwise
                 call = _call(scope, headers, body, identity)
                 if state.settings.log_prompts:
-                    logger.info("body: %s", body.decode(errors="replace"), extra={"request_id": identity})
+                    logger.info("body: %s", _shown(body), extra={"request_id": identity})
                 if found is None and endpoint._find_by_body is not None:
                     found = await endpoint._find_by_body(scope, headers, call)
             if isinstance(found, Reply):
@@ -327,6 +327,12 @@ def _call(scope: Scope, headers: dict[bytes, bytes], body: bytes, identity: str)
         path=scope["path"],
         path_parameters=scope.get("path_params") or {},
     )
+
+
+def _shown(body: bytes) -> str:
+    """Return a body for the log: the first `UNCOUNTED` bytes, since a line of many megabytes holds up the process."""
+    text = body[:UNCOUNTED].decode(errors="replace")
+    return text if len(body) <= UNCOUNTED else f"{text}... ({len(body)} bytes)"
 
 
 def _is_long(headers: dict[bytes, bytes]) -> bool:

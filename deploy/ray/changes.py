@@ -177,8 +177,14 @@ class Follower:
         self._own, self._name, self._at_start = own, name, at_start
         self.log = Log()
         """What was made here."""
+        self._complete = True
         self._one_at_a_time = asyncio.Lock()
         self._making: set[asyncio.Task[Made]] = set()
+
+    @property
+    def known(self) -> Log:
+        """The log that a new leader may take over; an empty one if this replica could not follow all of its log."""
+        return self.log if self._complete else Log()
 
     async def make(self, log: Log, change: Change) -> Made:
         """Follow the log, and then make a change that a client asks for."""
@@ -204,9 +210,13 @@ class Follower:
     async def _follow(self, log: Log) -> None:
         own = self.log
         done: list[Change] = []
+        complete = True
         for adapter in dict.fromkeys(change.adapter for change in (*own.changes, *log.changes)):
-            done += await self._follow_for(adapter, own.of(adapter), log.of(adapter))
+            made = await self._follow_for(adapter, own.of(adapter), log.of(adapter))
+            complete = complete and made == log.of(adapter)
+            done += made
         self.log = Log(log.version, tuple(done))
+        self._complete = complete
 
     async def _follow_for(self, adapter: AdapterName, made: list[Change], wanted: list[Change]) -> list[Change]:
         """Make one adapter that of the log; return the changes that it has then."""

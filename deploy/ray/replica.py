@@ -159,7 +159,7 @@ class Replica:
             logger.exception("the adapters of the other replicas are not known")
 
     async def _catch_up(self) -> None:
-        log: Log = await serve.get_deployment_actor(ADAPTERS).log.remote(self._follower.log)
+        log: Log = await serve.get_deployment_actor(ADAPTERS).log.remote(self._follower.known)
         await self._follower.follow(log)
 
     async def _change(self, method: str, target: bytes, headers: Any, body: bytes) -> Made | Refusal:
@@ -168,7 +168,7 @@ class Replica:
         change = Change(method, target, kept, body, self._model)
         path = target.partition(b"?")[0]
         try:
-            made: Made | None = await serve.get_deployment_actor(ADAPTERS).change.remote(change, self._follower.log)
+            made: Made | None = await serve.get_deployment_actor(ADAPTERS).change.remote(change, self._follower.known)
         except (RayError, ValueError) as error:
             logger.error("adapter %s: %s", change.adapter[1], error)
             return adapter_call_failed(path, _UNKNOWN, again=True)

@@ -22,7 +22,7 @@ MOST_NANOSECONDS = 100_000_000
 MOST_DIGITS = 100  # In a row; long numbers take quadratic time.
 MOST_EXPONENTS = 2_000  # A number such as 1e300 takes 9 µs.
 _OF_KEY, _OF_GROUP = 300, 300  # A group is an object or an array.
-_OF_STRING, _OF_VALUE, _OF_BYTE = 50, 20, 3  # Bytes outside strings.
+_OF_STRING, _OF_VALUE, _OF_BYTE, _OF_ESCAPE = 50, 20, 3, 8  # Bytes outside strings.
 
 _PIECE = 64 * 1024
 _WHITE_SPACE = b" \t\r\n"
@@ -80,9 +80,9 @@ def check_cost(text: bytes) -> None:
     """
     if len(text) < CHECKED:
         return
-    keys = groups = quotes = values = letters = size = 0
+    keys = groups = quotes = values = letters = size = escapes = 0
     end = b""  # The last bytes outside strings.
-    for further_quotes, outside in _pieces(text):
+    for further_quotes, further_escapes, outside in _pieces(text):
         count = outside.count
         keys += count(b":")
         groups += count(b"{") + count(b"[")
@@ -90,6 +90,7 @@ def check_cost(text: bytes) -> None:
         # `true` and `false` have an e each, and their other letters are in nothing else outside strings.
         letters += count(b"e") + count(b"E") - count(b"t") - count(b"f")
         quotes += further_quotes
+        escapes += further_escapes
         size += len(outside)
         if _LONG_NUMBER in (end + outside).translate(_DIGITS):
             raise JsonTooCostly(f"a number has more than {MOST_DIGITS} digits")
@@ -98,30 +99,32 @@ def check_cost(text: bytes) -> None:
         if exponents > MOST_EXPONENTS:
             raise JsonTooCostly(f"more than {MOST_EXPONENTS} numbers have exponents")
         cost = keys * _OF_KEY + groups * _OF_GROUP + quotes // 2 * _OF_STRING + values * _OF_VALUE
-        if cost + size * _OF_BYTE > MOST_NANOSECONDS:
+        if cost + size * _OF_BYTE + escapes * _OF_ESCAPE > MOST_NANOSECONDS:
             raise JsonTooCostly(
-                f"it has too many parts: more than {keys} keys, {groups} objects and arrays and {values} commas"
+                f"it has too many parts: more than {keys} keys, {groups} objects and arrays, {values} commas and "
+                f"{escapes} escaped characters"
             )
 
 
 def groups_in(text: bytes) -> int:
     """Return the number of objects and arrays."""
-    return sum(outside.count(b"{") + outside.count(b"[") for _, outside in _pieces(text))
+    return sum(outside.count(b"{") + outside.count(b"[") for _, _, outside in _pieces(text))
 
 
-def _pieces(text: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield for each piece of the text the number of quotes, and the bytes outside strings without white space.
+def _pieces(text: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Yield for each piece the numbers of quotes and of escapes, and the bytes outside strings without white space.
 
     Behind the first syntax error the numbers may be wrong. A decoder stops at the error.
     """
     inside, rest = 0, b""
     for start in range(0, len(text), _PIECE):
         piece = rest + text[start : start + _PIECE]
-        rest = b""
+        rest, escapes = b"", 0
         if b"\\" in piece:
+            escapes = piece.count(b"\\")  # an escaped backslash counts twice
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
             if piece.endswith(b"\\"):  # the escaped character is in the next piece
                 piece, rest = piece[:-1], b"\\"
         parts = piece.split(b'"')
-        yield len(parts) - 1, b"".join(parts[inside::2]).translate(None, _WHITE_SPACE)
+        yield len(parts) - 1, escapes, b"".join(parts[inside::2]).translate(None, _WHITE_SPACE)
         inside ^= (len(parts) - 1) & 1

@@ -152,7 +152,7 @@ def test_clients_that_leave_free_their_workers(echo: Server, tmp_path: Path) -> 
 
 def test_a_client_that_reads_slowly_holds_its_stream_back(echo: Server, tmp_path: Path) -> None:
     journal = tmp_path / "slow"
-    # The system would let a receive buffer of no fixed size grow to 32 MB.
+    # Without a fixed size, the system enlarges the receive buffer while the client reads.
     buffer = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)]
     client = httpx.Client(base_url=echo.client.base_url, transport=httpx.HTTPTransport(socket_options=buffer))
     with client, client.stream("POST", f"/invocations?endless=100000&journal={journal}") as response:

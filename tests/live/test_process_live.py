@@ -282,6 +282,10 @@ def test_a_second_sigterm_ends_the_process_at_once_and_leaves_no_shared_memory(
         server.wait_for_metric("slipway_engine_running", 1)
         shared = shared_memory(server)
         assert shared, "vLLM's processes talk in another way now"
+        began = server.client.post("/invocations", json={"requestType": "NEW_SESSION"})
+        session = Path("/dev/shm/djl_sessions") / began.headers["X-Amzn-SageMaker-Session-Id"].partition(";")[0]
+        assert session.exists()
+        shared.add(session)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.ping() == 503)
         server.process.send_signal(signal.SIGTERM)

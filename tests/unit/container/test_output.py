@@ -151,3 +151,13 @@ def test_lines_of_several_threads_stay_whole(pipe: tuple[int, int]) -> None:
     lines = _read_until(pipe[0], b"end\n").decode().splitlines()
     writer_ended.join()
     assert sorted(lines[:-1]) == sorted(name * 200 for name in "abc" for _ in range(50))
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_process_may_be_started_without_its_standard_streams(closed: str) -> None:
+    code = (
+        "import os, sys; from container import logs; logs.configure('json', 'info', redirect=True); "
+        "print('a'); print('b', file=sys.stderr); os.system('echo c'); logs.flush(); sys.exit(7)"
+    )
+    done = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], check=False)
+    assert done.returncode == 7

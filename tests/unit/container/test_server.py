@@ -120,23 +120,27 @@ async def test_a_stop_that_waits_for_calls_alone_does_not_say_that_connections_a
 
 HANGING = """
 import asyncio, sys
-from container import server
+from container import logs, server
 from container.settings.settings import ServerSettings, Startup
 
 class Hanging(server.ModelServer):
     async def stop(self):
         print("stopping", flush=True)
+        if "closed" in sys.argv:
+            sys.stdout.close()
         await asyncio.Event().wait()
 
 server.ModelServer, server._END_SECONDS, server._STOP_SECONDS = Hanging, 1.0, 0.5
+logs.configure("plain", "critical", redirect=True)
 settings = ServerSettings(host="127.0.0.1", port=int(sys.argv[1]), drain_timeout=0.5, multi_model=True)
 server.serve(Startup(settings, ()))
 """
 
 
-def test_a_step_that_hangs_does_not_put_off_the_end() -> None:
+@pytest.mark.parametrize("output", ["open", "closed"])
+def test_a_step_that_hangs_does_not_put_off_the_end(output: str) -> None:
     port = free_port()
-    process = subprocess.Popen([sys.executable, "-c", HANGING, str(port)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", HANGING, str(port), output], stdout=subprocess.PIPE, text=True)
     with (
         process,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", transport=httpx.HTTPTransport(retries=10)) as client,

@@ -19,7 +19,7 @@ from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.engines.protocol import EngineStartError
 from handlers.entry_point import Limits, load_service
 from handlers.model_settings import ModelSettings
-from handlers.sessions import CLOSED_SESSION_ID, NEW_SESSION_ID, SESSION_ID, Sessions, load_sessions
+from handlers.sessions import CLOSED_SESSION_ID, NEW_SESSION_ID, SESSION_ID, Sessions, load_sessions, remove_sessions
 from tests.contracts.exchange import call
 from tests.waiting import until
 
@@ -180,27 +180,25 @@ async def test_a_model_that_cannot_be_loaded_leaves_no_threads_of_its_sessions(t
 async def test_a_server_leaves_none_of_its_sessions_in_the_default_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, at_exit = tmp_path / "djl_sessions", Mock()
+    directory = tmp_path / "djl_sessions"
     monkeypatch.setattr("djl_python.session_manager._default_path", lambda: str(directory))
-    monkeypatch.setattr("handlers.sessions.atexit.register", at_exit)
     settings = ModelSettings(name="m", model_dir=tmp_path, model_id="m")
-    mine, another = [await load_sessions(settings, 503) for _ in range(2)]
+    mine = await load_sessions(settings, 503)
+    another = Sessions(SessionManager({}), 503)
     for _ in range(3):
         await begun(mine)
     theirs = await begun(another)
     await mine.stop()
     assert len(os.listdir(directory)) == 4, "the engine may be started again, and its clients go on"
-    (first,), (second,) = [call.args for call in at_exit.call_args_list]
-    first()
+    remove_sessions()
     assert os.listdir(directory) == [theirs]
-    second()
+    another.remove_made()
     assert not directory.exists()
     await begun(another)
 
 
-async def test_sessions_in_a_place_that_was_asked_for_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_exit = Mock()
-    monkeypatch.setattr("handlers.sessions.atexit.register", at_exit)
+async def test_sessions_in_a_place_that_was_asked_for_stay(tmp_path: Path) -> None:
     settings = ModelSettings(name="m", model_dir=tmp_path, model_id="m", sessions_path=str(tmp_path / "s"))
-    await load_sessions(settings, 503)
-    assert not at_exit.called
+    name = await begun(await load_sessions(settings, 503))
+    remove_sessions()
+    assert os.listdir(tmp_path / "s") == [name]

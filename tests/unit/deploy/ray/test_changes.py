@@ -154,11 +154,11 @@ class Cluster:
         return [answer for answer in said if answer is not None]
 
     async def send(self, change: Change, to: int = 0) -> tuple[int, str] | None:
-        made = await self.leader.change(change, self.machines[to].follower.log)
+        made = await self.leader.change(change, self.machines[to].follower.known)
         return None if made is None else (made.status, made.body.decode())
 
     async def catch_up(self, machine: Machine) -> None:
-        await machine.follower.follow(await self.leader.log(machine.follower.log))
+        await machine.follower.follow(await self.leader.log(machine.follower.known))
 
     def adapters(self) -> list[dict[str, str]]:
         return [machine.adapters for machine in self.machines]
@@ -279,9 +279,24 @@ async def test_a_leader_that_was_lost_gets_its_log_back_from_the_replicas(cluste
 
 
 @pytest.mark.asyncio
+async def test_a_replica_that_lacks_an_adapter_gives_a_new_leader_no_log(cluster: Cluster) -> None:
+    assert await cluster.send(load("a")) == (200, "done")
+    late = Machine("late")
+    late.missing.add("/a")
+    cluster.machines.append(late)
+    await cluster.catch_up(late)
+    cluster.leader = Leader(cluster.tell)
+    await cluster.catch_up(late)
+    await cluster.catch_up(cluster.machines[0])
+    late.missing.clear()
+    await cluster.catch_up(late)
+    assert cluster.adapters() == [{"a": "/a"}] * 3
+
+
+@pytest.mark.asyncio
 async def test_a_replica_that_catches_up_while_a_change_is_being_made_undoes_nothing_of_it(cluster: Cluster) -> None:
     one, two = cluster.machines
-    before = await cluster.leader.log(one.follower.log)
+    before = await cluster.leader.log(one.follower.known)
     two.held.clear()
     sending = asyncio.create_task(cluster.send(load("a")))
     await until(lambda: one.adapters == {"a": "/a"} and two.calls == 1)

@@ -121,3 +121,9 @@ async def test_long_bodies_are_read_in_a_thread() -> None:
     here = threading.get_ident()
     assert await off_the_loop(b"x", threading.get_ident) == here
     assert await off_the_loop(b"x" * LONG_BODY, threading.get_ident) != here
+
+
+def test_escaped_characters_count_as_they_hold_the_interpreter() -> None:
+    check_cost(b'["' + b"\\n" * 12_000_000 + b'"]')
+    with pytest.raises(JsonTooCostly, match="escaped characters"):
+        check_cost(b'["' + b"\\n" * 13_000_000 + b'"]')
