@@ -202,6 +202,19 @@ REFUSED: dict[str, Refused] = {
 BESIDE: Refused = by_name("grammar guided_json response_format logit_bias bad_words stop min_new_tokens")
 """Beside `inputs`, in the place of `parameters`."""
 
+PAIR = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2]}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+COMPACT: Mapping[str, Fields] = {
+    "chat": {"response_format": typed("json_schema", json_schema={"name": "x", "schema": PAIR}), "max_tokens": 40},
+    "responses": {"text": {"format": typed("json_schema", name="x", schema=PAIR)}, "max_output_tokens": 40},
+    "LMI": {"guided_json": PAIR, "max_new_tokens": 40},
+}
+"""One schema, as clients of three contracts send it."""
+
 
 @pytest.mark.parametrize("name", ROUTES)
 def test_nothing_holds_an_answer_to_these_forms_by_itself(server: Server, name: str) -> None:
@@ -221,6 +234,13 @@ def test_plain_text_is_no_constraint(server: Server, name: str) -> None:
 def test_what_is_accepted_is_enforced(server: Server, name: str) -> None:
     wrong = list(disobeyed(server, ROUTES[name], ENFORCED[name]))
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", COMPACT)
+def test_json_has_no_white_space_between_its_parts(server: Server, name: str) -> None:
+    _, text = answer(server, ROUTES[name], COMPACT[name])
+    assert set(json.loads(text)) == {"a", "b"}
+    assert text == json.dumps(json.loads(text), separators=(",", ":"))
 
 
 @pytest.mark.parametrize("name", ROUTES)
