@@ -167,7 +167,17 @@ class Server:
         self._process.terminate()  # the process alone: Ray's needs its children to stop in order
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the process, its group and the children that have left the group."""
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self._process.pid).children(recursive=True)
         self._signal_group(signal.SIGKILL)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
@@ -192,7 +202,11 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        # After an error, or at the end of the time, nobody waits for an orderly end.
+        if kind is None:
+            self.stop()
+        else:
+            self.kill()
 
 
 def _tree_cpu_time(process: psutil.Process, *, engine: bool) -> CpuTime:
