@@ -1,30 +1,93 @@
-"""With a reasoning parser that cannot tell where reasoning ends, a constraint still holds every answer."""
+"""With a parser of reasoning, a constraint holds every answer: from its start, or from the end of its reasoning."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.live.constrained import FORMS, POOL, TGI, Check, Fields, answer, disobeyed, is_of_pool, tgi_forms
+from tests.live.constrained import (
+    FORMS,
+    POOL,
+    TGI,
+    VERTEX_CHAT,
+    Check,
+    Fields,
+    Route,
+    answer,
+    disobeyed,
+    is_of_pool,
+    tgi_forms,
+)
 from tests.live.server import Server, serving
-from tests.live.test_every_constraint_live import COMPLETIONS, HAPPY, ROUTES
+from tests.live.test_every_constraint_live import COMPLETIONS, ENFORCED, HAPPY, ROUTES
 
+Cases = dict[str, dict[str, tuple[Fields, Check]]]
 CHATS = ("chat", "chat, streamed", "LMI's chat")
-CASES: dict[str, dict[str, tuple[Fields, Check]]] = {
-    **dict.fromkeys(
-        (*COMPLETIONS, *CHATS, "LMI", "LMI, streamed", "LMI, several", "Triton", "Triton, streamed"), FORMS
-    ),
+PROMPTS: Cases = {
+    **dict.fromkeys((*COMPLETIONS, "LMI", "LMI, streamed", "LMI, several", "Triton", "Triton, streamed"), FORMS),
     **{name: {**FORMS, "response_pool": ({"response_pool": POOL}, is_of_pool)} for name in HAPPY},
     **{name: tgi_forms("grammar") for name in TGI},
 }
+CASES: Cases = {**PROMPTS, **dict.fromkeys(CHATS, FORMS)}
+SOME_FORMS = (
+    *("structured_outputs: choice", "guided_regex", "response_format: json_schema", "response_format: json_object"),
+    *("grammar: json", "grammar: regex", "response_format: json", "response_format: regex"),
+    *("response_pool", "text.format: json_schema", "output_config.format"),
+)
+"""Where reasoning ends has nothing to do with the form."""
+END_OF_REASONING = 5
+"""The token that is `</think>` in the vocabulary of `_thinker`."""
+CONVERSATIONS = (*CHATS, "LMI's chat, streamed", "responses", "responses, streamed", "messages")
+BIASED = tuple(name for name in CONVERSATIONS if name != "messages")
+"""Those that have `logit_bias`."""
+
+
+def _some(name: str) -> dict[str, tuple[Fields, Check]]:
+    return {form: case for form, case in (PROMPTS.get(name) or ENFORCED[name]).items() if form in SOME_FORMS}
+
+
+def _thinker(directory: Path, sample: Path) -> Path:
+    """The sample model with `<think>` and `</think>` for two tokens that it never says. As Qwen3's, its template ends
+    the reasoning of a chat that is asked for with `enable_thinking` false."""
+    directory.mkdir()
+    for file in sample.iterdir():
+        text = file.read_text() if file.suffix in (".json", ".jinja") else ""
+        text = text.replace("<repo_name>", "<think>").replace("<file_sep>", "</think>")
+        start = "'<|im_start|>assistant\n' }}"
+        ended = "{% if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}"
+        if text:
+            (directory / file.name).write_text(text.replace(start, start + ended))
+        else:
+            (directory / file.name).symlink_to(file)
+    return directory
+
+
+def _silent(route: Route) -> Route:
+    """The route, asked for an answer without reasoning."""
+    return replace(
+        route, body=lambda fields: {**route.body(fields), "chat_template_kwargs": {"enable_thinking": False}}
+    )
 
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
-    """A server whose model might reason; the sample model never does."""
+    """A server whose parser cannot tell where reasoning ends; the sample model never reasons."""
     options = {**engine_options, "rolling_batch": "vllm", "reasoning_parser": "granite"}
     with serving(tmp_path_factory.mktemp("thinking"), **options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ending(
+    tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object], sample_model: Path
+) -> Iterator[Server]:
+    """A server whose parser tells it, by a token. All that the model says before is reasoning."""
+    directory = tmp_path_factory.mktemp("ending")
+    options = {**engine_options, "rolling_batch": "vllm", "reasoning_parser": "qwen3"}
+    with serving(directory, **{**options, "model_id": _thinker(directory / "thinker", sample_model)}) as server:
         yield server
 
 
@@ -35,3 +98,35 @@ def test_a_prompt_is_answered_in_the_form_that_is_asked_for(thinking: Server, na
     assert not any(check(text) for _, check in CASES[name].values()), "the model follows every form unasked"
     wrong = list(disobeyed(thinking, ROUTES[name], CASES[name]))
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", [*PROMPTS, *VERTEX_CHAT])
+def test_an_answer_to_a_prompt_has_no_reasoning(ending: Server, name: str) -> None:
+    wrong = list(disobeyed(ending, ROUTES[name], _some(name)))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_chat_without_reasoning_is_held_from_its_start(ending: Server, name: str) -> None:
+    silent = _silent(ROUTES[name])
+    _, text = answer(ending, silent, {})
+    assert text
+    assert not any(check(text) for _, check in _some(name).values()), text
+    wrong = list(disobeyed(ending, silent, _some(name)))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_a_chat_is_held_from_the_end_of_its_reasoning(ending: Server, name: str) -> None:
+    bias = {"logit_bias": {str(END_OF_REASONING): 100}}
+    cases = {form: ({**fields, **bias}, check) for form, (fields, check) in _some(name).items()}
+    wrong = list(disobeyed(ending, ROUTES[name], cases))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", [*CHATS, "LMI's chat, streamed"])
+def test_a_chat_whose_reasoning_never_ends_has_no_content(ending: Server, name: str) -> None:
+    for fields, _ in _some(name).values():
+        response, text = answer(ending, ROUTES[name], fields)
+        assert (response.status_code, text) == (200, "")
+        assert "reasoning" in response.text
