@@ -57,7 +57,6 @@ MACHINES = "needs several machines, or processes that start together"
 EXPERTS = "is for models with experts"
 MEDIA = "is for models that take images, sound or video"
 MAMBA = "is for models with Mamba layers"
-NO_ARGUMENT = "is no argument of `vllm serve`"
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def _of_media(value: str, **beside: str) -> Trial:
 TRIALS: dict[str, Trial | str] = {
     # The model, and how it is read.
     "model": "is `option.model_id` here",
-    "model_weights": f"{NO_ARGUMENT}: vLLM itself sets it",
+    "model_weights": Trial("{model}"),
     "served_model_name": Trial("first,second"),
     "tokenizer": Trial("{model}"),
     "tokenizer_mode": Trial("hf"),
@@ -272,8 +271,8 @@ TRIALS: dict[str, Trial | str] = {
     "dbo_prefill_token_threshold": _on_gpus("256"),
     "worker_cls": Trial("vllm.v1.worker.cpu_worker.CPUWorker"),
     "worker_extension_cls": Trial("tests.engine_arguments.WorkerExtension"),
-    "_api_process_count": f"{NO_ARGUMENT}: vLLM itself sets it",
-    "_api_process_rank": f"{NO_ARGUMENT}: vLLM itself sets it",
+    "_api_process_count": Trial("2"),
+    "_api_process_rank": Trial("1"),
     # Models with experts.
     "enable_expert_parallel": Trial("true", about=f"it {EXPERTS}"),
     "enable_ep_weight_filter": Trial("true", about=f"it {EXPERTS}"),
@@ -303,7 +302,7 @@ TRIALS: dict[str, Trial | str] = {
     "gdn_prefill_backend": _on_gpus("triton"),
     "kda_prefill_backend": _on_gpus("triton"),
     "kda_decode_backend": _on_gpus("triton"),
-    "mamba_config": f"{NO_ARGUMENT}; `option.mamba_backend` and others are its parts",
+    "mamba_config": Trial('{"backend": "triton"}'),
     "mamba_cache_dtype": Trial("float32", about=f"it {MAMBA}"),
     "mamba_ssm_cache_dtype": Trial("float32", about=f"it {MAMBA}"),
     "mamba_block_size": Trial("16", about=f"it {MAMBA}"),
@@ -340,14 +339,14 @@ TRIALS: dict[str, Trial | str] = {
     "mm_processor_device": _of_media("cpu"),
     "mm_ipc_gpu_memory_gb": _of_media("0.5"),
     "mm_device_do_normalize": _of_media("true"),
-    "enable_mm_processor_stats": NO_ARGUMENT,
+    "enable_mm_processor_stats": Trial("true"),
     # Logs, metrics, traces.
     "disable_log_stats": Trial("true"),
     "enable_log_requests": Trial("true"),
     "aggregate_engine_logging": Trial("true"),
-    "logging_config": NO_ARGUMENT,
-    "log_level": NO_ARGUMENT,
-    "log_config_file": NO_ARGUMENT,
+    "logging_config": Trial('{"log_level": "DEBUG"}'),
+    "log_level": Trial("DEBUG"),
+    "log_config_file": Trial("{logging}"),
     "show_hidden_metrics_for_version": Trial("0.31"),
     "otlp_traces_endpoint": Trial("http://127.0.0.1:9/v1/traces"),
     "collect_detailed_traces": Trial("all", {"otlp_traces_endpoint": "http://127.0.0.1:9/v1/traces"}),
@@ -360,7 +359,7 @@ TRIALS: dict[str, Trial | str] = {
     "additional_config": Trial('{"anything": 1}'),
     "fault_tolerance_config": Trial('{"engine_recovery_timeout_sec": 60}'),
     "enable_fault_tolerance": Trial("true"),
-    "tokens_only": "is for replicas of vLLM's own server that take and return tokens",
+    "tokens_only": Trial("true"),
     "shutdown_timeout": Trial("2"),
     "weight_transfer_config": Trial('{"backend": "ipc"}'),
     "fail_on_environ_validation": Trial("true"),
@@ -401,11 +400,14 @@ class WorkerExtension:
 
 
 def files(directory: Path) -> dict[str, Path]:
-    """What values name: a model, a chat template, a module with nothing in it, and a directory for anything."""
-    template, plugin = directory / "template.jinja", directory / "plugin.py"
+    """Paths that values name: a model, a chat template, a module with nothing in it, a configuration of logging, and a
+    directory for anything."""
+    template, plugin, logging = (directory / name for name in ("template.jinja", "plugin.py", "logging.json"))
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     plugin.write_text("")
-    return {"directory": directory, "model": prepare_small_model(), "template": template, "plugin": plugin}
+    logging.write_text('{"version": 1, "disable_existing_loggers": false}')
+    own = {"template": template, "plugin": plugin, "logging": logging}
+    return {"directory": directory, "model": prepare_small_model(), **own}
 
 
 def requests(model: str) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -647,11 +649,12 @@ def _parser() -> Any:
 
 
 def command_line(options: Mapping[str, str]) -> list[str]:
-    """Options as arguments of `vllm serve`."""
+    """Options as arguments of `vllm serve`, without those that it has no argument for."""
     actions = {action.dest: action for action in _parser()._actions}
     line: list[str] = []
     for name, text in options.items():
-        action = actions[name]
+        if (action := actions.get(name)) is None:
+            continue
         flag = next(option for option in action.option_strings if option.startswith("--"))
         if action.nargs == 0:
             line.append(flag if text == "true" else flag.replace("--", "--no-", 1))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, DeprecatedLogConfigFileAction
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
@@ -30,15 +30,27 @@ _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
 # vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one. They
 # add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1.
 EMPTY_SLOTS_ON_CPU = 1
-# Arguments of parts of vLLM's server that Slipway does not use, and why they have no effect.
+_NOT_TAKEN = "`vllm serve` has no such argument"
+# Fields of vLLM's `AsyncEngineArgs` that its command line cannot set, and what a warning says of them.
+NO_ARGUMENTS = {
+    **dict.fromkeys(("_api_process_count", "_api_process_rank", "model_weights"), f"{_NOT_TAKEN}; vLLM sets it"),
+    "enable_mm_processor_stats": _NOT_TAKEN,
+    "mamba_config": f"{_NOT_TAKEN}; option.mamba_backend and others are its parts",
+}
+_LOGS = "vLLM logs as Slipway does; see SERVING_LOG_LEVEL and SERVING_LOG_FORMAT"
 _METRICS = "vLLM's own metrics are not at /metrics"
 _STATISTICS = "vLLM's statistics are not logged; metrics are at /metrics"
+# These and arguments of parts of vLLM's server that Slipway does not use, and why they have no effect.
 WITHOUT_EFFECT = {
+    **NO_ARGUMENTS,
+    # In the server's process, vLLM would put its logging in the place of Slipway's.
+    **dict.fromkeys(("log_level", "logging_config", "log_config_file"), _LOGS),
     **dict.fromkeys(("disable_log_stats", "aggregate_engine_logging"), _STATISTICS),
     **dict.fromkeys(("kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics"), _METRICS),
     **dict.fromkeys(("enable_mfu_metrics", "custom_histogram_buckets", "show_hidden_metrics_for_version"), _METRICS),
     "enable_log_requests": "SERVING_LOG_PROMPTS has requests logged",
     "profiler_config": "there are no routes that start and stop vLLM's profiler",
+    "tokens_only": "it is for replicas of vLLM's own server that take and return tokens",
     "shutdown_timeout": "SERVING_DRAIN_TIMEOUT says how long running requests get",
 }
 
@@ -157,15 +169,22 @@ def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: 
     parsed: dict[str, Any] = {}
     for name, text in given.items():
         source = settings.engine_argument_sources.get(name, f"option.{name}")
-        if name not in actions:
+        if name not in actions and name not in WITHOUT_EFFECT:
             logger.warning("%s: option.%s is none of LMI's and not of vLLM's engine; it has no effect", source, name)
             continue
-        read = _parse_one(parser, actions[name], text.strip(), source)
+        read = _parse_one(parser, actions[name], text.strip(), source) if _is_read(actions.get(name)) else {}
         if name in WITHOUT_EFFECT:
             logger.warning("%s: option.%s has no effect: %s", source, name, WITHOUT_EFFECT[name])
         else:
             parsed |= read
     return parsed
+
+
+def _is_read(action: Any) -> bool:
+    """Tell whether the parser has the argument, and reads it. An action that says of an argument without effect that it
+    is deprecated would say what to write on vLLM's command line instead."""
+    deprecated = isinstance(action, DeprecatedLogConfigFileAction)
+    return action is not None and not deprecated
 
 
 class _Parser(FlexibleArgumentParser):
