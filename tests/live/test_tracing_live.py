@@ -1,9 +1,10 @@
-"""`option.otlp_traces_endpoint`: a span of each request reaches a collector, in the trace of its client."""
+"""`option.otlp_traces_endpoint`: a span of each sequence reaches a collector, in the trace of its client."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -15,22 +16,73 @@ from tests.waiting import wait_until
 
 PROMPT = "Once upon a time"
 TOKENS = 5
+BEAMS = 2
+PARENT, STATE = "00f067aa0ba902b7", "vendor=opaque"
 MESSAGES = [{"role": "user", "content": PROMPT}]
-REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "LMI": ("/invocations", {"inputs": PROMPT, "parameters": {"max_new_tokens": TOKENS}}),
-    "LMI, streamed": ("/invocations", {"inputs": PROMPT, "parameters": {"max_new_tokens": TOKENS}, "stream": True}),
-    "LMI, one token": ("/invocations", {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}),
-    "LMI, a chat": ("/invocations", {"messages": MESSAGES, "max_tokens": TOKENS}),
-    "completions": ("/v1/completions", {"model": "model", "prompt": PROMPT, "max_tokens": TOKENS, "stream": True}),
-    "chat": ("/v1/chat/completions", {"model": "model", "messages": MESSAGES, "max_tokens": TOKENS}),
-    # These fields send it to vLLM's own front end.
-    "vLLM's chat": (
-        "/v1/chat/completions",
-        {"model": "model", "messages": MESSAGES, "max_tokens": TOKENS, "echo": True},
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, and what its spans tell."""
+
+    path: str
+    body: dict[str, Any]
+    spans: int = 1
+    tokens: int = TOKENS
+    """Tokens of each span."""
+
+
+def _lmi(inputs: object = PROMPT, stream: bool = False, **parameters: object) -> dict[str, Any]:
+    streamed = {"stream": True} if stream else {}
+    return {"inputs": inputs, "parameters": {"max_new_tokens": TOKENS, **parameters}, **streamed}
+
+
+def _openai(**fields: object) -> dict[str, Any]:
+    return {"model": "model", "max_tokens": TOKENS, **fields}
+
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+TRITON = "/v2/models/model/generate"
+STEPS = 1 + BEAMS * (TOKENS - 1)
+"""Requests for one token each that a search of ours makes."""
+REQUESTS = {
+    "LMI": Asked("/invocations", _lmi()),
+    "LMI, streamed": Asked("/invocations", _lmi(stream=True)),
+    "LMI, one token": Asked("/invocations", _lmi(max_new_tokens=1), tokens=1),
+    "LMI, several prompts": Asked("/invocations", _lmi([PROMPT, "The sea is"]), spans=2),
+    "LMI, several sequences": Asked("/invocations", _lmi(n=2, do_sample=True), spans=2),
+    "LMI, beams": Asked("/invocations", _lmi(num_beams=BEAMS), spans=STEPS, tokens=1),
+    "LMI, a chat": Asked("/invocations", {"messages": MESSAGES, "max_tokens": TOKENS}),
+    "LMI, a completion": Asked("/invocations", {"prompt": PROMPT, "max_tokens": TOKENS}),
+    # vLLM's own front end answers all requests of OpenAI's here: a model that is traced has none of Slipway's.
+    "completions": Asked(COMPLETIONS, _openai(prompt=PROMPT)),
+    "completions, streamed": Asked(COMPLETIONS, _openai(prompt=PROMPT, stream=True)),
+    "completions, several prompts": Asked(COMPLETIONS, _openai(prompt=[PROMPT, "The sea is"]), spans=2),
+    "chat": Asked(CHAT, _openai(messages=MESSAGES)),
+    "chat, streamed": Asked(CHAT, _openai(messages=MESSAGES, stream=True)),
+    "chat, several sequences": Asked(CHAT, _openai(messages=MESSAGES, n=2), spans=2),
+    "chat, a field of vLLM's": Asked(CHAT, _openai(messages=MESSAGES, echo=True)),
+    "responses": Asked(RESPONSES, {"model": "model", "input": PROMPT, "max_output_tokens": TOKENS}),
+    "responses, streamed": Asked(
+        RESPONSES, {"model": "model", "input": PROMPT, "max_output_tokens": TOKENS, "stream": True}
     ),
-    "TGI": ("/generate", {"inputs": PROMPT, "parameters": {"max_new_tokens": TOKENS}}),
-    "Triton": ("/v2/models/model/generate", {"text_input": PROMPT, "max_tokens": TOKENS}),
-    "happy_vllm": ("/v1/generate", {"prompt": PROMPT, "max_tokens": TOKENS}),
+    "messages": Asked("/v1/messages", _openai(messages=MESSAGES)),
+    "messages, streamed": Asked("/v1/messages", _openai(messages=MESSAGES, stream=True)),
+    "TGI": Asked("/generate", _lmi()),
+    "TGI, several sequences": Asked("/generate", _lmi(best_of=2, do_sample=True), spans=2),
+    "TGI, streamed": Asked("/generate_stream", _lmi()),
+    "TGI's root": Asked("/", _lmi()),
+    "TGI's root, streamed": Asked("/", _lmi(stream=True)),
+    "TGI, Vertex": Asked("/vertex", {"instances": [_lmi(), _lmi()]}, spans=2),
+    "Triton": Asked(TRITON, {"text_input": PROMPT, "max_tokens": TOKENS}),
+    "Triton, several sequences": Asked(TRITON, {"text_input": PROMPT, "max_tokens": TOKENS, "n": 2}, spans=2),
+    "Triton, beams": Asked(
+        TRITON, {"text_input": PROMPT, "max_tokens": TOKENS, "beam_width": BEAMS}, spans=STEPS, tokens=1
+    ),
+    "Triton, streamed": Asked(TRITON + "_stream", {"text_input": PROMPT, "max_tokens": TOKENS, "stream": True}),
+    "happy_vllm": Asked("/v1/generate", {"prompt": PROMPT, "max_tokens": TOKENS}),
+    "happy_vllm, several sequences": Asked("/v1/generate", {"prompt": PROMPT, "max_tokens": TOKENS, "n": 2}, spans=2),
+    "happy_vllm, streamed": Asked("/v1/generate_stream", {"prompt": PROMPT, "max_tokens": TOKENS}),
 }
 
 
@@ -85,17 +137,34 @@ def traced(
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_requests_span_is_in_its_clients_trace(traced: Server, collector: Collector, name: str) -> None:
-    path, body = REQUESTS[name]
+def test_each_sequence_of_a_request_has_a_span_in_its_clients_trace(
+    traced: Server, collector: Collector, name: str
+) -> None:
+    asked = REQUESTS[name]
     trace = f"{list(REQUESTS).index(name) + 1:032x}"
-    answer = traced.client.post(path, json=body, headers={"traceparent": f"00-{trace}-00f067aa0ba902b7-01"})
+
+    def spans() -> list[Any]:
+        return [span for span in collector.spans.get(trace, ()) if span.name == "llm_request"]
+
+    headers = {"traceparent": f"00-{trace}-{PARENT}-01", "tracestate": STATE}
+    answer = traced.client.post(asked.path, json=asked.body, headers=headers)
     assert answer.status_code == 200, answer.text
-    wait_until(lambda: any(span.name == "llm_request" for span in collector.spans.get(trace, ())))
-    span = next(span for span in collector.spans[trace] if span.name == "llm_request")
-    assert span.parent_span_id.hex() == "00f067aa0ba902b7"
-    values = {value.key: value.value.int_value for value in span.attributes}
-    assert values["gen_ai.usage.completion_tokens"] == (1 if name == "LMI, one token" else TOKENS)
-    assert values["gen_ai.usage.prompt_tokens"] > 0
+    wait_until(lambda: len(spans()) >= asked.spans, about=lambda: f"{len(spans())} spans of {asked.spans}")
+    assert len(spans()) == asked.spans
+    for span in spans():
+        assert (span.parent_span_id.hex(), span.trace_state) == (PARENT, STATE)
+        values = {value.key: value.value.int_value for value in span.attributes}
+        assert values["gen_ai.usage.completion_tokens"] == asked.tokens
+        assert values["gen_ai.usage.prompt_tokens"] > 0
+
+
+def test_no_span_is_outside_the_traces_of_the_clients(traced: Server, collector: Collector) -> None:
+    """A request without a trace comes last: its span, which begins another, is the only one."""
+    given = {f"{place + 1:032x}" for place in range(len(REQUESTS))}
+    assert traced.invoke(PROMPT, max_new_tokens=1).status_code == 200
+    wait_until(lambda: collector.spans.keys() - given)
+    others = [span for trace in collector.spans.keys() - given for span in collector.spans[trace]]
+    assert [span.name for span in others if span.name == "llm_request"] == ["llm_request"]
 
 
 def test_the_engine_and_its_metrics_live_on(traced: Server) -> None:

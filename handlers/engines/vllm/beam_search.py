@@ -151,6 +151,7 @@ class BeamSearchTask:
             top_tokens=2 * self._options.width,
             want_prompt_tokens=first and self._request.want_prompt_tokens,
             adapter=self._request.adapter,
+            trace_context=self._request.trace_context,
         )
         meter = self._first_step if first else self._later_steps
         delta = await first_delta(lambda asked, sink: self._submit(asked, sink, meter), request)
