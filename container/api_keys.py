@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hmac
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Self
-
-from container.settings.values import names
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -57,10 +56,11 @@ def keys_in(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: The setting is empty, or a key has other characters than visible ASCII.
     """
-    keys = names(text)
+    keys = json.loads(text) if text.lstrip().startswith("[") else [key.strip().strip("\"'") for key in text.split(",")]
+    keys = [key for key in keys if key != ""]
     if not keys or not all(isinstance(key, str) and _KEY.fullmatch(key) for key in keys):
         raise ValueError(text)
-    return keys
+    return tuple(keys)
 
 
 def keys_in_file(path: str) -> tuple[str, ...]:

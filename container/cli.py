@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import sys
@@ -27,13 +28,23 @@ ModelDir = Annotated[
 ]
 Port = Annotated[int | None, typer.Option("--port", "-p", help="Port to listen on.")]
 Host = Annotated[str | None, typer.Option("--host", help="Address to listen on.")]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option("--api-key", help="A key that callers need, beside SERVING_API_KEYS_FILE; repeatable."),
+]
 ModelName = Annotated[str | None, typer.Option("--model-name", help="Name of the model in routes and in /ping.")]
 
 
 @app.command()
-def serve(model_dir: ModelDir = None, port: Port = None, host: Host = None, model_name: ModelName = None) -> None:
+def serve(
+    model_dir: ModelDir = None,
+    port: Port = None,
+    host: Host = None,
+    model_name: ModelName = None,
+    api_key: ApiKeys = None,
+) -> None:
     """Serve a model until told to stop."""
-    run(read_startup(model_dir, port, host, model_name))
+    run(read_startup(model_dir, port, host, model_name, api_key))
 
 
 def run(startup: Startup, mounts: Sequence[Mount] = (), greeting: str = "") -> NoReturn:
@@ -87,9 +98,17 @@ def sample_model() -> None:
         sys.exit(1)
 
 
-def read_startup(model_dir: str | None, port: int | None, host: str | None, model_name: str | None) -> Startup:
-    """The models with what the command line says; ends the process with 2, and says why, if they cannot be used."""
+def read_startup(
+    model_dir: str | None,
+    port: int | None,
+    host: str | None,
+    model_name: str | None,
+    api_keys: Sequence[str] | None = None,
+) -> Startup:
+    """Read the settings of the server and its models. Prints what is wrong and ends the process with 2 if they fail."""
     given = {"port": port, "host": host, "model_name": model_name}
+    if api_keys:
+        given["api_keys"] = json.dumps(list(api_keys))
     command_line = {name: str(value) for name, value in given.items() if value is not None}
     try:
         return load_startup(model_dir, os.environ, command_line)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 Kind = Literal["wlm", "server", "model", "any"]
 CLIENT_GONE = 499
 """The status of calls whose client left before the answer was complete; they are not errors."""
-UNAUTHORIZED = 401
+UNAUTHORIZED, FORBIDDEN = 401, 403
 """The status of calls without a key. Callers without one must not be able to fail /ping."""
 _MINUTE = 60.0
 _MOST = 1_000_000
@@ -49,7 +49,8 @@ class ErrorRates:
     """Counts errors by kind, and remembers the first limit that was exceeded.
 
     Kinds: `wlm`, refusals because the queue is full or no worker is ready; `server`, 424 and 5xx; `model`, `server`
-    without such refusals; `any`, 4xx and 5xx, without 401.
+    without such refusals; `any`, 4xx and 5xx, without 401 and 403: callers who may
+    not ask cannot make the server unhealthy.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ErrorRates:
         self.limited = bool(self._limits)
 
     def count(self, status: int) -> None:
-        if status < 400 or status in (CLIENT_GONE, UNAUTHORIZED) or self.exceeded:
+        if status < 400 or status in (CLIENT_GONE, UNAUTHORIZED, FORBIDDEN) or self.exceeded:
             return
         refusal = status in self._refusals
         server = status == 424 or status >= 500

@@ -413,11 +413,21 @@ def _kill_children() -> None:
                 child.kill()
 
 
+def _name_no_working_directory(variable: str) -> None:
+    """Remove the empty entries of a search path for the processes to come: the loader takes them for its directory."""
+    entries = os.environ.get(variable, "").split(":")
+    if "" in entries and variable in os.environ:
+        os.environ[variable] = ":".join(filter(None, entries))
+        if not os.environ[variable]:
+            del os.environ[variable]
+
+
 @contextlib.contextmanager
 def prepared(startup: Startup) -> Iterator[None]:
     """Prepare this process for its models; to be called from a thread that lives as long as they do."""
     ensure_home()
     os.environ.update(startup.exports)
+    _name_no_working_directory("LD_LIBRARY_PATH")
     if startup.server.api_keys is not None:
         for name in KEY_VARIABLES:  # no other process needs a key of ours
             os.environ.pop(name, None)

@@ -148,13 +148,19 @@ _KEYS = frozenset({*(option.key for option in SERVER_OPTIONS), _INFERENCE_ADDRES
 
 def server_layer(variables: Mapping[str, Value], command_line: Mapping[str, str], lookup: Lookup) -> dict[str, Value]:
     """The server's keys; what is wrong with them is added to `lookup.problems`."""
-    given = {key: Value(text, f"command line: --{key.replace('_', '-')}") for key, text in command_line.items() if text}
+    given = {key: Value(text, f"command line: {_flag(key)}") for key, text in command_line.items() if text}
     serving = serving_layer(variables, lookup.problems)
     if (text := lookup.value(_INFERENCE_ADDRESS, serving)) is not None:
         source = serving[_INFERENCE_ADDRESS.key].source
         for key, part in zip(("host", "port"), address(str(text)), strict=True):
             serving.setdefault(key, Value(part, source))
+    if API_KEYS.key in given and API_KEYS.key in serving:
+        lookup.problems.append(f"--api-key and {serving[API_KEYS.key].source} both set keys; use one of them")
     return {**given, **serving, **sagemaker_server_layer(variables, lookup.problems)}
+
+
+def _flag(key: str) -> str:
+    return "--api-key" if key == API_KEYS.key else f"--{key.replace('_', '-')}"
 
 
 def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,6 +15,11 @@ from container.metrics import CONTENT_TYPE
 from container.settings.settings import ServerSettings
 from deploy.ray.changes import Made, changes_adapters
 
+_ESCAPE = re.compile(rb"%([0-9A-Fa-f]{2})")
+_UNRESERVED = {
+    b"%02x" % character: bytes([character])
+    for character in b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~"
+}
 _MODELS_STAY = (
     "on Ray Serve models are not registered, scaled or unregistered by a call, which one replica alone would get: "
     "change the model directory, or deploy another one"
@@ -42,7 +48,7 @@ class ReplicaApplication:
         """Serve one ASGI connection."""
         if scope["type"] != "http":
             return
-        method, path = scope["method"], scope["raw_path"]
+        method, path = scope["method"], _normalized(scope["raw_path"])
         if self._hosts.fault(dict(scope["headers"])):
             await self._serve(scope, receive, send)  # the server refuses it, or it is a contract's
         elif method == "GET" and path == b"/metrics":
@@ -56,7 +62,7 @@ class ReplicaApplication:
             await self._serve(scope, receive, send)
 
     async def _change_adapters(self, scope: Any, receive: Any, send: Any) -> None:
-        path, query = scope["raw_path"], scope["query_string"]
+        path, query = _normalized(scope["raw_path"]), scope["query_string"]
         target = path + b"?" + query if query else path
         # Before it is any replica's turn: a client may send its body as slowly as it likes.
         body = await read_adapter_call(scope, receive, self._settings)
@@ -95,6 +101,11 @@ class ReplicaApplication:
                 complete.set()
 
         await self._application(scope, received, sent)
+
+
+def _normalized(path: bytes) -> bytes:
+    """Decode the escapes of unreserved characters, which mean the same (RFC 3986, 6.2.2.2). `%2F` stays."""
+    return _ESCAPE.sub(lambda escape: _UNRESERVED.get(escape[1].lower(), escape[0]), path)
 
 
 def _changes_models(method: str, path: bytes) -> bool:

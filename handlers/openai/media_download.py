@@ -52,6 +52,8 @@ def is_allowed(address: str, networks: Sequence[Network]) -> bool:
         return any(found in network for network in networks) or is_allowed(str(inner), networks)
     if any(found in network for network in networks):
         return True
+    if isinstance(found, ipaddress.IPv6Address) and found.is_site_local:
+        return False
     return found.is_global and not found.is_multicast and not any(found in network for network in _INNER)
 
 
@@ -136,7 +138,8 @@ class Downloader:
     def _check_for_proxy(self, host: str) -> None:
         """Refuse inner addresses that the URL itself has, and the proxy's own machine. Names are for the proxy to
         resolve. Raises OSError."""
-        if host == "localhost" or host.endswith(".localhost"):
+        host = host.rstrip(".")
+        if host in ("localhost", "ip6-localhost") or host.endswith(".localhost"):
             raise OSError(errno.EACCES, "not a public address")
         try:
             found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

@@ -18,7 +18,9 @@ from container.logs import PlainFormatter, access_log
 from container.models.registration import Registrar
 from container.models.registry import Lifecycle, Model, Models, State
 from container.output import Writer
-from container.settings.settings import ServerSettings, Settings
+from container.settings.load import load_startup
+from container.settings.report import startup_json, startup_text
+from container.settings.settings import ServerSettings, Settings, SettingsError
 from tests.contracts.exchange import MODEL
 
 KEY, OTHER = "sk-first", "sk,second"
@@ -270,7 +272,7 @@ def test_keys_are_given_with_commas_between_or_as_an_array(text: str, keys: tupl
     assert keys_in(text) == keys
 
 
-@pytest.mark.parametrize("text", ["", ",", '""', "[]", "[1]", "[", "pässword", '["a b"]', '["a\\n"]'])
+@pytest.mark.parametrize("text", ["", ",", '""', "[]", "[1]", "[", "pässword", "a b", "a b,c", '["a b"]', '["a\\n"]'])
 def test_what_is_no_key_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         keys_in(text)
@@ -298,3 +300,13 @@ def test_a_file_without_keys_is_refused(tmp_path: Path, content: bytes | None, w
         file.write_bytes(content)
     with pytest.raises(ValueError, match=words):
         keys_in_file(str(file))
+
+
+def test_keys_of_the_command_line_count(tmp_path: Path) -> None:
+    given = {"api_keys": '["sk-first", "sk,second"]'}
+    environ = {"SAGEMAKER_MULTI_MODEL": "true"}
+    startup = load_startup(None, environ, given)
+    assert startup.server.api_keys == KEYS
+    assert "sk-first" not in startup_text(startup) + startup_json(startup)
+    with pytest.raises(SettingsError, match="--api-key and environment: VLLM_API_KEY both set keys"):
+        load_startup(None, {**environ, "VLLM_API_KEY": "k"}, given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -150,3 +151,13 @@ def test_a_step_that_hangs_does_not_put_off_the_end(output: str) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "stopping\n"
         assert process.wait(60) == 128 + signal.SIGTERM
+
+
+def test_processes_to_come_load_no_library_from_their_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    startup = Startup(ServerSettings(multi_model=True), ())
+    for given, left in (("/a::/b:", "/a:/b"), ("/a", "/a"), (":", None), (None, None)):
+        monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+        if given is not None:
+            monkeypatch.setenv("LD_LIBRARY_PATH", given)
+        with server.prepared(startup):
+            assert os.environ.get("LD_LIBRARY_PATH") == left

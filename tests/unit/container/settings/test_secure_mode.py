@@ -36,6 +36,14 @@ def test_the_mode_is_off_unless_it_is_asked_for(model_dir: Path) -> None:
     assert load_settings(model_dir, environ).model_faults is None
 
 
+@pytest.mark.parametrize("control", ["DISALLOW_CHAT_TEMPLATE", "DISALLOW_PICKLE_FILES"])
+def test_a_hubs_model_that_the_model_directory_names_cannot_be_checked(model_dir: Path, control: str) -> None:
+    assert f"{control}: " in refused(model_dir, control, properties="option.model_id=owner/model")
+    assert "cannot be checked" in refused(model_dir, control, properties="option.model_id=owner/model")
+    (model_dir / "config.json").write_text("{}")
+    load(model_dir, control, HF_MODEL_ID="owner/model")
+
+
 def test_the_mode_needs_its_controls(model_dir: Path) -> None:
     with pytest.raises(SettingsError, match="SAGEMAKER_SECURITY_CONTROLS is not set"):
         load_settings(model_dir, ON)

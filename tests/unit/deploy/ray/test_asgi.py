@@ -144,3 +144,14 @@ async def test_a_body_that_does_not_come_changes_nothing() -> None:
     await application(scope, slow, send)
     assert sent[0]["status"] == 408
     assert replica.changed == []
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/%61dapters?name=a&src=b", 200), ("/models/m/%61dapters?name=a&src=b", 200), ("/%6Dodels", 501)],
+)
+async def test_a_path_with_escaped_letters_is_the_same_path(path: str, status: int) -> None:
+    replica = Replica()
+    answer = await client(replica).post(httpx.URL("http://replica").copy_with(raw_path=path.encode()))
+    assert answer.status_code == status
+    assert answer.content != b""

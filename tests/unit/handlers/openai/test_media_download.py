@@ -91,6 +91,7 @@ async def failure(url: str, downloader: Downloader, seconds: float = 30.0) -> st
         *(
             "127.0.0.1",
             "127.8.8.8",
+            "fec0::1",
             "0.0.0.0",
             "10.1.2.3",
             "172.16.0.1",
