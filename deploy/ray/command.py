@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from container import cli
+from container.settings.environment import KEY_VARIABLES
 from deploy.ray import manifest
 
 _PACKAGE = "ray[serve]==2.60.0"
@@ -82,6 +83,12 @@ def ray(
     if replicas is not None and min_replicas is not None:
         raise typer.BadParameter("has no meaning with --min-replicas", param_hint="--replicas")
     environment = _environment(env or [])
+    lost = sorted(KEY_VARIABLES & os.environ.keys() - environment.keys())
+    if lost and (print_config or kuberay or address is not None):
+        raise typer.BadParameter(
+            f"replicas elsewhere do not get {lost[0]} and would ask for no key: pass -e {lost[0]}, or unset it",
+            param_hint="--env",
+        )
     if print_config or kuberay:
         configuration = manifest.serve_configuration(name, options, environment, host, port)
         if kuberay:

@@ -89,3 +89,17 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     command = f"pip install '{extras['ray'][0]}'"
     assert said.stderr == f"slipway: Ray is not installed: {command}\n"
     assert command in (ROOT / "docs" / "ray.md").read_text()
+
+
+@pytest.mark.parametrize("where", [("--print-config",), ("--kuberay", "--image", "i"), ("--address", "auto")])
+def test_keys_that_no_replica_would_get_are_refused(monkeypatch: pytest.MonkeyPatch, where: tuple[str, ...]) -> None:
+    monkeypatch.setenv("SERVING_API_KEYS_FILE", "/keys")
+    said = run("--model-dir", "/m", *where)
+    assert said.exit_code == 2
+    assert "SERVING_API_KEYS_FILE" in said.output
+
+
+def test_keys_are_passed_on_if_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVING_API_KEYS_FILE", "/keys")
+    said = run("--model-dir", "/m", "-e", "SERVING_API_KEYS_FILE", "--print-config")
+    assert "SERVING_API_KEYS_FILE: /keys" in said.stdout
