@@ -29,7 +29,7 @@ _WHITE_SPACE = b" \t\r\n"
 _DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
 _LONG_NUMBER = b"0" * (MOST_DIGITS + 1)
 
-# Held while a long text is decoded in a thread: two at a time would keep all else waiting for twice as long.
+# Held while a thread checks and decodes a long text: two at a time would keep all else waiting for twice as long.
 _one_at_a_time = threading.Lock()
 
 T = TypeVar("T")
@@ -59,8 +59,8 @@ class JsonDecoder(Generic[T]):
             return self._decode(text)
         if isinstance(text, str):
             text = text.encode("utf-8", "surrogatepass")
-        check_cost(text)
         with _one_at_a_time if len(text) >= LONG_BODY else nullcontext():
+            check_cost(text)
             return self._decode(text)
 
 
