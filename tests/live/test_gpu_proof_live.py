@@ -21,7 +21,6 @@ from tests.without_make import without_make
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
 LIMIT_ENDED = 3
-PEERS = ("slipway", "vllm")
 FEW = {
     "tests/gpu/test_dynamic_batch_on_gpu.py": ["test_calls_together_get_what_each_gets_alone"],
     "tests/gpu/test_vllm_on_gpu.py": ["test_it_starts_and_says_what_took_how_long", "test_beams_are_found"],
@@ -61,12 +60,12 @@ def test_the_proof_for_gpus_keeps_to_its_limits_and_leaves_what_it_has_found(tmp
     found = outcomes(tmp_path)
     assert [name for name, parts in found.items() if parts & {"failure", "error"}] == []
     assert [name for name in found if name not in done.stdout] == []
-    shown = len(re.findall(r"\b(?:PASSED|SKIPPED)\b", done.stdout))
+    # pytest's summary has lines that begin with `SKIPPED [`.
+    shown = len(re.findall(r"\b(?:PASSED|SKIPPED(?! \[))\b", done.stdout))
     # The limit may come after a test is written down and before it is shown.
     assert shown <= len(found) <= shown + ("tests" in ended)
     assert "tests" in ended or len(found) > 20
 
-    assert [peer for peer in PEERS if f"tiny: starting {peer}\n" not in done.stderr] == []
     measured = re.findall(r"^(tiny, .* round \d+): ", done.stderr, re.M)
     samples = tmp_path / "samples.json"
     kept = msgspec.json.decode(samples.read_bytes(), type=list[Sample]) if samples.exists() else []
