@@ -111,7 +111,7 @@ class OpenAIHandler:
         if adapter and call.body and adapter not in self._adapters:
             raise UnknownAdapter(adapter)
         if (exchange := await self._understood(call, path, any_model, adapter)) is not None:
-            running = RunningCall(self._queue, exchange.traced_as(call), writer, call.request_id)
+            running = RunningCall(self._queue, exchange, writer, call.request_id)
             try:
                 await running.submit()
                 return running
