@@ -413,13 +413,11 @@ def _kill_children() -> None:
                 child.kill()
 
 
-def _name_no_working_directory(variable: str) -> None:
-    """Remove the empty entries of a search path for the processes to come: the loader takes them for its directory."""
-    entries = os.environ.get(variable, "").split(":")
-    if "" in entries and variable in os.environ:
-        os.environ[variable] = ":".join(filter(None, entries))
-        if not os.environ[variable]:
-            del os.environ[variable]
+def _remove_empty_entries(variable: str) -> None:
+    """Remove the empty entries of a search path. The loader of later processes takes them for the working directory."""
+    entries = list(filter(None, os.environ.pop(variable, "").split(":")))
+    if entries:
+        os.environ[variable] = ":".join(entries)
 
 
 @contextlib.contextmanager
@@ -427,7 +425,7 @@ def prepared(startup: Startup) -> Iterator[None]:
     """Prepare this process for its models; to be called from a thread that lives as long as they do."""
     ensure_home()
     os.environ.update(startup.exports)
-    _name_no_working_directory("LD_LIBRARY_PATH")
+    _remove_empty_entries("LD_LIBRARY_PATH")
     if startup.server.api_keys is not None:
         for name in KEY_VARIABLES:  # no other process needs a key of ours
             os.environ.pop(name, None)

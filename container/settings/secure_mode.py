@@ -94,8 +94,8 @@ class SecureMode:
         remote_code = self.keys.get("option.trust_remote_code")
         if REMOTE_CODE in self.controls and remote_code is not None and is_true(remote_code):
             found.append(f"{REMOTE_CODE}: {remote_code.describe('option.trust_remote_code')}")
-        if {PICKLES, CHAT_TEMPLATE} & self.controls:
-            found += self._hub_model()
+        if of_files := sorted({PICKLES, CHAT_TEMPLATE} & self.controls):
+            found += self._hub_model(of_files)
         channels = tuple(dict.fromkeys((*(self.channels or self.directories), *self.fetched)))
         if PICKLES in self.controls:
             found += _pickles(channels)
@@ -103,14 +103,14 @@ class SecureMode:
             found += _chat_templates(channels)
         return found
 
-    def _hub_model(self) -> Iterator[str]:
-        """Refuse a hub's model that the model directory names: its files are not here to be checked."""
+    def _hub_model(self, controls: Iterable[str]) -> Iterator[str]:
+        """Refuse a hub's model that the model directory names: its files cannot be checked by these controls."""
         named = self.keys.get("option.model_id")
         if named is None or not named.source.startswith("serving.properties") or not is_hub_id(named.text):
             return
         if not any((directory / named.text).is_dir() for directory in (*self.directories, Path())):
-            controls = ", ".join(sorted({PICKLES, CHAT_TEMPLATE} & self.controls))
-            yield f"{controls}: {named.describe('option.model_id')}: a hub's files cannot be checked before they load"
+            given = named.describe("option.model_id")
+            yield f"{', '.join(controls)}: {given}: a hub's files cannot be checked before they load"
 
     def adapter_faults(self, directory: Path) -> list[str]:
         """What is refused of an adapter's directory, a line each; what is no directory cannot be looked into."""

@@ -72,8 +72,7 @@ class RequestMedia:
         """Give the memory back for good. A thread that still decodes for the request gets an error."""
         with self._memory.lock:
             self._closed = True
-            self._memory.used -= self._held
-            self._held = 0
+        self.release()
 
     def _add_pixels(self, pixels: int, count: int, found: str, item_bytes: int) -> None:
         one, most = self.settings.max_image_pixels, self.settings.max_request_pixels
