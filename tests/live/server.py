@@ -130,6 +130,10 @@ class Server:
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
+    def wait_for_log(self, text: str) -> None:
+        """Block until the text was logged: a thread of the server writes its log, after the answers."""
+        wait_until(lambda: text in self.log_text(), about=lambda: f"{text!r} is not in {self.log_text()[-4000:]}")
+
     def invoke(self, inputs: object, stream: bool | None = None, **parameters: object) -> httpx.Response:
         document: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
         if stream is not None:

@@ -74,8 +74,8 @@ def test_an_adapter_beside_the_model_that_fails_stops_the_start(tmp_path: Path) 
     server = start_copy(fixture, tmp_path, enable_lora="true")
     try:
         assert server.process.wait(START_SECONDS) != 0
-        assert "the adapter beside of " in server.log_text()
-        assert "this adapter is broken" in server.log_text()
+        server.wait_for_log("the adapter beside of ")
+        server.wait_for_log("this adapter is broken")
     finally:
         server.stop()
 
@@ -85,6 +85,6 @@ def test_adapters_need_an_engine_that_has_them(tmp_path: Path, sample_model: Pat
     server = Server(model_dir, tmp_path / "server.log")
     try:
         assert server.process.wait(START_SECONDS) != 0
-        assert "option.enable_lora is true: adapters need the vLLM engine" in server.log_text()
+        server.wait_for_log("option.enable_lora is true: adapters need the vLLM engine")
     finally:
         server.stop()

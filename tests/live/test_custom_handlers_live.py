@@ -265,7 +265,7 @@ def test_a_handler_that_cannot_be_loaded_fails_the_model_and_says_where(
         assert server.process.wait(60) == 1
         for text in expected:
             assert text in state["reason"]
-            assert text in server.log_text()
+            server.wait_for_log(text)
     finally:
         server.stop()
 

@@ -32,8 +32,5 @@ def test_a_draft_model_in_the_model_directory_drafts_and_changes_no_text(
     )
     shutil.copytree(str(options["model_id"]), model_dir / "draft")
     with hosted(host, model_dir) as server:
-        assert (
-            f"SpeculativeConfig(method='draft_model', model='{model_dir}/draft', num_spec_tokens=3)"
-            in server.log_text()
-        )
+        server.wait_for_log(f"SpeculativeConfig(method='draft_model', model='{model_dir}/draft', num_spec_tokens=3)")
         assert text(server) == alone

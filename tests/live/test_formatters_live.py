@@ -93,7 +93,7 @@ def test_errors_of_formatters_fail_their_own_request_alone(
         assert good[0].result().status_code == 200
         assert server.ping() == 200
         assert "Traceback" not in midway.result().text
-        assert "KeyError: 'answer'" in server.log_text()
+        server.wait_for_log("KeyError: 'answer'")
         server.wait_for_metric("slipway_engine_running", 0)
 
 
@@ -319,9 +319,7 @@ def test_formatters_that_cannot_be_imported_fail_the_load(tmp_path: Path, engine
     server = start_copy(fixture, tmp_path, **engine_options)
     try:
         assert server.process.wait(START_SECONDS) == 1
-        assert (
-            "model.py cannot be imported: ModuleNotFoundError: No module named 'no_such_package'" in server.log_text()
-        )
-        assert "(model.py, line 2)" in server.log_text()
+        server.wait_for_log("model.py cannot be imported: ModuleNotFoundError: No module named 'no_such_package'")
+        server.wait_for_log("(model.py, line 2)")
     finally:
         server.stop()

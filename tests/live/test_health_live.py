@@ -157,8 +157,12 @@ def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on
         assert vllm_server.metric("slipway_engine_running") == 2
     vllm_server.wait_for_metric("slipway_open_requests", 0)
     assert vllm_server.metric("slipway_engine_stalled") == 0
-    log = vllm_server.log_text()
-    assert log.count("the engine is stalled") == log.count("the engine goes on after") > 0
+
+    def stalls_ended() -> bool:
+        log = vllm_server.log_text()
+        return log.count("the engine is stalled") == log.count("the engine goes on after") > 0
+
+    wait_until(stalls_ended, about=vllm_server.log_text)
 
 
 def test_openais_calls_alone_show_that_the_engine_stands_still(vllm_server: Server) -> None:
@@ -275,7 +279,7 @@ def test_sagemakers_headers_name_the_request_and_harm_nothing(vllm_server: Serve
     assert "x-amzn-sagemaker-custom-attributes" not in answer.headers
     own = vllm_server.client.post("/invocations", json=body, headers=headers | {"x-request-id": "mine"})
     assert own.headers["x-request-id"] == "mine"
-    assert "my-inference-7" in vllm_server.log_text()
+    vllm_server.wait_for_log("my-inference-7")
 
 
 def test_a_client_that_expects_100_continue_gets_it_before_it_sends_its_body(vllm_server: Server) -> None:

@@ -231,4 +231,4 @@ def test_a_store_of_several_models_has_a_management_port_and_one_failed_model_en
         wait_until(lambda: failing.process.poll() is not None, START_SECONDS)
     finally:
         assert failing.stop() == 1
-    assert "no_such_module" in failing.log_text()
+    failing.wait_for_log("no_such_module")

@@ -125,8 +125,12 @@ def test_a_body_over_the_limit_is_413_and_a_full_queue_503(small: Server) -> Non
     assert (refused.status_code, refused.json()["type"]) == (503, "WlmCapacityException")
     small.wait_for_metric("slipway_open_requests", 0)
     assert small.invoke("Once", max_new_tokens=2).status_code == 200
-    own = [json.loads(line) for line in small.log_text().splitlines() if line.startswith("{")]
-    assert any(line["logger"] == "slipway.access" and line["request_id"] for line in own)
+
+    def access_logged() -> bool:
+        own = [json.loads(line) for line in small.log_text().splitlines(keepends=True) if re.match(r"\{.*\n", line)]
+        return any(line["logger"] == "slipway.access" and line["request_id"] for line in own)
+
+    wait_until(access_logged, about=small.log_text)
 
 
 def test_ctrl_c_lets_requests_on_vllm_finish_and_the_stop_is_quiet_and_leaves_nothing(small: Server) -> None:
@@ -227,7 +231,7 @@ def test_an_engine_that_dies_or_stalls_is_started_again_as_often_as_it_may_and_t
             completion = {"model": "model", "prompt": "Once", "max_tokens": 3}
             assert server.client.post("/v1/completions", json=completion).status_code == 200
             assert adapted(server) == said, "adapters are there again"
-            assert f"the engine is started again in {2 ** (attempt - 1)} s ({attempt} of 2)" in server.log_text()
+            server.wait_for_log(f"the engine is started again in {2 ** (attempt - 1)} s ({attempt} of 2)")
         with ThreadPoolExecutor(1) as pool:
             plain = pool.submit(server.invoke, "Once", **ENDLESS)
             server.wait_for_metric("slipway_engine_running", 1)
@@ -317,6 +321,6 @@ def test_a_model_that_cannot_be_served_ends_the_process_and_says_why(
     server = Server(model_dir, tmp_path / "server.log")
     try:
         assert server.process.wait(START_SECONDS) == exit_code
-        assert message in server.log_text()
+        server.wait_for_log(message)
     finally:
         server.stop()

@@ -69,6 +69,7 @@ def test_the_scheduler_runs_on_vllm_with_transformers_code_and_its_own_parameter
         sampled = {"do_sample": True, "typical_p": 0.001, "seed": 3, "temperature": 2.0, "max_new_tokens": 12}
         texts = {server.invoke("Once upon a time", **sampled | {"typical_p": mass}).text for mass in (0.001, 1.0)}
         assert len(texts) == 2, "typical_p has its effect"
+        server.wait_for_log("option.rolling_batch=scheduler: ")
         log = server.log_text()
     assert log.count("option.rolling_batch=scheduler: vLLM runs the model with model_impl=transformers") == 1
     assert "TransformersForCausalLM" in log, "vLLM says so too"

@@ -35,6 +35,7 @@ def test_vllms_processes_are_forked_from_one_that_imported_it_and_an_unloaded_mo
         metrics = server.client.get("/metrics").text
         phases = dict(re.findall(r'slipway_startup_seconds\{model="[^"]+",phase="([\w ]+)"\} (\S+)', metrics))
         assert list(phases) == ["import", "engine", "front end", "first token"]
+        server.wait_for_log(" is ready after ")
         ready = re.search(r"is ready after ([\d.]+) s: import [\d.]+ s, .*first token [\d.]+ s", server.log_text())
         assert ready is not None
         assert sum(map(float, phases.values())) <= float(ready[1]) + 0.1
