@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from container.sources.sample_model import make_once
-from handlers.cache_dir import cache_dir
+from engines.cache_dir import cache_dir
 
 _FORMAT = 3  # of what is written; a change makes older caches unused
 _SEED = 20

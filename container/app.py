@@ -29,12 +29,12 @@ from container.models.registration import Registrar
 from container.models.registry import Models
 from container.openapi import openapi_document, swagger_assets, swagger_page
 from container.settings.settings import ServerReport, ServerSettings
+from engines.errors import CrossSite
+from engines.model_settings import ModelSettings
+from engines.statistics import Distribution
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.lmi.errors import JSON, front_end_reply
 from handlers.contracts.protocol import Call, Reply
-from handlers.errors import CrossSite
-from handlers.meter import Distribution
-from handlers.model_settings import ModelSettings
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 

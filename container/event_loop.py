@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 
-from handlers.meter import Distribution
+from engines.statistics import Distribution
 
 logger = logging.getLogger(__name__)
 

@@ -21,14 +21,14 @@ from container.models.memory import OutOfMemory
 from container.models.registration import LoadFailed, Registrar
 from container.models.registry import AlreadyRegistered, Model, State
 from container.settings.settings import ServerSettings, SettingsError, UrlNotFound
-from handlers.adapters import AdapterRegistry
+from engines.adapters import AdapterRegistry
+from engines.errors import AdapterFailed, NotReady, NotServed, RequestError
 from handlers.contracts.lmi import adapters as lmi
 from handlers.contracts.lmi import management as contract
 from handlers.contracts.lmi.errors import front_end_reply, refused
 from handlers.contracts.lmi.management import Described, Listed, WorkerShown, read_page, read_registration, read_scale
 from handlers.contracts.openai import family as openai
 from handlers.contracts.protocol import Call, Reply
-from handlers.errors import AdapterFailed, NotReady, NotServed, RequestError
 
 ANY_METHOD = "*"
 _MOST_BYTES = 256 * 1024

@@ -1,6 +1,6 @@
 """`/metrics`: what the hot path has counted, as Prometheus text.
 
-The counting is in `handlers.meter` and in `HttpCounts`, as plain numbers; only a scrape makes metrics of them.
+The counting is in `engines.statistics` and in `HttpCounts`, as plain numbers; only a scrape makes metrics of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from prometheus_client.samples import Sample
 from container.http.endpoint import HttpCounts
 from container.logs import dropped_lines
 from container.models.registry import Model, Models, State
-from handlers.loaded_model import EngineStatus
-from handlers.meter import Distribution, Meter
+from engines.loaded_model import EngineStatus
+from engines.statistics import Distribution, Meter
 from handlers.workers.metrics import HandlerMetrics
 from handlers.workers.pool import Pool
 

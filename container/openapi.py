@@ -17,7 +17,9 @@ from typing import Any
 
 import msgspec
 
-from handlers import errors
+from engines import errors
+from engines.errors import RequestError
+from engines.model_settings import ModelSettings
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import Family, Forwards, Operation, Route, Tells
 from handlers.contracts.lmi import adapters as lmi_adapters
@@ -25,8 +27,6 @@ from handlers.contracts.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
 from handlers.contracts.openai.family import LOAD, UNLOAD, LoadOrder, UnloadOrder, refuse_adapter
 from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, either, struct
-from handlers.errors import RequestError
-from handlers.model_settings import ModelSettings
 
 JSON = "application/json"
 _FOR_VLLM = ("/v1/chat/completions", "/v1/completions")

@@ -38,10 +38,10 @@ from container.settings.load import further_settings
 from container.settings.server import address
 from container.settings.settings import Settings, Startup
 from container.settings.values import Value
-from handlers.cache_dir import cache_dir, is_writable
-from handlers.engines.choice import begin_import
-from handlers.engines.protocol import EngineStartError
-from handlers.memory_release import importing
+from engines.cache_dir import cache_dir, is_writable
+from engines.choice import begin_import
+from engines.interface import EngineStartError
+from engines.memory_release import importing
 from handlers.sessions import remove_sessions
 
 logger = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from djl_python.service_loader import MODEL_FILE, load_model_service
-from handlers.adapters import Adapter
+from engines.adapters import Adapter
+from engines.daemon_thread import in_daemon_thread
+from engines.errors import AdapterFailed
+from engines.interface import EngineAdapters
 from handlers.contracts.json_cost import off_the_loop
 from handlers.contracts.lmi.adapters import named_adapter
 from handlers.contracts.protocol import Call, Handler, ReplyWriter, Running
-from handlers.daemon_thread import in_daemon_thread
-from handlers.engines.protocol import EngineAdapters
-from handlers.errors import AdapterFailed
 from handlers.formatters.loading import Formatters, formatters_of, kind_fault
 from handlers.workers.runtime.main import described
 
@@ -26,7 +26,7 @@ _SHOWN = 200
 
 
 class EngineAdapterHost:
-    """Implements `handlers.adapters.AdapterHost`."""
+    """Implements `engines.adapters.AdapterHost`."""
 
     reads_src = False
 

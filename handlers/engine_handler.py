@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from engines.errors import GenerationFailed, InternalError, InvalidRequest, Overloaded, RequestError
+from engines.interface import Engine, Generation
+from engines.request import TokenDelta
 from handlers.contracts.lmi.errors import failed_dependency
 from handlers.contracts.protocol import (
     LONG_BODY,
@@ -23,10 +26,7 @@ from handlers.contracts.protocol import (
     Reply,
     ReplyWriter,
 )
-from handlers.engines.protocol import Engine, Generation
-from handlers.errors import GenerationFailed, InternalError, InvalidRequest, Overloaded, RequestError
 from handlers.formatters.thread import FormatterQueue, FormatterThread
-from handlers.request import TokenDelta
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from handlers.adapters import AdapterDownloads, AdapterHost, AdapterRegistry
+from engines.adapters import AdapterDownloads, AdapterHost, AdapterRegistry
+from engines.choice import begin_import, choose_engine, engine_factory, is_vllm
+from engines.errors import RequestError
+from engines.interface import Engine, EngineHealth, EngineStartError
+from engines.memory_release import importing
+from engines.model_settings import ModelSettings
+from engines.statistics import StartupTimes
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import ContractSetting, Generates
 from handlers.contracts.lmi.asynchronous import LmiAsyncContract
@@ -20,16 +26,10 @@ from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Contract, Handler
 from handlers.engine_adapters import AdapterFormatters, EngineAdapterHost
 from handlers.engine_handler import EngineHandler, EngineQueue
-from handlers.engines.choice import begin_import, choose_engine, engine_factory, is_vllm
-from handlers.engines.protocol import Engine, EngineHealth, EngineStartError
-from handlers.errors import RequestError
 from handlers.formatters.loading import Formatters, ModelImports, add_packages, load_formatters
 from handlers.formatters.reply import Formatting
 from handlers.formatters.thread import FormatterThread
 from handlers.invocations import InvocationsHandler
-from handlers.memory_release import importing
-from handlers.meter import StartupTimes
-from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
 from handlers.sessions import Sessions, load_sessions
 from handlers.workers.custom_handler import CustomHandler

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from engines.errors import InvalidRequest, UnknownAdapter
+from engines.model_settings import ModelSettings
 from handlers.contracts.json_cost import JsonDecoder, off_the_loop
 from handlers.contracts.lmi.adapters import adapter_query, adapters_in, adapters_of
 from handlers.contracts.lmi.body import media_type
@@ -14,9 +16,7 @@ from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape, Shape
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, payload_refused, unknown_adapter
 from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
 from handlers.contracts.protocol import Call, ContractError, Handler, ReplyWriter, Running, adapter_header
-from handlers.errors import InvalidRequest, UnknownAdapter
 from handlers.formatters.reply import FormattedReply, Formatting, ShapedReply
-from handlers.model_settings import ModelSettings
 from handlers.openai.handler import OpenAIHandler
 from handlers.sessions import SESSION_ID, Sessions
 

@@ -21,13 +21,13 @@ from typing import TypeVar
 import msgspec
 
 from djl_python.session_manager import Session, SessionManager
+from engines.daemon_thread import in_daemon_thread
+from engines.errors import Overloaded
+from engines.interface import EngineStartError
+from engines.model_settings import ModelSettings
 from handlers.contracts.json_cost import JsonDecoder
 from handlers.contracts.lmi.errors import JSON, failed_dependency, overloaded, payload_refused
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Reply
-from handlers.daemon_thread import in_daemon_thread
-from handlers.engines.protocol import EngineStartError
-from handlers.errors import Overloaded
-from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 

@@ -137,7 +137,7 @@ TRIALS: dict[str, Trial | str] = {
     "enable_return_routed_experts": Trial("true"),
     "return_sampling_mask": Trial("true"),
     "enable_trace_replay": Trial("true"),
-    "logits_processors": Trial("handlers.engines.vllm.sampling:TypicalLogitsProcessor"),
+    "logits_processors": Trial("engines.vllm.sampling:TypicalLogitsProcessor"),
     "io_processor_plugin": "is for models that make no text",
     "pooler_config": "is for models that make no text",
     "renderer_num_workers": Trial("2"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from handlers.engines.protocol import Engine
-from handlers.errors import RequestError
-from handlers.request import GenerationRequest, TokenDelta
+from engines.errors import RequestError
+from engines.interface import Engine
+from engines.request import GenerationRequest, TokenDelta
 
 
 class _Deltas(asyncio.Queue[TokenDelta | RequestError]):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from handlers.errors import RequestError
-from handlers.request import TokenDelta
+from engines.errors import RequestError
+from engines.request import TokenDelta
 
 
 class Recorder:

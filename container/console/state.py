@@ -15,8 +15,8 @@ from container.models.registry import Model
 from container.settings.report import report_object
 from container.settings.settings import ServerReport
 from container.settings.values import masked
+from engines.model_settings import ModelSettings
 from handlers.contracts.lmi.errors import JSON
-from handlers.model_settings import ModelSettings
 
 
 def console_state(

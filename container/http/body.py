@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from container.settings.settings import ServerSettings
+from engines.cpu_memory import machine_limits
+from engines.errors import BodyTimeout as BodyTimeout  # re-exported: `BodyReader.read` raises it
+from engines.errors import BodyTooLarge as BodyTooLarge
+from engines.errors import Overloaded
 from handlers.contracts.protocol import LONG_BODY
-from handlers.engines.cpu_memory import machine_limits
-from handlers.errors import BodyTimeout as BodyTimeout  # re-exported: `BodyReader.read` raises it
-from handlers.errors import BodyTooLarge as BodyTooLarge
-from handlers.errors import Overloaded
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 

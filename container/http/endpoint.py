@@ -26,10 +26,7 @@ from container.http.reply import Headers, HttpReply, OpenStreams, RetryAfter, Se
 from container.logs import access_log
 from container.models.registry import Model, ModelNotNamed, Models, NoWorkers
 from container.settings.settings import ServerSettings
-from handlers.contracts.lmi.errors import JSON, front_end_reply
-from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
-from handlers.entry_point import Service
-from handlers.errors import (
+from engines.errors import (
     BodyTimeout,
     BodyTooLarge,
     CrossSite,
@@ -40,7 +37,10 @@ from handlers.errors import (
     Unauthorized,
     UnknownModel,
 )
-from handlers.meter import Distribution
+from engines.statistics import Distribution
+from handlers.contracts.lmi.errors import JSON, front_end_reply
+from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
+from handlers.entry_point import Service
 
 logger = logging.getLogger("slipway.access")
 

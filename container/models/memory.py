@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from container.devices import GpusUnknown, gpu_count, gpu_memory
 from container.settings.settings import Settings
-from handlers.engines.choice import is_vllm
-from handlers.engines.cpu_memory import machine_limits
-from handlers.engines.parallelism import Layout, Weights
-from handlers.engines.weight_files import draft_model, expert_bytes, weight_bytes
-from handlers.model_settings import ModelSettings
+from engines.choice import is_vllm
+from engines.cpu_memory import machine_limits
+from engines.model_settings import ModelSettings
+from engines.parallelism import Layout, Weights
+from engines.weight_files import draft_model, expert_bytes, weight_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ from container.models.registry import AlreadyRegistered, Lifecycle, Model, Model
 from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value
 from container.sources.location import SETTINGS_SECONDS, name_of_url
+from engines.choice import is_vllm
+from engines.daemon_thread import in_daemon_thread
+from engines.errors import NotReady, Overloaded
+from engines.interface import EngineOutOfMemory, EngineStartError
+from engines.memory_release import release_memory
+from engines.model_settings import ModelSettings
+from engines.start_failure import failure_of
 from handlers.contracts.lmi.management import Registration
-from handlers.daemon_thread import in_daemon_thread
-from handlers.engines.choice import is_vllm
-from handlers.engines.protocol import EngineOutOfMemory, EngineStartError
-from handlers.engines.start_failure import failure_of
-from handlers.errors import NotReady, Overloaded
-from handlers.memory_release import release_memory
-from handlers.model_settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 

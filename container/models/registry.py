@@ -17,17 +17,17 @@ from functools import partial
 
 from container.settings.settings import RemoteModel, Settings
 from container.sources.location import FetchTimeout, SourceError
-from handlers.adapters import Adapter, AdapterOrder
+from engines.adapters import Adapter, AdapterOrder
+from engines.choice import running_engine
+from engines.daemon_thread import in_daemon_thread
+from engines.errors import NotReady, RequestError, UnknownModel
+from engines.interface import Engine, EngineHealth, EngineStartError, first_delta
+from engines.memory_release import collect_after_load
+from engines.model_settings import ModelSettings
+from engines.request import GenerationRequest, SamplingParameters
+from engines.statistics import StartupTimes
 from handlers.contracts.family import ModelView
-from handlers.daemon_thread import in_daemon_thread
-from handlers.engines.choice import running_engine
-from handlers.engines.protocol import Engine, EngineHealth, EngineStartError, first_delta
 from handlers.entry_point import Limits, Service, load_service
-from handlers.errors import NotReady, RequestError, UnknownModel
-from handlers.memory_release import collect_after_load
-from handlers.meter import StartupTimes
-from handlers.model_settings import ModelSettings
-from handlers.request import GenerationRequest, SamplingParameters
 
 logger = logging.getLogger(__name__)
 

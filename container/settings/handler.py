@@ -12,7 +12,7 @@ from container.settings.options import BY_KEY, HANDLER_OPTIONS, PREFIX, ROLLING_
 from container.settings.settings import SettingEntry
 from container.settings.values import assignments
 from container.sources import location
-from handlers.model_settings import HandlerSettings
+from engines.model_settings import HandlerSettings
 
 SERVICE_FOR_VLLM = "djl_python.lmi_vllm.vllm_async_service"
 """LMI's own handler for vLLM, which asks the `handle` of a `model.py` first."""

@@ -47,7 +47,7 @@ from container.settings.values import Value, is_true, quoted
 from container.sources import location
 from container.sources.download import RemoteAdapters, RemoteModels, download_dir
 from container.sources.location import ModelNotFound, SourceError, is_s3
-from handlers.model_settings import ModelSettings
+from engines.model_settings import ModelSettings
 
 _MODEL_VARIABLES = frozenset(key.replace("option.", "OPTION_").upper() for key in options.MODEL_ID.keys)
 """Variables that name the model, and go before HF_MODEL_ID."""

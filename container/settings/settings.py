@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from container.api_keys import ApiKeys
-from handlers.adapters import AdapterDownloads
-from handlers.model_settings import ModelSettings
+from engines.adapters import AdapterDownloads
+from engines.model_settings import ModelSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

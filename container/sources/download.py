@@ -29,9 +29,9 @@ from filelock import FileLock, Timeout
 
 from container.sources.location import SETTINGS_SECONDS, FetchTimeout, S3Url, SourceError
 from container.sources.s3 import RemoteFile, S3Folder, selected
-from handlers.cache_dir import cache_dir, is_writable
-from handlers.daemon_thread import in_daemon_thread
-from handlers.errors import AdapterFailed, InvalidParameter
+from engines.cache_dir import cache_dir, is_writable
+from engines.daemon_thread import in_daemon_thread
+from engines.errors import AdapterFailed, InvalidParameter
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class RemoteModels:
 
 
 class RemoteAdapters:
-    """The adapters of one model that are on S3. Implements `handlers.adapters.AdapterDownloads`."""
+    """The adapters of one model that are on S3. Implements `engines.adapters.AdapterDownloads`."""
 
     def __init__(self, seconds: float, *, offline: bool, downloads: Path) -> None:
         """`seconds`: how long the weights of an adapter may take."""

@@ -12,12 +12,12 @@ from typing import Literal
 import msgspec
 
 from djl_python.input_parser import SAGEMAKER_ADAPTER_IDENTIFIER_HEADER
-from handlers.adapters import Adapter
+from engines.adapters import Adapter
+from engines.errors import InvalidParameter, InvalidRequest, NotReady, NotServed, RequestError
+from engines.loaded_model import LoadedModel
+from engines.model_settings import ModelSettings
 from handlers.contracts.protocol import LONG_BODY, Call, Contract, Reply, adapter_header
 from handlers.contracts.schemas import Schema
-from handlers.errors import InvalidParameter, InvalidRequest, NotReady, NotServed, RequestError
-from handlers.loaded_model import LoadedModel
-from handlers.model_settings import ModelSettings
 
 # What the routes of all families say where a custom handler runs the model.
 OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
@@ -161,7 +161,7 @@ class Family:
 
     name: str
     routes: tuple[Route, ...]
-    # Its error reply for anything in `handlers.errors`, on routes of all kinds.
+    # Its error reply for anything in `engines.errors`, on routes of all kinds.
     refuse: Callable[[RequestError], Reply]
     error: Schema  # Of an error's JSON object.
     # The reply where the path is one of the family's, but not with this method; the server adds `allow`.

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from engines.errors import InvalidParameter
 from handlers.contracts.json_cost import JsonDecoder
-from handlers.errors import InvalidParameter
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # What engines can carry; no parameter means anything beyond.
 MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000  # Engines look for each of them after each token.

@@ -14,8 +14,8 @@ from typing import Protocol
 import msgspec
 
 from djl_python.input_parser import SAGEMAKER_ADAPTER_IDENTIFIER_HEADER
-from handlers.errors import RequestError
-from handlers.request import GenerationRequest, TokenDelta
+from engines.errors import RequestError
+from engines.request import GenerationRequest, TokenDelta
 
 WITHOUT_BODY = frozenset({204, 304})  # RFC 9110, 8.6: statuses that have neither body nor length.
 _TRACE_HEADERS = ("Traceparent", "Tracestate")

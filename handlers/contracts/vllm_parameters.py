@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
+from engines.errors import InvalidParameter
+from engines.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 from handlers.contracts.constraints import decoded, read_constraint
 from handlers.contracts.json_fields import Kind, ParameterReader, Reader
-from handlers.errors import InvalidParameter
-from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 
 DEFAULT_MAX_TOKENS = 16
 MAX_SEQUENCES = 16384  # vLLM's own limit on `n` (VLLM_MAX_N_SEQUENCES).

@@ -16,8 +16,8 @@ from typing import Any
 
 from djl_python.output_formatter import takes_request_output
 from djl_python.service_loader import find_decorated_function, load_model_service
-from handlers.engines.protocol import EngineStartError
-from handlers.model_settings import HandlerSettings, ModelSettings
+from engines.interface import EngineStartError
+from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.workers.packages import needs_packages, prepare_interpreter
 from handlers.workers.runtime.main import described
 

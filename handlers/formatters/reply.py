@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from engines.errors import GenerationFailed, RequestError
 from handlers.contracts.lmi.chat import AsyncShape, Shape, error_of, events, is_error
 from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, failed_dependency, payload_error
 from handlers.contracts.lmi.formatters import PayloadFormatters
 from handlers.contracts.protocol import Call, Reply, ReplyWriter, Running
-from handlers.errors import GenerationFailed, RequestError
 from handlers.formatters.thread import FormatterQueue, FormatterThread
 
 _END = b""  # In the place of an event: there are no more.

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Generic, TypeVar
 
-from handlers.errors import GenerationFailed
+from engines.errors import GenerationFailed
 
 logger = logging.getLogger(__name__)
 

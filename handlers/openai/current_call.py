@@ -10,12 +10,12 @@ import asyncio
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from engines.errors import InvalidRequest
 from handlers.engine_handler import EngineQueue
-from handlers.errors import InvalidRequest
 from handlers.openai.media_limits import MediaMemory, RequestMedia
 
 if TYPE_CHECKING:
-    from handlers.engines.vllm.lora import Claim
+    from engines.vllm.lora import Claim
 
 
 class OpenAICall:

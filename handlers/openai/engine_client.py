@@ -1,7 +1,7 @@
 """The engine as vLLM's serving classes see it: vLLM's own `AsyncLLM`, under the rules that hold for every contract.
 
 Requests of the serving classes are ordinary ones of `AsyncLLM`. They run beside those of
-`handlers.engines.vllm.engine`, take places in the same queue, count in the same meter and fail after the same wait for
+`engines.vllm.engine`, take places in the same queue, count in the same meter and fail after the same wait for
 a token. For each step of a request vLLM's output processor calls `logprobs_processor.update_from_output`; that is
 where its tokens are counted, at the price of one call.
 
@@ -24,13 +24,7 @@ from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError,
 from vllm.outputs import STREAM_FINISHED
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from handlers.contracts.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
-from handlers.engines.vllm.constraints import no_token_left
-from handlers.engines.vllm.engine import VllmEngine
-from handlers.engines.vllm.output import SequenceMeter
-from handlers.engines.vllm.parsers import tells_end_of_reasoning
-from handlers.engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_words
-from handlers.errors import (
+from engines.errors import (
     AdapterUnusable,
     EngineDead,
     InvalidParameter,
@@ -39,8 +33,14 @@ from handlers.errors import (
     PromptTooLong,
     UnknownAdapter,
 )
-from handlers.meter import Meter
-from handlers.model_settings import ModelSettings
+from engines.model_settings import ModelSettings
+from engines.statistics import Meter
+from engines.vllm.constraints import no_token_left
+from engines.vllm.engine import VllmEngine
+from engines.vllm.output import SequenceMeter
+from engines.vllm.parsers import tells_end_of_reasoning
+from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_words
+from handlers.contracts.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
 from handlers.openai.current_call import OpenAICall, current_call
 
 _INT64 = 2**63

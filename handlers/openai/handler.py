@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
+from engines.choice import is_vllm
+from engines.errors import InvalidRequest, Overloaded, RequestError, UnknownAdapter
+from engines.model_settings import ModelSettings
 from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
 from handlers.contracts.openai.contract import OpenAIContract
 from handlers.contracts.openai.family import ALIASED, refuse
 from handlers.contracts.protocol import LONG_BODY, Call, Exchange, ReplyWriter, Running, adapter_header
 from handlers.engine_handler import EngineQueue, RunningCall
-from handlers.engines.choice import is_vllm
-from handlers.errors import InvalidRequest, Overloaded, RequestError, UnknownAdapter
-from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.media_limits import MediaMemory
 from handlers.openai.vllm_call import VllmApp, VllmCall, check_body

@@ -34,7 +34,7 @@ from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 
-from handlers.errors import InvalidRequest, Overloaded, RequestError
+from engines.errors import InvalidRequest, Overloaded, RequestError
 from handlers.openai.current_call import current_call
 from handlers.openai.media_download import Downloader, DownloadFailed
 from handlers.openai.media_limits import MOST_FRAMES, RequestMedia

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from handlers.errors import InvalidRequest, Overloaded
-from handlers.model_settings import ModelSettings
+from engines.errors import InvalidRequest, Overloaded
+from engines.model_settings import ModelSettings
 
 _MIB = 1 << 20
 _IMAGE_BYTES = 4  # Pillow stores a pixel in four bytes.

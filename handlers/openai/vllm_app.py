@@ -58,12 +58,12 @@ from vllm.renderers.hf import (
     resolve_chat_template_kwargs,
 )
 
+from engines.interface import EngineStartError
+from engines.vllm.parsers import parsers_for
 from handlers.contracts.openai.constraints import CHAT
 from handlers.contracts.openai.contract import FrontEnd
 from handlers.contracts.openai.family import error_reply
 from handlers.contracts.protocol import Reply
-from handlers.engines.protocol import EngineStartError
-from handlers.engines.vllm.parsers import parsers_for
 from handlers.openai.current_call import current_call
 from handlers.openai.media_connector import bound_media
 

@@ -7,13 +7,13 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Container
 
-from handlers.adapters import Adapter
+from engines.adapters import Adapter
+from engines.errors import AdapterError, AdapterFailed, NoRoomForAdapter, UnknownAdapter
+from engines.interface import EngineHealth, EngineStartError
+from engines.model_settings import ModelSettings
 from handlers.contracts.lmi.body import input_of, is_form, priority_of
 from handlers.contracts.lmi.errors import unknown_adapter
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, ReplyWriter
-from handlers.engines.protocol import EngineHealth, EngineStartError
-from handlers.errors import AdapterError, AdapterFailed, NoRoomForAdapter, UnknownAdapter
-from handlers.model_settings import ModelSettings
 from handlers.workers.batching import MAX_BATCH, CallBatcher, CallSettings, Request, RollingBatcher
 from handlers.workers.packages import prepare_interpreter, requirements_dir, variables_of
 from handlers.workers.pool import Pool
@@ -111,7 +111,7 @@ _NOTHING_SAID = frozenset({"", "OK", "No content"})  # The default messages of a
 
 
 class WorkerAdapters:
-    """Implements `handlers.adapters.AdapterHost` with the workers of one model."""
+    """Implements `engines.adapters.AdapterHost` with the workers of one model."""
 
     reads_src = True
 

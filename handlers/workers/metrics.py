@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from handlers.meter import Distribution
+from engines.statistics import Distribution
 
 logger = logging.getLogger("handlers.workers")
 

@@ -21,9 +21,9 @@ from subprocess import CompletedProcess
 
 from filelock import AsyncFileLock
 
-from handlers.cache_dir import cache_dir
-from handlers.engines.protocol import EngineStartError
-from handlers.model_settings import HandlerSettings
+from engines.cache_dir import cache_dir
+from engines.interface import EngineStartError
+from engines.model_settings import HandlerSettings
 
 logger = logging.getLogger("handlers.workers")
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 
+from engines.interface import EngineStartError
+from engines.model_settings import HandlerSettings
 from handlers.contracts.lmi.errors import refused
 from handlers.contracts.protocol import ContractError
-from handlers.engines.protocol import EngineStartError
-from handlers.model_settings import HandlerSettings
 from handlers.workers.batching import Batcher, CallSettings, Request
 from handlers.workers.metrics import HandlerMetrics
 from handlers.workers.worker import Worker, WorkerPlan

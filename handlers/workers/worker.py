@@ -21,11 +21,11 @@ from typing import Protocol
 from urllib.parse import urlencode
 
 import djl_python
+from engines.daemon_thread import in_daemon_thread
+from engines.errors import RequestError
+from engines.interface import EngineStartError
 from handlers.contracts.lmi.errors import JSON, front_end_reply, payload_error
 from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
-from handlers.daemon_thread import in_daemon_thread
-from handlers.engines.protocol import EngineStartError
-from handlers.errors import RequestError
 from handlers.workers import runtime
 from handlers.workers.metrics import HandlerMetrics
 from handlers.workers.runtime.channel import CREDIT, SIZES, Kind, LoadOrder, Message

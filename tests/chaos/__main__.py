@@ -26,7 +26,7 @@ from random import Random
 
 from benchmarks.tiny_model import prepare_tiny_model
 from container.sources.sample_model import make_once
-from handlers.cache_dir import cache_dir
+from engines.cache_dir import cache_dir
 from tests.chaos.actions import KINDS, Action, Recovery, Stage, random_action, rest
 from tests.chaos.load import Load
 from tests.chaos.watch import Subject, clock

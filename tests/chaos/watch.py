@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from handlers.cache_dir import cache_dir
+from engines.cache_dir import cache_dir
 from tests.chaos.contracts import CONTRACTS
 from tests.live.server import Server, write_model
 from tests.waiting import wait_until

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from engines.model_settings import ModelSettings
+from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
-from handlers.model_settings import ModelSettings
-from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 
 MODEL = ModelSettings(name="model", model_dir=Path("."), model_id="model")
 

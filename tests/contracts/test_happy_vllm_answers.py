@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from handlers.contracts.happy_vllm.family import HAPPY_VLLM
-from handlers.contracts.protocol import Call, Exchange, Reply
-from handlers.errors import (
+from engines.errors import (
     BodyTooLarge,
     EngineDead,
     GenerationFailed,
@@ -21,7 +19,9 @@ from handlers.errors import (
     RequestError,
     UnknownModel,
 )
-from handlers.request import FinishReason, TokenDelta
+from engines.request import FinishReason, TokenDelta
+from handlers.contracts.happy_vllm.family import HAPPY_VLLM
+from handlers.contracts.protocol import Call, Exchange, Reply
 from tests.contracts.exchange import call
 from tests.contracts.test_happy_vllm_requests import contract
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.errors import RequestError
+from engines.request import Constraint, GenerationRequest, SamplingParameters
 from handlers.contracts.family import ContractSetting
 from handlers.contracts.happy_vllm.family import HAPPY_VLLM, HappyVllmContract
 from handlers.contracts.happy_vllm.request import read_generation
 from handlers.contracts.protocol import Reply
-from handlers.errors import RequestError
-from handlers.request import Constraint, GenerationRequest, SamplingParameters
 from tests.contracts.exchange import MODEL, call
 from tests.contracts.tgi_exchange import FakeModel
 

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from engines.errors import NotReady, NotServed, RequestError
+from engines.loaded_model import ModelTexts
+from engines.model_settings import HandlerSettings
+from engines.request import Token
+from engines.tokenization import split_text as text_of_tokens
 from handlers.contracts.family import ModelView, Tells
 from handlers.contracts.happy_vllm.family import HAPPY_VLLM
 from handlers.contracts.happy_vllm.tokens import ids_inside
 from handlers.contracts.protocol import Reply
-from handlers.engines.texts import split_text as text_of_tokens
-from handlers.errors import NotReady, NotServed, RequestError
-from handlers.loaded_model import ModelTexts
-from handlers.model_settings import HandlerSettings
-from handlers.request import Token
 from tests.contracts.exchange import MODEL, call
 
 SENTENCE = "Hey, how are you ?"

@@ -13,12 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.adapters import Adapter, AdapterOrder
-from handlers.contracts.lmi import adapters
-from handlers.contracts.lmi.adapters import adapters_of, named_adapter
-from handlers.contracts.openai import family as vllm
-from handlers.contracts.protocol import Call
-from handlers.errors import (
+from engines.adapters import Adapter, AdapterOrder
+from engines.errors import (
     AdapterConflict,
     AdapterFailed,
     AdapterMissing,
@@ -34,6 +30,10 @@ from handlers.errors import (
     UnknownAdapter,
     UnknownModel,
 )
+from handlers.contracts.lmi import adapters
+from handlers.contracts.lmi.adapters import adapters_of, named_adapter
+from handlers.contracts.openai import family as vllm
+from handlers.contracts.protocol import Call
 from tests.contracts import exchange
 from tests.contracts.exchange import a_joke, answer, parse, refusal
 

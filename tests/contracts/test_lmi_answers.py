@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded
-from handlers.request import FinishReason, Token
+from engines.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded
+from engines.request import FinishReason, Token
 from tests.contracts.exchange import a_joke, answer, parse, whole
 
 PROMPT = {"inputs": "Tell me"}

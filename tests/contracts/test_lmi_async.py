@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.errors import EngineDead, GenerationFailed, InvalidParameter, Overloaded
+from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.protocol import ContractError, Exchange, Reply
-from handlers.errors import EngineDead, GenerationFailed, InvalidParameter, Overloaded
-from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 from tests.contracts.exchange import MODEL, a_joke, call, whole
 
 

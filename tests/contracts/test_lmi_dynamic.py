@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded, RequestError
+from engines.model_settings import Streaming
+from engines.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
-from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded, RequestError
-from handlers.model_settings import Streaming
-from handlers.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from tests.contracts.exchange import MODEL, call, whole
 
 PAD = "<pad>"

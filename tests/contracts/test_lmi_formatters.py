@@ -11,12 +11,12 @@ import pytest
 
 from djl_python import Input
 from djl_python.request_io import RequestInput, RequestOutput, TextGenerationOutput, TextInput
+from engines.errors import EngineDead, GenerationFailed, Overloaded
+from engines.request import FinishReason, Token, TokenDelta
 from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.lmi.formatters import FormatterContract, PayloadFormatters
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
-from handlers.errors import EngineDead, GenerationFailed, Overloaded
-from handlers.request import FinishReason, Token, TokenDelta
 from tests.contracts.exchange import MODEL, a_joke, call
 
 PROMPT = {"inputs": "Tell me", "parameters": {"max_new_tokens": 2}}

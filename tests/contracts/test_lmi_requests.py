@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.errors import InvalidParameter
+from engines.request import BeamSearch, SamplingParameters
 from handlers.contracts.lmi.parameters import ParameterRules, read_parameters
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Reply
-from handlers.errors import InvalidParameter
-from handlers.request import BeamSearch, SamplingParameters
 from tests.contracts.exchange import MODEL, attempt, call, parse, refusal, request_of
 
 

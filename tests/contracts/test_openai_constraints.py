@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engines.errors import InvalidParameter
 from handlers.contracts.openai.constraints import (
     BATCH,
     CHAT,
@@ -17,7 +18,6 @@ from handlers.contracts.openai.constraints import (
     form_name,
 )
 from handlers.contracts.openai.family import refuse
-from handlers.errors import InvalidParameter
 
 SCHEMA = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TEXT = '{"properties":{"n":{"type":"integer"}},"required":["n"]}'

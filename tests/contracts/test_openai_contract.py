@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.errors import EngineDead, EngineFault, GenerationFailed
+from engines.request import Constraint, FinishReason, GenerationRequest, Token, TokenDelta
 from handlers.contracts.openai.answer import in_document, in_stream
 from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
 from handlers.contracts.openai.contract import FrontEnd, OpenAIContract
 from handlers.contracts.protocol import Call, Exchange
-from handlers.errors import EngineDead, EngineFault, GenerationFailed
-from handlers.request import Constraint, FinishReason, GenerationRequest, Token, TokenDelta
 
 FRONT_END = FrontEnd(
     model="m",

@@ -7,10 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.family import Forwards, ModelView, Tells
-from handlers.contracts.openai.family import OPENAI, models
-from handlers.contracts.protocol import Call
-from handlers.errors import (
+from engines.errors import (
     BodyTooLarge,
     EngineDead,
     GenerationFailed,
@@ -23,7 +20,10 @@ from handlers.errors import (
     RequestError,
     UnknownModel,
 )
-from handlers.model_settings import ModelSettings
+from engines.model_settings import ModelSettings
+from handlers.contracts.family import Forwards, ModelView, Tells
+from handlers.contracts.openai.family import OPENAI, models
+from handlers.contracts.protocol import Call
 
 CALL = Call(body=b"", request_id="r", path="/v1/models", method="GET")
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.request import FinishReason, Token, TokenDelta
 from handlers.contracts.protocol import Reply
 from handlers.contracts.tgi.answer import float32
 from handlers.contracts.tgi.errors import Incomplete, refuse
-from handlers.request import FinishReason, Token, TokenDelta
 from tests.contracts.exchange import whole
 from tests.contracts.tgi_exchange import END, TURN, parse
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engines.errors import InvalidRequest, NotReady
 from handlers.contracts.protocol import Reply
-from handlers.errors import InvalidRequest, NotReady
 from tests.contracts.tgi_exchange import FakeTokenizer, tell, view
 
 

@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handlers.contracts.family import Generates
-from handlers.contracts.protocol import Exchange, Reply
-from handlers.contracts.tgi.family import TGI
-from handlers.contracts.tgi.request import Parameters
-from handlers.errors import (
+from engines.errors import (
     BodyTooLarge,
     ContextExceeded,
     EngineDead,
@@ -24,7 +20,11 @@ from handlers.errors import (
     Overloaded,
     RequestError,
 )
-from handlers.request import Constraint, SamplingParameters
+from engines.request import Constraint, SamplingParameters
+from handlers.contracts.family import Generates
+from handlers.contracts.protocol import Exchange, Reply
+from handlers.contracts.tgi.family import TGI
+from handlers.contracts.tgi.request import Parameters
 from tests.contracts.exchange import call as posted
 from tests.contracts.tgi_exchange import attempt, call, contract, parse, refusal, requests_of
 

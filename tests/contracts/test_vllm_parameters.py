@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.errors import InvalidParameter
+from engines.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 from handlers.contracts.json_fields import ParameterReader, Reader
 from handlers.contracts.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
-from handlers.errors import InvalidParameter
-from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 
 NAMES = (
     *("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"),

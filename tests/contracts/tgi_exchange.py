@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from engines.errors import RequestError
+from engines.loaded_model import ModelTexts
+from engines.request import GenerationRequest, Token
+from engines.statistics import Meter
 from handlers.contracts.family import ContractSetting, Generates, ModelView, State, Tells
 from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
 from handlers.contracts.tgi.family import TGI
-from handlers.errors import RequestError
-from handlers.loaded_model import ModelTexts
-from handlers.meter import Meter
-from handlers.request import GenerationRequest, Token
 from tests.contracts.exchange import MODEL
 
 CONTEXT = 2048

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from engines.errors import RequestError
+from engines.request import GenerationRequest, Token, TokenDelta
+from engines.statistics import Meter
 from handlers.contracts.family import ContractSetting, Generates, ModelView, State, Tells
 from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
 from handlers.contracts.triton.family import TRITON
-from handlers.errors import RequestError
-from handlers.meter import Meter
-from handlers.request import GenerationRequest, Token, TokenDelta
 from tests.contracts.exchange import MODEL
 
 PROMPT = {"text_input": "hello"}

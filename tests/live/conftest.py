@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from container.sources.sample_model import make_once, prepare
-from handlers.cache_dir import cache_dir
-from handlers.engines.choice import running_engine
-from handlers.memory_release import release_memory
-from handlers.model_settings import ModelSettings
+from engines.cache_dir import cache_dir
+from engines.choice import running_engine
+from engines.memory_release import release_memory
+from engines.model_settings import ModelSettings
 from tests.live.bare_vllm import texts_of_bare_vllm
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import START_SECONDS, Server, write_model

@@ -12,10 +12,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from handlers.engines.choice import begin_import, engine_factory
-from handlers.errors import RequestError
-from handlers.model_settings import ModelSettings
-from handlers.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
+from engines.choice import begin_import, engine_factory
+from engines.errors import RequestError
+from engines.model_settings import ModelSettings
+from engines.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 from tests.generation import generate
 
 PROMPT = "The answer is"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from container.sources.sample_model import make_once
-from handlers.cache_dir import cache_dir
+from engines.cache_dir import cache_dir
 
 
 def make_adapter(directory: Path, model: Path, seed: int, rank: int = 4, scale: float = 0.4, **options: Any) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from container.sources.sample_model import make_once, prepare
-from handlers.cache_dir import cache_dir
+from engines.cache_dir import cache_dir
 
 _FORMAT = 2  # of what is written; a change makes older caches unused
 _SEED = 3

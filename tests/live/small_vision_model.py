@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from container.sources.sample_model import make_once, prepare
-from handlers.cache_dir import cache_dir
+from engines.cache_dir import cache_dir
 
 _FORMAT = 1  # of what is written; a change makes older caches unused
 _SEED = 3

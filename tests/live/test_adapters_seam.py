@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from handlers.adapters import Adapter, AdapterOrder, AdapterRegistry
+from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
+from engines.errors import UnknownAdapter
+from engines.model_settings import ModelSettings
+from engines.statistics import Meter
 from handlers.engine_handler import EngineQueue
-from handlers.errors import UnknownAdapter
-from handlers.meter import Meter
-from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall
 from tests.waiting import until
 
@@ -55,7 +55,7 @@ def source(tmp_path: Path) -> Path:
 
 
 async def test_an_adapter_is_read_before_the_engine_stops_to_load_it(source: Path) -> None:
-    from handlers.engines.vllm.lora import VllmAdapters
+    from engines.vllm.lora import VllmAdapters
 
     size = 16_000_000
     save_file({"none": np.zeros(size // 4, dtype=np.float32)}, source / "adapter_model.safetensors")
@@ -79,8 +79,8 @@ def bytes_read() -> int:
 
 
 async def test_a_model_ends_at_once_while_the_engine_does_not_answer_to_a_new_adapter(source: Path) -> None:
+    from engines.vllm.lora import VllmAdapters
     from handlers.engine_adapters import AdapterFormatters, EngineAdapterHost
-    from handlers.engines.vllm.lora import VllmAdapters
 
     llm: Any = Llm()
     adapters = VllmAdapters(llm, 60)
@@ -98,7 +98,7 @@ async def test_a_model_ends_at_once_while_the_engine_does_not_answer_to_a_new_ad
 
 
 async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place(source: Path) -> None:
-    from handlers.engines.vllm.lora import VllmAdapters
+    from engines.vllm.lora import VllmAdapters
     from handlers.openai.engine_client import EngineClient
 
     llm: Any = Llm()

@@ -18,12 +18,12 @@ import httpx
 import openai
 import pytest
 
+from engines.errors import InvalidParameter
+from engines.interface import Engine
+from engines.model_settings import ModelSettings
+from engines.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from handlers.contracts.protocol import Call
-from handlers.engines.protocol import Engine
 from handlers.entry_point import Limits, load_service
-from handlers.errors import InvalidParameter
-from handlers.model_settings import ModelSettings
-from handlers.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from tests.generation import generate
 from tests.live.constrained import DYNAMIC, FORMS, NAMES, TOKENWISE, accepted, by_name, disobeyed
 from tests.live.constrained import answer as answer_of
@@ -46,7 +46,7 @@ def settings(model: Path, **fields: Any) -> ModelSettings:
 
 @asynccontextmanager
 async def engine_with(model: Path, **fields: Any) -> AsyncIterator[Engine]:
-    from handlers.engines.transformers.engine import BatchEngine
+    from engines.transformers.engine import BatchEngine
 
     engine = BatchEngine(settings(model, **fields))
     await engine.start()

@@ -13,7 +13,7 @@ import pytest
 
 
 def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
-    from handlers.engines.vllm import loading
+    from engines.vllm import loading
 
     return loading.go_without_compiler(environ)
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from handlers.errors import EngineDead, Overloaded
+from engines.errors import EngineDead, Overloaded
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from handlers.engines.vllm.constraints import GrammarTrials
+    from engines.vllm.constraints import GrammarTrials
 
 pytestmark = pytest.mark.asyncio
 
@@ -50,7 +50,7 @@ class Process:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Process:
-    from handlers.engines.vllm import constraints
+    from engines.vllm import constraints
 
     process = Process()
     monkeypatch.setattr(constraints, "_exchange", process.exchange)
@@ -61,7 +61,7 @@ def real_trials() -> GrammarTrials:
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import WordLevel
 
-    from handlers.engines.vllm.constraints import GrammarTrials
+    from engines.vllm.constraints import GrammarTrials
 
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer.decoder = decoders.ByteLevel()
@@ -79,7 +79,7 @@ def trials(process: Process) -> GrammarTrials:
 async def test_a_constraint_that_has_waited_too_long_is_refused(
     process: Process, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from handlers.engines.vllm import constraints
+    from engines.vllm import constraints
 
     running = asyncio.create_task(trials.error("regex", "slow"))
     await until(lambda: process.texts)
@@ -119,7 +119,7 @@ async def test_whoever_waits_when_the_engine_stops_is_told_so(process: Process, 
 async def test_a_constraint_that_ends_the_process_is_remembered_as_one(
     process: Process, trials: GrammarTrials, code: int
 ) -> None:
-    from handlers.engines.vllm.constraints import TOO_MUCH
+    from engines.vllm.constraints import TOO_MUCH
 
     process.code = code
     process.kill()
@@ -140,7 +140,7 @@ async def test_a_constraint_whose_process_was_killed_may_be_tried_again(
 
 
 async def test_a_stopped_process_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from handlers.engines.vllm import constraints
+    from engines.vllm import constraints
 
     trials = real_trials()
     try:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from handlers.daemon_thread import LastingThread
-from handlers.engines.cpu_memory import Demand, Limit, memory_limits, smaller_size
-from handlers.engines.protocol import EngineOutOfMemory
-from handlers.model_settings import ModelSettings
+from engines.cpu_memory import Demand, Limit, memory_limits, smaller_size
+from engines.daemon_thread import LastingThread
+from engines.interface import EngineOutOfMemory
+from engines.model_settings import ModelSettings
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_vllm_looks_for_the_function_that_a_worker_of_ours_replaces(
     resources: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a container whose memory is full of files, such as weights that were just read."""
-    from handlers.engines.vllm import processes
+    from engines.vllm import processes
 
     memory = resources.get_memory_node_info(0).total_memory
     monkeypatch.setattr(resources, "get_cgroup_memory_limit", lambda: memory // 4)
@@ -67,8 +67,8 @@ def test_vllm_looks_for_the_function_that_a_worker_of_ours_replaces(
 def test_what_a_model_will_need_is_read_from_its_files(sample_model: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm.arguments import engine_arguments
-    from handlers.engines.vllm.loading import cache_demand
+    from engines.vllm.arguments import engine_arguments
+    from engines.vllm.loading import cache_demand
 
     arguments = {"max_model_len": "1000"}
     settings = ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model), engine_arguments=arguments)
@@ -81,7 +81,7 @@ def test_what_a_model_will_need_is_read_from_its_files(sample_model: Path) -> No
 def test_a_machine_that_is_too_small_is_told_before_vllm_starts_a_process(sample_model: Path, monkeypatch: Any) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from handlers.engines.vllm import loading as vllm_loading
+    from engines.vllm import loading as vllm_loading
 
     def nothing_starts(*_: Any) -> None:
         raise AssertionError("vLLM was started")

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import pytest
 
 from container.settings.load import load_settings
-from handlers.daemon_thread import LastingThread
-from handlers.engines.parallelism import ModelMemory, Weights, tensor_parallel_sizes
-from handlers.engines.protocol import EngineStartError
-from handlers.model_settings import ModelSettings
+from engines.daemon_thread import LastingThread
+from engines.interface import EngineStartError
+from engines.model_settings import ModelSettings
+from engines.parallelism import ModelMemory, Weights, tensor_parallel_sizes
 from tests.engine_arguments import PAGE, REFUSED, TRIALS, Trial, command_line, files, rows
 from tests.live.server import write_model
 
@@ -49,7 +49,7 @@ def arguments_seen(settings: ModelSettings, monkeypatch: pytest.MonkeyPatch) -> 
     """Start loading a model; return vLLM's arguments and usage context as vLLM gets them."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm.loading import VllmLoader
+    from engines.vllm.loading import VllmLoader
 
     seen = []
 
@@ -121,9 +121,9 @@ def test_the_documentation_has_what_is_changed_in_vllms_configuration(settings: 
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm.arguments import engine_arguments, serve_defaults
-    from handlers.engines.vllm.constraints import choose_backend
-    from handlers.engines.vllm.sampling import load_typical
+    from engines.vllm.arguments import engine_arguments, serve_defaults
+    from engines.vllm.constraints import choose_backend
+    from engines.vllm.sampling import load_typical
 
     def made() -> VllmConfig:
         arguments = engine_arguments(settings, on_cpu=True) | {"max_model_len": 64}
@@ -162,7 +162,7 @@ def test_the_scheduler_takes_transformers_code_unless_something_else_is_set(
 ) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments import engine_arguments
 
     arguments = engine_arguments(replace(settings, rolling_batch=rolling_batch, engine_arguments=given), on_cpu=True)
     assert AsyncEngineArgs(**arguments).model_impl == model_impl
@@ -217,8 +217,8 @@ def test_gpus_that_share_each_layer_are_as_few_as_hold_the_model_or_as_many_as_i
     import vllm.platforms
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm.arguments import serve_defaults
-    from handlers.engines.vllm.loading import share_layers
+    from engines.vllm.arguments import serve_defaults
+    from engines.vllm.loading import share_layers
 
     platform = vllm.platforms.current_platform
     monkeypatch.setattr(platform, "get_device_total_memory", lambda gpu: int(memory * GIB))
@@ -233,7 +233,7 @@ def test_gpus_that_share_each_layer_are_as_few_as_hold_the_model_or_as_many_as_i
 
 
 def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> None:
-    from handlers.engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments import engine_arguments
 
     def slots(on_cpu: bool, **given: str) -> tuple[int, int | None]:
         model = ModelSettings(name="m", model_dir=Path("."), model_id="m", enable_lora=True, engine_arguments=given)
@@ -261,7 +261,7 @@ def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> No
 def test_an_argument_of_a_part_of_vllm_that_is_not_used_is_warned_of(
     settings: ModelSettings, caplog: pytest.LogCaptureFixture, name: str, text: str, reason: str
 ) -> None:
-    from handlers.engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments import engine_arguments
 
     given = engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
     assert given == engine_arguments(settings, on_cpu=True)
@@ -283,7 +283,7 @@ def test_an_argument_of_a_part_of_vllm_that_is_not_used_is_warned_of(
 def test_an_argument_that_slipway_does_not_read_is_warned_of(
     settings: ModelSettings, caplog: pytest.LogCaptureFixture, name: str, text: str, reason: str
 ) -> None:
-    from handlers.engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments import engine_arguments
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -297,7 +297,7 @@ def test_a_field_that_is_called_no_argument_is_missing_from_the_parser_of_vllm_s
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from handlers.engines.vllm.arguments import NO_ARGUMENTS
+    from engines.vllm.arguments import NO_ARGUMENTS
 
     taken = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions}
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
@@ -308,7 +308,7 @@ def test_a_field_that_is_called_no_argument_is_missing_from_the_parser_of_vllm_s
 def test_an_argument_that_is_not_the_engines_is_warned_of(
     settings: ModelSettings, caplog: pytest.LogCaptureFixture, name: str, text: str
 ) -> None:
-    from handlers.engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments import engine_arguments
 
     assert name not in engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
     assert f"option.{name} is none of LMI's and not of vLLM's engine; it has no effect" in caplog.text
@@ -316,7 +316,7 @@ def test_an_argument_that_is_not_the_engines_is_warned_of(
 
 
 def test_an_error_of_vllm_names_the_options_that_were_given(settings: ModelSettings) -> None:
-    from handlers.engines.vllm.loading import VllmLoader
+    from engines.vllm.loading import VllmLoader
 
     given = {"enable_sleep_mode": "true", "sleep_preserve_parameter_names": "lm_head.weight"}
     thread = LastingThread("engine")
@@ -355,7 +355,7 @@ def test_every_argument_of_vllm_is_in_the_table_of_those_that_were_tried() -> No
     from vllm import __version__
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm.arguments import FRONT_END
+    from engines.vllm.arguments import FRONT_END
 
     names = {field.name for field in dataclasses.fields(AsyncEngineArgs)} | FRONT_END
     assert TRIALS.keys() == names
@@ -370,7 +370,7 @@ def test_each_option_of_the_table_becomes_what_vllm_serve_makes_of_it(sample_mod
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from handlers.engines.vllm.arguments import (
+    from engines.vllm.arguments import (
         FRONT_END,
         NO_ARGUMENTS,
         WITHOUT_EFFECT,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from handlers.engines.choice import choose_engine, engine_factory
-from handlers.engines.protocol import EngineStartError
-from handlers.model_settings import ModelSettings
+from engines.choice import choose_engine, engine_factory
+from engines.interface import EngineStartError
+from engines.model_settings import ModelSettings
 
 
 def settings(model: Path, **fields: Any) -> ModelSettings:

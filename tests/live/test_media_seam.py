@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
+from engines.errors import InvalidRequest
+from engines.model_settings import ModelSettings
+from engines.statistics import Meter
 from handlers.engine_handler import EngineQueue
-from handlers.errors import InvalidRequest
-from handlers.meter import Meter
-from handlers.model_settings import ModelSettings
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.media_limits import MediaMemory, RequestMedia
 from tests.live.pictures import bomb, data_url, encoded

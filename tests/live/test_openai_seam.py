@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from handlers.engines.protocol import EngineStartError
-from handlers.errors import InvalidParameter
-from handlers.model_settings import DEFAULT_MEDIA_COUNTS, ModelSettings
+from engines.errors import InvalidParameter
+from engines.interface import EngineStartError
+from engines.model_settings import DEFAULT_MEDIA_COUNTS, ModelSettings
 
 SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
 
 
 def arguments(model_dir: Path = Path("."), **options: str) -> dict[str, Any]:
-    from handlers.engines.vllm.arguments import frontend_arguments
+    from engines.vllm.arguments import frontend_arguments
 
     return frontend_arguments(replace(SETTINGS, model_dir=model_dir, engine_arguments=options))
 
@@ -76,13 +76,13 @@ def test_a_wrong_option_is_named(options: dict[str, str], message: str) -> None:
 
 
 def test_every_front_end_option_is_an_argument_of_vllm() -> None:
-    from handlers.engines.vllm.arguments import FRONT_END
+    from engines.vllm.arguments import FRONT_END
 
     assert arguments().keys() >= FRONT_END
 
 
 def test_the_engine_knows_nothing_of_front_end_options(caplog: pytest.LogCaptureFixture) -> None:
-    from handlers.engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments import engine_arguments
 
     settings = replace(SETTINGS, engine_arguments={"response_role": "assistant", "enable_auto_tool_chioce": "true"})
     with caplog.at_level(logging.WARNING):
@@ -120,7 +120,7 @@ def test_a_check_that_trips_over_a_wrong_type_is_the_clients_fault_and_other_fau
 
 @pytest.mark.parametrize("text", ["image=2,video=1", " image = 2 , video=1", '{"image": 2, "video": 1}'])
 def test_a_limit_of_images_may_be_written_as_lmi_did(text: str) -> None:
-    from handlers.engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments import engine_arguments
 
     settings = replace(SETTINGS, engine_arguments={"limit_mm_per_prompt": text})
     limits = engine_arguments(settings, on_cpu=True)["limit_mm_per_prompt"]
@@ -128,13 +128,13 @@ def test_a_limit_of_images_may_be_written_as_lmi_did(text: str) -> None:
 
 
 def test_media_have_a_limit_by_default() -> None:
-    from handlers.engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments import engine_arguments
 
     assert engine_arguments(SETTINGS, on_cpu=True)["limit_mm_per_prompt"] == DEFAULT_MEDIA_COUNTS
 
 
 def test_a_text_that_should_be_json_is_refused_as_such() -> None:
-    from handlers.engines.vllm.arguments import engine_arguments
+    from engines.vllm.arguments import engine_arguments
 
     with pytest.raises(EngineStartError, match="Value ngram cannot be converted to JSON"):
         engine_arguments(replace(SETTINGS, engine_arguments={"speculative_config": "ngram"}), on_cpu=True)
@@ -150,7 +150,7 @@ def params(**fields: Any) -> Any:
 
 
 def limits() -> Any:
-    from handlers.engines.vllm.sampling import SamplingTranslator
+    from engines.vllm.sampling import SamplingTranslator
 
     return SamplingTranslator(max_model_len=16, max_top_tokens=1, vocabulary_size=100)
 
@@ -232,8 +232,8 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
+    from engines.statistics import Meter
     from handlers.engine_handler import EngineQueue
-    from handlers.meter import Meter
     from handlers.openai.current_call import OpenAICall
     from handlers.openai.engine_client import EngineClient
 
@@ -295,8 +295,8 @@ async def test_what_fails_after_vllm_has_registered_it_is_taken_out_again_and_no
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor
 
+    from engines.statistics import Meter
     from handlers.engine_handler import EngineQueue
-    from handlers.meter import Meter
     from handlers.openai.current_call import OpenAICall
     from handlers.openai.engine_client import EngineClient
 
@@ -347,8 +347,8 @@ def test_a_body_that_vllm_stumbles_over_is_the_clients_fault_until_something_is_
     from fastapi.testclient import TestClient
     from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
+    from engines.statistics import Meter
     from handlers.engine_handler import EngineQueue
-    from handlers.meter import Meter
     from handlers.openai.current_call import OpenAICall, current_call
     from handlers.openai.vllm_app import answer_stumbling_readers
 

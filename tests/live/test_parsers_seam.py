@@ -14,7 +14,7 @@ FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type":
 def parser_for(backend: str, tools: str | None = None, reasoning: str | None = None) -> Any:
     from vllm.parser.parser_manager import ParserManager
 
-    from handlers.engines.vllm.parsers import parsers_for
+    from engines.vllm.parsers import parsers_for
 
     def get() -> Any:
         return ParserManager.get_parser(
@@ -38,7 +38,7 @@ def request(choice: Any) -> Any:
 def test_vllm_does_nothing_else_when_the_class_of_a_parser_is_made() -> None:
     from vllm.tool_parsers import ToolParser
 
-    import handlers.engines.vllm.parsers  # noqa: F401
+    import engines.vllm.parsers  # noqa: F401
 
     source = inspect.getsource(ToolParser)
     made = source[source.index("    def __init_subclass__") : source.index("    def __init__(")]
@@ -94,7 +94,7 @@ def test_a_choice_that_has_no_grammar_is_refused(choice: Any) -> None:
     ("reasoning", "tells"), [("granite", False), ("qwen3", True), ("deepseek_r1", True), ("", False)]
 )
 def test_who_can_tell_where_reasoning_ends(reasoning: str, tells: bool) -> None:
-    from handlers.engines.vllm.parsers import tells_end_of_reasoning
+    from engines.vllm.parsers import tells_end_of_reasoning
 
     config: Any = SimpleNamespace(structured_outputs_config=SimpleNamespace(reasoning_parser=reasoning))
     assert tells_end_of_reasoning(config) is tells

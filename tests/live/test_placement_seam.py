@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from handlers.engines.protocol import EngineStartError
-from handlers.model_settings import ModelSettings
+from engines.interface import EngineStartError
+from engines.model_settings import ModelSettings
 from tests.unit.container.models.test_memory import LLAMA
 
 GIBIBYTE = 1 << 30
@@ -24,7 +24,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.v1.engine import utils
 
     # What it imports must not keep the platform below for the tests after these.
-    import handlers.engines.vllm.engine  # noqa: F401
+    import engines.vllm.engine  # noqa: F401
 
     class EightGpus(Platform):
         device_name = device_type = "cuda"
@@ -53,7 +53,7 @@ def chosen(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> An
     """Engine arguments after the choice."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm.loading import choose_devices
+    from engines.vllm.loading import choose_devices
 
     given = AsyncEngineArgs(model="/m", tensor_parallel_size=tensor, **arguments)
     choose_devices(given, settings(devices, tensor_parallel_degree=tensor))
@@ -93,7 +93,7 @@ def test_each_replica_runs_on_its_part_of_the_devices(
 def test_without_a_number_the_allowed_gpus_are_counted(gpus: Any, tmp_path: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm.loading import choose_devices
+    from engines.vllm.loading import choose_devices
 
     config = LLAMA | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -121,7 +121,7 @@ def test_all_gpus_are_shared_out_and_vllm_counts_as_many(
     from vllm.config import ParallelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm.loading import choose_devices
+    from engines.vllm.loading import choose_devices
 
     config = LLAMA | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from handlers.engines.start_failure import failure_of
+from engines.start_failure import failure_of
 
 _MEBIBYTE = 1 << 20
 
@@ -68,7 +68,7 @@ def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(mo
     from vllm.v1.executor.multiproc_executor import WorkerProc
     from vllm.v1.sample import sampler
 
-    from handlers.engines.vllm import processes
+    from engines.vllm import processes
 
     def failing(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -95,7 +95,7 @@ def test_threads_that_do_not_ask_for_it_start_vllms_own_processes(monkeypatch: A
 
     from vllm.v1.engine import utils
 
-    from handlers.engines.vllm import processes
+    from engines.vllm import processes
 
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     processes.use_fork_server()

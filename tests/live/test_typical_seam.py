@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handlers.errors import InvalidParameter
+from engines.errors import InvalidParameter
 
 VOCABULARY = 17
 # As float32 holds them, and not so near to 1 that rounding alone decides whether there is a cut.
@@ -45,7 +45,7 @@ def test_each_row_keeps_the_same_tokens_as_with_transformers(
     import torch
     from vllm.v1.sample.logits_processor import BatchUpdate
 
-    from handlers.engines.vllm.sampling import TypicalLogitsProcessor
+    from engines.vllm.sampling import TypicalLogitsProcessor
 
     logits = torch.tensor([row for row, _, _ in rows])
     expected = [warped(row, mass) for row, (_, mass, _) in zip(logits, rows, strict=True)]
@@ -63,7 +63,7 @@ def test_the_newer_runners_processor_keeps_the_same_tokens_at_any_temperature(
     import numpy as np
     import torch
 
-    from handlers.engines.vllm.sampling import TypicalProcessor
+    from engines.vllm.sampling import TypicalProcessor
 
     logits = torch.tensor([row for row, _, _ in rows])
     expected = [warped(row, mass, temperature) for row, (_, mass, temperature) in zip(logits, rows, strict=True)]
@@ -79,7 +79,7 @@ def test_rows_are_cut_wherever_vllm_moves_their_requests_and_no_more_once_these_
     import torch
     from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-    from handlers.engines.vllm.sampling import TypicalLogitsProcessor
+    from engines.vllm.sampling import TypicalLogitsProcessor
 
     row = torch.tensor([3.0, 2.0, 1.0, 0.0])
     cut = warped(row, 0.2)
@@ -97,7 +97,7 @@ def test_greedy_requests_are_left_alone_by_the_newer_runners_processor() -> None
     import numpy as np
     import torch
 
-    from handlers.engines.vllm.sampling import TypicalProcessor
+    from engines.vllm.sampling import TypicalProcessor
 
     processor = TypicalProcessor(None, SimpleNamespace(device="cpu", max_num_reqs=2))
     assert processor.add_request(0, params(0.2)) is True
@@ -118,7 +118,7 @@ def test_each_of_vllms_model_runners_accepts_the_processor_that_is_loaded_for_it
     from vllm.v1.sample import logits_processor as older
     from vllm.v1.worker.gpu.sample import logits_processor as newer
 
-    from handlers.engines.vllm.sampling import load_typical
+    from engines.vllm.sampling import load_typical
 
     engine = SimpleNamespace(
         speculative_config=None,
@@ -138,9 +138,9 @@ def test_each_of_vllms_model_runners_accepts_the_processor_that_is_loaded_for_it
 def test_beside_speculative_decoding_nothing_is_loaded_and_typical_p_is_refused_by_name(config: Any) -> None:
     import copy
 
-    from handlers.engines.vllm.sampling import SamplingTranslator, load_typical
+    from engines.request import GenerationRequest, SamplingParameters
+    from engines.vllm.sampling import SamplingTranslator, load_typical
     from handlers.openai.engine_client import check_parameters
-    from handlers.request import GenerationRequest, SamplingParameters
 
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
     arguments = copy.copy(config)

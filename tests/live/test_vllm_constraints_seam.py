@@ -15,11 +15,11 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from handlers.errors import InvalidParameter
-from handlers.request import Constraint, SamplingParameters
+from engines.errors import InvalidParameter
+from engines.request import Constraint, SamplingParameters
 
 if TYPE_CHECKING:
-    from handlers.engines.vllm.constraints import ConstraintTranslator
+    from engines.vllm.constraints import ConstraintTranslator
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,7 +30,7 @@ def translator_of(model: Path, compact: bool) -> ConstraintTranslator:
     from transformers import AutoTokenizer
     from vllm.config import StructuredOutputsConfig
 
-    from handlers.engines.vllm.constraints import ConstraintTranslator
+    from engines.vllm.constraints import ConstraintTranslator
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     config = StructuredOutputsConfig(backend="guidance", disable_any_whitespace=compact)
@@ -86,7 +86,7 @@ async def test_the_engine_writes_no_white_space_unless_its_option_says_otherwise
 ) -> None:
     from vllm.config import StructuredOutputsConfig
 
-    from handlers.engines.vllm.constraints import choose_backend
+    from engines.vllm.constraints import choose_backend
 
     config: Any = SimpleNamespace(structured_outputs_config=StructuredOutputsConfig(backend=backend))
     choose_backend(config, option)
@@ -160,7 +160,7 @@ async def test_the_same_constraint_is_compiled_once(
     translator: ConstraintTranslator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await translated(translator, regex="once")
-    from handlers.engines.vllm import constraints
+    from engines.vllm import constraints
 
     monkeypatch.setattr(constraints, "_exchange", None)
     assert (await translated(translator, regex="once")).regex == "once"

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from handlers.engines.protocol import EngineStartError
-from handlers.engines.vllm.seam import check_release
-from handlers.errors import EngineDead, InvalidParameter, InvalidRequest, RequestError
-from handlers.meter import Meter
-from handlers.request import BeamSearch, Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from engines.errors import EngineDead, InvalidParameter, InvalidRequest, RequestError
+from engines.interface import EngineStartError
+from engines.request import BeamSearch, Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from engines.statistics import Meter
+from engines.vllm.seam import check_release
 from tests.recorder import Recorder
 
 
@@ -41,8 +41,8 @@ class Processor:
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
-        from handlers.engines.vllm.output import PushedState, TokensApart
-        from handlers.loaded_model import ModelTexts
+        from engines.loaded_model import ModelTexts
+        from engines.vllm.output import PushedState, TokensApart
 
         sampling: SamplingParameters = fields.pop("sampling", SamplingParameters())
         fields.setdefault("stream", True)
@@ -270,7 +270,7 @@ def test_ranks_of_tokens_are_those_of_the_function_that_vllm_compiles() -> None:
     import torch
     from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 
-    from handlers.engines.vllm.processes import token_ranks
+    from engines.vllm.processes import token_ranks
 
     vllms = inspect.unwrap(batched_count_greater_than)
     rows = torch.randn(5, 1000).round(decimals=1)  # with tokens that are equally likely
@@ -312,7 +312,7 @@ def test_an_aborted_request_hears_nothing_more(processor: Processor, tokenizer: 
 
 @pytest.mark.parametrize("text", ["plain", "日本語のテキスト", "😀👍🏽 mixed naïve", "\n\n  x"])
 def test_split_text_never_breaks_a_character(tokenizer: Any, text: str) -> None:
-    from handlers.engines.texts import split_text
+    from engines.tokenization import split_text
 
     tokens = split_text(tokenizer, tokenizer.encode(text), frozenset(), skip_special_tokens=True)
     assert "".join(token.text for token in tokens) == text
@@ -325,8 +325,8 @@ def test_the_engines_own_tokenizer_is_none_of_vllms_pool(sample_model: Path) -> 
     from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin, maybe_make_thread_pool
     from vllm.v1.engine.detokenizer import uses_fast_detokenizer
 
-    from handlers.engines.vllm.loading import own_tokenizer
-    from handlers.loaded_model import ModelTexts
+    from engines.loaded_model import ModelTexts
+    from engines.vllm.loading import own_tokenizer
 
     config = AsyncEngineArgs(model=str(sample_model)).create_model_config()
     pool = maybe_make_thread_pool(copy(cached_tokenizer_from_config(config)))  # as vLLM's renderer does
@@ -347,7 +347,7 @@ def test_a_model_that_is_gone_leaves_no_tokenizer_in_vllms_caches(sample_model: 
     from vllm.transformers_utils.processor import cached_get_processor
     from vllm.utils.func_utils import supports_kw
 
-    from handlers.engines.vllm.loading import forget_tokenizers
+    from engines.vllm.loading import forget_tokenizers
 
     def used() -> list[weakref.ref[Any]]:
         """As vLLM's renderer uses them."""
@@ -366,7 +366,7 @@ def test_a_model_that_is_gone_leaves_no_tokenizer_in_vllms_caches(sample_model: 
 
 
 def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_of_them() -> None:
-    from handlers.engines.vllm.sampling import SamplingTranslator
+    from engines.vllm.sampling import SamplingTranslator
 
     request = GenerationRequest(request_id="r", prompt="x", want_prompt_tokens=True)
     assert SamplingTranslator(16, 1, 9).sampling_params(request, 1).prompt_logprobs == 0
@@ -388,7 +388,7 @@ def test_the_option_that_rules_out_log_probabilities_of_the_prompt_is_named(
 ) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from handlers.engines.vllm.sampling import prompt_logprobs_refusal
+    from engines.vllm.sampling import prompt_logprobs_refusal
 
     config = AsyncEngineArgs(model=str(sample_model), **options).create_engine_config()
     refusal = prompt_logprobs_refusal(config, on_cpu)
@@ -397,7 +397,7 @@ def test_the_option_that_rules_out_log_probabilities_of_the_prompt_is_named(
 
 
 def test_a_beam_search_is_refused_where_each_of_its_steps_would_begin_anew() -> None:
-    from handlers.engines.vllm.sampling import SamplingTranslator
+    from engines.vllm.sampling import SamplingTranslator
 
     request = GenerationRequest(request_id="r", prompt="x", beam_search=BeamSearch(width=2))
     SamplingTranslator(16, 4, 9).check(request)
@@ -436,7 +436,7 @@ async def test_an_engine_that_ends_is_a_failure_of_the_output_loop_unless_it_was
     from vllm.v1.engine.exceptions import EngineDeadError
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    from handlers.engines.vllm.output import end_output_loop
+    from engines.vllm.output import end_output_loop
 
     class Core:
         def __init__(self) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import NamedTuple
 
+from engines.errors import RequestError
+from engines.request import FinishReason, TokenDelta
 from handlers.contracts.happy_vllm.errors import JSON, refuse
 from handlers.contracts.happy_vllm.request import Generation
 from handlers.contracts.protocol import Answer, Reply
-from handlers.errors import RequestError
-from handlers.request import FinishReason, TokenDelta
 
 _FINISH_REASONS = {
     None: '"None"',

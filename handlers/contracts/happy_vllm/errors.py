@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from handlers import errors
+from engines import errors
 from handlers.contracts.family import error_body
 from handlers.contracts.protocol import Reply
 

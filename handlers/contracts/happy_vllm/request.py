@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
+from engines.errors import InvalidParameter, InvalidRequest
+from engines.request import Constraint
 from handlers.contracts.constraints import MAX_CHOICE_LENGTH, MAX_CHOICES
 from handlers.contracts.family import MOST_IDS
 from handlers.contracts.happy_vllm.errors import WrongBody, not_json
 from handlers.contracts.json_fields import JsonError, Kind, ParameterReader, decode_json, json_kind
 from handlers.contracts.protocol import Call
 from handlers.contracts.vllm_parameters import TextReader, VllmParameters, number_of_text, read_vllm_parameters
-from handlers.errors import InvalidParameter, InvalidRequest
-from handlers.request import Constraint
 
 # Keywords of /v1/generate that are not vLLM's.
 _OWN = frozenset({"prompt", "prompt_in_response", "response_pool", "json_format", "json_format_is_json_schema"})

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
+from engines.errors import InvalidParameter, InvalidRequest, RequestError, UnknownModel
+from engines.loaded_model import LoadedModel, ModelTexts
 from handlers.contracts.family import ModelView, check_body, check_text
 from handlers.contracts.happy_vllm.errors import json_reply, vllm_error
 from handlers.contracts.happy_vllm.request import BodyReader, document
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, Reply
-from handlers.errors import InvalidParameter, InvalidRequest, RequestError, UnknownModel
-from handlers.loaded_model import LoadedModel, ModelTexts
 
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
 DEFAULT_CHUNK = 200

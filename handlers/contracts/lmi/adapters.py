@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from handlers import errors
-from handlers.adapters import Adapter, AdapterOrder
+from engines import errors
+from engines.adapters import Adapter, AdapterOrder
 from handlers.contracts.json_cost import JsonDecoder
 from handlers.contracts.json_fields import JsonError, decode_json, json_kind
 from handlers.contracts.lmi.body import media_type

@@ -14,6 +14,9 @@ from typing import Any
 
 import msgspec
 
+from engines.errors import InvalidParameter, InvalidRequest, RequestError
+from engines.model_settings import ModelSettings
+from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
 from handlers.contracts.constraints import FORMS, refuse_unread
 from handlers.contracts.family import error_body
 from handlers.contracts.json_fields import ParameterReader, json_kind
@@ -24,9 +27,6 @@ from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
 from handlers.contracts.protocol import Answer, Call, Exchange, Reply
 from handlers.contracts.vllm_parameters import VllmParameters, read_vllm_parameters
-from handlers.errors import InvalidParameter, InvalidRequest, RequestError
-from handlers.model_settings import ModelSettings
-from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
 _FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
 RENAMED = {

@@ -19,12 +19,12 @@ import msgspec
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import Field, File, FormParser, parse_options_header
 
+from engines.errors import InvalidRequest
 from handlers.contracts.constraints import CONSTRAINING, refuse_unread
 from handlers.contracts.json_cost import JsonDecoder
 from handlers.contracts.json_fields import JsonError, decode_json, json_kind
 from handlers.contracts.lmi.errors import JSON, bad_request
 from handlers.contracts.protocol import Call
-from handlers.errors import InvalidRequest
 
 DEFAULT_PRIORITY = 3
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
+from engines.errors import InvalidParameter, InvalidRequest, RequestError
+from engines.model_settings import ModelSettings
+from engines.request import FinishReason, GenerationRequest, TokenDelta
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.lmi.body import notes_of, read_body, request_ids
 from handlers.contracts.lmi.errors import JSON, failure, handler_failure, status_of
 from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, ParameterRules, read_parameters
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
-from handlers.errors import InvalidParameter, InvalidRequest, RequestError
-from handlers.model_settings import ModelSettings
-from handlers.request import FinishReason, GenerationRequest, TokenDelta
 
 STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on new tokens where the answer is streamed.
 

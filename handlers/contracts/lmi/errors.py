@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from json.encoder import encode_basestring as quote
 
+from engines.errors import EngineDead, InvalidRequest, Overloaded, RequestError, UnknownAdapter
 from handlers.contracts.protocol import ContractError, Reply
-from handlers.errors import EngineDead, InvalidRequest, Overloaded, RequestError, UnknownAdapter
 
 JSON = "application/json"
 FAILED_DEPENDENCY = 424  # LMI's status for whatever goes wrong with an inference request.

@@ -24,14 +24,14 @@ from djl_python.encode_decode import decode as decode_as_lmi
 from djl_python.output_formatter import legacy_call_arguments
 from djl_python.request_io import RequestInput, TextGenerationOutput, TextInput
 from djl_python.request_io import Token as FormatterToken
+from engines.errors import GenerationFailed, InvalidRequest, RequestError
+from engines.model_settings import ModelSettings
+from engines.request import Token, TokenDelta
 from handlers.contracts.lmi.asynchronous import LmiAsyncContract
 from handlers.contracts.lmi.body import decode, input_of, is_form, media_type, read_body
 from handlers.contracts.lmi.errors import JSON, failed_dependency, failure, payload_error, payload_refused, status_of
 from handlers.contracts.lmi.rolling_batch import FINISH_REASONS
 from handlers.contracts.protocol import Answer, Call, Contract, Exchange, Reply
-from handlers.errors import GenerationFailed, InvalidRequest, RequestError
-from handlers.model_settings import ModelSettings
-from handlers.request import Token, TokenDelta
 
 logger = logging.getLogger(__name__)
 

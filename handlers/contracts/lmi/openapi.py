@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.contracts.family import Operation
 from handlers.contracts.lmi import dynamic_batch, rolling_batch
 from handlers.contracts.lmi.asynchronous import PASSED_ON, RENAMED
@@ -14,7 +15,6 @@ from handlers.contracts.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, read_param
 from handlers.contracts.schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, either
 from handlers.contracts.schemas import parameters as asked_for
 from handlers.contracts.vllm_parameters import read_vllm_parameters
-from handlers.model_settings import HandlerSettings, ModelSettings
 
 JSON_LINES, EVENTS = "application/jsonlines", "text/event-stream"
 _FALSE: Schema = {"type": "boolean", "default": False}

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from engines.errors import InvalidParameter
+from engines.request import BeamSearch, GenerationRequest, SamplingParameters
 from handlers.contracts.constraints import FORMS, read_constraint, refuse_unread
 from handlers.contracts.json_fields import ParameterReader, Reader
-from handlers.errors import InvalidParameter
-from handlers.request import BeamSearch, GenerationRequest, SamplingParameters
 
 DEFAULT_MAX_NEW_TOKENS = 30
 NOT_READ = (

@@ -12,6 +12,9 @@ from typing import Any
 
 import msgspec
 
+from engines.errors import InvalidParameter, InvalidRequest, RequestError, UnknownAdapter
+from engines.model_settings import ModelSettings
+from engines.request import FinishReason, GeneratedSequence, GenerationRequest, Token, TokenDelta
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.lmi.adapters import adapters_of
 from handlers.contracts.lmi.body import Body, notes_of, read_body, request_ids, stream_of
@@ -27,9 +30,6 @@ from handlers.contracts.lmi.errors import (
 )
 from handlers.contracts.lmi.parameters import LmiParameters, ParameterRules, read_parameters
 from handlers.contracts.protocol import Answer, Call, ContractError, Exchange, Reply
-from handlers.errors import InvalidParameter, InvalidRequest, RequestError, UnknownAdapter
-from handlers.model_settings import ModelSettings
-from handlers.request import FinishReason, GeneratedSequence, GenerationRequest, Token, TokenDelta
 
 FINISH_REASONS = {
     FinishReason.LENGTH: "length",

@@ -16,10 +16,10 @@ from typing import ClassVar
 
 import msgspec
 
+from engines.errors import EngineFault, GenerationFailed, RequestError
+from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
 from handlers.contracts.openai.family import refuse
 from handlers.contracts.protocol import Answer, Reply
-from handlers.errors import EngineFault, GenerationFailed, RequestError
-from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
 EVENTS = "text/event-stream; charset=utf-8"
 _DONE = "data: [DONE]\n\n"

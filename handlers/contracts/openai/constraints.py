@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from engines.errors import InvalidParameter
+from engines.request import Constraint
 from handlers.contracts.constraints import CONSTRAINING, FORMS, asks, constraint_of, decoded, refuse_unread
-from handlers.errors import InvalidParameter
-from handlers.request import Constraint
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 BATCH = "/v1/chat/completions/batch"

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from engines.request import GenerationRequest
 from handlers.contracts.openai.answer import (
     AnswerOptions,
     ChatDocument,
@@ -32,7 +33,6 @@ from handlers.contracts.openai.body import (
 from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
 from handlers.contracts.protocol import Answer, Call, Exchange
 from handlers.contracts.vllm_parameters import GREEDY_BELOW
-from handlers.request import GenerationRequest
 
 # Request headers that vLLM's serving classes follow.
 _STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority", "endpoint-load-metrics-format"})

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from handlers import errors
-from handlers.adapters import AdapterOrder
+from engines import errors
+from engines.adapters import AdapterOrder
 from handlers.contracts.family import Family, Forwards, ModelView, Operation, Tells, error_body
 from handlers.contracts.json_cost import JsonDecoder
 from handlers.contracts.json_fields import json_fault

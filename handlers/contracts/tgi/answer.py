@@ -13,10 +13,10 @@ from json.encoder import encode_basestring as quote
 from math import isfinite
 from struct import Struct
 
+from engines.errors import RequestError
+from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
 from handlers.contracts.protocol import Answer, Reply
 from handlers.contracts.tgi.errors import EVENTS, INCOMPLETE_STREAM, JSON, Incomplete, event, refuse, refuse_stream
-from handlers.errors import RequestError
-from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
 # Clients know no others; an answer that ends otherwise is incomplete.
 FINISH_REASONS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from json.encoder import encode_basestring as quote
 
-from handlers import errors
+from engines import errors
 from handlers.contracts.protocol import ContractError, Reply
 
 JSON = "application/json"

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from engines.errors import InvalidRequest
+from engines.request import GenerationRequest
 from handlers.contracts.family import ContractSetting, Family, Generates, Operation, Tells
 from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
@@ -30,8 +32,6 @@ from handlers.contracts.tgi.request import (
     unread_names,
     validate,
 )
-from handlers.errors import InvalidRequest
-from handlers.request import GenerationRequest
 
 _COMMENT = b":\n\n"  # What TGI sends while a stream is idle.
 # Bytes above which a body is parsed in a thread: the model's template takes up to 4 ms for them.

@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
+from engines.errors import InvalidRequest
+from engines.loaded_model import ModelTexts
 from handlers.contracts.family import PLACED_BYTES, ModelView, check_body, check_text
 from handlers.contracts.json_fields import json_kind
 from handlers.contracts.protocol import Call, ContractError, Reply
 from handlers.contracts.tgi.errors import JSON, does_not_fit, error_document
 from handlers.contracts.tgi.request import Body, max_input_tokens, read
-from handlers.errors import InvalidRequest
-from handlers.loaded_model import ModelTexts
 
 TGI_VERSION = "3.3.6"  # The release whose contract this is; clients derive from it what they may ask for.
 # TGI's defaults, which clients look for in /info; here the size of a batch has no limit of its own.

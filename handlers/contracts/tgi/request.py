@@ -13,15 +13,15 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from engines.errors import InvalidParameter, InvalidRequest
+from engines.loaded_model import LoadedModel
+from engines.model_settings import ModelSettings
+from engines.request import Constraint, GenerationRequest, SamplingParameters
 from handlers.contracts.constraints import constraint_of, refuse_unread
 from handlers.contracts.family import NO_ADAPTERS, ContractSetting
 from handlers.contracts.json_fields import MAX_INT64, MAX_STRING_LENGTH, JsonError, decode_json
 from handlers.contracts.protocol import Call
 from handlers.contracts.tgi.errors import does_not_fit, unreadable
-from handlers.errors import InvalidParameter, InvalidRequest
-from handlers.loaded_model import LoadedModel
-from handlers.model_settings import ModelSettings
-from handlers.request import Constraint, GenerationRequest, SamplingParameters
 
 Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]

@@ -14,11 +14,11 @@ from json.encoder import encode_basestring as quote
 from math import isfinite
 from typing import Any
 
+from engines.errors import RequestError
+from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
 from handlers.contracts.protocol import Answer, Reply
 from handlers.contracts.triton.errors import JSON, VERSION, SeveralResponses, error_object, message_of, refusal
 from handlers.contracts.triton.request import TritonRequest
-from handlers.errors import RequestError
-from handlers.request import FinishReason, GeneratedSequence, Token, TokenDelta
 
 EVENTS = "text/event-stream; charset=utf-8"
 

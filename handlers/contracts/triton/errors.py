@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from json.encoder import encode_basestring as quote
 
-from handlers import errors
+from engines import errors
+from engines.model_settings import ModelSettings
 from handlers.contracts.protocol import Reply
-from handlers.model_settings import ModelSettings
 
 JSON = "application/json"
 VERSION = "1"  # The only version of a model.

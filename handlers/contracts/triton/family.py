@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from engines.errors import InvalidParameter
 from handlers.contracts.family import ContractSetting, Family, Generates, Operation, Route, Tells
 from handlers.contracts.protocol import Answer, Call, Exchange, Reply
 from handlers.contracts.schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
@@ -15,7 +16,6 @@ from handlers.contracts.triton.answer import CollectedAnswer, EventAnswer
 from handlers.contracts.triton.errors import SeveralResponses, TritonRefusal, error_reply, missing_model, refusal
 from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, read_request
 from handlers.contracts.vllm_parameters import read_vllm_parameters
-from handlers.errors import InvalidParameter
 
 
 class TritonContract:

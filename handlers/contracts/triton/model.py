@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
+from engines.statistics import Meter
 from handlers.contracts.family import OWN_HANDLER, ModelView
 from handlers.contracts.json_fields import JsonError, decode_json
 from handlers.contracts.protocol import Call, Reply
 from handlers.contracts.triton.errors import JSON, VERSION, error_reply, missing_model
 from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, Kind
-from handlers.meter import Meter
 
 PROTOCOL_VERSION = "2.68.0"  # The release of Triton whose protocol this is.
 _EXTENSIONS = ("model_repository", "model_configuration", "parameters", "statistics")

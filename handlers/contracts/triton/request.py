@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from engines.errors import InvalidParameter
+from engines.request import Constraint, GenerationRequest
 from handlers.contracts.constraints import decoded, refuse_unread
 from handlers.contracts.family import NO_ADAPTERS, ContractSetting
 from handlers.contracts.json_cost import JsonDecoder
 from handlers.contracts.json_fields import MAX_INT64, MIN_INT64, JsonError, decode_json, json_fault, json_kind
 from handlers.contracts.triton.errors import TritonRefusal
 from handlers.contracts.vllm_parameters import TEXT_BOOLEANS, TextReader, VllmParameters, read_vllm_parameters
-from handlers.errors import InvalidParameter
-from handlers.request import Constraint, GenerationRequest
 
 Kind = Literal["text", "texts", "boolean", "integer"]
 

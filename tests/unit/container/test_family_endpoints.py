@@ -15,10 +15,10 @@ from container.families import family_endpoints, model_of
 from container.http.endpoint import AppState, Endpoint, HttpCounts
 from container.models.registry import Lifecycle, Model, Models
 from container.settings.settings import ServerSettings, Settings
+from engines.model_settings import ModelSettings
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import Family, ModelView, Tells
 from handlers.contracts.protocol import Call, Reply
-from handlers.model_settings import ModelSettings
 
 pytestmark = pytest.mark.asyncio
 

@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from container.metrics import known_metrics, labelled
-from handlers.loaded_model import EngineStatus
-from handlers.meter import Meter
+from engines.loaded_model import EngineStatus
+from engines.statistics import Meter
 
 
 class _Collector(Collector):

@@ -25,8 +25,8 @@ from container.models.registry import Lifecycle, Model, Models
 from container.settings.load import further_settings
 from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value
-from handlers.engines.protocol import EngineStartError
-from handlers.model_settings import ModelSettings
+from engines.interface import EngineStartError
+from engines.model_settings import ModelSettings
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

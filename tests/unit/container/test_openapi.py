@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from container.openapi import openapi_document
+from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import Forwards
-from handlers.model_settings import HandlerSettings, ModelSettings
 from tests.contracts.exchange import MODEL
 
 MODES = {

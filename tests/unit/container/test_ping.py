@@ -13,7 +13,7 @@ from container.error_rates import ErrorRates
 from container.health import ping
 from container.models.registry import Model, Models, State
 from container.settings.settings import ServerSettings
-from handlers.model_settings import ModelSettings
+from engines.model_settings import ModelSettings
 
 MODEL = ModelSettings(name="m", model_dir=Path("."), model_id="m")
 STALLED = "the engine is stalled"

@@ -20,6 +20,8 @@ from container.logs import access_log
 from container.models.registration import Registrar
 from container.models.registry import Lifecycle, Model, Models, State
 from container.settings.settings import ServerSettings, Settings
+from engines.interface import EngineHealth
+from engines.model_settings import HandlerSettings
 from handlers import entry_point
 from handlers.contracts.families import FAMILIES
 from handlers.contracts.family import ContractSetting, Generates, Tells
@@ -27,9 +29,7 @@ from handlers.contracts.lmi.errors import overloaded
 from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import Call, Contract, ReplyWriter, Running
 from handlers.engine_handler import EngineHandler, EngineQueue
-from handlers.engines.protocol import EngineHealth
 from handlers.entry_point import Service
-from handlers.model_settings import HandlerSettings
 from tests.contracts.exchange import MODEL
 from tests.unit.handlers.test_engine_handler import ScriptedEngine
 

@@ -16,7 +16,7 @@ import pytest
 from container import server
 from container.models.registry import Model, Models, State
 from container.settings.settings import ServerSettings, Startup
-from handlers.model_settings import ModelSettings
+from engines.model_settings import ModelSettings
 from tests.live.server import free_port
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from handlers.adapters import Adapter
+from engines.adapters import Adapter
+from engines.errors import AdapterFailed
 from handlers.engine_adapters import AdapterFormatters
-from handlers.errors import AdapterFailed
 
 pytestmark = pytest.mark.asyncio
 

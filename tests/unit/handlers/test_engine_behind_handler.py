@@ -8,10 +8,10 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from engines.interface import EngineHealth, EngineStartError
+from engines.statistics import StartupTimes
 from handlers import entry_point
-from handlers.engines.protocol import EngineHealth, EngineStartError
 from handlers.entry_point import Limits, Service, _EngineBehindHandler
-from handlers.meter import StartupTimes
 from tests.unit.handlers.workers.harness import MODELS, settings_for
 
 pytestmark = pytest.mark.asyncio

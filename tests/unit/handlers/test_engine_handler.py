@@ -11,6 +11,11 @@ from dataclasses import replace
 
 import pytest
 
+from engines.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
+from engines.interface import EngineHealth, Generation, Sink
+from engines.loaded_model import EngineStatus
+from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from engines.statistics import Meter
 from handlers.contracts.family import ContractSetting
 from handlers.contracts.happy_vllm.answer import StreamAnswer
 from handlers.contracts.happy_vllm.family import HappyVllmContract
@@ -20,12 +25,7 @@ from handlers.contracts.lmi.rolling_batch import LmiContract
 from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Exchange, Reply
 from handlers.contracts.triton.family import TritonContract
 from handlers.engine_handler import EngineHandler, EngineQueue
-from handlers.engines.protocol import EngineHealth, Generation, Sink
-from handlers.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
 from handlers.formatters.thread import FormatterThread
-from handlers.loaded_model import EngineStatus
-from handlers.meter import Meter
-from handlers.request import FinishReason, GenerationRequest, Token, TokenDelta
 from tests.contracts.exchange import MODEL, call
 from tests.waiting import until
 

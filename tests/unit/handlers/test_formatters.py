@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from handlers.engines.protocol import EngineStartError
-from handlers.errors import GenerationFailed
+from engines.errors import GenerationFailed
+from engines.interface import EngineStartError
 from handlers.formatters.loading import Formatters, ModelImports, add_packages, kind_fault, load_formatters
 from handlers.formatters.thread import FormatterThread
 from tests.contracts.exchange import MODEL

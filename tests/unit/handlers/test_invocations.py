@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.model_settings import ModelSettings
 from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape
 from handlers.contracts.protocol import Call, ContractError, Reply, ReplyWriter, Running
 from handlers.formatters.reply import ShapedReply
 from handlers.invocations import ASYNCHRONOUS, ROLLING_BATCH, InvocationsHandler, Table, read_body
-from handlers.model_settings import ModelSettings
 from handlers.sessions import Sessions
 from tests.unit.collected_reply import CollectedReply
 

@@ -15,10 +15,10 @@ from unittest.mock import Mock
 import pytest
 
 from djl_python.session_manager import Session, SessionBackup, SessionManager
+from engines.interface import EngineStartError
+from engines.model_settings import ModelSettings
 from handlers.contracts.protocol import Call, ContractError, Reply
-from handlers.engines.protocol import EngineStartError
 from handlers.entry_point import Limits, load_service
-from handlers.model_settings import ModelSettings
 from handlers.sessions import CLOSED_SESSION_ID, NEW_SESSION_ID, SESSION_ID, Sessions, load_sessions, remove_sessions
 from tests.contracts.exchange import call
 from tests.waiting import until

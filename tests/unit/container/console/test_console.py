@@ -19,7 +19,7 @@ from container.models.registry import Lifecycle, Model, Models, State
 from container.settings import server as server_module
 from container.settings.load import load_settings, load_startup
 from container.settings.settings import Settings
-from handlers.adapters import Adapter
+from engines.adapters import Adapter
 
 pytestmark = pytest.mark.asyncio
 

@@ -16,8 +16,8 @@ from container.http.endpoint import AppState, Endpoint, HttpCounts
 from container.http.reply import HttpReply
 from container.models.registry import Model, Models, State
 from container.settings.settings import ServerSettings
+from engines.errors import BodyTimeout, BodyTooLarge, Overloaded
 from handlers.contracts.protocol import Call, Reply
-from handlers.errors import BodyTimeout, BodyTooLarge, Overloaded
 
 pytestmark = pytest.mark.asyncio
 

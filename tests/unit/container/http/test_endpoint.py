@@ -11,8 +11,8 @@ import pytest
 from container.http.endpoint import AppState, Endpoint, HttpCounts
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
+from engines.errors import GenerationFailed
 from handlers.contracts.protocol import Call, Reply, ReplyWriter, Running
-from handlers.errors import GenerationFailed
 
 pytestmark = pytest.mark.asyncio
 

@@ -20,8 +20,8 @@ from container.http.reply import HttpReply, OpenStreams, RetryAfter
 from container.models.registry import Models
 from container.server import http_server
 from container.settings.settings import ServerSettings
+from engines.errors import GenerationFailed
 from handlers.contracts.protocol import Reply
-from handlers.errors import GenerationFailed
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

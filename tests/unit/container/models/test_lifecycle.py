@@ -23,10 +23,10 @@ from container.models.registry import (
     State,
 )
 from container.settings.settings import ServerSettings, Settings
-from handlers.engines.protocol import EngineHealth, EngineStartError, Progress
+from engines.errors import EngineDead
+from engines.interface import EngineHealth, EngineStartError, Progress
+from engines.model_settings import ModelSettings
 from handlers.entry_point import Service
-from handlers.errors import EngineDead
-from handlers.model_settings import ModelSettings
 
 
 class SlowToEnd:

@@ -18,8 +18,8 @@ from container.models.memory import OutOfMemory, check_room, free_memory, placed
 from container.settings import model as model_fields
 from container.settings.load import load_settings
 from container.settings.settings import Settings
-from handlers.engines.cpu_memory import Limit
-from handlers.model_settings import ModelSettings
+from engines.cpu_memory import Limit
+from engines.model_settings import ModelSettings
 
 MEBIBYTE = 1 << 20
 GIBIBYTE = 1 << 30

@@ -12,8 +12,8 @@ from container.models import registration
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
-from handlers.engines.protocol import EngineStartError
-from handlers.model_settings import ModelSettings
+from engines.interface import EngineStartError
+from engines.model_settings import ModelSettings
 from tests.waiting import until
 
 

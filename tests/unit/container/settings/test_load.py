@@ -16,7 +16,7 @@ from container.settings import server as server_module
 from container.settings.load import load_settings
 from container.settings.settings import ServerSettings, Settings, SettingsError
 from container.sources import location as model_location
-from handlers.model_settings import ModelSettings
+from engines.model_settings import ModelSettings
 
 SAME_DIRECTORY = hypothesis_settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NOT_SERVED = "not served by this version of Slipway"

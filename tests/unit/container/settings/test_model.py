@@ -12,7 +12,7 @@ from container.settings import handler as handler_module
 from container.settings.load import load_settings
 from container.settings.report import render_text
 from container.settings.settings import Settings, SettingsError
-from handlers.model_settings import HandlerSettings
+from engines.model_settings import HandlerSettings
 
 SCRIPT = "def model_fn(model_dir): ...\n"
 HANDLER = "def handle(inputs):\n    return None\n"

@@ -14,7 +14,7 @@ from container.settings.environment import ALIASES, SAGEMAKER_MODEL_KEYS, SERVER
 from container.settings.options import Option
 from container.settings.settings import Alias, ServerSettings
 from container.settings.values import names
-from handlers.model_settings import ModelSettings
+from engines.model_settings import ModelSettings
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "configuration.md"
 ALL_OPTIONS = (*options.MODEL_OPTIONS, *server.SERVER_OPTIONS)

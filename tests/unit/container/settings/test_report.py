@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from container.settings.report import render_text, startup_json
 from container.settings.settings import ServerSettings, SettingEntry, Settings, Startup, StartupModel
 from container.settings.values import masked, quoted
-from handlers.model_settings import ModelSettings
+from engines.model_settings import ModelSettings
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz012345"
 

@@ -12,7 +12,7 @@ from container.models.registry import Lifecycle, fetch_weights
 from container.settings.load import load_settings
 from container.settings.settings import Settings, SettingsError
 from container.sources.download import RemoteModel
-from handlers.engines.protocol import EngineStartError
+from engines.interface import EngineStartError
 from tests.s3 import Gate, put, refuse
 
 

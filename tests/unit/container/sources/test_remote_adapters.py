@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from container.sources.download import RemoteAdapters
-from handlers.errors import AdapterFailed, InvalidParameter
+from engines.errors import AdapterFailed, InvalidParameter
 from tests.s3 import Gate, held, put, refuse
 from tests.waiting import until
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from engines.errors import InvalidRequest, Overloaded, UnknownAdapter
+from engines.statistics import Meter
 from handlers.contracts.openai.family import error_reply
 from handlers.contracts.protocol import Call, Reply
 from handlers.engine_handler import EngineQueue
-from handlers.errors import InvalidRequest, Overloaded, UnknownAdapter
-from handlers.meter import Meter
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.handler import OpenAIHandler
 from handlers.openai.vllm_call import VllmApp

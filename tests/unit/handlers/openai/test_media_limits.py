@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from handlers.errors import InvalidRequest, Overloaded
-from handlers.model_settings import ModelSettings
+from engines.errors import InvalidRequest, Overloaded
+from engines.model_settings import ModelSettings
 from handlers.openai.media_limits import MediaMemory, RequestMedia
 
 SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")

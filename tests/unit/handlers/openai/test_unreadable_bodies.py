@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.errors import InvalidRequest
 from handlers.contracts.protocol import Call
 from handlers.engine_handler import EngineQueue
-from handlers.errors import InvalidRequest
 from handlers.openai.current_call import OpenAICall
 from handlers.openai.vllm_call import for_vllm
 from tests.unit.handlers.test_engine_handler import ScriptedEngine

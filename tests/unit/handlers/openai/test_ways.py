@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from engines.errors import InvalidRequest, Overloaded, UnknownAdapter
+from engines.request import FinishReason, GenerationRequest, TokenDelta
 from handlers.contracts.openai.contract import OpenAIContract
 from handlers.contracts.protocol import Call
 from handlers.engine_handler import EngineQueue
-from handlers.errors import InvalidRequest, Overloaded, UnknownAdapter
 from handlers.openai.handler import OpenAIHandler
 from handlers.openai.vllm_call import VllmApp
-from handlers.request import FinishReason, GenerationRequest, TokenDelta
 from tests.contracts.test_openai_contract import FRONT_END
 from tests.unit.collected_reply import CollectedReply
 from tests.unit.handlers.test_engine_handler import ScriptedEngine

@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from handlers.adapters import AdapterOrder, AdapterRegistry
+from engines.adapters import AdapterOrder, AdapterRegistry
+from engines.errors import AdapterFailed, NoRoomForAdapter
 from handlers.contracts.protocol import ContractError
-from handlers.errors import AdapterFailed, NoRoomForAdapter
 from tests.unit.handlers.workers.harness import MODELS, Client, serving
 from tests.waiting import until
 

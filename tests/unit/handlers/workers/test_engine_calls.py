@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from engines.interface import EngineStartError
 from handlers.contracts.protocol import Call, ContractError, Reply, ReplyWriter, Running
-from handlers.engines.protocol import EngineStartError
 from handlers.workers.custom_handler import CustomHandler
 from tests.unit.handlers.workers.harness import MODELS, Client, Recorder, settings_for
 from tests.waiting import until

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from handlers.engines.protocol import EngineStartError
-from handlers.model_settings import HandlerSettings
+from engines.interface import EngineStartError
+from engines.model_settings import HandlerSettings
 from handlers.workers.custom_handler import CustomHandler
 from handlers.workers.packages import prepare_interpreter, requirements_dir
 from tests.unit.handlers.workers.harness import MODELS, serving, settings_for

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from handlers.engines.protocol import EngineStartError
+from engines.interface import EngineStartError
 from handlers.workers.runtime.script import Text
 from tests.unit.handlers.workers.harness import MODELS, Client, Recorder, serving
 

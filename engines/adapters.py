@@ -1,0 +1,304 @@
+"""The adapters of one model: registered, updated and unregistered under their names.
+
+An `AdapterHost`, an engine or the workers of a custom handler, loads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+from engines.errors import (
+    AdapterConflict,
+    AdapterError,
+    AdapterFailed,
+    AdapterTaken,
+    InvalidParameter,
+    InvalidRequest,
+    UnknownAdapter,
+)
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "adapters"  # Directory of a model in which its own adapters are, each in a directory.
+
+# Not `.` or `..`: clients resolve them in a path, so that such an adapter could never be removed.
+_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\x00-\x1f\x7f]{1,200}")
+_SHOWN = 200  # Characters of a client's text that a message repeats.
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_ON_S3 = re.compile(r"s3://", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOrder:
+    """A client's order to register or to update an adapter. None: not given."""
+
+    name: str
+    # A directory, a relative one below the model's, or `s3://`; whatever its host takes where that reads it.
+    src: str | None = None
+    preload: bool | None = None  # Load it now, not with its first request.
+    pin: bool | None = None  # Keep it in memory.
+    alias: str = ""  # Its name in messages.
+    options: Mapping[str, str] = field(default_factory=dict)  # All other parameters, for a custom handler.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A registered adapter."""
+
+    name: str
+    src: str  # As the client gave it.
+    path: Path  # Its directory; none need be there where the host reads `src`.
+    id: int  # At least 1, and unique among all adapters of the model, former ones included.
+    preload: bool = True
+    pin: bool = False
+    alias: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+class AdapterHost(Protocol):
+    """Loads the adapters of one model. Methods return the message for the client, "" for the usual one. All may raise
+    AdapterError, which leaves everything as it was."""
+
+    # Whether `src` is its affair, which it gets as the client wrote it and may change; else it needs a directory.
+    reads_src: bool
+
+    async def register(self, adapter: Adapter) -> str:
+        """Make an adapter usable; it replaces a former one of its name."""
+
+    async def update(self, adapter: Adapter) -> str: ...
+
+    async def unregister(self, adapter: Adapter) -> str:
+        """Refuse new requests for the adapter, and release it when its last request has ended."""
+
+    async def stop(self) -> None: ...
+
+
+class AdapterDownloads(Protocol):
+    """Copies of adapters that are on S3."""
+
+    async def fetch(self, url: str) -> Path:
+        """Download an adapter, and return its directory. Raises InvalidParameter: there is no such place, or it cannot
+        be read; AdapterFailed: the download has failed."""
+
+
+class AdapterRegistry:
+    """The registered adapters. For the event loop alone. An order that has begun is completed even if its client
+    leaves."""
+
+    def __init__(
+        self,
+        host: AdapterHost,
+        model_dir: Path,
+        reserved: Collection[str] = (),
+        faults: Callable[[Path], Sequence[str]] | None = None,
+        downloads: AdapterDownloads | None = None,
+    ) -> None:
+        """`reserved`: the names of the model itself. `faults`: reasons why a directory is not allowed; may block.
+        `downloads`: None: adapters on S3 are refused."""
+        self._host, self._model_dir, self._reserved = host, model_dir, frozenset(reserved)
+        self._faults, self._downloads = faults, downloads
+        self._adapters: dict[str, Adapter] = {}
+        self._ids = itertools.count(1)
+        # The orders that are being carried out, each with the name that is not free until then.
+        self._orders: dict[asyncio.Task[str], str] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._adapters
+
+    def all(self) -> tuple[Adapter, ...]:
+        return tuple(self._adapters.values())
+
+    def get(self, name: str, alias: str = "") -> Adapter:
+        """The adapter of this name. `alias`: its name in messages. Raises UnknownAdapter: no adapter has this name."""
+        if (adapter := self._adapters.get(name)) is None:
+            raise UnknownAdapter(alias or name)
+        return adapter
+
+    async def preload(self, model_dirs: Sequence[Path]) -> None:
+        """Register the adapters in `adapters/` below these directories. Raises AdapterError, InvalidRequest: one of
+        them, which is named, cannot be used or is not allowed."""
+        found: dict[str, Path] = {}
+        for directory in model_dirs:
+            found = await asyncio.to_thread(_adapter_directories, directory) | found
+        for name, path in found.items():
+            try:
+                await self.register(AdapterOrder(name=name, src=str(path)))
+            except (AdapterError, InvalidRequest) as error:
+                raise type(error)(
+                    f"the adapter {name} of {path.parent} cannot be registered: {error.message}"
+                ) from None
+
+    async def register(self, order: AdapterOrder, *, replacing: bool = False) -> str:
+        """Make an adapter usable. Returns the host's message, or "".
+
+        `replacing`: one of the same name is replaced once the new one is loaded; its running requests are completed.
+
+        Raises:
+            AdapterError: it cannot be registered; everything is as before.
+            InvalidRequest: there is no such `src`, or its directory is not allowed.
+        """
+        path = self._path(order.src or "")
+        if not _NAME.fullmatch(order.name):
+            raise AdapterConflict(
+                "name must have 1 to 200 characters, none of them a slash or a control character, and not be . or ..; "
+                f"got {order.name[:_SHOWN]!r}"
+            )
+        if order.name in self._reserved:
+            raise AdapterConflict(f"the name {order.name!r} is the model's own")
+        if order.name in self._adapters and not replacing:
+            raise AdapterTaken(order.name)
+        adapter = Adapter(
+            name=order.name,
+            src=order.src or "",
+            path=path,
+            id=next(self._ids),
+            preload=order.preload is not False,
+            pin=bool(order.pin),
+            alias=order.alias,
+            options=order.options,
+        )
+        _check_pin(adapter)
+        self._check_free(order.name)
+        return await self._complete(self._register(adapter), busy=order.name)
+
+    async def update(self, order: AdapterOrder) -> str:
+        """Change whether an adapter is preloaded or pinned, its options, and its `src` where its host reads that.
+
+        Returns the host's message, or "".
+
+        Raises:
+            UnknownAdapter: no adapter has this name.
+            AdapterError: it cannot be changed; everything is as before.
+            InvalidRequest: its new directory is not allowed.
+        """
+        adapter = self.get(order.name, order.alias)
+        src = adapter.src if order.src is None else order.src
+        if src != adapter.src and not self._host.reads_src:
+            raise AdapterFailed(
+                f"src of a registered adapter cannot be changed: it is {adapter.src!r}; unregister it first"
+            )
+        if adapter.pin and order.pin is False:
+            shown = order.alias or order.name
+            raise AdapterFailed(f"the adapter {shown!r} is pinned, which cannot be undone; unregister it first")
+        changed = replace(
+            adapter,
+            src=src,
+            path=adapter.path if src == adapter.src else self._path(src),
+            preload=adapter.preload if order.preload is None else order.preload,
+            pin=adapter.pin if order.pin is None else order.pin,
+            alias=order.alias or adapter.alias,
+            options={**adapter.options, **order.options},
+        )
+        _check_pin(changed)
+        self._check_free(order.name)
+        return await self._complete(self._update(changed), busy=order.name)
+
+    async def unregister(self, name: str, alias: str = "") -> str:
+        """Remove an adapter: new requests for it are refused at once, running ones are completed.
+
+        Returns the host's message, or "".
+
+        Raises:
+            UnknownAdapter: no adapter has this name.
+            AdapterError: a custom handler refuses; the adapter stays registered.
+        """
+        adapter = self.get(name, alias)
+        self._check_free(name)
+        del self._adapters[name]  # at once, so that no other order finds it
+        return await self._complete(self._unregister(adapter, alias or adapter.alias))
+
+    async def stop(self) -> None:
+        for task in self._orders:
+            task.cancel()
+        await asyncio.gather(*self._orders, return_exceptions=True)
+        await self._host.stop()
+
+    async def _register(self, adapter: Adapter) -> str:
+        if self._is_remote(adapter.src) and self._downloads is not None:
+            adapter = replace(adapter, path=await self._downloads.fetch(adapter.src))
+        await self._check_faults(adapter.path)
+        message = await self._host.register(adapter)
+        self._adapters[adapter.name] = adapter
+        logger.info("adapter %s registered from %s", adapter.name, adapter.src)
+        return message
+
+    async def _check_faults(self, path: Path) -> None:
+        if self._faults is not None and (faults := await asyncio.to_thread(self._faults, path)):
+            raise InvalidRequest("; ".join(faults))
+
+    async def _update(self, adapter: Adapter) -> str:
+        await self._check_faults(adapter.path)
+        message = await self._host.update(adapter)
+        self._adapters[adapter.name] = adapter
+        return message
+
+    async def _unregister(self, adapter: Adapter, alias: str) -> str:
+        try:
+            message = await self._host.unregister(replace(adapter, alias=alias))
+        except AdapterError:
+            self._adapters.setdefault(adapter.name, adapter)
+            raise
+        logger.info("adapter %s unregistered", adapter.name)
+        return message
+
+    def _check_free(self, name: str) -> None:
+        if name in self._orders.values():
+            raise AdapterConflict(f"another order for the adapter {name!r} is being carried out; try again")
+
+    async def _complete(self, work: Coroutine[Any, Any, str], busy: str = "") -> str:
+        """Wait for the work, which is completed even if this is cancelled; until then the name `busy` is not free."""
+        task = asyncio.create_task(work)
+        self._orders[task] = busy
+
+        def ended(_: object) -> None:
+            del self._orders[task]
+            if not task.cancelled():
+                task.exception()  # mark it as retrieved: the client may have gone
+
+        task.add_done_callback(ended)
+        return await asyncio.shield(task)
+
+    def _is_remote(self, src: str) -> bool:
+        return not self._host.reads_src and _ON_S3.match(src) is not None
+
+    def _path(self, src: str) -> Path:
+        """The directory that `src` names; where it names none, one that does not exist. Raises InvalidParameter: the
+        host needs a directory, and `src` is a URL that names none."""
+        if self._is_remote(src) and self._downloads is not None:
+            return Path()  # until it is downloaded
+        path = _file_path(src) if _SCHEME.match(src) else src
+        if path is None and not self._host.reads_src:
+            wanted = "a directory of this machine, or s3://bucket/prefix/"
+            raise InvalidParameter("src", f"must be {wanted}; got {src[:_SHOWN]!r}")
+        if "\0" in (path or src):
+            raise InvalidParameter("src", "must have no null character")
+        return self._model_dir / (path or src)
+
+
+def _file_path(text: str) -> str | None:
+    """The path of a `file:` URL of this machine; None for any other URL."""
+    try:
+        url = urlsplit(text)
+    except ValueError:
+        return None
+    return unquote(url.path) if url.scheme.lower() == "file" and url.netloc in ("", "localhost") else None
+
+
+def _check_pin(adapter: Adapter) -> None:
+    if adapter.pin and not adapter.preload:
+        raise AdapterFailed("pin is true and preload false: an adapter that stays in memory must be loaded")
+
+
+def _adapter_directories(model_dir: Path) -> dict[str, Path]:
+    directory = model_dir / DIRECTORY
+    if not directory.is_dir():
+        return {}
+    return {path.name: path for path in sorted(directory.iterdir()) if path.is_dir() and not path.name.startswith(".")}

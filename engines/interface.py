@@ -1,0 +1,267 @@
+"""The interface of engines, and what they share: signs of life, a watchdog, and several sequences as one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from engines.adapters import Adapter
+from engines.errors import RequestError
+from engines.loaded_model import LoadedModel
+from engines.request import GenerationRequest, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 0.25
+# Seconds between two looks that count at most: time in which this process itself stood still is not the engine's.
+_LONGEST_LOOK = 2.0
+
+
+class Progress:
+    """The signs of life of one engine. For the event loop."""
+
+    __slots__ = ("_clock", "_looked_at", "mark", "quiet_seconds", "worked_seconds")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._looked_at = clock, clock()
+        self.mark = 0.0  # The number that the last look saw; it changes with every sign of life.
+        # Seconds with work since the last sign of life. Time without work does not count, nor is it a sign of life: the
+        # work may have been given up by its clients, or for its time limit.
+        self.quiet_seconds = 0.0
+        self.worked_seconds = 0.0  # Seconds with work, in all, up to the last sign of life.
+
+    def look(self, busy: bool, mark: float) -> None:
+        """Record whether the engine has moved. `busy`: it has work. `mark`: any number that changes whenever it gives a
+        sign of life."""
+        now = self._clock()
+        passed, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK), now
+        if mark != self.mark:
+            self.worked_seconds += self.quiet_seconds + passed
+            self.quiet_seconds = 0.0
+        elif busy:
+            self.quiet_seconds += passed
+        self.mark = mark
+
+
+class Watchdog:
+    """Looks at an engine four times a second, for as long as it can be watched. A look that raises is logged once and
+    makes the engine unhealthy (`failure`); the looks go on."""
+
+    def __init__(self, look: Callable[[], Awaitable[bool]]) -> None:
+        """`look`: ends what waits for ever; returns False when there is nothing more to watch."""
+        self._look = look
+        self._task: asyncio.Task[None] | None = None
+        self.failure = ""  # Why the engine must not serve any more; "" while it may.
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    def stop(self) -> None:
+        """End it; harmless when it was never started."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        going_on = True
+        while going_on:
+            await asyncio.sleep(_WATCH_SECONDS)
+            try:
+                going_on = await self._look()
+            except Exception as error:
+                if not self.failure:
+                    logger.exception("watching the engine has failed; it is unhealthy from now on")
+                    self.failure = f"watching the engine has failed: {error!r}"
+
+
+class Sink(Protocol):
+    """Receives one request's answer. Called on the event loop; must neither block nor raise."""
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        """Take what was added; `delta.last` says that nothing follows."""
+
+    def on_error(self, error: RequestError) -> None:
+        """The request has ended with `error`; nothing follows."""
+
+
+class Generation(Protocol):
+    """A running request."""
+
+    def cancel(self) -> None:
+        """Stop generating. Nothing more reaches the sink. Harmless when the request has ended."""
+
+    def abort(self) -> None:
+        """Stop generating, and hand over what there is: each sequence that has not ended ends soon, as aborted.
+
+        Its last delta has what was not handed over yet, `FinishReason.ABORT`, and true counts. Harmless when the
+        request has ended.
+        """
+
+
+Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]  # A function with the signature of `Engine.submit`.
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """The ability of an engine to serve."""
+
+    alive: bool
+    reason: str = ""
+    quiet_seconds: float = 0.0  # Seconds with work since the last sign of life (`Progress`).
+    mark: float = 0.0  # A number that changes with every sign of life.
+    worked_seconds: float = 0.0  # Seconds with work, in all, up to the last sign of life.
+
+
+class EngineAdapters(Protocol):
+    """The adapters of one engine. A request that was submitted keeps its adapter to its end, whatever becomes of it."""
+
+    async def add(self, adapter: Adapter) -> None:
+        """Let requests name an adapter; one of the same name is replaced.
+
+        One to `preload` is loaded first. The files of others are checked; they are loaded for their first request.
+
+        Raises:
+            AdapterFailed: it cannot be used with this model; the message says why. Nothing is left of it.
+            NoRoomForAdapter: every adapter that is loaded is pinned or in use.
+        """
+
+    async def change(self, adapter: Adapter) -> None:
+        """Pin an adapter that was added, or load it now, as `pin` and `preload` say. Raises AdapterFailed,
+        NoRoomForAdapter: as in `add`; it stays as it was."""
+
+    async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
+        """Let no new request have the adapter, and free it when those that run with it have ended. `wait`: return when
+        it is free, or after half a minute, while it is being freed as soon as may be."""
+
+
+class Engine(LoadedModel, Protocol):
+    """What runs one model."""
+
+    max_sequences: int  # Sequences that run together; known once it has started.
+    # The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started. `texts` has a
+    # copy of it.
+    tokenizer: Any
+
+    @property
+    def adapters(self) -> EngineAdapters | None:
+        """None where the engine has none, or `option.enable_lora` is off; known once it has started."""
+
+    async def start(self) -> None: ...
+
+    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+        """Begin generating; the answer goes to `sink`.
+
+        Raises:
+            InvalidRequest: the engine would refuse it (too long, bad value); nothing was started.
+            UnknownAdapter: it names an adapter that was not added.
+            AdapterUnusable: its adapter cannot be loaded any more.
+            Overloaded: there is no room for its adapter.
+            EngineDead: the engine is gone.
+        """
+
+    async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
+        """Return the request's prompt as token ids, truncated as it asks. Raises InvalidRequest: it is empty, or too
+        long for the model."""
+
+    def health(self) -> EngineHealth:
+        """Tell whether the engine can serve. Cheap: asks no other process."""
+
+    async def stop(self, why: str = "the server is stopping") -> None:
+        """Free everything. Requests that still run end with an error that says why."""
+
+
+class EngineStartError(Exception):
+    """The engine could not load the model."""
+
+
+class EngineOutOfMemory(EngineStartError):
+    """There is not enough memory for the model, on the device or in the machine."""
+
+
+class _FirstDelta:
+    def __init__(self) -> None:
+        self.delta: asyncio.Future[TokenDelta] = asyncio.get_running_loop().create_future()
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        if not self.delta.done():
+            self.delta.set_result(delta)
+
+    def on_error(self, error: RequestError) -> None:
+        if not self.delta.done():
+            self.delta.set_exception(error)
+
+
+async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
+    """Return the first delta of an answer, which ends there; the only one of a single sequence without a stream. Raises
+    RequestError: the request was refused or has failed."""
+    sink = _FirstDelta()
+    generation = await submit(request, sink)
+    try:
+        return await sink.delta
+    finally:
+        generation.cancel()
+
+
+class SequenceGroup:
+    """Joins the sequences of one request into one answer.
+
+    Where more candidates are generated than returned, or the answer is not streamed, the sequences come when all have
+    finished, the most probable first (by cumulative log probability); `sequence` is then the rank. In a stream of all
+    candidates the deltas pass as they come.
+    """
+
+    def __init__(self, sink: Sink, sequences: int, candidates: int, stream: bool) -> None:
+        self._sink = sink
+        self._sequences = sequences
+        self._open = candidates
+        self._pass_through = stream and sequences == candidates
+        self._finished: list[TokenDelta] = []
+        self._failed = False
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        if self._failed:
+            return
+        if delta.last:
+            self._open -= 1
+        if self._pass_through:
+            delta.last = self._open == 0
+            self._sink.on_delta(delta)
+            return
+        self._finished.append(delta)
+        if self._open == 0:
+            self._emit()
+
+    def on_error(self, error: RequestError) -> None:
+        if not self._failed:
+            self._failed = True
+            self._sink.on_error(error)
+
+    def _emit(self) -> None:
+        parts: dict[int, list[TokenDelta]] = {}
+        for delta in self._finished:
+            parts.setdefault(delta.sequence, []).append(delta)
+        ranked = sorted(map(_join, parts.values()), key=_probability, reverse=True)[: self._sequences]
+        prompt_tokens = next((d.prompt_tokens for d in self._finished if d.prompt_tokens is not None), None)
+        for rank, delta in enumerate(ranked):
+            delta.sequence = rank
+            delta.prompt_tokens = prompt_tokens if rank == 0 else None
+            delta.last = rank == len(ranked) - 1
+            self._sink.on_delta(delta)
+
+
+def _join(deltas: list[TokenDelta]) -> TokenDelta:
+    if len(deltas) == 1:
+        return deltas[0]
+    return msgspec.structs.replace(
+        deltas[-1], text="".join(d.text for d in deltas), tokens=[token for d in deltas for token in d.tokens]
+    )
+
+
+def _probability(delta: TokenDelta) -> float:
+    return delta.cumulative_logprob if delta.cumulative_logprob is not None else -math.inf

@@ -1,0 +1,136 @@
+"""A loaded model as contracts see it: its tokenizer and its figures. Every engine is one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+from engines.prompt_cache import by_segments, encode_all
+from engines.request import Token
+from engines.statistics import Meter
+
+_LONG_IDS = 4096
+_CHARACTERS_PER_TOKEN = 256  # The most characters that a token has, where the tokenizer does not say it.
+
+
+def fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
+    """Return the tokenizer of the library `tokenizers` that a wrapper holds; None for one of another library."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    return fast if isinstance(fast, Tokenizer) else None
+
+
+def copied(tokenizer: Any) -> Any:
+    """Return a copy, whose truncation and padding are its own; a tokenizer without such state is returned as it is."""
+    return tokenizer if fast_tokenizer(tokenizer) is None else copy.deepcopy(tokenizer)
+
+
+class ModelTexts:
+    """A model's texts to token ids, and back. `tokenizer`: one that no other code changes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._fast = fast = fast_tokenizer(tokenizer)
+        if fast is not None:
+            # A tokenizer file may have kept them from training; the wrapper would switch them off as well.
+            fast.no_truncation()
+            fast.no_padding()
+        self._segments = by_segments(fast) if fast is not None else None
+        self.special_ids = frozenset(tokenizer.all_special_ids)
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        return dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+
+    @cached_property
+    def vocabulary_size(self) -> int:
+        """The number of tokens, added ones included."""
+        return len(self.tokenizer)
+
+    @property
+    def truncation_side(self) -> str:
+        """The side on which prompts are truncated, with every engine, whatever the model's files say."""
+        return "left"
+
+    @property
+    def longest_token(self) -> int:
+        return int(getattr(self.tokenizer, "max_chars_per_token", 0)) or _CHARACTERS_PER_TOKEN
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return token ids. `special`: with the special tokens that the model wants around a text. Whatever the
+        tokenizer raises passes through."""
+        fast = self._fast
+        if fast is None:
+            tokenizer = self.tokenizer
+            return list(tokenizer.encode(text) if special else tokenizer.encode(text, add_special_tokens=False))
+        if self._segments is not None:
+            return self._segments.encode(text, special=special)
+        # The wrapper around `tokenizers` costs more than the tokenizing of a short text.
+        return encode_all(fast, [text], special=special)[0]
+
+    def places(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]] | None]:
+        """Return token ids, and the characters of the text that each spans; None if the tokenizer does not know."""
+        if self._fast is None:
+            return self.encode(text, special=special), None
+        encoding = self._fast.encode_batch([text], add_special_tokens=special)[0]
+        return encoding.ids, encoding.offsets
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of all ids, special tokens included."""
+        fast, ids = self._fast, list(token_ids)
+        if fast is None or len(ids) <= _LONG_IDS or getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
+            return str(self.tokenizer.decode(ids))
+        return str(fast.decode_batch([ids], skip_special_tokens=False)[0])  # `decode` would hold the lock, too
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        return list(self.tokenizer.convert_ids_to_tokens(list(token_ids)))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+    ) -> str:
+        """Return the prompt that the model's template makes of a conversation. A template is the model's own code, and
+        may refuse the messages with any exception."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """The engine's own account of itself, from its scheduler."""
+
+    running_requests: int
+    waiting_requests: int
+    kv_cache_usage: float  # Share of the KV cache in use, 0 to 1.
+
+
+class LoadedModel(Protocol):
+    """A model, loaded."""
+
+    meter: Meter
+    max_model_len: int  # Tokens of prompt and answer together.
+    max_top_tokens: int  # The most alternatives that a token may carry.
+    eos_token_ids: frozenset[int]
+
+    @property
+    def texts(self) -> ModelTexts: ...
+
+    def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+    ) -> list[Token]:
+        """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`."""
+
+    def status(self) -> EngineStatus: ...

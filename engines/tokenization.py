@@ -1,0 +1,214 @@
+"""Between texts and token ids, with any Hugging Face tokenizer; bounded in time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from engines.errors import ContextExceeded, InvalidParameter, InvalidRequest, PromptTooLong
+from engines.loaded_model import ModelTexts, fast_tokenizer
+from engines.prompt_cache import LONG_TEXT
+from engines.request import GenerationRequest, SamplingParameters, Token
+
+
+def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabulary_size: int) -> None:
+    """Refuse too many of them, and those that no token has. Raises InvalidParameter: naming the parameter."""
+    if len(token_ids) > limit:
+        raise InvalidParameter(name, f"must hold at most {limit} token ids, got {len(token_ids)}")
+    # An id beyond the vocabulary would be an index beyond the logits in the engine's process.
+    largest = max(token_ids, default=0)
+    if largest >= vocabulary_size:
+        raise InvalidParameter(
+            name, f"must hold token ids below the vocabulary's size ({vocabulary_size}), got {largest}"
+        )
+
+
+def end_token_ids(configured: int | list[int] | None, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a text: `configured`, by the model's generation config, and its tokenizer's own."""
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(token_id for token_id in (*ids, tokenizer.eos_token_id) if token_id is not None)
+
+
+def check_beams(sampling: SamplingParameters) -> None:
+    """Refuse what a beam search, which knows the model's own probabilities alone, would not keep to. Raises
+    InvalidParameter: naming the parameter."""
+    if sampling.constraint is not None:
+        raise InvalidParameter(sampling.constraint.parameter, _NOT_WITH_BEAMS)
+    for name in ("allowed_token_ids", "bad_words", "logit_bias"):
+        if getattr(sampling, name):
+            raise InvalidParameter(name, _NOT_WITH_BEAMS)
+
+
+_NOT_WITH_BEAMS = "cannot be used together with beam search"
+_PROMPT_CONTEXT = 16  # Tokens of the prompt in front of the answer; decoding all of a long one would take milliseconds.
+_CONTEXT = 8  # Tokens that a slow tokenizer needs to see in front of the next one.
+# The beginning of the message of `tokenizers` for a stream that has lost its place.
+_INVALID_PREFIX = "Invalid prefix encountered"
+
+
+class TokenTexts:
+    """The texts that the tokens of an answer add to it: "" while a character is incomplete. The texts, joined, are the
+    text of the answer where it follows that of `prompt_ids`."""
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._fast: Any = fast_tokenizer(tokenizer)
+        self._window = _decoding_context(tokenizer, prompt_ids, skip_special)
+        self._known = len(self._window)
+        self._hidden: frozenset[int] = frozenset()
+        if self._fast is not None:
+            self._stream = DecodeStream(ids=self._window, skip_special_tokens=skip_special)
+        elif skip_special:
+            self._hidden = frozenset(tokenizer.all_special_ids)
+
+    def add(self, token_id: int) -> str:
+        return self._step_fast(token_id) if self._fast is not None else self._step_slow(token_id)
+
+    def _step_fast(self, token_id: int) -> str:
+        try:
+            return self._stream.step(self._fast, token_id) or ""
+        except Exception as error:
+            # Some tokenizers can write invalid UTF-8, on which the stream gives up; vLLM begins a new one, too.
+            if not str(error).startswith(_INVALID_PREFIX):
+                raise
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+            return self._stream.step(self._fast, token_id) or ""
+
+    def _step_slow(self, token_id: int) -> str:
+        """Decode with the tokens before, since a token's text may depend on them."""
+        if token_id in self._hidden:
+            return ""  # it has no text, and a row of such tokens would make the window grow and grow
+        self._window.append(token_id)
+        before, whole = self._decode(self._window[: self._known]), self._decode(self._window)
+        if whole.endswith("\ufffd") or len(whole) <= len(before):
+            return ""
+        self._window = self._window[max(self._known - _CONTEXT, 0) :]
+        self._known = len(self._window)
+        return whole[len(before) :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special))
+
+
+def _decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> list[int]:
+    """Return what of a prompt a decoder has to see in front of the answer: its end, on which token texts may depend.
+
+    Nothing where the prompt ends within a character, or in U+FFFD, which looks the same: a decoder would wait for the
+    character's rest, and then give the prompt as if it were part of the answer.
+    """
+    end = list(prompt_ids[-_PROMPT_CONTEXT:])
+    text: str = tokenizer.decode(end, skip_special_tokens=skip_special) if end else ""
+    return [] if text.endswith("\ufffd") else end
+
+
+class HeldTokens:
+    """Tokens of an answer that wait until their text may be shown: its end may be the beginning of a stop string."""
+
+    __slots__ = ("_free", "_tokens")
+
+    def __init__(self) -> None:
+        self._tokens: list[Token] = []
+        self._free = 0  # characters that may be shown and that no token has taken yet
+
+    def add(self, token: Token) -> None:
+        self._tokens.append(token)
+
+    def take_all(self) -> list[Token]:
+        tokens, self._tokens = self._tokens, []
+        return tokens
+
+    def release(self, characters: int, finished: bool) -> list[Token]:
+        """Return the tokens whose text may be shown now that so many more characters may. `finished`: return all,
+        without the text that belongs to a stop string."""
+        tokens = self._tokens
+        self._free += characters
+        released = 0
+        for token in tokens:
+            if len(token.text) > self._free:
+                if not finished:
+                    break
+                token.text = token.text[: self._free]
+            self._free -= len(token.text)
+            released += 1
+        self._tokens = tokens[released:]
+        return tokens[:released]
+
+
+def split_text(
+    tokenizer: Any,
+    token_ids: Sequence[int],
+    special_ids: frozenset[int],
+    skip_special_tokens: bool,
+    prompt_ids: Sequence[int] = (),
+) -> list[Token]:
+    """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`. A character
+    that takes several tokens comes whole with the last of them."""
+    texts = TokenTexts(tokenizer, prompt_ids, skip_special_tokens)
+    return [Token(i, texts.add(i), None, i in special_ids) for i in token_ids]
+
+
+def prompt_tokens(
+    tokenizer: Any,
+    prompt_ids: Sequence[int],
+    special_ids: frozenset[int],
+    logprobs: Iterable[float],
+    ranks: Iterable[int] = (),
+) -> list[Token]:
+    """Return a prompt's tokens; `logprobs`, `ranks`: theirs from the second token on, or none."""
+    tokens = split_text(tokenizer, prompt_ids, special_ids, skip_special_tokens=False)
+    for token, value in zip(tokens[1:], logprobs, strict=False):
+        token.logprob = value
+    for token, rank in zip(tokens[1:], ranks, strict=False):
+        token.rank = rank
+    return tokens
+
+
+class PromptTokenizer:
+    """Tokenizes prompts for one model."""
+
+    def __init__(self, texts: ModelTexts, max_model_len: int, max_prompt_tokens: int | None = None) -> None:
+        """`max_prompt_tokens`: longer prompts are refused, however much the context holds."""
+        self._texts, self._most = texts, max_prompt_tokens
+        self._max_model_len = max_model_len
+        self._most_characters = max_model_len * texts.longest_token
+
+    async def token_ids(self, request: GenerationRequest) -> list[int]:
+        """Return the request's prompt as token ids, truncated as it asks. Raises InvalidRequest: it is empty, or too
+        long for the model."""
+        ids = list(request.prompt) if isinstance(request.prompt, tuple) else await self._encode(request.prompt, request)
+        if request.truncate_prompt_tokens is not None:
+            ids = self._truncate(ids, request.truncate_prompt_tokens)
+        if not ids:
+            raise InvalidRequest("the prompt has no tokens")
+        if self._most is not None and len(ids) - request.generated_before > self._most:
+            raise PromptTooLong(len(ids), self._most)
+        if len(ids) + request.room > self._max_model_len:
+            raise ContextExceeded(len(ids), request.room, self._max_model_len)
+        return ids
+
+    async def _encode(self, text: str, request: GenerationRequest) -> list[int]:
+        if len(text) > self._most_characters:
+            # Too long whatever its tokens are; tokenizing megabytes would cost seconds and gigabytes.
+            if request.truncate_prompt_tokens is None:
+                raise InvalidRequest(
+                    f"the prompt has {len(text)} characters; the model's context of {self._max_model_len} tokens "
+                    f"cannot hold it"
+                )
+            text = text[-self._most_characters :]
+        try:
+            encode = partial(self._texts.encode, text, special=request.add_special_tokens)
+            return await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()
+        except Exception as error:
+            raise InvalidRequest(f"the tokenizer cannot encode the prompt: {error}") from error
+
+    def _truncate(self, ids: list[int], limit: int) -> list[int]:
+        """Keep the last `limit` tokens, and the special tokens that the tokenizer puts in front."""
+        if len(ids) <= limit:
+            return ids
+        lead = next((i for i, token_id in enumerate(ids) if token_id not in self._texts.special_ids), 0)
+        lead = min(lead, limit - 1)
+        return ids[:lead] + ids[len(ids) - (limit - lead) :]

@@ -1,0 +1,382 @@
+"""Dynamic batching on transformers: requests are gathered, and each batch is one call of `model.generate`.
+
+The event loop takes requests, lets `BatchQueue` say which run together, and hands deltas to the sinks; the model runs
+in a daemon thread of its own (`generate.BatchRunner`), on a GPU or on the CPU. One batch runs at a time. LMI documents
+what clients see of it as "Dynamic Batch/Static Batch Schema".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from engines.daemon_thread import in_daemon_thread
+from engines.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
+from engines.interface import (
+    EngineHealth,
+    EngineStartError,
+    Generation,
+    Progress,
+    SequenceGroup,
+    Sink,
+    Watchdog,
+)
+from engines.loaded_model import EngineStatus, ModelTexts, copied
+from engines.memory_release import release_memory
+from engines.model_settings import ModelSettings
+from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from engines.start_failure import failure_of
+from engines.statistics import Meter
+from engines.tokenization import PromptTokenizer, split_text
+from engines.transformers.generate import Batch, BatchRunner, GeneratedSequence, Job, Row, beam_deltas
+from engines.transformers.model import load_model, warn_of_arguments_without_effect
+from engines.transformers.sampling import MAX_TOP_TOKENS, check_request, random_numbers
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Hashable)
+
+# Prompts of one batch where answers are streamed, whatever `batch_size` says: a client's list is one stream.
+STREAMED_TOGETHER = 32
+_STUCK_SECONDS = 30.0  # How long a batch that was given up may take to end; then the engine's thread counts as lost.
+_STOP_SECONDS = 1.0
+
+
+class _Waiting(NamedTuple):
+    key: Hashable
+    weight: int
+    deadline: float  # Until then it waits for others.
+
+
+class BatchQueue(Generic[T]):
+    """Items that wait to be run in batches, each with items of its own key; for one event loop.
+
+    The item that came first is in the next batch, which is due when it is full, or when that item has waited for
+    `delay` seconds. `size`: the weight of a full batch; a heavier item is a batch of its own.
+    """
+
+    def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._size, self._delay, self._clock = size, delay, clock
+        self._waiting: OrderedDict[T, _Waiting] = OrderedDict()  # In order of arrival, and so of their deadlines.
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, item: T, key: Hashable, weight: int = 1) -> None:
+        """Let an item wait; `weight`: its share of a batch."""
+        self._waiting[item] = _Waiting(key, weight, self._clock() + self._delay)
+        self._changed.set()
+
+    def discard(self, item: T) -> bool:
+        """Drop a waiting item; returns False if it does not wait (any more)."""
+        return self._waiting.pop(item, None) is not None
+
+    def drain(self) -> list[T]:
+        items = list(self._waiting)
+        self._waiting.clear()
+        return items
+
+    async def take(self) -> list[T]:
+        """Return the next batch, when it is due. One caller at a time."""
+        while not (batch := self.take_due()):
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), self.due_in())
+        return batch
+
+    def take_due(self) -> list[T]:
+        """Return the batch that is due now; [] if none is."""
+        if not self._waiting:
+            return []
+        batch: list[T] = []
+        first, room = next(iter(self._waiting.values())), self._size
+        for item, waiting in self._waiting.items():
+            if waiting.key != first.key:
+                continue
+            if batch and waiting.weight > room:
+                room = 0
+                break
+            batch.append(item)
+            room -= waiting.weight
+        if room > 0 and first.deadline > self._clock():
+            return []
+        for item in batch:
+            del self._waiting[item]
+        return batch
+
+    def due_in(self) -> float | None:
+        """Return the seconds until a batch is due at the latest; None if nothing waits."""
+        if not self._waiting:
+            return None
+        return max(0.0, next(iter(self._waiting.values())).deadline - self._clock())
+
+
+class BatchEngine:
+    """One model on transformers, run batch by batch."""
+
+    adapters = None
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
+        streams = settings.enable_streaming != "false"
+        size = max(settings.batch_size, STREAMED_TOGETHER) if streams else settings.batch_size
+        self._waiting = BatchQueue[Job](size, settings.max_batch_delay if settings.batch_size > 1 else 0.0)
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._free = asyncio.Event()  # The engine's thread has ended its batch.
+        self._running: Batch | None = None
+        self._progress = Progress()
+        self._given_up_at: float | None = None
+        self._dead: str | None = None
+        self._abandoned = False  # Nobody waits for the model any more that a thread still loads.
+        self._stopped = False
+        self._watchdog = Watchdog(self._look)
+        self._dispatcher: asyncio.Task[None] | None = None
+        self.meter = Meter()
+        self.max_sequences = settings.batch_size
+        self.max_top_tokens = MAX_TOP_TOKENS
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        limit = self._settings.model_loading_timeout
+        try:
+            await asyncio.wait_for(in_daemon_thread(self._load), limit)
+        except asyncio.CancelledError:
+            self._abandoned = True
+            raise
+        except TimeoutError:
+            self._abandoned = True
+            raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
+        threading.Thread(target=self._serve, name="batches", daemon=True).start()
+        self._dispatcher = asyncio.create_task(self._dispatch())
+        self._watchdog.start()
+
+    def _load(self) -> None:
+        warn_of_arguments_without_effect(self._settings)
+        model = load_model(self._settings)
+        if self._abandoned:
+            del model
+            release_memory()
+            raise TimeoutError
+        runner = BatchRunner(model, partial(self._call, self._deliver))
+        try:
+            runner.try_out()
+        except Exception as error:
+            raise failure_of(error).error(f"transformers cannot run {self._settings.model_id}") from error
+        self._model, self._runner, self.tokenizer = model, runner, copied(model.tokenizer)
+        self.texts = ModelTexts(model.tokenizer)
+        self._prompts = PromptTokenizer(self.texts, model.max_model_len, self._settings.max_prompt_tokens)
+        self.max_model_len, self.eos_token_ids = model.max_model_len, model.eos_token_ids
+
+    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+        """Check all that can be wrong with a request, before it shares a batch, and queue it."""
+        self._check_alive()
+        check_request(request, self._model)
+        job = self._job(request, await self.prompt_token_ids(request), sink)
+        self._check_alive()
+        self.meter.prompt(len(job.prompt_ids))
+        self._waiting.put(job, self._key(job), request.sequences_in_engine)
+        return _Generation(self, job)
+
+    def _check_alive(self) -> None:
+        if not self.health().alive:
+            raise EngineDead
+
+    def _job(self, request: GenerationRequest, prompt_ids: list[int], sink: Sink) -> Job:
+        if request.candidates > 1:
+            sink = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
+        job = Job(request, prompt_ids, sink, request.sequences_in_engine)
+        for index in range(request.candidates):
+            numbers = random_numbers(request.sampling.seed, index, self._model.device)
+            job.rows.append(Row(job, GeneratedSequence(request, prompt_ids, self._model, index), numbers))
+        return job
+
+    def _key(self, job: Job) -> bytes:
+        """Return what the jobs of one batch have in common: all but prompt, seed and limit, each sequence's own."""
+        sampling = msgspec.structs.replace(job.request.sampling, seed=None, max_tokens=None)
+        request = msgspec.structs.replace(job.request, request_id="", prompt="", sampling=sampling)
+        return msgspec.msgpack.encode((request, None if self._runner.pads else len(job.prompt_ids)))
+
+    async def _dispatch(self) -> None:
+        """Hand one batch after the other to the engine's thread."""
+        while not self._stopped:
+            batch = self._running = Batch(await self._waiting.take())
+            for job in batch.jobs:
+                self.meter.queue_time.observe(batch.moved_at - job.arrived_at)
+            self._free.clear()
+            self._batches.put(batch)
+            await self._free.wait()
+            for job in batch.jobs:
+                self.fail(job, GenerationFailed("generation ended without an answer"))
+            self._running = self._given_up_at = None
+
+    def _serve(self) -> None:
+        """Run batches in the engine's thread, until there is None instead of one. In one thread, as PyTorch starts
+        threads of its own for each that it is called from."""
+        while (batch := self._batches.get()) is not None:
+            try:
+                self._runner.run(batch)
+            except BaseException as error:
+                logger.exception("the engine's thread ends")
+                self._call(self._die, f"the engine has died: {error}")
+                return
+            self._call(self._free.set)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _deliver(
+        self, at: float, rows: Sequence[Row], outcomes: Sequence[tuple[Job, TokenDelta | RequestError]]
+    ) -> None:
+        for row in rows:
+            self._count(row, at)
+        for job, outcome in outcomes:
+            if isinstance(outcome, RequestError):
+                self.fail(job, outcome)
+            elif not job.ended:
+                self._push(job, outcome)
+
+    def _count(self, row: Row, at: float) -> None:
+        self.meter.tokens += 1
+        if row.last_at:
+            self.meter.inter_token.observe(at - row.last_at)
+        else:
+            self.meter.time_to_first_token.observe(at - row.job.arrived_at)
+        row.last_at = at
+
+    def _push(self, job: Job, delta: TokenDelta) -> None:
+        if job.request.beam_search is not None:
+            self.meter.tokens += delta.token_count
+        if delta.finish_reason is not None:
+            if delta.finish_reason is FinishReason.ABORT:
+                self.meter.aborted_requests += 1
+            else:
+                self.meter.finished_requests += 1
+                if self._running is not None:
+                    self.meter.ended(delta.token_count, time.monotonic() - self._running.began_at)
+            job.open_sequences -= 1
+            job.ended = job.open_sequences == 0
+        try:
+            job.sink.on_delta(delta)
+        except Exception:
+            logger.exception("request %s: internal error while handling a token", job.request.request_id)
+            job.ended = False  # it may have been set just before the last delta failed
+            job.open_sequences = max(job.open_sequences, 1)
+            self.fail(job, GenerationFailed("internal error while handling a token"))
+
+    def fail(self, job: Job, error: RequestError) -> None:
+        if not job.ended:
+            job.ended = True
+            self.meter.failed_requests += job.open_sequences
+            job.sink.on_error(error)
+
+    def cancel(self, job: Job) -> None:
+        """End a request for which nobody waits: it leaves the queue, or its batch before the next step."""
+        if not job.ended:
+            job.ended = True
+            self.meter.aborted_requests += job.open_sequences
+            self._waiting.discard(job)
+
+    def abort(self, job: Job) -> None:
+        """End a request with what there is: at once if it waits, otherwise in its batch, before the next step."""
+        if job.ended:
+            return
+        job.aborted = True
+        if not self._waiting.discard(job):
+            return
+        if job.request.beam_search is not None:
+            found = beam_deltas(job, (), self._model)
+        else:
+            found = [delta for row in job.rows if (delta := row.sequence.abort()) is not None]
+        for delta in found:
+            self._push(job, delta)
+
+    async def _look(self) -> bool:
+        """Fail the requests of a batch in which nothing moves, and all requests where the engine serves no more."""
+        if self._dead is not None:
+            return False
+        batch, now, limit = self._running, time.monotonic(), self._settings.predict_timeout
+        self._progress.look(batch is not None, now if batch is None else batch.moved_at)
+        if self._dispatcher is not None and self._dispatcher.done():
+            error = None if self._dispatcher.cancelled() else self._dispatcher.exception()
+            logger.error("batches are no longer put together", exc_info=error)
+            self._die("the engine has died: its queue is no longer served")
+        elif batch is None:
+            return True
+        elif self._given_up_at is not None:
+            if now - self._given_up_at > min(limit, _STUCK_SECONDS):
+                self._die("the engine has died: a batch does not end")
+        elif now - batch.moved_at > limit:
+            self._given_up_at = now
+            for job in batch.jobs:
+                self.fail(job, GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
+        return True
+
+    def _die(self, reason: str) -> None:
+        self._dead = reason
+        self._fail_all(EngineDead())
+
+    def _fail_all(self, error: EngineDead) -> None:
+        for job in [*(self._running.jobs if self._running else ()), *self._waiting.drain()]:
+            self.fail(job, error)
+
+    async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
+        token_ids = await self._prompts.token_ids(request)
+        size = self._model.vocabulary_size
+        wrong = next((token_id for token_id in token_ids if not 0 <= token_id < size), None)
+        if wrong is not None:  # a tokenizer may have more tokens than its model
+            raise InvalidRequest(
+                f"the prompt has the token id {wrong}, which is not below the vocabulary's size of the model ({size})"
+            )
+        return token_ids
+
+    def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+    ) -> list[Token]:
+        model = self._model
+        return split_text(model.tokenizer, token_ids, model.special_ids, skip_special_tokens, prompt_ids)
+
+    def health(self) -> EngineHealth:
+        fault = "the engine is stopped" if self._stopped else self._dead or self._watchdog.failure
+        if fault:
+            return EngineHealth(False, fault)
+        progress = self._progress
+        return EngineHealth(True, "", progress.quiet_seconds, progress.mark, progress.worked_seconds)
+
+    def status(self) -> EngineStatus:
+        running = 0 if self._running is None else sum(not job.ended for job in self._running.jobs)
+        return EngineStatus(running, len(self._waiting), 0.0)
+
+    async def stop(self, why: str = "the server is stopping") -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        self._watchdog.stop()
+        self._fail_all(EngineDead(f"{why}; the request was not completed"))
+        self._batches.put(None)
+        if self._dispatcher is not None:
+            if self._running is not None:  # it ends before its next step
+                await asyncio.wait([self._dispatcher], timeout=_STOP_SECONDS)
+            self._dispatcher.cancel()
+
+
+class _Generation:
+    def __init__(self, engine: BatchEngine, job: Job) -> None:
+        self._engine, self._job = engine, job
+
+    def cancel(self) -> None:
+        self._engine.cancel(self._job)
+
+    def abort(self) -> None:
+        self._engine.abort(self._job)

@@ -1,0 +1,459 @@
+"""Runs one batch of requests with transformers' `model.generate`, in the engine's thread.
+
+`generate` gives padding, KV cache, the steps and the beams. Without beams each step's tokens are chosen by the batch's
+`Sampler`, and each sequence ends by its own rules (`GeneratedSequence`): a logits processor and a stopping criterion do
+both. What has been generated stays with the sequence, so that a batch that fails half-way goes on where it was: in
+halves where memory ran out, each sequence alone where something else broke.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from engines.errors import GenerationFailed, RequestError
+from engines.interface import Sink
+from engines.memory_release import release_memory
+from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from engines.start_failure import failure_of
+from engines.tokenization import HeldTokens, TokenTexts, prompt_tokens
+from engines.transformers.model import TransformersModel
+from engines.transformers.sampling import Choice, Sampler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One sequence on its way, or all beams of a search. Belongs to the engine's thread."""
+
+    job: Job
+    sequence: GeneratedSequence
+    generator: torch.Generator  # Where its random numbers come from.
+    finished: bool = False  # It has failed, or its search has ended.
+    last_at: float = 0.0  # When its last token came; belongs to the event loop.
+
+    @property
+    def done(self) -> bool:
+        return self.finished or self.sequence.finish_reason is not None or self.job.ended
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request with all its sequences. Belongs to the event loop, but for what `rows` says."""
+
+    request: GenerationRequest
+    prompt_ids: list[int]
+    sink: Sink
+    open_sequences: int  # Sequences, or beams, that have not finished; belongs to the event loop.
+    arrived_at: float = field(default_factory=time.monotonic)
+    rows: list[Row] = field(default_factory=list)
+    ended: bool = False  # Nothing more reaches the sink. The engine's thread reads it before each step.
+    aborted: bool = False  # It shall end with what there is. The engine's thread reads it before each step.
+
+
+# Takes the result of a step: when it was, the sequences that got a token, and what there is to tell.
+Post = Callable[[float, Sequence[Row], Sequence[tuple[Job, TokenDelta | RequestError]]], None]
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Jobs that run together; all have the same parameters."""
+
+    jobs: list[Job]
+    began_at: float = field(default_factory=time.monotonic)
+    moved_at: float = field(default_factory=time.monotonic)  # When it began, and then when its last step was.
+
+
+class BatchRunner:
+    """Runs batches on one model; `post` hands each step to the event loop."""
+
+    def __init__(self, model: TransformersModel, post: Post) -> None:
+        self._model, self._post = model, post
+        # Prompts of different lengths can run together. A model without a mask would take padding for text.
+        self.pads = "attention_mask" in inspect.signature(model.model.forward).parameters
+        # The request alone says how to generate; what the model's own configuration has would be added to it.
+        model.model.generation_config = GenerationConfig(pad_token_id=model.pad_token_id)
+
+    def try_out(self) -> None:
+        self._model.model.generate(
+            **padded([[self._model.pad_token_id]], self._model),
+            generation_config=GenerationConfig(do_sample=False, max_new_tokens=1),
+        )
+
+    def run(self, batch: Batch) -> None:
+        """Run a batch to its end; every job of it ends with its last delta or an error. Raises DeviceLost: nothing can
+        be run any more."""
+        self._attempt(batch, [row for job in batch.jobs for row in job.rows])
+
+    def _attempt(self, batch: Batch, rows: Sequence[Row]) -> None:
+        """Run `rows` together; if that fails, in parts, so that only the guilty fail."""
+        rows = [row for row in rows if not row.done]
+        if not rows:
+            return
+        try:
+            if rows[0].job.request.beam_search is None:
+                self._generate(batch, rows)
+            else:
+                self._search(batch, rows)
+            return
+        except Exception as caught:
+            no_memory = failure_of(caught).out_of_memory
+            if not no_memory:
+                logger.exception("a batch of %d has failed", len(rows))
+        # Here the exception is gone, and with it the tensors that its traceback held.
+        check_device(self._model.device)
+        if len(rows) == 1:
+            no_room = "the request needs more memory than there is, even alone"
+            self._fail(rows[0], no_room if no_memory else "internal error while generating")
+            return
+        logger.warning("a batch of %d did not fit or failed; trying it in parts", len(rows))
+        middle = len(rows) // 2
+        for part in [rows[:middle], rows[middle:]] if no_memory else [[row] for row in rows]:
+            batch.moved_at = time.monotonic()
+            self._attempt(batch, part)
+
+    def _fail(self, row: Row, reason: str) -> None:
+        for sibling in row.job.rows:
+            sibling.finished = True
+        self._post(time.monotonic(), (), [(row.job, GenerationFailed(reason))])
+
+    def _generate(self, batch: Batch, rows: list[Row]) -> None:
+        for row in rows:
+            if row.job.request.want_prompt_tokens and row.sequence.prompt_logprobs is None:
+                known = row.job.rows[0].sequence.prompt_logprobs
+                row.sequence.prompt_logprobs = known or read_prompt(self._model, row.job.prompt_ids)
+                batch.moved_at = time.monotonic()
+        # Rows that have finished are padded along with the others, and must not leave the model's context either.
+        while rows:
+            self._generate_within(batch, rows)
+            rows = [row for row in rows if not row.done]
+
+    def _generate_within(self, batch: Batch, rows: list[Row]) -> None:
+        """Generate until all rows have ended, or the longest has come to the end of the context."""
+        texts = [row.job.prompt_ids + row.sequence.token_ids for row in rows]
+        room = self._model.max_model_len - max(map(len, texts))
+        wanted = max(row.sequence.limit - len(row.sequence.token_ids) for row in rows)
+        steps = _Steps(batch, rows, self._model, self._post)
+        self._model.model.generate(
+            **padded(texts, self._model),
+            generation_config=GenerationConfig(
+                do_sample=False, max_new_tokens=min(wanted, room), pad_token_id=self._model.pad_token_id
+            ),
+            logits_processor=LogitsProcessorList([steps.choose]),
+            stopping_criteria=StoppingCriteriaList([steps.stopped]),
+        )
+        for row in rows:
+            ended = row.sequence.limit <= len(row.sequence.token_ids) or not steps.count
+            if ended and not row.done:
+                self._fail(row, "generation ended before the sequence did")
+
+    def _search(self, batch: Batch, rows: list[Row]) -> None:
+        """Beam search; jobs that have less room than others run apart, since `generate` has one limit for all."""
+        for limit in sorted({row.sequence.limit for row in rows}):
+            some = [row for row in rows if row.sequence.limit == limit and not row.done]
+            if some:
+                self._search_within(batch, some, limit)
+
+    def _search_within(self, batch: Batch, rows: list[Row], limit: int) -> None:
+        jobs = [row.job for row in rows]
+        model, sampling, options = self._model, jobs[0].request.sampling, jobs[0].request.beam_search
+        assert options is not None
+        inputs = padded([job.prompt_ids for job in jobs], model)
+        start = inputs["input_ids"].shape[1]
+        reach = 4 * max(map(len, sampling.stop), default=0) + 1  # a character takes four tokens at most
+
+        def stopped(input_ids: Any, scores: Any, **_: Any) -> Any:
+            """Tell which beams have ended, or have nobody waiting for more; as many for each job."""
+            batch.moved_at = time.monotonic()
+            each = len(input_ids) // len(jobs)
+            ended = [job.ended or job.aborted for job in jobs for _ in range(each)]
+            if sampling.stop and input_ids.shape[1] - start > sampling.min_tokens:
+                tails = input_ids[:, max(start, input_ids.shape[1] - reach) :].tolist()
+                texts = model.tokenizer.batch_decode(tails, skip_special_tokens=True)
+                found = [any(string in text for string in sampling.stop) for text in texts]
+                ended = [gone or here for gone, here in zip(ended, found, strict=True)]
+            return torch.tensor(ended, device=input_ids.device)
+
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else model.eos_token_ids)}
+        found = model.model.generate(
+            **inputs,
+            generation_config=GenerationConfig(
+                do_sample=False,
+                num_beams=options.width,
+                num_return_sequences=options.width,
+                length_penalty=options.length_penalty,
+                early_stopping=options.early_stopping,
+                max_new_tokens=limit,
+                min_new_tokens=min(sampling.min_tokens, limit) or None,
+                pad_token_id=model.pad_token_id,
+                eos_token_id=sorted(ends) or None,
+                return_dict_in_generate=True,
+            ),
+            stopping_criteria=StoppingCriteriaList([stopped]),
+        )
+        # What follows a beam's own tokens is padding, which may look like tokens.
+        lengths = (found.beam_indices >= 0).sum(dim=1).tolist()
+        beams = [ids[:length] for ids, length in zip(found.sequences[:, start:].tolist(), lengths, strict=True)]
+        outcomes = []
+        for place, row in enumerate(rows):
+            own = beams[place * options.width : (place + 1) * options.width]
+            outcomes += [(row.job, delta) for delta in beam_deltas(row.job, own, model)]
+            row.finished = True
+        self._post(time.monotonic(), (), outcomes)
+
+
+class _Steps:
+    """The logits processor (`choose`) and stopping criterion (`stopped`) of one call of `generate`."""
+
+    def __init__(self, batch: Batch, rows: list[Row], model: TransformersModel, post: Post) -> None:
+        self._batch, self._rows, self._model, self._post = batch, rows, model, post
+        self._sampler = Sampler(
+            rows[0].job.request,
+            model,
+            [row.job.prompt_ids for row in rows],
+            [row.sequence.token_ids for row in rows],
+            [row.generator for row in rows],
+        )
+        self.count = 0  # Steps so far.
+
+    def choose(self, input_ids: Any, scores: Any) -> Any:
+        """Give each unfinished sequence its next token, and leave `generate` nothing else to choose."""
+        self.count += 1
+        chosen = [self._model.pad_token_id] * len(self._rows)
+        got: list[Row] = []
+        outcomes: list[tuple[Job, TokenDelta | RequestError]] = []
+        for place, choice in enumerate(self._sampler.choose(input_ids, scores)):
+            row = self._rows[place]
+            if row.done:
+                continue
+            outcome = _advance(row, choice)
+            if isinstance(outcome, RequestError):
+                for sibling in row.job.rows:
+                    sibling.finished = True
+            elif row.sequence.finish_reason is not FinishReason.ABORT:
+                chosen[place] = row.sequence.token_ids[-1]
+                got.append(row)
+            if outcome is not None:
+                outcomes.append((row.job, outcome))
+        self._batch.moved_at = time.monotonic()
+        self._post(self._batch.moved_at, got, outcomes)
+        return scores.fill_(-torch.inf).scatter_(1, torch.tensor(chosen, device=scores.device)[:, None], 0.0)
+
+    def stopped(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """Tell which rows have ended, or have nobody waiting for them any more."""
+        return torch.tensor([row.done for row in self._rows], device=input_ids.device)
+
+
+def _advance(row: Row, choice: Choice | RequestError) -> TokenDelta | RequestError | None:
+    """Add a choice to its sequence, or end that if it was aborted. What goes wrong is this request's alone."""
+    if isinstance(choice, RequestError):
+        return choice
+    try:
+        return row.sequence.abort() if row.job.aborted else row.sequence.add(choice)
+    except Exception:
+        logger.exception("request %s: internal error while handling a token", row.job.request.request_id)
+        return GenerationFailed("internal error while handling a token")
+
+
+def beam_deltas(job: Job, beams: Sequence[Sequence[int]], model: TransformersModel) -> list[TokenDelta]:
+    """Return one delta for each beam of a search; `beams`: their tokens, best first, none before the first step. A beam
+    of an aborted job that has not come to its own end is aborted."""
+    assert job.request.beam_search is not None
+    whole = msgspec.structs.replace(job.request, stream=False)
+    width = job.request.beam_search.width
+    deltas = []
+    for rank in range(width):
+        sequence = GeneratedSequence(whole, job.prompt_ids, model, rank)
+        token_ids = beams[rank] if rank < len(beams) else ()
+        if not job.aborted:
+            sequence.limit = len(token_ids)
+        # Not always the last token: what the beam's end is judged by differs a little from what the sequence's is.
+        added = (sequence.add(Choice(token_id)) for token_id in token_ids)
+        delta = next((delta for delta in added if delta is not None), None) or sequence.abort()
+        assert delta is not None
+        delta.last = rank == width - 1
+        deltas.append(delta)
+    return deltas
+
+
+def padded(prompts: Sequence[Sequence[int]], model: TransformersModel) -> dict[str, Any]:
+    """Return prompts as one batch, padded on the left: generated tokens follow on the right."""
+    longest = max(map(len, prompts))
+    ids = [[model.pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {
+        "input_ids": torch.tensor(ids, device=model.device),
+        "attention_mask": torch.tensor(mask, device=model.device),
+    }
+
+
+def check_device(device: Any) -> None:
+    """Free what a failed pass has left, and compute something. To be called once the pass's exception is gone, whose
+    traceback holds tensors. Raises DeviceLost: the device computes no more."""
+    release_memory()
+    try:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        torch.ones(2, device=device).sum().item()
+    except Exception as error:
+        raise DeviceLost(str(error)) from error
+
+
+class DeviceLost(Exception):
+    """The device does not compute any more; nothing in this process will bring it back."""
+
+
+_CHUNK = 256  # Tokens in one pass: the logits of all tokens of a long prompt would take gigabytes.
+
+
+class GeneratedSequence:
+    """Makes deltas of chosen tokens; knows when the sequence ends.
+
+    It ends with the model's end token, a stop token or stop string of the request, its limit on new tokens, or the end
+    of the model's context. Text that may turn out to be the beginning of a stop string is held back.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, prompt_ids: Sequence[int], model: TransformersModel, sequence: int = 0
+    ) -> None:
+        s = request.sampling
+        self._request, self._model, self._sequence = request, model, sequence
+        self._prompt_ids = prompt_ids
+        room = model.max_model_len - len(prompt_ids)
+        # Tokens after which it ends for its length.
+        self.limit = room if s.max_tokens is None else min(s.max_tokens, room)
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        # To be set before the first token where the request wants the prompt's tokens.
+        self.prompt_logprobs: list[float] | None = None
+        self._cumulative_logprob: float | None = None
+        self._texts = TokenTexts(model.tokenizer, prompt_ids, s.skip_special_tokens)
+        self._stop = StopStrings(s.stop, s.include_stop_str_in_output)
+        self._held = ""
+        self._pending = HeldTokens()
+        self._prompt_tokens_due = request.want_prompt_tokens
+
+    def add(self, choice: Choice) -> TokenDelta | None:
+        """Take the next token; returns what there is to tell, if anything. The last delta has a `finish_reason`, and
+        `last` set as for a request of a single sequence."""
+        self.token_ids.append(choice.token_id)
+        if choice.logprob is not None:
+            self._cumulative_logprob = (self._cumulative_logprob or 0.0) + choice.logprob
+        self.finish_reason = self._reason(choice.token_id)
+        piece = self._piece(choice.token_id)
+        self._held += piece
+        if self._request.want_tokens:
+            self._pending.add(self._token(choice, piece))
+        surplus = self._stop.add(piece, count=len(self.token_ids) > self._request.sampling.min_tokens)
+        if surplus is not None:
+            self.finish_reason = FinishReason.STOP
+            self._held = self._held[: len(self._held) - surplus]
+        if self.finish_reason is None and not self._request.stream:
+            return None
+        return self._delta()
+
+    def abort(self) -> TokenDelta | None:
+        """End it here; returns the last delta, or None if it has ended already."""
+        if self.finish_reason is not None:
+            return None
+        self.finish_reason = FinishReason.ABORT
+        return self._delta()
+
+    def _reason(self, token_id: int) -> FinishReason | None:
+        s, eos = self._request.sampling, self._model.eos_token_ids
+        ends = token_id in eos and not s.ignore_eos
+        # Of several end tokens, one that the request lists is reported as its stop token; the tokenizer's own is not.
+        if ends and (token_id not in s.stop_token_ids or token_id == self._model.tokenizer.eos_token_id):
+            return FinishReason.EOS
+        if token_id in s.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.limit else None
+
+    def _piece(self, token_id: int) -> str:
+        stopped = self.finish_reason in (FinishReason.EOS, FinishReason.STOP)
+        if stopped and not self._request.sampling.include_stop_str_in_output:
+            return ""
+        return self._texts.add(token_id)
+
+    def _token(self, choice: Choice, piece: str) -> Token:
+        special = self._model.special_ids
+        ranked = self._request.want_ranks
+        top = tuple(
+            Token(i, self._model.tokenizer.decode([i]), value, i in special, (), place if ranked else None)
+            for place, (i, value) in enumerate(choice.top, start=1)
+        )
+        rank = choice.rank if ranked else None
+        return Token(choice.token_id, piece, choice.logprob, choice.token_id in special, top, rank)
+
+    def _delta(self) -> TokenDelta | None:
+        finished = self.finish_reason is not None
+        end = len(self._held) - (0 if finished else self._stop.held())
+        text, self._held = self._held[:end], self._held[end:]
+        tokens = self._pending.release(len(text), finished)
+        if not (text or tokens or finished or self._prompt_tokens_due):
+            return None
+        delta = TokenDelta(text, tokens, self._sequence, None, len(self._prompt_ids), len(self.token_ids))
+        delta.cumulative_logprob = self._cumulative_logprob
+        if self._prompt_tokens_due:
+            self._prompt_tokens_due = False
+            model, logprobs = self._model, self.prompt_logprobs or ()
+            delta.prompt_tokens = prompt_tokens(model.tokenizer, self._prompt_ids, model.special_ids, logprobs)
+        if finished:
+            delta.finish_reason = self.finish_reason
+            delta.last = True
+        return delta
+
+
+class StopStrings:
+    """Finds the first stop string in a growing text, and says how much of the text is safe to show."""
+
+    def __init__(self, stop: Sequence[str], include: bool) -> None:
+        self._stop, self._include = tuple(stop), include
+        self._reach = max(map(len, self._stop), default=1) - 1
+        self._tail = ""
+
+    def add(self, text: str, count: bool) -> int | None:
+        """Take what was added; where a stop string ends in it, how many characters of the text are to be taken back.
+        Without `count` the text is taken note of, but a stop string that ends in it does not."""
+        old, whole = len(self._tail), self._tail + text
+        self._tail = whole[-self._reach :] if self._reach else ""
+        found = ((whole.find(stop, max(old - len(stop) + 1, 0)), len(stop)) for stop in self._stop if text and count)
+        ends = [(start + length, start) for start, length in found if start >= 0]
+        if not ends:
+            return None
+        # The first of those that end at the same place is the request's first, as in vLLM.
+        end, start = min(ends, key=lambda place: place[0])
+        return len(whole) - (end if self._include else start)
+
+    def held(self) -> int:
+        """Return how many characters at the end of the text could be the beginning of a stop string."""
+        if self._include:
+            return 0
+        ends = (self._tail[-length:] for length in range(len(self._tail), 0, -1))
+        begun = (end for end in ends if any(stop.startswith(end) and stop != end for stop in self._stop))
+        return len(next(begun, ""))
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def read_prompt(model: TransformersModel, prompt_ids: Sequence[int]) -> list[float]:
+    """Return the log probabilities of a prompt's tokens, from the second on, each given those before."""
+    values: list[float] = []
+    cache = None
+    ids = torch.tensor([list(prompt_ids)], device=model.device)
+    last = len(prompt_ids) - 1
+    for begin in range(0, last, _CHUNK):
+        end = min(begin + _CHUNK, last)
+        output: Any = model.model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logprobs = output.logits[0].float().log_softmax(dim=-1)
+        values += logprobs.gather(-1, ids[0, begin + 1 : end + 1, None])[:, 0].tolist()
+    return values

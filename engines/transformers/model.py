@@ -1,0 +1,255 @@
+"""Loads a causal language model with transformers, for the dynamic batch, which runs it in this process.
+
+Of transformers this package uses what its documentation describes: `from_pretrained`, `generate` with a logits
+processor and a stopping criterion, the processors themselves, and configs. `beam_indices` of a beam search's result has
+-1 behind a beam's own tokens, which tests/unit/engines/transformers/test_engine.py holds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from engines.interface import EngineStartError
+from engines.model_settings import ModelSettings
+from engines.start_failure import failure_of
+from engines.tokenization import end_token_ids
+
+logger = logging.getLogger(__name__)
+
+_BITS = {"bitsandbytes": "load_in_4bit", "bitsandbytes4": "load_in_4bit", "bitsandbytes8": "load_in_8bit"}
+# Kinds of RoPE scaling whose factor stretches the context beyond the trained one.
+_STRETCHED_ROPE = frozenset({"linear", "dynamic", "yarn"})
+
+
+class LoadingArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine arguments that `load_model` reads."""
+
+    max_model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    attn_implementation: str = ""
+    device_map: str = ""
+    tokenizer: str = ""
+    quantization: str = ""
+    load_in_8bit: bool = False
+    load_in_4bit: bool = False
+
+
+def loading_arguments(settings: ModelSettings) -> LoadingArguments:
+    """Read the engine arguments. Raises EngineStartError: it names one that has a wrong value."""
+    given = {name: text.strip() for name, text in settings.engine_arguments.items() if text.strip()}
+    try:
+        return msgspec.convert(given, LoadingArguments, strict=False)
+    except msgspec.ValidationError as error:
+        why, _, name = str(error).removesuffix("`").partition(" - at `$.")
+        raise EngineStartError(f"{source(settings, name)}: {given[name]!r}: {why}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersModel:
+    """A model on its device, with what the sampler and the detokenizer ask of it again and again."""
+
+    model: Any
+    tokenizer: Any
+    device: Any  # The `torch.device` that takes the token ids and gives the logits.
+    max_model_len: int  # Tokens of prompt and answer together.
+    vocabulary_size: int  # Width of the logits; it may be more than the tokenizer has tokens.
+    eos_token_ids: frozenset[int]
+    special_ids: frozenset[int]
+    pad_token_id: int
+
+
+def load_model(settings: ModelSettings) -> TransformersModel:
+    """Load model and tokenizer; blocks for as long as that takes. Raises EngineStartError: it cannot be loaded, or a
+    setting has a value that does not fit; the message says why."""
+    arguments = model_arguments(settings)
+    device = _device(settings)
+    if settings.devices and device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread; transformers sizes the KV cache by the current device
+    disable_progress_bar()  # in a log each of its steps is a line
+    try:
+        name = loading_arguments(settings).tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(
+            name or settings.model_id,
+            revision=None if name else settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        config = AutoConfig.from_pretrained(
+            settings.model_id, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+        )
+        check_kind(settings, config)
+        model, loading = AutoModelForCausalLM.from_pretrained(settings.model_id, output_loading_info=True, **arguments)
+    except EngineStartError:
+        raise
+    except Exception as error:
+        raise failure_of(error).error(f"transformers cannot load {settings.model_id}") from error
+    check_weights(settings, loading)
+    check_quantization(settings, model.config)
+    if "device_map" not in arguments and "quantization_config" not in arguments:
+        model = model.to(device)
+    model.eval()
+    config = model.config.get_text_config()
+    return TransformersModel(
+        model=model,
+        tokenizer=tokenizer,
+        device=model.device,
+        max_model_len=max_model_len(settings, config),
+        vocabulary_size=int(config.vocab_size),
+        eos_token_ids=end_token_ids(getattr(model.generation_config, "eos_token_id", None), tokenizer),
+        special_ids=frozenset(tokenizer.all_special_ids),
+        pad_token_id=pad_token_id(tokenizer, int(config.vocab_size)),
+    )
+
+
+def warn_of_arguments_without_effect(settings: ModelSettings) -> None:
+    """Name in one warning the engine arguments that nothing here reads."""
+    unknown = [name for name in settings.engine_arguments if name not in LoadingArguments.__struct_fields__]
+    if unknown:
+        sources = ", ".join(source(settings, name) for name in unknown)
+        logger.warning("%s: no effect with option.rolling_batch=%s", sources, settings.rolling_batch)
+
+
+def model_arguments(settings: ModelSettings) -> dict[str, Any]:
+    """Return the keyword arguments of `from_pretrained`."""
+    given = loading_arguments(settings)
+    arguments: dict[str, Any] = {
+        "revision": settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": settings.dtype if settings.dtype == "auto" else _dtype(settings.dtype),
+    }
+    if given.attn_implementation:
+        arguments["attn_implementation"] = given.attn_implementation
+    if given.device_map:
+        arguments["device_map"] = _device_map(settings, given.device_map)
+    # Models that were quantized beforehand say so in their own configuration; `quantization` only has to agree.
+    bits = _BITS.get(given.quantization.lower())
+    bits = "load_in_8bit" if given.load_in_8bit else "load_in_4bit" if given.load_in_4bit else bits
+    if bits:
+        from transformers import BitsAndBytesConfig
+
+        arguments["quantization_config"] = BitsAndBytesConfig(**{bits: True})
+        if settings.devices:
+            arguments.setdefault("device_map", {"": _device(settings)})
+    if (settings.tensor_parallel_degree or 1) * settings.pipeline_parallel_degree > 1 and not given.device_map:
+        raise EngineStartError(
+            "option.tensor_parallel_degree: transformers runs a model on one device here; option.device_map spreads "
+            "its layers over several, option.rolling_batch=vllm shares each layer"
+        )
+    return arguments
+
+
+def _dtype(name: str) -> Any:
+    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
+    dtype = getattr(torch, short.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise EngineStartError(f"option.dtype: {name!r} is not a type that transformers loads weights in")
+    return dtype
+
+
+def _device(settings: ModelSettings) -> Any:
+    if settings.devices == () or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", settings.devices[0] if settings.devices else 0)
+
+
+def _device_map(settings: ModelSettings, text: str) -> Any:
+    if not text.startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise EngineStartError(f"{source(settings, 'device_map')}: {text!r} is not JSON: {error}") from None
+
+
+def source(settings: ModelSettings, name: str) -> str:
+    """Return where an engine argument was set, for messages."""
+    return settings.engine_argument_sources.get(name, f"option.{name}")
+
+
+def check_kind(settings: ModelSettings, config: Any) -> None:
+    """Refuse what is no causal language model, though transformers would load a part of it as one. Raises
+    EngineStartError: it is an encoder-decoder model, or an encoder."""
+    if getattr(config, "is_encoder_decoder", False):
+        kind = "an encoder-decoder model"
+    elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False:
+        kind = "an encoder without `is_decoder`"
+    else:
+        return
+    raise EngineStartError(
+        f"{settings.model_id} is {kind} ({config.model_type}); only causal language models are served"
+    )
+
+
+def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that lacks weights: transformers fills them with random numbers.
+
+    `loading`: what `from_pretrained` gives with `output_loading_info`; it counts tied weights as loaded.
+
+    Raises EngineStartError: it names some of the weights.
+    """
+    mismatched = [key if isinstance(key, str) else key[0] for key in loading.get("mismatched_keys") or ()]
+    for what, names in (
+        ("lacks weights", loading.get("missing_keys") or ()),
+        ("has weights of a wrong shape", mismatched),
+    ):
+        if names:
+            shown = ", ".join(sorted(names)[:3])
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise EngineStartError(f"{settings.model_id} {what}: {shown}{more}")
+
+
+def check_quantization(settings: ModelSettings, config: Any) -> None:
+    """Refuse to quantize while loading, unless bitsandbytes does it."""
+    wanted = loading_arguments(settings).quantization.lower()
+    if not wanted or wanted in _BITS or getattr(config, "quantization_config", None) is not None:
+        return
+    raise EngineStartError(
+        f"{source(settings, 'quantization')}: {wanted!r} is only for weights that were quantized so beforehand, which "
+        "these were not; while loading, transformers quantizes with bitsandbytes here"
+    )
+
+
+def max_model_len(settings: ModelSettings, config: Any) -> int:
+    """Return the tokens of prompt and answer together; `config`: the part of the model's about text."""
+    longest = longest_context(config)
+    wanted = loading_arguments(settings).max_model_len
+    if wanted is None:
+        if longest is None:
+            raise EngineStartError(
+                f"{settings.model_id} does not say how long its context is; set option.max_model_len"
+            )
+        return longest
+    if longest is not None and wanted > longest:
+        raise EngineStartError(
+            f"{source(settings, 'max_model_len')}: {wanted} is more than the model's context of {longest} tokens"
+        )
+    return wanted
+
+
+def longest_context(config: Any) -> int | None:
+    """Return the model's context in tokens; None if its config does not say."""
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len"):
+        if isinstance(length := getattr(config, name, None), int):
+            break
+    else:
+        return None
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.get("rope_type") not in _STRETCHED_ROPE:
+        return length
+    trained = rope.get("original_max_position_embeddings") or length
+    return max(length, int(trained * float(rope.get("factor") or 1.0)))
+
+
+def pad_token_id(tokenizer: Any, vocabulary_size: int) -> int:
+    """Return a token that the model can embed: one that was added to the tokenizer alone lies outside."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None and 0 <= token_id < vocabulary_size:
+            return int(token_id)
+    return 0

@@ -1,0 +1,235 @@
+"""From a model's settings to the arguments of vLLM's engine, and of its OpenAI front end (`handlers.openai`)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from vllm.engine.arg_utils import AsyncEngineArgs, DeprecatedLogConfigFileAction
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from engines.interface import EngineStartError
+from engines.model_settings import DEFAULT_MAX_LORAS, DEFAULT_MEDIA_COUNTS, ModelSettings
+from engines.vllm import parsers
+
+logger = logging.getLogger(__name__)
+
+_LMI_NAMES = {("quantization", "bitsandbytes8"): "bitsandbytes"}  # Values that LMI calls otherwise.
+# LMI v0.31's form of `limit_mm_per_prompt`: image=2,video=1.
+_COUNTS = re.compile(r"\s*\w+\s*=\s*\d+\s*(,\s*\w+\s*=\s*\d+\s*)*")
+_JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
+# vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one. They
+# add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1.
+EMPTY_SLOTS_ON_CPU = 1
+_NOT_TAKEN = "`vllm serve` has no such argument"
+# Fields of vLLM's `AsyncEngineArgs` that its command line cannot set, and what a warning says of them.
+NO_ARGUMENTS = {
+    **dict.fromkeys(("_api_process_count", "_api_process_rank", "model_weights"), f"{_NOT_TAKEN}; vLLM sets it"),
+    "enable_mm_processor_stats": _NOT_TAKEN,
+    "mamba_config": f"{_NOT_TAKEN}; option.mamba_backend and others are its parts",
+}
+_LOGS = "vLLM logs as Slipway does; see SERVING_LOG_LEVEL and SERVING_LOG_FORMAT"
+_METRICS = "vLLM's own metrics are not at /metrics"
+_STATISTICS = "vLLM's statistics are not logged; metrics are at /metrics"
+# These and arguments of parts of vLLM's server that Slipway does not use, and why they have no effect.
+WITHOUT_EFFECT = {
+    **NO_ARGUMENTS,
+    # In the server's process, vLLM would put its logging in the place of Slipway's.
+    **dict.fromkeys(("log_level", "logging_config", "log_config_file"), _LOGS),
+    **dict.fromkeys(("disable_log_stats", "aggregate_engine_logging"), _STATISTICS),
+    **dict.fromkeys(("kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics"), _METRICS),
+    **dict.fromkeys(("enable_mfu_metrics", "custom_histogram_buckets", "show_hidden_metrics_for_version"), _METRICS),
+    "enable_log_requests": "SERVING_LOG_PROMPTS has requests logged",
+    "profiler_config": "there are no routes that start and stop vLLM's profiler",
+    "tokens_only": "it is for replicas of vLLM's own server that take and return tokens",
+    "shutdown_timeout": "SERVING_DRAIN_TIMEOUT says how long running requests get",
+}
+
+# Arguments of vLLM's OpenAI front end.
+FRONT_END = frozenset(
+    {
+        *("chat_template", "chat_template_content_format", "trust_request_chat_template", "response_role"),
+        *("default_chat_template_kwargs", "trust_request_mm_kwargs", "return_tokens_as_token_ids"),
+        *("enable_auto_tool_choice", "exclude_tools_when_tool_choice_none", "tool_call_parser", "tool_parser_plugin"),
+        *("tool_strict_level", "tool_server", "enable_prompt_tokens_details", "enable_force_include_usage"),
+        *("sse_keep_alive_interval", "anthropic_disabled_thinking_effort", "fingerprint_mode", "fingerprint_value"),
+        *("cohere_format", "log_error_stack"),
+    }
+)
+_PATHS = frozenset({"chat_template", "tool_parser_plugin"})
+
+
+def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
+    """Return keyword arguments of vLLM's `AsyncEngineArgs`; for the rest `serve_defaults` hold. Raises
+    EngineStartError: an option has a value that vLLM's own argument parser refuses; the option is named."""
+    given = {name: text for name, text in settings.engine_arguments.items() if name not in FRONT_END}
+    passed = _parse(AsyncEngineArgs.add_cli_args, settings, given)
+    arguments: dict[str, Any] = {
+        "model": settings.model_id,
+        "served_model_name": list(settings.public_names),  # In vLLM's errors; they would name a path.
+        "revision": settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": settings.dtype,
+        "tensor_parallel_size": settings.tensor_parallel_degree or 1,
+        "pipeline_parallel_size": settings.pipeline_parallel_degree,
+        "enable_log_requests": False,
+    }
+    if settings.max_rolling_batch_size is not None:
+        arguments["max_num_seqs"] = settings.max_rolling_batch_size
+    if on_cpu:
+        # Compiling takes minutes on a CPU and gains little there.
+        arguments["enforce_eager"] = True
+    if settings.rolling_batch == "scheduler":
+        arguments["model_impl"] = "transformers"
+    arguments.update(passed)
+    arguments["limit_mm_per_prompt"] = DEFAULT_MEDIA_COUNTS | passed.get("limit_mm_per_prompt", {})
+    if settings.enable_lora:
+        arguments |= _lora_arguments(passed, on_cpu)
+    return arguments
+
+
+def serve_defaults() -> dict[str, Any]:
+    """Return all engine arguments as `vllm serve` has them by default; those of `AsyncEngineArgs` itself differ."""
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False))
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    return {name: value for name, value in vars(parser.parse_args([])).items() if name in known}
+
+
+def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
+    """Give all adapters in memory a slot on a CPU, and one slot more, which stays empty.
+
+    On a GPU the slots are `max_loras`, whose memory vLLM reserves, and more adapters wait in main memory. Its kernels
+    skip the rows of prompts without an adapter, so no slot need be empty.
+    """
+    arguments = {"enable_lora": True, "max_loras": passed.get("max_loras", DEFAULT_MAX_LORAS)}
+    if on_cpu:
+        slots = max(arguments["max_loras"], passed.get("max_cpu_loras") or 0) + EMPTY_SLOTS_ON_CPU
+        arguments |= {"max_loras": slots, "max_cpu_loras": slots}
+    return arguments
+
+
+def frontend_arguments(settings: ModelSettings) -> dict[str, Any]:
+    """Return all of vLLM's front-end arguments: the model's, and vLLM's defaults for the rest. Raises EngineStartError:
+    an option has a value that vLLM refuses; the option is named."""
+    given = {
+        name: _in_model_dir(settings, text) if name in _PATHS else text
+        for name, text in settings.engine_arguments.items()
+        if name in FRONT_END
+    }
+    defaults = vars(FrontendArgs.add_cli_args(FlexibleArgumentParser(add_help=False)).parse_args([]))
+    arguments: dict[str, Any] = defaults | _parse(FrontendArgs.add_cli_args, settings, given)
+    _check_parsers(arguments, settings)
+    return arguments
+
+
+def _in_model_dir(settings: ModelSettings, text: str) -> str:
+    """Return the path of a file in the model directory, LMI's working directory; else the text itself."""
+    path = os.path.join(settings.model_dir, text)
+    return path if os.path.isfile(path) else text
+
+
+def _check_parsers(arguments: Mapping[str, Any], settings: ModelSettings) -> None:
+    """Check the names of parsers, as vLLM's own server does (`vllm.entrypoints.launchers.launcher`)."""
+    given: dict[str, Any] = {name: text.strip() for name, text in settings.engine_arguments.items()}
+    given.update(arguments)
+    for name, load in (
+        ("tool_parser_plugin", parsers.import_plugin),
+        ("reasoning_parser_plugin", ReasoningParserManager.import_reasoning_parser),
+    ):
+        if plugin := given.get(name):
+            try:
+                load(plugin)
+            except Exception as error:
+                raise EngineStartError(f"option.{name}: {plugin} cannot be imported: {error}") from None
+    if given["enable_auto_tool_choice"] and given["tool_call_parser"] is None:
+        raise EngineStartError("option.enable_auto_tool_choice needs option.tool_call_parser")
+    for name, manager in (("tool_call_parser", ToolParserManager), ("reasoning_parser", ReasoningParserManager)):
+        value, known = given.get(name), manager.list_registered()
+        if value and value not in known:
+            allowed = ", ".join(sorted(known))
+            raise EngineStartError(f"option.{name}: vLLM has no parser {value!r}; allowed: {allowed}")
+
+
+def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: Mapping[str, str]) -> dict[str, Any]:
+    """Read options with vLLM's own parser, to which `add_arguments` adds what it knows. Raises EngineStartError: an
+    option has a value that the parser refuses; the option is named."""
+    parser = add_arguments(_Parser(add_help=False, argument_default=argparse.SUPPRESS))
+    actions = {action.dest: action for action in parser._actions}
+    for action in actions.values():
+        action.default = argparse.SUPPRESS
+    parsed: dict[str, Any] = {}
+    for name, text in given.items():
+        source = settings.engine_argument_sources.get(name, f"option.{name}")
+        if name not in actions and name not in WITHOUT_EFFECT:
+            logger.warning("%s: option.%s is none of LMI's and not of vLLM's engine; it has no effect", source, name)
+            continue
+        read = _parse_one(parser, actions[name], text.strip(), source) if _is_read(actions.get(name)) else {}
+        if name in WITHOUT_EFFECT:
+            logger.warning("%s: option.%s has no effect: %s", source, name, WITHOUT_EFFECT[name])
+        else:
+            parsed |= read
+    return parsed
+
+
+def _is_read(action: Any) -> bool:
+    """Tell whether the parser has the argument, and reads it. An action that says of an argument without effect that it
+    is deprecated would say what to write on vLLM's command line instead."""
+    deprecated = isinstance(action, DeprecatedLogConfigFileAction)
+    return action is not None and not deprecated
+
+
+class _Parser(FlexibleArgumentParser):
+    """Raises where argparse would exit the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _parse_one(parser: Any, action: Any, text: str, source: str) -> dict[str, Any]:
+    flag = next(option for option in action.option_strings if option.startswith("--"))
+    text = _as_vllm_writes(action.dest, text)
+    try:
+        if action.nargs == 0:
+            arguments = [_switch(flag, text, action)]
+        elif action.nargs in ("+", "*"):
+            arguments = [flag, *_words(text)]
+        else:
+            arguments = [f"{flag}={text}"]
+        return dict(vars(parser.parse_args(arguments)))
+    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+        reason = _JSON_LOADS.sub("JSON", str(error))
+        raise EngineStartError(
+            f"{source}: {text!r} is not a value that vLLM takes for {action.dest}: {reason}"
+        ) from None
+
+
+def _as_vllm_writes(name: str, text: str) -> str:
+    if name == "limit_mm_per_prompt" and _COUNTS.fullmatch(text):
+        pairs = (pair.split("=") for pair in text.split(","))
+        return json.dumps({kind.strip(): int(count) for kind, count in pairs})
+    return _LMI_NAMES.get((name, text.lower()), text)
+
+
+def _switch(flag: str, text: str, action: Any) -> str:
+    value = text.lower()
+    if value in ("true", "1", "yes", "on", ""):
+        return flag
+    negated = [option for option in action.option_strings if option.startswith("--no-")]
+    if value in ("false", "0", "no", "off") and negated:
+        return str(negated[0])
+    raise ValueError("expected true or false")
+
+
+def _words(text: str) -> list[str]:
+    if text.startswith("["):
+        return [str(item) for item in json.loads(text)]
+    return text.replace(",", " ").split()

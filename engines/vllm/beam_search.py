@@ -1,0 +1,228 @@
+"""Beam search, which vLLM's core does not have.
+
+Each step asks the engine for one token after each beam, with the `2 * width` most probable
+alternatives, and keeps the best beams; the engine's prefix cache makes a step cost about one token for each beam.
+Scores are sums of the model's own log probabilities, over length to the power of `length_penalty` (as in
+transformers); sampling parameters and penalties do not apply.
+
+The metrics count one prompt, the sequences that are returned, and each token that the engine makes, as vLLM counts
+those of its candidates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from engines.errors import GenerationFailed, RequestError
+from engines.interface import Engine, Generation, Sink, first_delta
+from engines.request import FinishReason, GenerationRequest, SamplingParameters, Token, TokenDelta
+from engines.statistics import Meter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Beam:
+    tokens: list[Token] = field(default_factory=list)
+    logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+
+    def extended(self, token: Token) -> _Beam:
+        return _Beam([*self.tokens, token], self.logprob + (token.logprob or 0.0))
+
+    def score(self, length_penalty: float) -> float:
+        return self.logprob / float(max(len(self.tokens), 1) ** length_penalty)
+
+
+_Submit = Callable[[GenerationRequest, Sink, Meter], Awaitable[Generation]]
+
+
+class BeamSearchTask:
+    """A running search, which begins when it is made; the beams reach `sink` when it ends, best first."""
+
+    def __init__(
+        self, engine: Engine, request: GenerationRequest, sink: Sink, prompt_ids: Sequence[int], submit: _Submit
+    ) -> None:
+        assert request.beam_search is not None
+        self._engine, self._request, self._options, self._sink = engine, request, request.beam_search, sink
+        self._submit, self._meter = submit, engine.meter
+        # The first token of a later step comes after another of its beam, so its time is one between two tokens.
+        self._first_step = Meter(time_to_first_token=self._meter.time_to_first_token, queue_time=self._meter.queue_time)
+        self._later_steps = Meter(time_to_first_token=self._meter.inter_token)
+        self._prompt_ids = tuple(prompt_ids)
+        self._prompt_tokens: list[Token] | None = None
+        self._running, self._finished = [_Beam()], list[_Beam]()
+        self._stop_ids = set(request.sampling.stop_token_ids)
+        self._eos_ids: frozenset[int] = frozenset() if request.sampling.ignore_eos else engine.eos_token_ids
+        # Tokens that may not come before `min_tokens`, be the end token ignored or not, as in the samplers.
+        self._ending = engine.eos_token_ids | self._stop_ids
+        limit = request.sampling.max_tokens or engine.max_model_len
+        self._limit = min(limit, engine.max_model_len - len(self._prompt_ids))
+        self._meter.prompt(len(self._prompt_ids))
+        self._task = asyncio.create_task(self._run())
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._task.add_done_callback(lambda _: call())
+
+    def cancel(self) -> None:
+        if self._task.done() or self._task.cancelling():
+            return
+        self._task.cancel()
+        self._meter.aborted_requests += self._options.width
+
+    def abort(self) -> None:
+        if self._task.done() or self._task.cancelling():
+            return
+        self._task.cancel()
+        running = [dataclasses.replace(beam, finish_reason=FinishReason.ABORT) for beam in self._running]
+        missing = max(self._options.width - len(running) - len(self._finished), 0)
+        nothing = [_Beam(finish_reason=FinishReason.ABORT) for _ in range(missing)]
+        if self._request.want_prompt_tokens and self._prompt_tokens is None:
+            self._prompt_tokens = self._engine.detokenize(self._prompt_ids, False)
+        try:
+            self._emit([*self._ranked(self._finished + running), *nothing])
+        except Exception:
+            logger.exception("request %s: beam search failed as it was aborted", self._request.request_id)
+            self._sink.on_error(GenerationFailed("internal error in beam search"))
+
+    async def _run(self) -> None:
+        try:
+            self._emit(await self._search())
+        except RequestError as error:
+            self._meter.failed_requests += self._options.width
+            self._sink.on_error(error)
+        except Exception:
+            logger.exception("request %s: beam search failed", self._request.request_id)
+            self._meter.failed_requests += self._options.width
+            self._sink.on_error(GenerationFailed("internal error in beam search"))
+
+    async def _search(self) -> list[_Beam]:
+        width, min_tokens = self._options.width, self._request.sampling.min_tokens
+        for step in range(self._limit):
+            alternatives = await asyncio.gather(*(self._alternatives(beam, step) for beam in self._running))
+            grown = [
+                beam.extended(token)
+                for beam, tokens in zip(self._running, alternatives, strict=True)
+                for token in tokens
+                if step >= min_tokens or token.id not in self._ending
+            ]
+            if not grown:
+                raise GenerationFailed("no beam can go on: before min_tokens none of its probable tokens may come")
+            best = sorted(grown, key=lambda beam: beam.logprob, reverse=True)[: 2 * width]
+            for beam in best:
+                beam.finish_reason = self._finish_reason(beam)
+            self._finished += [beam for beam in best if beam.finish_reason is not None]
+            self._running = [beam for beam in best if beam.finish_reason is None][:width]
+            if not self._running or self._settled():
+                break
+        for beam in self._running:
+            beam.finish_reason = FinishReason.LENGTH
+        return self._ranked(self._finished + self._running)
+
+    def _settled(self) -> bool:
+        """Tell whether no running beam can displace a finished one any more."""
+        if len(self._finished) < self._options.width:
+            return False
+        if self._options.early_stopping:
+            return True
+        penalty = self._options.length_penalty
+        worst = self._ranked(self._finished)[-1].score(penalty)
+        # As transformers does: a beam is judged by its present length.
+        return self._running[0].score(penalty) <= worst
+
+    def _ranked(self, beams: list[_Beam]) -> list[_Beam]:
+        penalty = self._options.length_penalty
+        return sorted(beams, key=lambda beam: beam.score(penalty), reverse=True)[: self._options.width]
+
+    async def _alternatives(self, beam: _Beam, step: int) -> tuple[Token, ...]:
+        first = step == 0
+        request = GenerationRequest(
+            request_id=f"{self._request.request_id}-beam",
+            prompt=(*self._prompt_ids, *(token.id for token in beam.tokens)),
+            generated_before=len(beam.tokens),
+            sampling=SamplingParameters(max_tokens=1, ignore_eos=True),
+            want_tokens=True,
+            want_logprobs=True,
+            want_ranks=self._request.want_ranks,
+            top_tokens=2 * self._options.width,
+            want_prompt_tokens=first and self._request.want_prompt_tokens,
+            adapter=self._request.adapter,
+            trace_context=self._request.trace_context,
+        )
+        meter = self._first_step if first else self._later_steps
+        delta = await first_delta(lambda asked, sink: self._submit(asked, sink, meter), request)
+        self._meter.tokens += delta.token_count
+        if first:
+            self._prompt_tokens = delta.prompt_tokens
+        if not delta.tokens:
+            raise GenerationFailed("the engine gave no token")
+        return delta.tokens[0].top
+
+    def _finish_reason(self, beam: _Beam) -> FinishReason | None:
+        last = beam.tokens[-1].id
+        if last in self._eos_ids:
+            return FinishReason.EOS
+        counts = len(beam.tokens) > self._request.sampling.min_tokens
+        if last in self._stop_ids or (counts and self._ends_with_stop_string(beam)):
+            return FinishReason.STOP
+        return None
+
+    def _ends_with_stop_string(self, beam: _Beam) -> bool:
+        stop = self._request.sampling.stop
+        if not stop:
+            return False
+        # A stop string that ends in the last token has its beginning in as many tokens as it has bytes, at most.
+        reach = 4 * max(map(len, stop)) + 1
+        ids = [token.id for token in beam.tokens]
+        tail = self._engine.detokenize(ids[-reach:], self._request.sampling.skip_special_tokens, ids[:-reach][-8:])
+        text = "".join(token.text for token in tail)
+        return any(string in text for string in stop)
+
+    def _hide_stop(self, beam: _Beam, tokens: list[Token]) -> None:
+        """Take the text of what has ended the beam out of its tokens' texts."""
+        if beam.finish_reason not in (FinishReason.EOS, FinishReason.STOP):
+            return
+        if tokens[-1].id in self._ending:
+            tokens[-1].text = ""
+        elif beam.finish_reason is FinishReason.STOP:
+            _cut(tokens, self._request.sampling.stop)
+
+    def _emit(self, beams: list[_Beam]) -> None:
+        sampling = self._request.sampling
+        for rank, beam in enumerate(beams):
+            ids = [token.id for token in beam.tokens]
+            tokens = self._engine.detokenize(ids, sampling.skip_special_tokens, self._prompt_ids)
+            for shown, token in zip(tokens, beam.tokens, strict=True):
+                shown.logprob, shown.rank = token.logprob, token.rank
+            if not sampling.include_stop_str_in_output:
+                self._hide_stop(beam, tokens)
+            if beam.finish_reason is FinishReason.ABORT:
+                self._meter.aborted_requests += 1
+            else:
+                self._meter.finished_requests += 1
+            self._sink.on_delta(
+                TokenDelta(
+                    text="".join(token.text for token in tokens),
+                    tokens=tokens if self._request.want_tokens else [],
+                    sequence=rank,
+                    finish_reason=beam.finish_reason,
+                    prompt_token_count=len(self._prompt_ids),
+                    token_count=len(tokens),
+                    cumulative_logprob=beam.logprob,
+                    prompt_tokens=self._prompt_tokens if rank == 0 else None,
+                    last=rank == len(beams) - 1,
+                )
+            )
+
+
+def _cut(tokens: list[Token], stop: Sequence[str]) -> None:
+    """Shorten the tokens' texts so that joined they end before the first stop string."""
+    text = "".join(token.text for token in tokens)
+    room = min((place for string in stop if (place := text.find(string)) >= 0), default=len(text))
+    for token in tokens:
+        token.text = token.text[:room]
+        room -= len(token.text)

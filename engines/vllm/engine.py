@@ -1,0 +1,397 @@
+"""vLLM as an engine, on CPU and CUDA alike: `AsyncLLM`, with states of our own for the requests (`output`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import vllm.platforms
+from vllm.exceptions import GenerationError, VLLMClientError
+from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from engines.daemon_thread import LastingThread
+from engines.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
+from engines.interface import EngineHealth, Generation, Progress, SequenceGroup, Sink, Watchdog
+from engines.loaded_model import EngineStatus, ModelTexts
+from engines.model_settings import ModelSettings
+from engines.request import GenerationRequest, Token
+from engines.statistics import Meter
+from engines.tokenization import PromptTokenizer, end_token_ids, split_text
+from engines.vllm import fork_server
+from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
+from engines.vllm.beam_search import BeamSearchTask
+from engines.vllm.constraints import ConstraintTranslator
+from engines.vllm.loading import LoadedModel, VllmLoader, own_tokenizer, shut_down
+from engines.vllm.lora import VllmAdapters
+from engines.vllm.output import PushedState, TokensApart, use_lean_decoder
+from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal, sibling
+
+logger = logging.getLogger(__name__)
+
+# Sequences of one request that are submitted before other tasks get their turn on the event loop.
+SUBMITS_PER_TURN = 16
+REMEMBERED_REQUESTS = 256
+_REMEMBERED_CHARACTERS = 256  # Of stop strings.
+
+
+class VllmEngine:
+    """One model on vLLM. Its engine core runs in a process of its own."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
+        self._ids = itertools.count()
+        self.meter = Meter()
+        self._reports = SchedulerReports()
+        # Starts vLLM's processes; the kernel kills those that are spawned with it.
+        self._thread = LastingThread("engine")
+        self._progress = Progress()
+        self._watchdog = Watchdog(self._look)
+        self._stopped = False
+        self.adapters: VllmAdapters | None = None
+        # Requests that vLLM has checked, without their prompts, by what others may have in common with them.
+        self._checked: dict[Hashable, EngineCoreRequest] = {}
+
+    async def start(self) -> None:
+        fork_server.start()
+        try:
+            loaded = await VllmLoader(self._settings, self._thread).load()
+            try:
+                await self._attach(loaded)
+            except BaseException:
+                await shut_down(loaded.llm)
+                raise
+        except BaseException:
+            self._thread.end()
+            raise
+
+    async def _attach(self, loaded: LoadedModel) -> None:
+        llm = self.async_llm = loaded.llm
+        self.frontend_arguments = loaded.frontend_arguments
+        # The scheduler goes on reporting, but the per-token bookkeeping in this process is ours. Spans need vLLM's.
+        self._traced = llm.vllm_config.observability_config.otlp_traces_endpoint is not None
+        self._stream_interval: int = llm.vllm_config.scheduler_config.stream_interval
+        llm.log_stats = llm.output_processor.log_stats = self._traced
+        llm.logger_manager = self._reports
+        use_lean_decoder(llm.engine_core)
+        llm._run_output_handler()
+        self._tasks = await llm.get_supported_tasks()
+        # vLLM asks for each request, and the tokenizer looks the token up in its vocabulary.
+        eos_token_id = llm.renderer.get_eos_token_id()
+        llm.renderer.get_eos_token_id = lambda: eos_token_id
+        self.tokenizer = llm.get_tokenizer()  # vLLM's pool
+        self.texts = ModelTexts(own_tokenizer(llm.model_config))
+        self._apart = TokensApart(self.texts.tokenizer)
+        generation_config = llm.model_config.try_get_generation_config() or {}
+        self.eos_token_ids = end_token_ids(generation_config.get("eos_token_id"), self.tokenizer)
+        # The model's own generation config, as far as it differs from vLLM's defaults.
+        self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
+        config, on_cpu = llm.vllm_config, vllm.platforms.current_platform.is_cpu()
+        self.max_model_len: int = llm.model_config.max_model_len
+        self.max_sequences = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
+        vocabulary_size = llm.model_config.get_vocab_size()
+        most = llm.model_config.max_logprobs
+        self.max_top_tokens: int = vocabulary_size if most < 0 else most
+        self._prompts = PromptTokenizer(self.texts, self.max_model_len, self._settings.max_prompt_tokens)
+        self.sampling = SamplingTranslator(
+            max_model_len=self.max_model_len,
+            max_top_tokens=self.max_top_tokens,
+            vocabulary_size=vocabulary_size,
+            typical_refusal=loaded.typical_refusal,
+            prompt_logprobs_refusal=prompt_logprobs_refusal(config, on_cpu),
+            prefix_cache=bool(config.cache_config.enable_prefix_caching),
+        )
+        structured = config.structured_outputs_config
+        self.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, structured)
+        if config.lora_config is not None:
+            empty_slots = EMPTY_SLOTS_ON_CPU if on_cpu else 0
+            self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
+        self._watchdog.start()
+
+    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+        self._check_alive()
+        if request.adapter is None:
+            return await self._submit(request, sink, self.meter, None)
+        if self.adapters is None:
+            raise UnknownAdapter(request.adapter)
+        claim = await self.adapters.claim(request.adapter)
+        try:
+            generation = await self._submit(request, sink, self.meter, claim.request)
+        except BaseException:
+            claim.release()
+            raise
+        if isinstance(generation, VllmGeneration):
+            claim.release()
+        else:
+            generation.when_done(claim.release)
+        return generation
+
+    async def _submit(
+        self, request: GenerationRequest, sink: Sink, meter: Meter, adapter: LoRARequest | None
+    ) -> VllmGeneration | BeamSearchTask:
+        if request.beam_search is not None:
+            self.sampling.check(request)
+            prompt_ids = await self.prompt_token_ids(request)
+            return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
+        token_ids = await self.prompt_token_ids(request)
+        core_request = self._known_request(request, token_ids, adapter)
+        if core_request is None:
+            core_request = await self._checked_request(request, token_ids, adapter)
+        self._check_alive()  # a long prompt is tokenized elsewhere meanwhile, and a constraint tried out
+        generation = VllmGeneration(self.async_llm)
+        target = sink
+        if request.candidates > 1:
+            target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
+        try:
+            for index in range(request.candidates):
+                if index % SUBMITS_PER_TURN == SUBMITS_PER_TURN - 1:
+                    await asyncio.sleep(0)
+                await self._add(request, sibling(core_request, index), index, target, meter, generation)
+        except BaseException as error:
+            generation.cancel()  # what was registered before it failed
+            if isinstance(error, EngineDeadError):
+                raise EngineDead from None
+            if isinstance(error, VLLMClientError | ValueError):
+                raise InvalidRequest(str(error)) from error
+            raise
+        meter.prompt(len(token_ids))
+        return generation
+
+    def _check_alive(self) -> None:
+        if self._stopped or self._watchdog.failure or self.async_llm.errored:
+            raise EngineDead
+
+    async def _checked_request(
+        self, request: GenerationRequest, token_ids: list[int], adapter: LoRARequest | None
+    ) -> EngineCoreRequest:
+        """Return vLLM's request for the first sequence, checked by vLLM. Raises InvalidRequest: vLLM refuses it, or it
+        would harm the engine."""
+        constraint = await self.constraints.structured_outputs(request.sampling)
+        params = self.sampling.sampling_params(request, len(token_ids), constraint)
+        processed = partial(
+            self.async_llm.input_processor.process_inputs,
+            request.request_id,
+            TokensPrompt(type="token", prompt_token_ids=token_ids),
+            params,
+            supported_tasks=self._tasks,
+            lora_request=adapter,
+        )
+        try:
+            # vLLM checks a constraint again, which may take tenths of a second.
+            core_request = processed() if constraint is None else await asyncio.to_thread(processed)
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
+        check_bad_words(core_request.sampling_params)
+        # With a reasoning parser, vLLM constrains an answer once its reasoning has ended. These prompts are no chats of
+        # such a model, so their answers have no reasoning.
+        core_request.reasoning_ended = True
+        core_request.external_req_id = request.request_id
+        if (key := _repeated(request)) is not None:
+            if len(self._checked) >= REMEMBERED_REQUESTS:
+                self._checked.clear()
+            self._checked[key] = msgspec.structs.replace(core_request, prompt_token_ids=None, lora_request=None)
+        return core_request
+
+    def _known_request(
+        self, request: GenerationRequest, token_ids: list[int], adapter: LoRARequest | None
+    ) -> EngineCoreRequest | None:
+        """Return vLLM's request for the first sequence, if one like it has been checked; None if not.
+
+        What vLLM checks, and adds to the parameters, depends on these and on the model. The prompt is a text, whose
+        tokens the model has, and `prompt_token_ids` has seen to it that the context has room for them.
+        """
+        known = self._checked.get(_repeated(request))
+        if known is None:
+            return None
+        params: Any = known.sampling_params
+        limit = self.sampling.max_tokens(request.sampling, len(token_ids))
+        if params.max_tokens != limit:
+            params = copy.copy(params)
+            params.max_tokens = limit
+        return msgspec.structs.replace(
+            known,
+            external_req_id=request.request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            arrival_time=time.time(),
+            lora_request=adapter,
+        )
+
+    async def _add(
+        self,
+        request: GenerationRequest,
+        core_request: EngineCoreRequest,
+        index: int,
+        sink: Sink,
+        meter: Meter,
+        generation: VllmGeneration,
+    ) -> None:
+        llm = self.async_llm
+        core_request.request_id = f"{next(self._ids)}-{request.request_id}"
+        if self._traced:
+            core_request.trace_headers = request.trace_context
+        state = PushedState(
+            core_request,
+            request,
+            index,
+            sink,
+            meter,
+            self.texts,
+            self._apart,
+            traced=self._traced,
+            interval=self._stream_interval,
+        )
+        # Registered before the engine hears of it, so that no output can come before its state.
+        llm.output_processor.request_states[core_request.request_id] = state
+        llm.output_processor.external_req_ids[request.request_id].append(core_request.request_id)
+        generation.states.append(state)
+        await llm.engine_core.add_request_async(core_request)
+
+    async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
+        return await self._prompts.token_ids(request)
+
+    def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+    ) -> list[Token]:
+        texts = self.texts
+        return split_text(texts.tokenizer, token_ids, texts.special_ids, skip_special_tokens, prompt_ids)
+
+    async def _look(self) -> bool:
+        """End requests that would wait for ever: all when the engine has died, and each that gets no token. vLLM tells
+        pending requests of a crash, but not of an engine process that was killed."""
+        if self.async_llm.errored:
+            self._reports.status = EngineStatus(0, 0, 0.0)
+            self._fail_all(EngineDead())
+            if self.adapters is not None:
+                await self.adapters.stop()
+            return False
+        # Whose requests they are does not matter: AsyncLLM's own, of OpenAI's front end, are among them.
+        self._progress.look(bool(self.async_llm.output_processor.request_states), self._reports.count)
+        await self._end_overdue()
+        return True
+
+    async def _end_overdue(self) -> None:
+        limit = self._settings.predict_timeout
+        overdue = time.monotonic() - limit
+        stalled = [state for state in self._own_states() if state.reader.last_at < overdue and not state.ended]
+        for state in stalled:
+            state.fail(GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
+        if stalled:
+            with contextlib.suppress(EngineDeadError):
+                await self.async_llm.abort([state.request_id for state in stalled], internal=True)
+
+    def _fail_all(self, error: EngineDead) -> None:
+        for state in self._own_states():
+            state.fail(error)
+        # To requests that were given to AsyncLLM itself.
+        self.async_llm.output_processor.propagate_error(GenerationError(error.message))
+
+    def _own_states(self) -> list[PushedState]:
+        states = self.async_llm.output_processor.request_states.values()
+        return [state for state in states if isinstance(state, PushedState)]
+
+    def health(self) -> EngineHealth:
+        if self._stopped:
+            return EngineHealth(False, "the engine is stopped")
+        if self.async_llm.errored:
+            return EngineHealth(False, "the engine has died")
+        if self._watchdog.failure:
+            return EngineHealth(False, self._watchdog.failure)
+        progress = self._progress
+        return EngineHealth(True, "", progress.quiet_seconds, progress.mark, progress.worked_seconds)
+
+    def status(self) -> EngineStatus:
+        return self._reports.status
+
+    async def stop(self, why: str = "the server is stopping") -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        self._watchdog.stop()
+        if self.adapters is not None:
+            await self.adapters.stop()
+        self._fail_all(EngineDead(f"{why}; the request was not completed"))
+        await self.constraints.stop()
+        await shut_down(self.async_llm)
+        self._thread.end()
+
+
+def _repeated(request: GenerationRequest) -> Hashable:
+    """Return what makes requests alike for vLLM's checks, whatever their prompts; None for one that is not remembered.
+    Left out are those that are rarely repeated, whose parameters may be large, or that have tokens as their prompt."""
+    s = request.sampling
+    if not isinstance(request.prompt, str) or s.min_tokens or s.seed is not None or s.constraint is not None:
+        return None
+    if s.bad_words or s.logit_bias is not None or s.allowed_token_ids is not None:
+        return None
+    if s.stop and sum(map(len, s.stop)) > _REMEMBERED_CHARACTERS:
+        return None
+    sequences = (request.sequences, request.candidates, request.stream)
+    return s, *sequences, request.want_logprobs, request.top_tokens, request.want_prompt_tokens
+
+
+class VllmGeneration:
+    """The sequences of one request."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self.states: list[PushedState] = []
+
+    def cancel(self) -> None:
+        self._stop(PushedState.cancel)
+
+    def abort(self) -> None:
+        self._stop(PushedState.abort)
+
+    def _stop(self, end: Callable[[PushedState], None]) -> None:
+        """End the sequences that vLLM still has, once."""
+        known = self._llm.output_processor.request_states
+        running = [state for state in self.states if state.request_id in known]
+        self.states = []
+        for state in running:
+            end(state)
+        if running and not self._llm.errored:
+            self._task = asyncio.ensure_future(self._abort([state.request_id for state in running]))
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        try:
+            await self._llm.abort(request_ids, internal=True)
+        except EngineDeadError:
+            logger.debug("nothing to abort: the engine has died")
+
+
+class SchedulerReports:
+    """Takes the place of vLLM's stat loggers, and keeps only the schedulers' gauges."""
+
+    def __init__(self) -> None:
+        self.count = 0  # Messages of the engine's process: steps with tokens and steps without, as of a long prompt.
+        # After the last step: of the scheduler, or of those of all data-parallel replicas together.
+        self.status = EngineStatus(0, 0, 0.0)
+        self._latest: dict[int, Any] = {}  # The last report of each data-parallel replica, by its number.
+
+    def record(self, scheduler_stats: Any, *_: Any, engine_idx: int = 0, **__: Any) -> None:
+        self.count += 1
+        if scheduler_stats is None:
+            return
+        self._latest[engine_idx] = scheduler_stats
+        latest = self._latest.values()
+        self.status = EngineStatus(
+            running_requests=sum(stats.num_running_reqs for stats in latest),
+            waiting_requests=sum(stats.num_waiting_reqs for stats in latest),
+            # Their caches are equally large, so this is the share of all of them together.
+            kv_cache_usage=sum(stats.kv_cache_usage for stats in latest) / len(latest),
+        )
+
+    def record_admission_rejection(self, reason: str) -> None:
+        """Count nothing: vLLM's own admission limits are off, and the queue is bounded before the engine."""

@@ -1,0 +1,253 @@
+"""From a model's settings to vLLM's engine process with that model in it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import vllm.platforms
+from vllm.config import ModelConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.tokenizers import cached_tokenizer_from_config, registry
+from vllm.transformers_utils import processor
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils import func_utils
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from engines.cpu_memory import Demand, kv_cache_size, memory_limits, smaller_size
+from engines.daemon_thread import LastingThread
+from engines.interface import EngineOutOfMemory, EngineStartError
+from engines.loaded_model import copied
+from engines.model_settings import ModelSettings
+from engines.parallelism import Layout, ModelMemory, Weights, tensor_parallel_sizes
+from engines.start_failure import failure_of
+from engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
+from engines.vllm.constraints import choose_backend
+from engines.vllm.output import end_output_loop
+from engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
+from engines.vllm.sampling import load_typical
+from engines.weight_files import draft_model, expert_bytes, hub_weight_bytes, is_expert, weight_bytes
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 1.0  # How long vLLM's processes have to end by themselves before they are killed.
+_SWITCH = "TORCH_COMPILE_DISABLE"
+_COMPILER = "g++"
+_INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """vLLM with a model, and what its OpenAI front end is to be told."""
+
+    llm: AsyncLLM
+    frontend_arguments: dict[str, Any]
+    typical_refusal: str  # Why `typical_p` is refused; "" if it is not.
+
+
+class VllmLoader:
+    """Loads one model, once."""
+
+    def __init__(self, settings: ModelSettings, thread: LastingThread) -> None:
+        """`thread`: starts vLLM's processes; the kernel kills those that are spawned with it."""
+        self._settings = settings
+        self._thread = thread
+        self._abandoned = False  # Nobody waits for it any more.
+        # vLLM's reasons do not always name the argument that they are about.
+        given = settings.engine_options
+        self._cannot = f"vLLM cannot load {settings.model_id}" + (f" with {given}" if given else "")
+
+    async def load(self) -> LoadedModel:
+        """Load the model, which takes half a minute and more; other tasks go on meanwhile. Raises EngineStartError:
+        vLLM cannot load the model, or not within `model_loading_timeout`."""
+        try:
+            return await asyncio.wait_for(self._thread.run(self._load), self._settings.model_loading_timeout)
+        except TimeoutError:
+            limit = self._settings.model_loading_timeout
+            raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
+        except EngineStartError:
+            raise
+        except Exception as error:
+            raise failure_of(error).error(self._cannot) from error
+        finally:
+            self._abandoned = True
+
+    def _load(self) -> LoadedModel:
+        use_fork_server()
+        on_cpu = vllm.platforms.current_platform.is_cpu()
+        if on_cpu:
+            go_without_compiler(os.environ)
+        arguments = engine_arguments(self._settings, on_cpu)
+        # Read here, so that what is wrong is said before the model is loaded.
+        frontend = frontend_arguments(self._settings)
+        engine_args = AsyncEngineArgs(**serve_defaults() | arguments)
+        if not on_cpu:
+            choose_devices(engine_args, self._settings)
+        # Batch sizes depend on it: these are the defaults of `vllm serve`.
+        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        choose_backend(config, self._settings.engine_arguments.get("structured_outputs_config", ""))
+        refusal = load_typical(config)
+        if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
+            llm = self._start_on_cpu(config)
+        else:
+            llm = self._start(config)
+        if self._abandoned:
+            end_processes(llm, SHUTDOWN_SECONDS)
+            forget_tokenizers()
+        return LoadedModel(llm, frontend, refusal)
+
+    def _start(self, config: VllmConfig) -> AsyncLLM:
+        with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:
+            try:
+                llm: AsyncLLM = AsyncLLM.from_vllm_config(config)
+            except Exception as error:  # vLLM's own says that a process has failed, and not why
+                if (failure := first_failure(reports)) is None:
+                    raise
+                raise failure.error(self._cannot) from error
+        return llm
+
+    def _start_on_cpu(self, config: VllmConfig) -> AsyncLLM:
+        """Choose the size of the KV cache, and choose once more where vLLM refuses it and says what it has."""
+        demand = cache_demand(config)
+        limits = memory_limits(config.parallel_config.local_world_size)
+        config.cache_config.kv_cache_memory_bytes = kv_cache_size(demand, limits)
+        try:
+            return self._start(config)
+        except EngineOutOfMemory as error:
+            smaller = smaller_size(demand, str(error))
+            if smaller is None or self._abandoned:
+                raise
+            logger.warning("%s; trying once more with a KV cache of %.2f GiB", error, smaller / (1 << 30))
+        config.cache_config.kv_cache_memory_bytes = smaller
+        return self._start(config)
+
+
+async def shut_down(llm: AsyncLLM) -> None:
+    """End vLLM's processes, and free what the model had here."""
+    await end_output_loop(llm)
+    await asyncio.to_thread(end_processes, llm, SHUTDOWN_SECONDS)
+    forget_tokenizers()
+
+
+def forget_tokenizers() -> None:
+    """Clear vLLM's caches, which hold tokenizers of models that are gone."""
+    registry.cached_get_tokenizer.cache_clear()
+    processor.cached_get_processor.cache_clear()
+    func_utils._supports_kw.cache_clear()
+
+
+def own_tokenizer(config: ModelConfig) -> Any:
+    """Return a tokenizer of the model that neither vLLM nor its pool of tokenizers changes."""
+    return copied(cached_tokenizer_from_config(config))
+
+
+def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
+    """Have torch compile nothing where there is no compiler; returns whether that was done.
+
+    vLLM compiles some of its functions at their first call, also when it runs the model eagerly, and its process dies
+    where that fails. torch reads the variable when it is imported, so it is for processes that are still to be started.
+    One that is set already stays as it is.
+    """
+    compiler = environ.get("CXX", _COMPILER)  # as torch looks for it
+    if _SWITCH in environ or environ.get(_INSTALLS_ONE) or shutil.which(compiler, path=environ.get("PATH", os.defpath)):
+        return False
+    environ[_SWITCH] = "1"
+    logger.info("there is no C++ compiler (%s), so torch.compile is off (%s=1)", compiler, _SWITCH)
+    return True
+
+
+def choose_devices(engine_args: AsyncEngineArgs, settings: ModelSettings) -> None:
+    """Set how many GPUs share each layer, unless that is given, and which GPUs vLLM takes: the first of `devices`.
+    Raises EngineStartError: there are fewer than the model needs."""
+    visible = range(vllm.platforms.current_platform.device_count())
+    devices = visible if settings.devices is None else settings.devices
+    if settings.devices == ():
+        raise EngineStartError("load_on_devices is cpu, but this vLLM is built for GPUs")
+    if settings.tensor_parallel_degree is None:
+        share_layers(engine_args, devices, settings.tensor_parallel_max)
+    if settings.devices is None or engine_args.device_ids:
+        return
+    count = Layout.of(vars(engine_args)).gpus(engine_args.tensor_parallel_size)
+    if count > len(devices) and len(devices) < len(visible):
+        raise EngineStartError(f"the model needs {count} GPUs, and load_on_devices allows {len(devices)}")
+    chosen = sorted(devices[:count])  # neighbours are often connected
+    if chosen != list(visible):
+        engine_args.device_ids = chosen
+        logger.info("GPUs of this model: %s of %d", ", ".join(map(str, chosen)), len(visible))
+
+
+def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: bool) -> None:
+    """Set the tensor-parallel size: the fewest GPUs that hold the model or, with `most`, as many as it allows."""
+    platform = vllm.platforms.current_platform
+    gpus = len(devices)
+    layout = Layout.of(vars(engine_args))
+    if layout.most(gpus) <= 1:
+        return
+    model = engine_args.create_model_config()
+    config = model.hf_config.to_dict()
+    sizes = tensor_parallel_sizes(config, layout.most(gpus))
+    if most:
+        engine_args.tensor_parallel_size, why = sizes[-1], "the most that the model allows"
+    else:
+        memory = ModelMemory(
+            config,
+            weights_of(model.model, model.revision, engine_args.speculative_config, layout),
+            layout,
+            memory_share=engine_args.gpu_memory_utilization,
+            # With -1 vLLM itself fits the length to the memory.
+            max_model_len=0 if engine_args.max_model_len == -1 else model.max_model_len,
+            cache_element_bytes=1 if "fp8" in engine_args.kv_cache_dtype else model.dtype.itemsize,
+        )
+        smallest = min(platform.get_device_total_memory(gpu) for gpu in devices)
+        engine_args.tensor_parallel_size, why = memory.fewest(sizes, smallest)
+    logger.info(
+        "%d of %d GPUs share each layer (%d pipeline stages, %d replicas, %d machines): %s; the model allows %s; "
+        "option.tensor_parallel_degree sets it by hand",
+        engine_args.tensor_parallel_size,
+        gpus * layout.nodes,
+        layout.stages,
+        layout.replicas,
+        layout.nodes,
+        why,
+        ", ".join(map(str, sizes)),
+    )
+
+
+def weights_of(model: str, revision: str | None, speculative: Any, layout: Layout) -> Weights:
+    """Return the sizes of a model's weights and of its draft model's; the hub is asked where they are not here."""
+    total = weight_bytes(model) or hub_weight_bytes(model, revision)
+    shared = layout.expert_ranks > 1  # otherwise nobody needs to know
+    experts = (expert_bytes(model) or hub_weight_bytes(model, revision, is_expert)) if shared else 0
+    draft = draft_model(speculative)
+    if not draft or draft == model:  # some models have layers that draft
+        return Weights(total, experts)
+    return Weights(total, experts, weight_bytes(draft) or hub_weight_bytes(draft, None))
+
+
+def cache_demand(config: VllmConfig) -> Demand:
+    """Tell what each of vLLM's CPU workers will need."""
+    model, parallel = config.model_config, config.parallel_config
+    item = model.dtype.itemsize
+    stored = getattr(getattr(model.hf_config, "dtype", None), "itemsize", item)
+    files = weight_bytes(model.model) or hub_weight_bytes(model.model, model.revision)
+    weights = files if model.quantization else files * item // stored
+    draft = config.speculative_config.model if config.speculative_config is not None else None
+    draft_bytes = weight_bytes(draft) if draft is not None and draft != model.model else 0
+    memory = ModelMemory(
+        model.hf_config.to_dict(),
+        Weights(weights),
+        Layout(stages=parallel.pipeline_parallel_size),
+        max_model_len=model.max_model_len,
+        cache_element_bytes=1 if config.cache_config.cache_dtype.startswith("fp8") else item,
+    )
+    return Demand(
+        model.model,
+        weights // parallel.world_size + draft_bytes // parallel.tensor_parallel_size,
+        memory.sequence_bytes(parallel.tensor_parallel_size),
+        parallel.local_world_size * max(parallel.data_parallel_size_local, 1),
+    )

@@ -1,0 +1,266 @@
+"""LoRA adapters on vLLM: which of them are in its memory, and who uses them.
+
+vLLM reads an adapter from its directory whenever a step needs one that is not in memory, and its engine process dies if
+that fails; it also takes adapters of one name for one and the same. So
+
+- what is in memory is decided here: never more than vLLM's cache holds, so that it never drops one by itself, and none
+  is dropped while a request has it. vLLM then never reads a file within a step, and a failure to load is an answer;
+- each adapter has a name of its own in vLLM, for ever: an adapter that comes again, from the same directory or another,
+  neither meets requests of the former one in a batch nor finds its blocks in the prefix cache.
+
+vLLM's own pinning is not used: it takes the slot of a pinned adapter from those of a batch, but its scheduler goes on
+filling batches with as many adapters as there are slots.
+
+`AsyncLLM.add_lora` raises what loading raises; tests/live/test_adapters_live.py holds that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Coroutine, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from engines.adapters import Adapter
+from engines.errors import AdapterFailed, AdapterUnusable, EngineDead, NoRoomForAdapter, Overloaded, UnknownAdapter
+from engines.vllm.lora_files import Shapes, base_shapes, check_adapter, read_ahead
+
+logger = logging.getLogger(__name__)
+
+# Seconds between looks at what runs; also the time for an abort to reach the engine before its adapter is removed.
+_POLL = 0.05
+_REMOVE_SECONDS = 30.0  # The longest time that `remove` waits for requests.
+_FAILURE = "Call to add_lora method failed: "  # vLLM's words before an error of its engine process.
+# vLLM's words around an error of a worker.
+_WORKER_FAILURE = re.compile(r"Worker failed with error '(.*)', please check the stack trace above .*", re.DOTALL)
+
+
+class PublicAdapters(dict[str, LoRARequest]):
+    """Adapters by the names that requests give, as vLLM's front end looks them up.
+
+    It goes through `values` only to give a chat an adapter that is called like one of its content types, such as
+    "text"; ours are chosen by name alone.
+    """
+
+    def values(self) -> Any:
+        return ()
+
+
+class Claim:
+    """A request's hold on its adapter, until the engine has the request."""
+
+    __slots__ = ("_held", "_open", "request")
+
+    def __init__(self, held: _Held) -> None:
+        held.claims += 1
+        self._held, self._open = held, True
+        self.request = held.request  # The adapter, as vLLM is told of it.
+
+    def release(self) -> None:
+        """Let go; harmless when that has been done."""
+        if self._open:
+            self._open = False
+            self._held.claims -= 1
+
+
+class _Held:
+    __slots__ = ("adapter", "claims", "loading", "request", "resident", "used")
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.request = LoRARequest(f"{adapter.name}#{adapter.id}", adapter.id, str(adapter.path))
+        self.claims = 0
+        self.resident = False
+        self.used = 0.0
+        self.loading: asyncio.Task[None] | None = None
+
+
+class VllmAdapters:
+    """The adapters of one engine, in vLLM's memory or outside it."""
+
+    def __init__(self, llm: AsyncLLM, patience: float, empty_slots: int = 0) -> None:
+        """`patience`: seconds that loading may take, and a wait for a place in memory. `empty_slots`: so many of the
+        places that vLLM has stay empty."""
+        lora: Any = llm.vllm_config.lora_config
+        self._llm, self._patience = llm, patience
+        self._places: int = (lora.max_cpu_loras or lora.max_loras) - empty_slots
+        self._max_rank: int = lora.max_lora_rank
+        self._held: dict[int, _Held] = {}
+        self.public = PublicAdapters()
+        # Adapters are loaded one by one: each stops the engine's steps for as long as it takes.
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @cached_property
+    def _base(self) -> Shapes:
+        return base_shapes(Path(self._llm.model_config.model))
+
+    async def add(self, adapter: Adapter) -> None:
+        await asyncio.to_thread(check_adapter, adapter.path, self._max_rank)
+        held = self._held[adapter.id] = _Held(adapter)
+        try:
+            if adapter.pin:
+                self._check_pins(held)
+            if adapter.preload:
+                await self._loaded(held)
+        except asyncio.CancelledError:
+            await self.remove(adapter.id, wait=False)  # whoever cancels is not to wait until it is loaded
+            raise
+        except BaseException:
+            await self.remove(adapter.id)
+            raise
+        self.public[adapter.name] = LoRARequest(adapter.name, adapter.id, str(adapter.path))
+
+    async def change(self, adapter: Adapter) -> None:
+        held = self._held[adapter.id]
+        before, held.adapter = held.adapter, adapter
+        try:
+            if adapter.pin:
+                self._check_pins(held)
+            if adapter.preload or adapter.pin:
+                await self._loaded(held)
+        except BaseException:
+            held.adapter = before
+            raise
+
+    async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
+        held = self._held.get(adapter_id)
+        if held is None:
+            return
+        if (public := self.public.get(held.adapter.name)) is not None and public.lora_int_id == adapter_id:
+            del self.public[held.adapter.name]
+        freeing = self._spawn(self._free(held))
+        if wait:
+            await asyncio.wait({freeing}, timeout=_REMOVE_SECONDS)
+
+    async def claim(self, name: str) -> Claim:
+        """Return a claim on the adapter of this name, which stays in memory until the claim is released.
+
+        Raises:
+            UnknownAdapter: there is none.
+            AdapterUnusable: it cannot be loaded any more.
+            Overloaded: there is no place for it.
+            EngineDead: the engine is gone.
+        """
+        if (public := self.public.get(name)) is None:
+            raise UnknownAdapter(name)
+        held = self._held[public.lora_int_id]
+        held.used = time.monotonic()
+        claim = Claim(held)
+        try:
+            await self._loaded(held)
+        except BaseException as error:
+            claim.release()
+            if isinstance(error, NoRoomForAdapter):
+                raise Overloaded(error.message) from None
+            if isinstance(error, AdapterFailed):
+                raise AdapterUnusable(name, error.message) from None
+            raise
+        return claim
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _loaded(self, held: _Held) -> None:
+        """Wait until the adapter is in memory. One who waits may leave; loading goes on for others."""
+        if held.resident:
+            return
+        loading = held.loading
+        if loading is None or loading.done():
+            loading = held.loading = self._spawn(self._load(held))
+        await asyncio.wait({loading}, timeout=self._patience)
+        if not loading.done():
+            raise NoRoomForAdapter(f"it was not loaded within {self._patience:g} s {self._settings()}")
+        if loading.cancelled():
+            raise EngineDead
+        loading.result()
+
+    async def _load(self, held: _Held) -> None:
+        async with self._turn:
+            await asyncio.to_thread(lambda: read_ahead(held.adapter.path, self._max_rank, self._base))
+            await self._make_place()
+            started = time.monotonic()
+            try:
+                await asyncio.wait_for(self._llm.add_lora(held.request), self._patience)
+            except EngineDeadError:
+                raise EngineDead from None
+            except TimeoutError:
+                await self._drop(held)
+                raise AdapterFailed(f"loading took longer than {self._patience:g} s") from None
+            except Exception as error:
+                await self._drop(held)  # it may be half in place
+                raise AdapterFailed(_reason(error)) from None
+            held.resident, held.used = True, time.monotonic()
+        logger.info("adapter %s loaded in %.2f s", held.adapter.name, time.monotonic() - started)
+
+    def _check_pins(self, held: _Held) -> None:
+        pinned = sum(other.adapter.pin for other in self._held.values() if other is not held)
+        if pinned >= self._places:
+            raise NoRoomForAdapter(f"{pinned} adapters are pinned, as many as fit into memory {self._settings()}")
+
+    async def _make_place(self) -> None:
+        """Drop the adapter that was not used for the longest time, unless there is a place. Raises NoRoomForAdapter:
+        all are pinned, or in use for as long as it may take."""
+        deadline = time.monotonic() + self._patience
+        while len(resident := [held for held in self._held.values() if held.resident]) >= self._places:
+            movable = [held for held in resident if not held.adapter.pin]
+            if not movable:
+                raise NoRoomForAdapter(f"every adapter in memory is pinned {self._settings()}")
+            if time.monotonic() > deadline:
+                raise NoRoomForAdapter(f"every adapter in memory is in use {self._settings()}")
+            idle = self._idle(movable)
+            await asyncio.sleep(_POLL)
+            if still_idle := self._idle(held for held in idle if held.resident):
+                await self._drop(min(still_idle, key=lambda held: held.used))
+
+    def _idle(self, some: Iterable[_Held]) -> list[_Held]:
+        states = self._llm.output_processor.request_states.values()
+        running = {state.lora_request.lora_int_id for state in states if state.lora_request is not None}
+        return [held for held in some if not held.claims and held.adapter.id not in running]
+
+    async def _drop(self, held: _Held) -> None:
+        held.resident = False  # first: who claims it now has it loaded again
+        with contextlib.suppress(EngineDeadError, TimeoutError):
+            await asyncio.wait_for(self._llm.remove_lora(held.adapter.id), self._patience)
+
+    async def _free(self, held: _Held) -> None:
+        """Drop an adapter that has no name any more, once nothing uses it."""
+        if held.loading is not None:
+            await asyncio.wait({held.loading})
+        while not self._idle([held]) and not self._llm.errored:
+            await asyncio.sleep(_POLL)
+        await asyncio.sleep(_POLL)
+        if held.resident:
+            await self._drop(held)
+        self._held.pop(held.adapter.id, None)
+
+    def _settings(self) -> str:
+        return f"({self._places}: option.max_cpu_loras, or else option.max_loras)"
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.info("an adapter could not be loaded: %s", error)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).removeprefix(_FAILURE)
+    found = _WORKER_FAILURE.fullmatch(text)
+    return (text if found is None else found[1]) or "vLLM refuses it and does not say why; the log has more"

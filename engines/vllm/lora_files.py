@@ -1,0 +1,177 @@
+"""Checks of a LoRA adapter's files, which are read before an engine reads them.
+
+Weights are safetensors, or what torch has pickled; of the latter only tensors are ever loaded, never code.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+
+from engines.errors import AdapterFailed, AdapterMissing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+Shapes = Mapping[str, tuple[int, ...]]  # Names of tensors to their shapes.
+_LARGEST_CONFIG = 10_000_000
+# Types of weights that have the shape of the matrix; packed ones have another.
+_PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+_PREFIX = "base_model.model."
+_HALVES = (".lora_A.weight", ".lora_B.weight")
+_Rank = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Config(msgspec.Struct, frozen=True):
+    """What vLLM computes with, of an adapter's configuration. JSON has no number that makes NaN of every answer."""
+
+    r: _Rank
+    rank_pattern: dict[str, _Rank] | None = None
+    lora_alpha: float | None = None
+    alpha_pattern: dict[str, float | None] | None = None
+
+
+def check_adapter(directory: Path, max_rank: int) -> None:
+    """Refuse a directory that is no adapter, or one of too large a rank. Reads its configuration; may block. Raises
+    AdapterFailed: the file that is missing or broken is named."""
+    if not os.path.isdir(directory):
+        raise AdapterMissing(f"src: there is no directory {directory}")
+    config = _config(directory / CONFIG)
+    patterns = {f"rank_pattern.{layer}": rank for layer, rank in (config.rank_pattern or {}).items()}
+    for name, rank in {"r": config.r, **patterns}.items():
+        if rank > max_rank:
+            raise AdapterFailed(f"{CONFIG}: {name} {rank} is greater than max_lora_rank {max_rank}")
+    _weights(directory)
+
+
+def read_ahead(directory: Path, max_rank: int, base: Shapes) -> None:
+    """Do as `check_adapter`, and read and check the weights, which an engine then finds in memory. May block for long.
+
+    An engine makes no token while it loads an adapter; where files come over a network that may take a minute.
+
+    `base`: shapes of the base model's weights, as far as they are known.
+
+    Raises AdapterFailed: as `check_adapter`, or the weights cannot be used; the tensor is named.
+    """
+    check_adapter(directory, max_rank)
+    path = _weights(directory)
+    tensors = _tensors(path)
+    _check_pairs(tensors)
+    _check_shapes(tensors, max_rank, base)
+    _check_finite(path, tensors)
+
+
+def base_shapes(model: Path) -> Shapes:
+    """Return shapes of a model's plain weights; {} where `model` holds no safetensors files. May block."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(model.glob("*.safetensors")) if model.is_dir() else ():
+        try:
+            found.update(_plain_shapes(path))
+        except (OSError, SafetensorError):
+            return {}  # the engine has loaded the model, so the file is of a kind that we do not know
+    return found
+
+
+def _config(path: Path) -> _Config:
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(_LARGEST_CONFIG), type=_Config)
+    except OSError as error:
+        raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise AdapterFailed(f"{path} is not a configuration of LoRA: {error}") from None
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], max_rank: int, base: Shapes) -> None:
+    """Compare the two halves of each pair with the weight that they change: vLLM takes what is too small."""
+    for name, tensor in tensors.items():
+        half = next((half for half in _HALVES if name.endswith(half)), None)
+        if half is None or tensor.ndim != 2:
+            continue
+        rank, size = tensor.shape if half == _HALVES[0] else tensor.shape[::-1]
+        if rank > max_rank:
+            raise AdapterFailed(f"{name}: rank {rank} is greater than max_lora_rank {max_rank}")
+        weight = base.get(name.removeprefix(_PREFIX).removesuffix(half) + ".weight")
+        if weight is None or len(weight) != 2:
+            continue
+        wanted = weight[1] if half == _HALVES[0] else weight[0]
+        if size != wanted:
+            expected = [rank, wanted] if half == _HALVES[0] else [wanted, rank]
+            raise AdapterFailed(
+                f"{name} has shape {list(tensor.shape)}; the base model's weight asks for {expected}: "
+                "the adapter is for another model"
+            )
+
+
+def _check_pairs(names: Collection[str]) -> None:
+    """Refuse half of a pair without the other, and files without tensors: vLLM fails on them without saying why."""
+    if not names:
+        raise AdapterFailed("the adapter's weights hold no tensor")
+    for name in names:
+        for half, other in (_HALVES, _HALVES[::-1]):
+            if name.endswith(half) and (wanted := name.removesuffix(half) + other) not in names:
+                raise AdapterFailed(f"{name} has no other half: {wanted} is missing")
+
+
+def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are NaN or infinite, such as a training that diverged leaves.
+
+    On vLLM's CPU backend one request with such an adapter spoils those after it, of other adapters and of none, even
+    when the adapter is gone: dozens of them answered nothing, presumably for what it had left in the KV cache.
+    """
+    import torch
+
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor.to(torch.float32)).all():
+            raise AdapterFailed(f"{path}: {name} has weights that are not finite (NaN or infinity)")
+
+
+def _weights(directory: Path) -> Path:
+    weights = next((directory / name for name in WEIGHTS if os.path.isfile(directory / name)), None)
+    if weights is None:
+        raise AdapterFailed(f"{directory} has no weights; expected {WEIGHTS[0]}")
+    return weights
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    import torch
+    from safetensors.torch import load
+
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".safetensors":
+            safe: dict[str, Tensor] = load(data)
+            return safe
+        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise AdapterFailed(f"{path} is not a safetensors file: {error}") from None
+    except pickle.UnpicklingError:  # torch's text goes on to say how to run the code in the file
+        raise AdapterFailed(f"{path} is damaged, or holds more than tensors; expected what peft saves") from None
+    except Exception as error:  # a damaged file has torch raise nearly anything
+        reason = str(error).partition("\n")[0]
+        raise AdapterFailed(f"{path} cannot be read: {type(error).__name__}: {reason}") from None
+    if not isinstance(content, dict):
+        raise AdapterFailed(f"{path} must hold tensors by their names, got {type(content).__name__}")
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            raise AdapterFailed(f"{path}: {str(name)[:200]!r} is no plain tensor with a name")
+        if tensor.numel() * tensor.element_size() > len(data):
+            raise AdapterFailed(f"{path}: {name} is larger than the file")
+    return content
+
+
+def _plain_shapes(path: Path) -> Shapes:
+    with safe_open(path, framework="np") as file:
+        tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: tuple(t.get_shape()) for name, t in tensors.items() if t.get_dtype() in _PLAIN_TYPES}

@@ -1,0 +1,386 @@
+"""From vLLM's output processing to our sinks.
+
+vLLM's `OutputProcessor` keeps a `RequestState` for each sequence and calls it for each engine step, in this order:
+`detokenizer.update`, `logprobs_processor.update_from_output`, `make_request_output`. We register a state of our own,
+`PushedState`, which hands the step's tokens straight to the request's sink: no queue, no task switch and no
+`RequestOutput` for each token, and log probabilities read from the raw arrays. Stop strings, detokenizing and aborts
+stay vLLM's.
+
+Each row of `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors` holds the chosen token's log probability
+first and then those of the most probable tokens; the chosen token's rank, from 1, stands beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
+from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import (
+    FastIncrementalDetokenizer,
+    IncrementalDetokenizer,
+    SlowIncrementalDetokenizer,
+    uses_fast_detokenizer,
+)
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import RequestState
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from engines.errors import EngineDead, EngineFault, GenerationFailed, RequestError
+from engines.interface import Sink
+from engines.loaded_model import ModelTexts
+from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from engines.statistics import Meter
+from engines.tokenization import HeldTokens, prompt_tokens
+from engines.vllm.constraints import no_token_left
+
+logger = logging.getLogger(__name__)
+
+
+class LeanDecoder(MsgpackDecoder):
+    """vLLM's decoder of engine messages, with arrays made in one step: three small ones come with each token."""
+
+    def dec_hook(self, t: type, obj: Any) -> Any:
+        if t is not np.ndarray:
+            return super().dec_hook(t, obj)
+        dtype, shape, data = obj
+        return np.ndarray(shape, dtype, self.aux_buffers[data] if isinstance(data, int) else data)
+
+
+def use_lean_decoder(engine_core: Any) -> None:
+    """Read the engine's messages with `LeanDecoder`; to be called before the first message is read."""
+    engine_core.decoder = LeanDecoder(EngineCoreOutputs, oob_tensor_provider=engine_core.decoder.oob_tensor_provider)
+
+
+async def end_output_loop(llm: AsyncLLM) -> None:
+    """Stop reading the engine's messages: the loop would take the engine's end for a crash, and log it as one."""
+    if (loop := llm.output_handler) is not None:
+        loop.cancel()
+        await asyncio.wait([loop])
+
+
+class _Recording:
+    """A detokenizer that keeps what each token of the step added to the text."""
+
+    pieces: list[str]
+
+    def decode_next(self, next_token_id: int) -> str:
+        piece: str = super().decode_next(next_token_id)  # type: ignore[misc]
+        self.pieces.append(piece)
+        return piece
+
+
+class _RecordingFast(_Recording, FastIncrementalDetokenizer):
+    """For tokenizers of the library `tokenizers`."""
+
+
+class _RecordingSlow(_Recording, SlowIncrementalDetokenizer):
+    """For other tokenizers."""
+
+
+class TokensApart:
+    """The texts of tokens by themselves, as vLLM shows them beside log probabilities."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        self._processor = LogprobsProcessor(tokenizer, None, None, None, None, None)
+
+    def text(self, token_id: int, before: Sequence[int]) -> str:
+        """The text of a token that follows `before`: "" within a character, which comes whole with its last token."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = convert_ids_list_to_tokens(self._tokenizer, [token_id])[0]
+        if not text.endswith("\ufffd"):
+            return text
+        corrected: str = self._processor._correct_decoded_token(token_id, list(before[-_CHARACTER_TOKENS:]))
+        return corrected
+
+
+_CHARACTER_TOKENS = 4  # That vLLM looks at in front of a token to find the character that it ends.
+
+
+class SequenceMeter:
+    """Counts the tokens of one sequence, and the times between them, in the engine's meter."""
+
+    __slots__ = ("_began_at", "_meter", "_queued_at", "last_at", "token_count")
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._queued_at: float | None = None
+        self.token_count = 0
+        self.last_at = time.monotonic()  # When the last token came; before the first, when the sequence began.
+        self._began_at = self.last_at  # When the engine first ran it.
+
+    def step(self, output: EngineCoreOutput) -> None:
+        if output.events:
+            self._read(output.events)
+        if not output.new_token_ids:
+            return
+        now, count, meter = time.monotonic(), len(output.new_token_ids), self._meter
+        meter.tokens += count
+        if self.token_count:
+            meter.inter_token.observe((now - self.last_at) / count)
+        else:
+            meter.time_to_first_token.observe(now - self.last_at)
+        self.last_at = now
+        self.token_count += count
+
+    def ended(self) -> None:
+        """Keep the sequence's length and time: it came to its end."""
+        self._meter.ended(self.token_count, max(self.last_at - self._began_at, 0.0))
+
+    def _read(self, events: list[EngineCoreEvent]) -> None:
+        for event in events:
+            if event.type == EngineCoreEventType.QUEUED:
+                self._queued_at = event.timestamp
+            elif event.type == EngineCoreEventType.SCHEDULED and self._queued_at is not None:
+                self._meter.queue_time.observe(event.timestamp - self._queued_at)
+                self._queued_at = None
+                if not self.token_count:
+                    self._began_at = event.timestamp
+
+
+class _StepReader(SequenceMeter):
+    """A state's `logprobs_processor`: counts a step, and keeps its raw arrays."""
+
+    __slots__ = ("logprobs", "prompt_logprobs")
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__(meter)
+        self.logprobs: Any = None
+        self.prompt_logprobs: list[Any] = []
+
+    def update_from_output(self, output: EngineCoreOutput) -> None:
+        self.step(output)
+        self.logprobs = output.new_logprobs
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_logprobs.append(output.new_prompt_logprobs_tensors)
+
+
+class _NoQueue:
+    """The `queue` of a sequence that has ended."""
+
+    def put(self, output: Any) -> None: ...
+
+
+_ENDED = _NoQueue()
+
+
+class PushedState(RequestState):
+    """One sequence of one request."""
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        generation: GenerationRequest,
+        sequence: int,
+        sink: Sink,
+        meter: Meter,
+        texts: ModelTexts,
+        apart: TokensApart,
+        *,
+        traced: bool = False,
+        interval: int = 1,
+    ) -> None:
+        """`traced`: vLLM makes a span of the sequence when it has ended. `interval`: tokens in each part of a stream,
+        after the first part, which has what came with the first token."""
+        self.want_tokens = generation.want_tokens
+        # A part goes out when there are so many tokens, or at the end.
+        self.due, self.interval = (0, interval) if generation.stream else (sys.maxsize, 0)
+        self.tokenizer = texts.tokenizer
+        self.reader = _StepReader(meter)
+        self.pieces: list[str] | None = None
+        self.apart = apart if generation.tokens_apart else None
+        if self.want_tokens and self.apart is None:
+            recording = _RecordingFast if uses_fast_detokenizer(texts.tokenizer) else _RecordingSlow
+            detokenizer: Any = recording(texts.tokenizer, request)
+            detokenizer.pieces = self.pieces = []
+        else:
+            detokenizer = IncrementalDetokenizer.from_new_request(texts.tokenizer, request)
+        super().__init__(
+            request_id=request.request_id,
+            external_req_id=request.external_req_id or "",
+            parent_req=None,
+            request_index=sequence,
+            lora_request=request.lora_request,
+            output_kind=RequestOutputKind.DELTA,
+            prompt=None,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_embeds=None,
+            logprobs_processor=self.reader,
+            detokenizer=detokenizer,
+            max_tokens_param=generation.sampling.max_tokens,
+            arrival_time=request.arrival_time,
+            queue=None,
+            log_stats=traced,
+            stream_interval=1,
+            top_p=generation.sampling.top_p,
+            n=generation.sequences,
+            temperature=generation.sampling.temperature,
+        )
+        self.queue: PushedState | _NoQueue = self
+        self.sink, self.meter, self.sequence = sink, meter, sequence
+        self.top_tokens, self.special_ids = generation.top_tokens, texts.special_ids
+        self.want_ranks = generation.want_ranks
+        self.own_stop_ids = generation.sampling.stop_token_ids
+        self.dead_end = no_token_left(generation.sampling) if generation.sampling.constraint is not None else None
+        self.may_clip = bool(generation.sampling.stop) and self.apart is None
+        self.pending = HeldTokens()
+        self.prompt_tokens_due = generation.want_prompt_tokens
+        self.cumulative_logprob: float | None = None
+        self.ended = False
+
+    def make_request_output(
+        self,
+        new_token_ids: list[int],
+        pooling_output: Any,
+        finish_reason: Any,
+        stop_reason: int | str | None,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Push the step to the sink; vLLM calls this for each step and queues what is returned: nothing."""
+        if self.ended:
+            return
+        # An exception here would end vLLM's output loop and with it every other request.
+        try:
+            if new_token_ids:
+                logprobs = self._logprobs(len(new_token_ids))
+                if self.want_tokens:
+                    (self._collect if self.apart is None else self._collect_apart)(new_token_ids, logprobs)
+            self._advance(finish_reason, stop_reason)
+        except Exception:
+            logger.exception("request %s: internal error while handling a token", self.external_req_id)
+            self.ended = False  # it may have been set just before the last delta failed
+            self.fail(GenerationFailed("internal error while handling a token"))
+
+    def put(self, output: Any) -> None:
+        """Take what vLLM puts into the state's `queue`: errors alone, since `make_request_output` returns nothing."""
+        if isinstance(output, Exception):
+            self.fail(EngineDead())
+
+    def cancel(self) -> None:
+        """End the sequence, of which nobody wants to hear any more."""
+        if not self.ended:
+            self.end()
+            self.meter.aborted_requests += 1
+
+    def abort(self) -> None:
+        """End the sequence with what there is of it, as vLLM's own abort does."""
+        self.make_request_output([], None, VllmFinishReason.ABORT, None)
+
+    def fail(self, error: RequestError) -> None:
+        if self.ended:
+            return
+        self.end()
+        self.meter.failed_requests += 1
+        try:
+            self.sink.on_error(error)
+        except Exception:  # the other requests are still to be told
+            logger.exception("request %s: internal error while handling an error", self.external_req_id)
+
+    def end(self) -> None:
+        self.ended = True
+        self.queue = _ENDED  # without the cycle this state is freed at once
+
+    def _logprobs(self, count: int) -> list[float] | None:
+        raw = self.reader.logprobs
+        if raw is None:
+            return None
+        # The sampler puts the chosen token first in each row.
+        values: list[float] = [raw.logprobs[0, 0].item()] if count == 1 else raw.logprobs[:count, 0].tolist()
+        self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(values)
+        return values
+
+    def _collect(self, token_ids: list[int], logprobs: list[float] | None) -> None:
+        pieces = self.pieces
+        assert pieces is not None
+        special = self.special_ids
+        for i, token_id in enumerate(token_ids):
+            # The token that ended the sequence is not detokenized and so has no piece.
+            piece = pieces[i] if i < len(pieces) else ""
+            top = self._top(i) if self.top_tokens else ()
+            logprob = logprobs[i] if logprobs is not None else None
+            rank = self.reader.logprobs.sampled_token_ranks[i].item() if self.want_ranks else None
+            self.pending.add(Token(token_id, piece, logprob, token_id in special, top, rank))
+        pieces.clear()
+
+    def _collect_apart(self, token_ids: list[int], logprobs: list[float] | None) -> None:
+        apart, reader = self.apart, self.reader
+        assert apart is not None
+        assert logprobs is not None
+        generated = self.detokenizer.output_token_ids
+        for i, token_id in enumerate(token_ids):
+            place = max(reader.token_count - len(token_ids) + i, 0)
+            before = generated[max(place - _CHARACTER_TOKENS, 0) : place]
+            top: tuple[Token, ...] = ()
+            if self.top_tokens:
+                ids = reader.logprobs.logprob_token_ids[i, 1 : 1 + self.top_tokens].tolist()
+                values = reader.logprobs.logprobs[i, 1 : 1 + self.top_tokens].tolist()
+                top = tuple([Token(t, apart.text(t, before), v) for t, v in zip(ids, values, strict=True)])
+            self.pending.add(Token(token_id, apart.text(token_id, before), logprobs[i], False, top))
+
+    def _top(self, row: int) -> tuple[Token, ...]:
+        raw = self.reader.logprobs
+        ids = raw.logprob_token_ids[row, 1 : 1 + self.top_tokens].tolist()
+        values = raw.logprobs[row, 1 : 1 + self.top_tokens].tolist()
+        return tuple(
+            Token(i, self.tokenizer.decode([i]), v, i in self.special_ids, (), place if self.want_ranks else None)
+            for place, (i, v) in enumerate(zip(ids, values, strict=True), start=1)
+        )
+
+    def _advance(self, finish_reason: Any, stop_reason: int | str | None) -> None:
+        finished = finish_reason is not None
+        if self.reader.token_count < self.due and not finished:
+            return
+        detokenizer = self.detokenizer
+        text = detokenizer.get_next_output_text(finished, True)
+        pending = self.pending
+        tokens = pending.release(len(text), finished) if self.may_clip else pending.take_all()
+        if not (text or tokens or finished or self.prompt_tokens_due):
+            return
+        count = self.reader.token_count
+        self.due = count + self.interval
+        delta = TokenDelta(text, tokens, self.sequence, None, self.prompt_len, count, self.cumulative_logprob)
+        if self.prompt_tokens_due:
+            self.prompt_tokens_due = False
+            delta.prompt_tokens = self._prompt_tokens()
+        if finished:
+            if finish_reason == VllmFinishReason.ERROR:
+                self.fail(self.dead_end or EngineFault())
+                return
+            self.end()
+            delta.finish_reason = self._finish_reason(finish_reason, stop_reason)
+            delta.last, delta.stop_reason = True, stop_reason
+            if delta.finish_reason is FinishReason.ABORT:
+                self.meter.aborted_requests += 1
+            else:
+                self.meter.finished_requests += 1
+                self.reader.ended()
+        self.sink.on_delta(delta)
+
+    def _finish_reason(self, reason: Any, stop_reason: int | str | None) -> FinishReason:
+        if reason == VllmFinishReason.LENGTH:
+            return FinishReason.LENGTH
+        if reason == VllmFinishReason.ABORT:
+            return FinishReason.ABORT
+        # The model may have several end tokens; vLLM reports all but one of them as stop tokens.
+        if stop_reason is None or (isinstance(stop_reason, int) and stop_reason not in self.own_stop_ids):
+            return FinishReason.EOS
+        return FinishReason.STOP
+
+    def _prompt_tokens(self) -> list[Token]:
+        chunks = self.reader.prompt_logprobs
+        values = [value for chunk in chunks for value in chunk.logprobs[:, 0].tolist()]
+        ranks = [rank for chunk in chunks for rank in chunk.selected_token_ranks.tolist()] if self.want_ranks else []
+        return prompt_tokens(self.tokenizer, self.prompt_token_ids or (), self.special_ids, values, ranks)

@@ -1,0 +1,271 @@
+"""vLLM's processes: how they are started, how they end with the server, and what they say when they cannot start.
+
+vLLM starts its processes with the multiprocessing context that its `get_mp_context` returns: the server starts the
+engine process (and, for several data-parallel ranks, the coordinator), and the engine process starts its workers. Our
+contexts have each of them run a function of ours first (`_Tied`).
+
+Start: they are forked from a process that has imported vLLM (`fork_server`), where that is possible. A forked
+process has its parent's environment from long ago, so the environment is handed over, and what libraries read of it as
+they are loaded is done again (`fork_server.apply_environment`).
+
+End: the kernel kills the fork server with the server's main thread, and the others with the fork server, however the
+server ends. A spawned process ends with the thread that started it. vLLM's own workers notice the end of the engine
+process only between two steps, and a process that is stopped notices nothing. Workers that wait for one that has died
+are killed, so that the engine process reports its death at once. tests/live/test_health_live.py kills a
+server and finds nothing left.
+
+Failures: the engine process reports what vLLM's function for it raises, and its workers what `WorkerProc()` raises;
+vLLM writes both to the log alone. tests/live/test_management_live.py has an engine fail for want of memory.
+
+Each engine process is a process group of its own: Ctrl-C in a terminal goes to a whole group, and would end the engine
+while the server lets its requests finish. tests/live/test_process_live.py does that. They stay in the server's session:
+Linux shares the processors out between sessions first (sched(7), autogroup), and with one for the engine
+`python -m benchmarks` on two cores counted a fifth of the one-token requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import envs
+from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.utils import cpu_resource_utils
+from vllm.v1.engine import coordinator
+from vllm.v1.engine import utils as engine_utils
+from vllm.v1.executor import multiproc_executor, uniproc_executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+
+from engines.cpu_memory import page_cache
+from engines.start_failure import StartFailure, failure_of
+from engines.vllm import fork_server
+
+_run_in_subprocess = registry._run_in_subprocess
+_vllms_context = engine_utils.get_mp_context
+_await_workers = MultiprocExecutor._ensure_worker_termination
+_cgroup_usage = cpu_resource_utils.get_cgroup_memory_usage
+
+
+class _Tied:
+    """What a process runs: `prepare`, and vLLM's function in the environment of the moment when it is started."""
+
+    def __init__(
+        self, function: Callable[..., None], prepare: Callable[[Connection], None], report: Connection
+    ) -> None:
+        self._function, self._prepare, self._report = function, prepare, report
+        self._environment: Mapping[str, str] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled by `Process.start`, around which vLLM sets variables for one process alone.
+        return vars(self) | {"_environment": dict(os.environ)}
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        if fork_server.is_forked():
+            fork_server.apply_environment(self._environment)
+        _end_with_parent()
+        self._prepare(self._report)
+        with _telling(self._report):
+            self._function(*arguments, **options)
+
+
+def tied(context: BaseContext, prepare: Callable[[Connection], None], report: Connection) -> BaseContext:
+    """Return a context whose processes run `prepare` first, end with their parent, and report their failures."""
+
+    def process(*, target: Callable[..., None], **options: Any) -> BaseProcess:
+        made: BaseProcess = context.Process(target=_Tied(target, prepare, report), **options)  # type: ignore[attr-defined]
+        return made
+
+    own = copy.copy(context)
+    setattr(own, "Process", process)  # noqa: B010
+    return own
+
+
+_this_thread = threading.local()
+
+
+@contextlib.contextmanager
+def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Connection]:
+    """Start vLLM's processes as the module says. The calling thread has to outlive them where they are spawned.
+
+    Several threads may start engines at a time, one for each model. Gives the connection that `first_failure` reads.
+    `spawned`: do not fork them, even with a fork server: vLLM binds a process to a NUMA node as it is spawned.
+    """
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    with reader, writer:
+        _this_thread.report, _this_thread.spawned = writer, spawned
+        try:
+            yield reader
+        finally:
+            _this_thread.report = None
+
+
+def first_failure(reports: Connection) -> StartFailure | None:
+    """Return the first failure that was reported, which is the cause of the others; None if there is none by now."""
+    failure: StartFailure | None = reports.recv() if reports.poll() else None
+    return failure
+
+
+def end_processes(llm: Any, seconds: float) -> None:
+    """End vLLM's processes for a model; those that have not ended by themselves within `seconds` are killed."""
+    manager = llm.engine_core.resources.engine_manager
+    engines = [process.pid for process in getattr(manager, "processes", ())]  # Ray's has none here
+    llm.shutdown(seconds)
+    for engine in engines:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(engine, signal.SIGKILL)
+
+
+def use_fork_server() -> None:
+    """Have vLLM fork its processes from the fork server, and look at model classes there too."""
+    for module in (engine_utils, coordinator):
+        module.get_mp_context = _server_context
+    registry._run_in_subprocess = _in_fork_server
+
+
+def _server_context() -> BaseContext:
+    report: Connection | None = getattr(_this_thread, "report", None)
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of the server would share its sockets
+    context: BaseContext = _vllms_context()
+    if report is None:
+        return context
+    if not _this_thread.spawned:
+        context = fork_server.context() or context
+    return tied(context, prepare_engine, report)
+
+
+def prepare_engine(report: Connection) -> None:
+    """Prepare the engine process, or the coordinator of data-parallel ranks, before vLLM's function runs there."""
+    os.setpgid(0, 0)
+
+    def context() -> BaseContext:
+        if not fork_server.is_forked():
+            return tied(_vllms_context(), prepare_worker, report)
+        fork_server.start_no_other()
+        return tied(multiprocessing.get_context("forkserver"), prepare_worker, report)
+
+    multiproc_executor.get_mp_context = context
+    MultiprocExecutor._ensure_worker_termination = staticmethod(_end_workers)
+    for executor in (multiproc_executor, uniproc_executor):
+        executor.get_file_store_init_method = _meeting_place
+
+
+def _end_workers(workers: Sequence[BaseProcess]) -> None:
+    """Wait for the workers' end, as vLLM does; if one has died, kill the others first. They wait for it, and end by
+    themselves only when the engine process has waited for them for 8 seconds. It tells nobody until then."""
+    if any(worker.exitcode for worker in workers):
+        for worker in workers:
+            worker.kill()
+    _await_workers(workers)
+
+
+def _meeting_place() -> str:
+    """Return the file where workers find each other. vLLM's own stays in /tmp; this one goes with vLLM's sockets."""
+    return f"file://{envs.VLLM_RPC_BASE_PATH}/workers-{uuid.uuid4().hex}"
+
+
+def prepare_worker(report: Connection) -> None:
+    """Prepare a worker of the engine process, whose function keeps failures to the log."""
+    if fork_server.is_forked():
+        _end_with_engine()
+    cpu_resource_utils.get_cgroup_memory_usage = usage_without_page_cache
+    if current_platform.is_cpu():
+        from vllm.v1.sample import sampler
+
+        sampler.batched_count_greater_than = token_ranks
+    start = WorkerProc.__init__
+
+    def telling_start(*own: Any, **named: Any) -> None:
+        with _telling(report):
+            start(*own, **named)
+
+    WorkerProc.__init__ = telling_start
+
+
+def token_ranks(logprobs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return how many tokens of each row are at least as likely as the chosen one: [n, vocabulary] and [n, 1] to [n].
+
+    It replaces, on a CPU, the sampler's own function, which vLLM compiles at the first log probability for 15 to 90
+    seconds. Uncompiled, that function takes eleven times as long as this one: a fifth of a step of 128 sequences.
+    """
+    as_likely = (logprobs >= chosen).numpy()
+    return torch.tensor([np.count_nonzero(row) for row in as_likely])
+
+
+def _in_fork_server(function: Callable[[], Any]) -> Any:
+    """Call `function` in a process of its own: vLLM looks at model classes, which may initialize CUDA."""
+    context = fork_server.context()
+    if context is None:
+        return _run_in_subprocess(function)
+    import cloudpickle
+
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(_call, dict(os.environ), cloudpickle.dumps(function)).result()
+
+
+def _call(environment: Mapping[str, str], pickled: bytes) -> Any:
+    fork_server.apply_environment(environment)
+    load_general_plugins()
+    return pickle.loads(pickled)()
+
+
+def usage_without_page_cache() -> int | None:
+    """Return what a container uses of its memory, for vLLM's check whether its KV cache fits. vLLM's own function
+    counts pages of files as used, so that no cache fits where the weights have just been read."""
+    used: int | None = _cgroup_usage()
+    if used is None:
+        return None
+    return max(used - max(page_cache(Path("/sys/fs/cgroup", version)) for version in (".", "memory")), 0)
+
+
+@contextlib.contextmanager
+def _telling(report: Connection) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(OSError):  # it had started before, so nobody reads it any more
+            report.send(failure_of(error))
+        raise
+
+
+def _end_with_parent() -> None:
+    fork_server.end_with_parent()
+    if fork_server.is_forked():
+        from engines.vllm import preload
+
+        expected: int | None = preload.PROCESS
+    else:
+        starter = multiprocessing.parent_process()
+        expected = None if starter is None else starter.pid
+    if os.getppid() != expected:  # it had ended before the kernel was asked
+        os._exit(1)
+
+
+def _end_with_engine() -> None:
+    """End a worker with the engine process, which is not its parent where the fork server is."""
+    engine = multiprocessing.parent_process()
+    assert engine is not None
+    assert engine.pid is not None
+    os.setpgid(0, engine.pid)  # as a spawned worker; `end_processes` ends the whole group
+
+    def wait() -> None:
+        engine.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="engine-watch", daemon=True).start()

@@ -1,0 +1,267 @@
+"""From our sampling parameters to vLLM's, with the checks that keep its engine process safe; locally typical sampling.
+
+vLLM has no `typical_p`, TGI and lmi-dist have: it is a custom logits processor, which runs inside vLLM's engine
+process. vLLM has two interfaces for these, one for each of its model runners; the newer runner is the default on a
+GPU. Both processors cut the same tokens, all rows of a step that ask for it at once, without waiting for the device.
+They differ where `min_p` is given too: the older runner applies it before, the newer one after.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMClientError
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as NewLogitsProcessor
+
+from engines.errors import InvalidParameter, InvalidRequest
+from engines.request import BeamSearch, GenerationRequest, SamplingParameters
+from engines.tokenization import check_beams, check_token_ids
+
+# What vLLM's newer model runner has room for. Beyond it, it fails inside the engine and takes all requests with it.
+_LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
+MAX_BAD_WORD_TOKENS = 1024
+TYPICAL_P = "typical_p"
+_PROMPT_LOGPROBS = "log probabilities of the prompt (prompt_logprobs, decoder_input_details, echo with logprobs)"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTranslator:
+    """Makes `SamplingParams` for one model."""
+
+    max_model_len: int
+    max_top_tokens: int
+    vocabulary_size: int
+    typical_refusal: str = ""  # Why `typical_p` is refused, after its name; "" if it is not.
+    prompt_logprobs_refusal: str = ""  # Why log probabilities of the prompt are refused; "" if they are not.
+    prefix_cache: bool = True  # The engine has one; without it there is no beam search.
+
+    def sampling_params(
+        self, request: GenerationRequest, prompt_length: int, structured_outputs: StructuredOutputsParams | None = None
+    ) -> SamplingParams:
+        """Return the parameters of the request's first sequence; `structured_outputs`: its constraint. Raises
+        InvalidRequest: vLLM would refuse it, or it would harm the engine."""
+        self.check(request)
+        s = request.sampling
+        room = self.max_model_len - prompt_length
+        ranked = request.candidates > request.sequences or (request.candidates > 1 and not request.stream)
+        want_logprobs = request.want_logprobs or request.top_tokens > 0 or ranked
+        try:
+            return SamplingParams(
+                max_tokens=self.max_tokens(s, prompt_length),
+                min_tokens=min(s.min_tokens, room),
+                temperature=s.temperature,
+                top_k=min(s.top_k, self.vocabulary_size),
+                top_p=s.top_p,
+                min_p=s.min_p,
+                repetition_penalty=s.repetition_penalty,
+                presence_penalty=s.presence_penalty,
+                frequency_penalty=s.frequency_penalty,
+                seed=s.seed,
+                stop=list(s.stop),
+                stop_token_ids=list(s.stop_token_ids),
+                include_stop_str_in_output=s.include_stop_str_in_output,
+                ignore_eos=s.ignore_eos,
+                skip_special_tokens=s.skip_special_tokens,
+                spaces_between_special_tokens=s.spaces_between_special_tokens,
+                bad_words=list(s.bad_words),
+                logit_bias=dict(s.logit_bias) if s.logit_bias else None,
+                allowed_token_ids=list(s.allowed_token_ids) if s.allowed_token_ids is not None else None,
+                logprobs=request.top_tokens if want_logprobs else None,
+                prompt_logprobs=0 if request.want_prompt_tokens else None,
+                structured_outputs=structured_outputs,
+                output_kind=RequestOutputKind.DELTA,
+                extra_args=self._extra_args(s),
+                skip_clone=True,
+            )
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
+
+    def max_tokens(self, sampling: SamplingParameters, prompt_length: int) -> int:
+        """Return the limit on new tokens: what is asked for, or the room that the prompt leaves."""
+        room = self.max_model_len - prompt_length
+        return room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Check what holds for single sequences and beam searches alike.
+
+        Raises:
+            InvalidParameter: a token id that the vocabulary does not have, too many of them, too many alternatives, or
+                a beam search without a prefix cache.
+            InvalidRequest: log probabilities of the prompt, where the engine would die of them.
+        """
+        s = request.sampling
+        if request.want_prompt_tokens and self.prompt_logprobs_refusal:
+            raise InvalidRequest(self.prompt_logprobs_refusal)
+        if request.beam_search is not None:
+            self._check_beam_search(request.beam_search, s)
+        self.check_listed_tokens(s)
+        if isinstance(request.prompt, tuple):
+            check_token_ids("prompt", request.prompt, self.max_model_len, self.vocabulary_size)
+        if request.top_tokens > self.max_top_tokens:
+            raise InvalidParameter(
+                "top_n_tokens", f"must be at most {self.max_top_tokens} (option.max_logprobs), got {request.top_tokens}"
+            )
+
+    def check_listed_tokens(self, params: SamplingParameters | SamplingParams) -> None:
+        """Check the token ids in parameters of ours or of vLLM's. Raises InvalidParameter: one that the vocabulary does
+        not have, or too many of them."""
+        for name, most in _LISTED_TOKENS.items():
+            token_ids = getattr(params, name) or ()
+            check_token_ids(name, token_ids, most, self.vocabulary_size)
+            if min(token_ids, default=0) < 0:
+                raise InvalidParameter(name, "must hold no negative token ids")
+
+    def _check_beam_search(self, beam_search: BeamSearch, sampling: SamplingParameters) -> None:
+        check_beams(sampling)
+        if not self.prefix_cache:  # each step would compute every beam from its beginning
+            raise InvalidParameter(
+                "num_beams", "needs the prefix cache, which is off for this model (option.enable_prefix_caching)"
+            )
+        if 2 * beam_search.width > self.max_top_tokens:
+            raise InvalidParameter(
+                "num_beams", f"must be at most {self.max_top_tokens // 2} with this model's option.max_logprobs"
+            )
+
+    def _extra_args(self, sampling: SamplingParameters) -> dict[str, Any] | None:
+        if sampling.typical_p >= 1.0:
+            return None
+        if self.typical_refusal:
+            raise InvalidParameter(TYPICAL_P, self.typical_refusal)
+        return {TYPICAL_P: sampling.typical_p}
+
+
+def sibling(request: EngineCoreRequest, index: int) -> EngineCoreRequest:
+    """Return the request of a sequence by its place among those of one request: each has a seed of its own."""
+    if index == 0:
+        return request
+    params: Any = request.sampling_params
+    if params.seed is not None:
+        params = copy.copy(params)
+        params.seed = (params.seed + index + 2**63) % 2**64 - 2**63
+    return msgspec.structs.replace(request, sampling_params=params)
+
+
+def check_bad_words(params: SamplingParams) -> None:
+    """Refuse bad words of more tokens than the engine has room for; to be called once vLLM has tokenized them. Raises
+    InvalidParameter: there are too many."""
+    count = sum(len(token_ids) for token_ids in params.bad_words_token_ids or ())
+    if count > MAX_BAD_WORD_TOKENS:
+        raise InvalidParameter("bad_words", f"must have at most {MAX_BAD_WORD_TOKENS} tokens together, got {count}")
+
+
+def load_typical(config: VllmConfig) -> str:
+    """Have the engine load the processor that fits its model runner. Returns why it cannot, as the rest of a sentence
+    that begins with the parameter's name; "" if it can."""
+    if config.speculative_config is not None:
+        return "cannot be used together with speculative decoding"
+    if config.model_config.return_sampling_mask:
+        return "cannot be used together with option.return_sampling_mask"
+    processor = TypicalProcessor if config.use_v2_model_runner else TypicalLogitsProcessor
+    own = f"{processor.__module__}:{processor.__qualname__}"
+    config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), own]
+    return ""
+
+
+def prompt_logprobs_refusal(config: VllmConfig, on_cpu: bool) -> str:
+    """Return why the engine would not survive requests for log probabilities of the prompt; "" if it does.
+
+    With adapters on a CPU, `LogitsProcessorWithLoRA` gives all tokens of the prompt to
+    `PunicaWrapperCPU.add_lora_logits`, which has an index for each sequence of the step. It fails wherever the step has
+    several sequences, and the engine process ends. With `kv_sharing_fast_prefill`, vLLM's model runner asserts that
+    nobody asks for them; vLLM itself refuses the request only if it asks for alternatives as well.
+    """
+    if config.lora_config is not None and on_cpu:
+        return f"{_PROMPT_LOGPROBS} are not served on a CPU with option.enable_lora=true"
+    if config.cache_config.kv_sharing_fast_prefill:
+        return f"{_PROMPT_LOGPROBS} are not served with option.kv_sharing_fast_prefill=true"
+    return ""
+
+
+def is_atypical(logits: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
+    """Tell which tokens locally typical sampling takes away; `masses` has one for each row.
+
+    It keeps the tokens whose information content is nearest to the distribution's entropy, up to that mass: Meister et
+    al., "Locally Typical Sampling" (2022). The same tokens as transformers' `TypicalLogitsWarper`.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    probabilities = logprobs.exp()
+    entropy = -(probabilities * logprobs).nansum(dim=-1, keepdim=True)
+    distance = (-logprobs - entropy).abs()
+    nearest, order = distance.sort(dim=-1)
+    cumulative = probabilities.gather(-1, order).cumsum(dim=-1)
+    last = (cumulative < masses.unsqueeze(-1)).sum(dim=-1, keepdim=True).clamp_(max=logits.shape[-1] - 1)
+    return distance > nearest.gather(-1, last)
+
+
+class TypicalLogitsProcessor(LogitsProcessor):
+    """For the older model runner, which also serves on CPUs."""
+
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
+        self._device = device
+        self._wanted: dict[int, float] = {}
+        self._rows = self._masses = torch.empty(0)
+
+    def is_argmax_invariant(self) -> bool:
+        """Greedy requests skip it: it is a way of sampling."""
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        """Follow the batch: which row asks for what mass."""
+        if process_dict_updates(self._wanted, batch_update, lambda params, _, __: _mass(params)):
+            self._rows = async_tensor_h2d(list(self._wanted), self._device, torch.int64)
+            self._masses = async_tensor_h2d(list(self._wanted.values()), self._device, torch.float32)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Cut the rows that ask for it. The logits have been divided by the temperature."""
+        if self._wanted:
+            _cut(logits, self._rows, logits[self._rows], self._masses)
+        return logits
+
+
+class TypicalProcessor(NewLogitsProcessor):
+    """For the newer model runner, which hands over logits before they are divided by the temperature."""
+
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        self._device = req_states.device
+        self._masses = np.ones(req_states.max_num_reqs, np.float32)
+        self._temperatures = np.ones(req_states.max_num_reqs, np.float32)
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Take what the request in this place asks for; greedy ones ask for nothing."""
+        mass = _mass(sampling_params) if sampling_params.temperature > 0 else None
+        self._masses[req_idx] = 1.0 if mass is None else mass
+        self._temperatures[req_idx] = sampling_params.temperature
+        return mass is not None
+
+    def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """Cut the rows that ask for it; without speculative decoding each request has one row."""
+        rows = np.flatnonzero(self._masses[ctx.idx_mapping_np] < 1.0)
+        if rows.size:
+            places = ctx.idx_mapping_np[rows]
+            masses, temperatures = async_tensor_h2d(
+                np.stack((self._masses[places], self._temperatures[places])), self._device
+            )
+            on_device = async_tensor_h2d(rows, self._device)
+            _cut(logits, on_device, logits[on_device] / temperatures.unsqueeze(-1), masses)
+        return logits
+
+
+def _cut(logits: torch.Tensor, rows: torch.Tensor, scaled: torch.Tensor, masses: torch.Tensor) -> None:
+    logits.index_copy_(0, rows, logits[rows].masked_fill(is_atypical(scaled, masses), float("-inf")))
+
+
+def _mass(params: Any) -> float | None:
+    value = (params.extra_args or {}).get(TYPICAL_P)
+    return None if value is None or value >= 1.0 else float(value)

@@ -1,0 +1,86 @@
+"""Whether an engine failed to start for want of memory, told by what Python and PyTorch really raise."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import torch
+
+from engines.interface import EngineOutOfMemory, EngineStartError
+from engines.start_failure import failure_of
+
+
+def on_the_host() -> Exception:
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    return refused.value
+
+
+class OwnError(torch.OutOfMemoryError):
+    """A library's own kind of it."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        OwnError(),
+        RuntimeError("Worker failed with error 'CUDA out of memory. Tried to allocate 2.00 GiB.', please check the"),
+        RuntimeError("CUDA error: out of memory"),
+        on_the_host(),
+    ],
+    ids=str,
+)
+def test_memory_is_the_reason_by_the_type_of_an_error_or_by_pytorchs_own_text(error: Exception) -> None:
+    refused = failure_of(error).error("it cannot be loaded")
+    assert type(refused) is EngineOutOfMemory
+    assert str(refused) == f"it cannot be loaded: {str(error) or type(error).__name__}"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no such file: /models/out of memory/config.json"),
+        RuntimeError("name 'MemoryErrorHandler' is not defined"),
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}"),
+        RuntimeError(
+            "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': -11}"
+        ),
+    ],
+    ids=str,
+)
+def test_a_word_about_memory_in_passing_is_no_reason(error: Exception) -> None:
+    assert type(failure_of(error).error("it cannot be loaded")) is EngineStartError
+
+
+def test_a_context_that_is_too_long_for_the_memory_comes_with_the_length_that_fits() -> None:
+    text = (
+        "To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache is needed, which is "
+        "larger than the available KV cache memory (3.2 GiB). Based on the available memory, the estimated maximum "
+        "model length is 26240. Try increasing `gpu_memory_utilization` (which also controls CPU memory on the CPU "
+        "backend) or decreasing `max_model_len` when initializing the engine. See "
+        "https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
+    )
+    refused = failure_of(ValueError(text)).error("vLLM cannot load /models/llama")
+    assert type(refused) is EngineOutOfMemory
+    assert str(refused) == (
+        "vLLM cannot load /models/llama: To serve at least one request with the model's max seq len (131072), (16.0 "
+        "GiB KV cache is needed, which is larger than the available KV cache memory (3.2 GiB). Set "
+        "option.max_model_len to 26240 or less, or to -1, with which vLLM takes the longest that fits. More memory for "
+        "the KV cache comes with a higher option.gpu_memory_utilization, with more GPUs "
+        "(option.tensor_parallel_degree) or with smaller weights (option.quantize)."
+    )
+
+
+def test_an_engine_process_that_was_killed_is_said_in_words() -> None:
+    text = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': -9}"
+    refused = failure_of(RuntimeError(text)).error("it cannot be loaded")
+    assert type(refused) is EngineOutOfMemory
+    assert str(refused) == (
+        "it cannot be loaded: its engine process was killed (SIGKILL), as the kernel does when memory runs out"
+    )

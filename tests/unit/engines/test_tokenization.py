@@ -1,0 +1,110 @@
+"""Tokenizers that nothing that others do to theirs changes, and the prompts that the context has room for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from engines.errors import ContextExceeded
+from engines.loaded_model import ModelTexts, copied, fast_tokenizer
+from engines.prompt_cache import LONG_TEXT
+from engines.request import GenerationRequest
+from engines.tokenization import PromptTokenizer
+
+LONG = "one two three " * 60_000
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """A token for each byte, and one in front of every text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken("<s>", special=True)])
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>")
+
+
+def test_truncation_that_others_switch_on_stays_theirs(tokenizer: Any) -> None:
+    texts = ModelTexts(copied(tokenizer))
+    tokenizer("one two three", truncation=True, max_length=2)
+    assert fast_tokenizer(tokenizer).truncation is not None  # type: ignore[union-attr]
+    assert texts.encode("one") == [256, *tokenizer.convert_tokens_to_ids(["o", "n", "e"])]
+    assert ModelTexts(copied(tokenizer)).encode("one") == texts.encode("one")
+
+
+def test_a_long_text_has_the_ids_and_the_text_of_a_short_one(tokenizer: Any) -> None:
+    texts = ModelTexts(copied(tokenizer))
+    text = "é one " * LONG_TEXT
+    for special in (True, False):
+        ids = texts.encode(text, special=special)
+        assert ids == texts.places(text, special=special)[0]
+        assert ids[special:] == texts.encode("é one ", special=False) * LONG_TEXT
+    assert texts.decode(ids) == text
+    assert texts.places("é", special=False) == (ids[:2], [(0, 1), (0, 1)])
+
+
+@pytest.mark.parametrize("work", ["encode", "places", "decode"])
+def test_other_threads_run_while_a_long_text_is_worked_on(tokenizer: Any, work: str) -> None:
+    texts = ModelTexts(copied(tokenizer))
+    given: Any = texts.encode(LONG) if work == "decode" else LONG
+    call: Callable[[Any], Any] = getattr(texts, work)
+    ended = threading.Event()
+    thread = threading.Thread(target=lambda: (call(given), ended.set()))
+    thread.start()
+    turns = 0
+    while not ended.wait(0.0005):
+        texts.decode([42])
+        turns += 1
+    thread.join()
+    assert turns > 5  # at most 2, before it begins, where the work holds the interpreter's lock
+
+
+def test_a_prompt_that_has_its_special_tokens_gets_no_others(tokenizer: Any) -> None:
+    prompts = PromptTokenizer(ModelTexts(copied(tokenizer)), 100_000)
+
+    async def ids(text: str, add_special_tokens: bool) -> list[int]:
+        request = GenerationRequest(request_id="r", prompt=text, add_special_tokens=add_special_tokens)
+        return await prompts.token_ids(request)
+
+    for text in ("<s>one", "<s>" + "one " * LONG_TEXT):
+        with_one = asyncio.run(ids(text, False))
+        assert with_one[:2] == [256, with_one[1]]
+        assert asyncio.run(ids(text, True)) == [256, *with_one]
+
+
+class _Tokenizer:
+    """A token for each word."""
+
+    all_special_ids: tuple[int, ...] = ()
+
+    def encode(self, text: str) -> list[int]:
+        return [7] * len(text.split())
+
+
+def token_ids(prompt: str, **fields: int) -> list[int]:
+    request = GenerationRequest(request_id="r", prompt=prompt, **fields)  # type: ignore[arg-type]
+    return asyncio.run(PromptTokenizer(ModelTexts(_Tokenizer()), 10).token_ids(request))
+
+
+def test_the_context_must_have_room_for_one_new_token_unless_the_request_wants_more() -> None:
+    assert len(token_ids("a " * 9)) == 9
+    assert len(token_ids("a " * 6, room=4)) == 6
+    with pytest.raises(
+        ContextExceeded, match=r"the prompt has 10 tokens; .* of 10 tokens must .* at least one new token"
+    ):
+        token_ids("a " * 10)
+    with pytest.raises(ContextExceeded, match="at least 5 new tokens") as caught:
+        token_ids("a " * 6, room=5)
+    assert (caught.value.prompt_tokens, caught.value.new_tokens, caught.value.context) == (6, 5, 10)
+
+
+def test_a_prompt_that_is_truncated_makes_room() -> None:
+    assert len(token_ids("a " * 50, room=5, truncate_prompt_tokens=5)) == 5

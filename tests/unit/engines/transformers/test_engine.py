@@ -1,0 +1,859 @@
+"""The dynamic-batch engine with a tiny model of random weights, whose forward passes fail and hang on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as example_settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from engines.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest, RequestError
+from engines.interface import EngineStartError, Generation, Progress
+from engines.model_settings import ModelSettings
+from engines.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
+from engines.transformers import engine as transformers_batch
+from engines.transformers import generate as transformers_generate
+from engines.transformers.engine import BatchEngine
+from engines.transformers.model import TransformersModel, load_model
+from tests import waiting
+from tests.freed import when_freed
+from tests.generation import generate
+from tests.recorder import Recorder
+
+until = partial(waiting.until, seconds=10.0)
+
+CONTEXT = 96
+MARK = "\x07"
+"""In a prompt: this one is to fail."""
+TWELVE = SamplingParameters(max_tokens=12, ignore_eos=True)
+PROMPTS = ["a", "some words", "a prompt that is a good deal longer than the others", "0123", "x y z"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    characters = ByteLevel(add_prefix_space=False)
+    # ASCII alone: half a character at the end of a text would be shown differently by `generate`'s decoding.
+    ascii_text = "".join(map(chr, range(32, 127))) + MARK
+    alphabet = sorted({character for word, _ in characters.pre_tokenize_str(ascii_text) for character in word})
+    vocabulary = {token: place for place, token in enumerate(["<pad>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = characters
+    tokenizer.decoder = ByteLevelDecoder()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(path)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(directory: Path) -> TransformersModel:
+    return load_model(settings(directory))
+
+
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch: pytest.MonkeyPatch, tiny: TransformersModel) -> None:
+    """Engines take the model that the tests have hooks on."""
+    monkeypatch.setattr(transformers_batch, "load_model", lambda _: tiny)
+
+
+def settings(directory: Path, **fields: Any) -> ModelSettings:
+    fields = {"batch_size": 8, "max_batch_delay": 0.05, "dtype": "fp32", "rolling_batch": "disable", **fields}
+    return ModelSettings(name="tiny", model_dir=directory, model_id=str(directory), **fields)
+
+
+@asynccontextmanager
+async def engine_with(directory: Path, **fields: Any) -> AsyncIterator[BatchEngine]:
+    engine = BatchEngine(settings(directory, **fields))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+class Forward:
+    """What the engine's batches ask the model to compute: the ids of each forward pass."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Any] = []
+        self.before: Callable[[Any], None] = lambda ids: None
+        """Called in the engine's thread before each pass."""
+
+    def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if threading.current_thread().name != "batches":  # an engine that starts, or the test itself
+            return
+        self.inputs.append(kwargs["input_ids"])
+        self.before(kwargs["input_ids"])
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Of the passes that take whole prompts."""
+        return [len(ids) for ids in self.inputs if ids.shape[1] > 1]
+
+
+@pytest.fixture
+def forward(tiny: TransformersModel) -> Iterator[Forward]:
+    hook = Forward()
+    handle = tiny.model.register_forward_pre_hook(hook, with_kwargs=True)
+    yield hook
+    handle.remove()
+
+
+def request_for(prompt: str, sampling: SamplingParameters = TWELVE, **fields: Any) -> GenerationRequest:
+    return GenerationRequest(request_id=prompt[:8], prompt=prompt, sampling=sampling, **fields)
+
+
+async def answer(engine: BatchEngine, request: GenerationRequest) -> list[TokenDelta]:
+    return [delta async for delta in generate(engine, request)]
+
+
+async def text(engine: BatchEngine, request: GenerationRequest) -> str:
+    return "".join(delta.text for delta in await answer(engine, request))
+
+
+async def texts(engine: BatchEngine, *requests: GenerationRequest) -> list[Any]:
+    """The text or error of each, all asked for at once."""
+    return await asyncio.gather(*(text(engine, request) for request in requests), return_exceptions=True)
+
+
+async def texts_alone(directory: Path, *requests: GenerationRequest) -> list[str]:
+    async with engine_with(directory, batch_size=1) as engine:
+        return [await text(engine, request) for request in requests]
+
+
+# Batches
+
+
+@pytest.mark.asyncio
+async def test_prompts_of_different_lengths_run_as_one_batch_and_each_gets_what_it_gets_alone(
+    directory: Path, forward: Forward
+) -> None:
+    requests = [request_for(prompt) for prompt in PROMPTS]
+    alone = await texts_alone(directory, *requests)
+    assert len(set(alone)) == len(PROMPTS)
+    forward.inputs.clear()
+    async with engine_with(directory) as engine:
+        assert await texts(engine, *requests) == alone
+    assert forward.batch_sizes == [5]
+
+
+@pytest.mark.asyncio
+async def test_a_text_is_that_of_generate_itself(directory: Path, tiny: TransformersModel) -> None:
+    async with engine_with(directory) as engine:
+        got = await texts(engine, *map(request_for, PROMPTS))
+    for prompt, generated in zip(PROMPTS, got, strict=True):
+        inputs = tiny.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        ids = tiny.model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert generated == tiny.tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.asyncio
+async def test_a_list_longer_than_the_batch_size_runs_in_several_batches(directory: Path, forward: Forward) -> None:
+    requests = [request_for(f"{place} of a list") for place in range(7)]
+    alone = await texts_alone(directory, *requests)
+    forward.inputs.clear()
+    async with engine_with(directory, batch_size=3, max_batch_delay=0.2) as engine:
+        assert await texts(engine, *requests) == alone
+    assert forward.batch_sizes == [3, 3, 1]
+
+
+@pytest.mark.asyncio
+async def test_requests_with_different_parameters_are_batched_apart(directory: Path, forward: Forward) -> None:
+    others = [
+        SamplingParameters(max_tokens=12, ignore_eos=True, logit_bias={5: 1.0}),
+        SamplingParameters(max_tokens=12, ignore_eos=True, temperature=0.5),
+        TWELVE,
+    ]
+    async with engine_with(directory) as engine:
+        await texts(
+            engine,
+            *[request_for(prompt, sampling) for sampling in others for prompt in ("first", "second")],
+            request_for("truncated", truncate_prompt_tokens=4),
+            request_for("searched", beam_search=BeamSearch(width=2)),
+        )
+    assert sorted(forward.batch_sizes) == [1, 2, 2, 2, 2]
+
+
+@pytest.mark.asyncio
+async def test_requests_that_differ_in_seed_and_limit_alone_run_as_one_batch(directory: Path, forward: Forward) -> None:
+    samplings = [
+        SamplingParameters(max_tokens=tokens, ignore_eos=True, temperature=0.8, seed=seed)
+        for tokens, seed in ((3, 1), (9, 2), (9, None), (1, 1))
+    ]
+    requests = [request_for(prompt, sampling) for prompt, sampling in zip(PROMPTS, samplings, strict=False)]
+    seeded = [request for request in requests if request.sampling.seed is not None]
+    alone = await texts_alone(directory, *seeded)
+    forward.inputs.clear()
+    async with engine_with(directory) as engine:
+        got = await texts(engine, *requests)
+    assert [got[0], got[1], got[3]] == alone
+    assert forward.batch_sizes == [4]
+
+
+@pytest.mark.asyncio
+async def test_streamed_prompts_run_together_whatever_the_batch_size(directory: Path, forward: Forward) -> None:
+    async with engine_with(directory, batch_size=1, enable_streaming="true") as engine:
+        sinks = [Recorder() for _ in range(4)]
+        for place, sink in enumerate(sinks):
+            await engine.submit(request_for(f"prompt {place}", stream=True), sink)
+        await until(lambda: all(sink.deltas and sink.deltas[-1].last for sink in sinks))
+    assert forward.batch_sizes == [4]
+
+
+@pytest.mark.asyncio
+async def test_a_stream_has_a_delta_for_each_token_in_order_and_then_ends(directory: Path) -> None:
+    async with engine_with(directory) as engine:
+        requests = [request_for(prompt, stream=True, want_tokens=True) for prompt in PROMPTS]
+        streams = await asyncio.gather(*(answer(engine, request) for request in requests))
+        whole = await texts(engine, *map(request_for, PROMPTS))
+    for deltas, expected in zip(streams, whole, strict=True):
+        assert [delta.token_count for delta in deltas] == list(range(1, 13))
+        assert "".join(delta.text for delta in deltas) == expected
+        assert [delta.finish_reason for delta in deltas] == [None] * 11 + [FinishReason.LENGTH]
+
+
+@pytest.mark.asyncio
+async def test_a_seed_gives_the_same_text_alone_and_in_a_batch(directory: Path) -> None:
+    sampling = SamplingParameters(max_tokens=12, temperature=1.0, seed=11, top_p=0.9, repetition_penalty=1.2)
+    requests = [request_for(prompt, sampling) for prompt in PROMPTS]
+    alone = await texts_alone(directory, *requests)
+    async with engine_with(directory) as engine:
+        assert await texts(engine, *requests) == alone
+
+
+@pytest.mark.asyncio
+async def test_of_several_candidates_the_most_probable_come_best_first(directory: Path, forward: Forward) -> None:
+    sampling = SamplingParameters(max_tokens=6, temperature=1.0, seed=5)
+    async with engine_with(directory) as engine:
+        four = await answer(engine, request_for("several", sampling, sequences=4, candidates=4))
+        best = await answer(engine, request_for("several", sampling, sequences=1, candidates=4))
+    assert forward.batch_sizes == [4, 4]
+    assert [delta.sequence for delta in four] == [0, 1, 2, 3]
+    logprobs = [delta.cumulative_logprob or 0.0 for delta in four]
+    assert logprobs == sorted(logprobs, reverse=True)
+    assert len({delta.text for delta in four}) > 1
+    assert [delta.text for delta in best] == [four[0].text]
+
+
+@pytest.mark.asyncio
+async def test_beams_are_those_of_generate_itself_alone_and_in_a_batch(
+    directory: Path, tiny: TransformersModel, forward: Forward
+) -> None:
+    search = BeamSearch(width=3, length_penalty=0.5)
+    async with engine_with(directory, batch_size=16) as engine:
+        found = await asyncio.gather(*(answer(engine, request_for(p, beam_search=search)) for p in PROMPTS))
+    assert forward.batch_sizes == [15]
+    for prompt, deltas in zip(PROMPTS, found, strict=True):
+        inputs = tiny.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        ids = tiny.model.generate(
+            **inputs, max_new_tokens=12, num_beams=3, num_return_sequences=3, length_penalty=0.5, eos_token_id=None
+        )
+        beams = tiny.tokenizer.batch_decode(ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+        assert [delta.text for delta in deltas] == beams
+        assert [(delta.sequence, delta.last) for delta in deltas] == [(0, False), (1, False), (2, True)]
+
+
+@pytest.mark.asyncio
+async def test_a_beam_ends_before_a_stop_string(directory: Path) -> None:
+    search = BeamSearch(width=2, length_penalty=-5.0)  # a beam that ends early is a good one
+    async with engine_with(directory) as engine:
+        free = await answer(engine, request_for("stop", beam_search=search))
+        stop = free[0].text[3:5]
+        sampling = SamplingParameters(max_tokens=12, ignore_eos=True, stop=(stop,))
+        stopped = await answer(engine, request_for("stop", sampling, beam_search=search))
+    ended = [delta for delta in stopped if delta.finish_reason is FinishReason.STOP]
+    assert ended
+    assert all(stop not in delta.text for delta in stopped)
+    assert all(delta.token_count < 12 for delta in ended)
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_near_the_end_of_the_context_gets_the_tokens_that_fit(directory: Path) -> None:
+    long = "l" * (CONTEXT - 5)
+    endless = SamplingParameters(max_tokens=None, ignore_eos=True)
+    for fields in ({}, {"beam_search": BeamSearch(width=2)}):
+        async with engine_with(directory) as engine:
+            near, far = await asyncio.gather(
+                answer(engine, request_for(long, endless, **fields)),
+                answer(engine, request_for("s" * 20, endless, **fields)),
+            )
+        assert (near[0].token_count, far[0].token_count) == (5, CONTEXT - 20)
+        assert near[0].finish_reason is far[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+async def test_a_sequence_that_has_filled_the_context_does_not_break_those_that_go_on(
+    directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = replace(load_learned_positions(directory, kind), max_model_len=32)
+    failures: list[Any] = []
+    monkeypatch.setattr(transformers_batch, "load_model", lambda _: model)
+    monkeypatch.setattr(transformers_generate.logger, "exception", lambda *message: failures.append(message))
+    requests = [request_for(p, SamplingParameters(max_tokens=20, ignore_eos=True)) for p in ("s", "mid" * 6, "l" * 29)]
+    alone = await texts_alone(directory, *requests)
+    async with engine_with(directory) as engine:
+        answers = await asyncio.gather(*(answer(engine, request) for request in requests))
+    assert [deltas[0].token_count for deltas in answers] == [20, 14, 3]
+    assert ["".join(delta.text for delta in deltas) for deltas in answers] == alone
+    assert not failures
+
+
+def load_learned_positions(directory: Path, kind: str) -> TransformersModel:
+    """A model that has no position beyond 32."""
+    common: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    size = load_model(settings(directory)).vocabulary_size
+    torch.manual_seed(3)
+    model: Any
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=size, n_embd=32, n_layer=1, n_head=2, n_positions=32, initializer_range=0.4, **common)
+        )
+    else:
+        model = OPTForCausalLM(
+            OPTConfig(
+                vocab_size=size,
+                hidden_size=32,
+                ffn_dim=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                max_position_embeddings=32,
+                word_embed_proj_dim=32,
+                init_std=0.4,
+                **common,
+            )
+        )
+    return replace(load_model(settings(directory)), model=model.eval())
+
+
+@pytest.mark.asyncio
+async def test_a_text_with_a_token_that_the_model_does_not_have_is_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(settings(directory))
+    model.tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    monkeypatch.setattr(transformers_batch, "load_model", lambda _: model)
+    async with engine_with(directory) as engine:
+        good, refused = await texts(engine, request_for("good"), request_for("say [PAD]"))
+    assert isinstance(good, str)
+    assert isinstance(refused, InvalidRequest)
+    assert f"token id {model.vocabulary_size}" in refused.message
+
+
+@pytest.mark.asyncio
+async def test_the_meter_counts_prompts_that_start_and_sequences_that_finish(directory: Path) -> None:
+    sampling = SamplingParameters(max_tokens=3, ignore_eos=True, temperature=1.0, seed=1)
+    async with engine_with(directory) as engine:
+        await answer(engine, request_for("several", sampling, sequences=4, candidates=4))
+        await answer(engine, request_for("beams", TWELVE, beam_search=BeamSearch(width=3)))
+        meter = engine.meter
+    assert (meter.started_requests, meter.finished_requests, meter.failed_requests) == (2, 7, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_beam_does_not_end_before_min_tokens(directory: Path, tiny: TransformersModel) -> None:
+    search = BeamSearch(width=2)
+    async with engine_with(directory) as engine:
+        free = await answer(engine, request_for("beam", beam_search=search))
+        stop = free[0].text[:1]
+        by_text = SamplingParameters(max_tokens=12, min_tokens=6, ignore_eos=True, stop=(stop,))
+        by_token = SamplingParameters(
+            max_tokens=12, min_tokens=6, ignore_eos=True, stop_token_ids=tuple(tiny.tokenizer.encode(stop))
+        )
+        for sampling in (by_text, by_token):
+            found = await answer(engine, request_for("beam", sampling, beam_search=search))
+            assert all(delta.token_count > 6 for delta in found)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path / "broken")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(EngineStartError, match=r"lacks weights: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(settings(tmp_path / "broken"))
+
+
+@pytest.mark.asyncio
+async def test_prompt_tokens_carry_log_probabilities_and_come_with_the_first_delta(directory: Path) -> None:
+    sampling = SamplingParameters(max_tokens=3, ignore_eos=True)
+    fields: dict[str, Any] = {"want_tokens": True, "want_logprobs": True, "want_prompt_tokens": True, "top_tokens": 2}
+    async with engine_with(directory) as engine:
+        first, *rest = await answer(engine, request_for("abc", sampling, stream=True, **fields))
+    assert first.prompt_tokens is not None
+    assert [token.text for token in first.prompt_tokens] == ["a", "b", "c"]
+    assert [token.logprob is None for token in first.prompt_tokens] == [True, False, False]
+    assert [delta.prompt_tokens for delta in rest] == [None, None]
+    assert all(len(token.top) == 2 and token.logprob == token.top[0].logprob for token in first.tokens)
+
+
+@pytest.mark.asyncio
+async def test_a_model_without_attention_mask_gets_prompts_of_one_length_at_a_time(
+    directory: Path, tiny: TransformersModel, forward: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward_without_mask(input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return type(tiny.model).forward(tiny.model, input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+
+    monkeypatch.setattr(tiny.model, "forward", forward_without_mask)
+    async with engine_with(directory) as engine:
+        await texts(engine, *map(request_for, ["one", "two", "three"]))
+    assert sorted(forward.batch_sizes) == [1, 2]
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_cannot_generate_is_found_at_the_start(directory: Path, tiny: TransformersModel) -> None:
+    def fail(module: Any, args: Any) -> None:
+        raise RuntimeError("no kernel for this device")
+
+    handle = tiny.model.register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(EngineStartError, match="no kernel for this device"):
+            await BatchEngine(settings(directory)).start()
+    finally:
+        handle.remove()
+
+
+# Refusals
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "fields", "error"),
+    [
+        ("x" * CONTEXT, TWELVE, {}, InvalidRequest),
+        ("x", SamplingParameters(stop_token_ids=(100_000,)), {}, InvalidParameter),
+        ("x", SamplingParameters(allowed_token_ids=(100_000,)), {"beam_search": BeamSearch(width=2)}, InvalidParameter),
+        ("x", TWELVE, {"top_tokens": 21}, InvalidParameter),
+        ("x", TWELVE, {"adapter": "unheard_of"}, InvalidParameter),
+    ],
+)
+async def test_a_wrong_request_is_refused_and_its_neighbours_are_served(
+    directory: Path, prompt: str, sampling: SamplingParameters, fields: dict[str, Any], error: type[RequestError]
+) -> None:
+    good = [request_for(prompt) for prompt in PROMPTS]
+    async with engine_with(directory) as engine:
+        *got, refused = await texts(engine, *good, request_for(prompt, sampling, **fields))
+        assert engine.meter.started_requests == len(good)
+    assert isinstance(refused, error)
+    assert got == await texts_alone(directory, *good)
+
+
+# Failures
+
+
+def fail_on_mark(tiny: TransformersModel, error: Exception) -> Callable[[Any], None]:
+    mark = tiny.tokenizer.encode(MARK)[0]
+
+    def before(ids: Any) -> None:
+        if (ids == mark).any():
+            raise error
+
+    return before
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("a kernel has failed")])
+async def test_a_request_that_breaks_its_batch_fails_alone(
+    directory: Path, tiny: TransformersModel, forward: Forward, error: Exception
+) -> None:
+    good = [request_for(prompt) for prompt in PROMPTS]
+    alone = await texts_alone(directory, *good)
+    forward.before = fail_on_mark(tiny, error)
+    async with engine_with(directory) as engine:
+        *got, failed = await texts(engine, *good, request_for(f"the guilty {MARK}"))
+        assert engine.health().alive
+        assert (engine.meter.finished_requests, engine.meter.failed_requests) == (5, 1)
+    assert got == alone
+    assert isinstance(failed, GenerationFailed)
+
+
+@pytest.mark.asyncio
+async def test_a_beam_search_that_breaks_its_batch_fails_alone(
+    directory: Path, tiny: TransformersModel, forward: Forward
+) -> None:
+    search = BeamSearch(width=2)
+    forward.before = fail_on_mark(tiny, RuntimeError("a kernel has failed"))
+    async with engine_with(directory) as engine:
+        good, failed = await texts(
+            engine, request_for("good", beam_search=search), request_for(MARK, beam_search=search)
+        )
+    assert isinstance(good, str)
+    assert isinstance(failed, GenerationFailed)
+
+
+@pytest.mark.asyncio
+async def test_a_batch_for_which_memory_runs_out_is_split_until_it_fits(directory: Path, forward: Forward) -> None:
+    requests = [request_for(f"{prompt}{place}") for place in range(2) for prompt in PROMPTS[:4]]
+    alone = await texts_alone(directory, *requests)
+    forward.inputs.clear()
+
+    def two_fit(ids: Any) -> None:
+        if len(ids) > 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    forward.before = two_fit
+    async with engine_with(directory) as engine:
+        assert await texts(engine, *requests) == alone
+    assert forward.batch_sizes == [8, 4, 2, 2, 4, 2, 2]
+
+
+@pytest.mark.asyncio
+async def test_a_stream_goes_on_where_it_was_when_memory_runs_out_in_the_middle(
+    directory: Path, forward: Forward
+) -> None:
+    requests = [request_for(prompt, stream=True, want_tokens=True) for prompt in PROMPTS]
+    alone = await texts_alone(directory, *requests)
+    forward.inputs.clear()
+
+    def sixth_pass_fails(ids: Any) -> None:
+        if len(forward.inputs) == 6:
+            raise torch.OutOfMemoryError("no memory")
+
+    forward.before = sixth_pass_fails
+    async with engine_with(directory) as engine:
+        streams = await asyncio.gather(*(answer(engine, request) for request in requests))
+    assert ["".join(delta.text for delta in deltas) for deltas in streams] == alone
+    assert [[delta.token_count for delta in deltas] for deltas in streams] == [list(range(1, 13))] * 5
+    assert forward.batch_sizes == [5, 2, 3]
+
+
+@pytest.mark.asyncio
+async def test_a_sequence_whose_logits_are_no_numbers_fails_alone(
+    directory: Path, tiny: TransformersModel, forward: Forward
+) -> None:
+    mark = tiny.tokenizer.encode(MARK)[0]
+
+    def spoil(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        output.logits[(kwargs["input_ids"] == mark).any(dim=1)] = torch.nan
+
+    good = [request_for(prompt) for prompt in PROMPTS]
+    alone = await texts_alone(directory, *good)
+    forward.inputs.clear()
+    handle = tiny.model.register_forward_hook(spoil, with_kwargs=True)
+    try:
+        async with engine_with(directory) as engine:
+            *got, failed = await texts(engine, *good, request_for(f"the guilty {MARK}"))
+    finally:
+        handle.remove()
+    assert got == alone
+    assert isinstance(failed, GenerationFailed)
+    assert forward.batch_sizes == [6]
+
+
+@pytest.mark.asyncio
+async def test_a_sink_that_raises_ends_its_own_request_only(directory: Path) -> None:
+    class Failing(Recorder):
+        def on_delta(self, delta: TokenDelta) -> None:
+            raise RuntimeError("a bug in a contract")
+
+    async with engine_with(directory) as engine:
+        failing, good = Failing(), Recorder()
+        await engine.submit(request_for("a", stream=True), failing)
+        await engine.submit(request_for("b", stream=True), good)
+        await until(lambda: bool(good.deltas) and good.deltas[-1].last)
+    assert [type(error) for error in failing.errors] == [GenerationFailed]
+    assert not good.errors
+
+
+# Cancellation
+
+
+class Gate:
+    """Holds the forward pass until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered, self._opened = threading.Event(), threading.Event()
+
+    def __call__(self, ids: Any) -> None:
+        self.entered.set()
+        assert self._opened.wait(30)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+@pytest.fixture
+def gate(forward: Forward) -> Iterator[Gate]:
+    gate = Gate()
+    forward.before = gate
+    yield gate
+    gate.open()
+
+
+@pytest.mark.asyncio
+async def test_a_waiting_request_that_is_cancelled_never_runs(directory: Path, forward: Forward, gate: Gate) -> None:
+    async with engine_with(directory, batch_size=1) as engine:
+        first, waiting = Recorder(), Recorder()
+        await engine.submit(request_for("first"), first)
+        await until(gate.entered.is_set)
+        generation = await engine.submit(request_for("waiting"), waiting)
+        assert (engine.status().running_requests, engine.status().waiting_requests) == (1, 1)
+        generation.cancel()
+        generation.cancel()
+        assert engine.status().waiting_requests == 0
+        gate.open()
+        await until(lambda: bool(first.deltas))
+        assert await text(engine, request_for("next"))
+        assert engine.meter.aborted_requests == 1
+    assert forward.batch_sizes == [1, 1]
+    assert not waiting.deltas
+    assert not waiting.errors
+
+
+@pytest.mark.asyncio
+async def test_a_running_request_that_is_cancelled_leaves_the_others_alone(directory: Path, gate: Gate) -> None:
+    async with engine_with(directory) as engine:
+        kept, gone = Recorder(), Recorder()
+        generations = [await engine.submit(request_for(p, stream=True), s) for p, s in (("kept", kept), ("gone", gone))]
+        await until(gate.entered.is_set)
+        generations[1].cancel()
+        gate.open()
+        await until(lambda: bool(kept.deltas) and kept.deltas[-1].last)
+    gate_free = await texts_alone(directory, request_for("kept"))
+    assert ["".join(delta.text for delta in kept.deltas)] == gate_free
+    assert not gone.deltas
+    assert not gone.errors
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("fields", "sequences"), [({}, 1), ({"beam_search": BeamSearch(width=2)}, 2)])
+async def test_a_batch_stops_when_all_its_requests_are_gone(
+    directory: Path, forward: Forward, fields: dict[str, Any], sequences: int
+) -> None:
+    running: list[Generation] = []
+    loop = asyncio.get_running_loop()
+
+    def cancel_all_in_the_third_pass(ids: Any) -> None:
+        if len(forward.inputs) != 3:
+            return
+        cancelled = threading.Event()
+        for generation in running:
+            loop.call_soon_threadsafe(generation.cancel)
+        loop.call_soon_threadsafe(cancelled.set)
+        assert cancelled.wait(10)
+
+    forward.before = cancel_all_in_the_third_pass
+    async with engine_with(directory) as engine:
+        running += [await engine.submit(request_for(prompt, **fields), Recorder()) for prompt in PROMPTS]
+        await until(lambda: len(forward.inputs) >= 3)
+        assert await text(engine, request_for("next", SamplingParameters(max_tokens=1)))
+        assert engine.meter.aborted_requests == 5 * sequences
+    assert len(forward.inputs) == 4
+
+
+# Hanging and dying
+
+
+@pytest.mark.asyncio
+async def test_a_batch_without_a_token_in_time_fails_and_the_engine_goes_on(directory: Path, gate: Gate) -> None:
+    async with engine_with(directory, predict_timeout=2.0) as engine:
+        failed = await texts(engine, *map(request_for, PROMPTS))
+        assert [type(error) for error in failed] == [GenerationFailed] * len(PROMPTS)
+        assert str(failed[0]) == "no token within predict_timeout (2 s)"
+        gate.open()
+        assert await text(engine, request_for("next"))
+        assert engine.health().alive
+
+
+@pytest.mark.asyncio
+async def test_a_batch_that_stands_still_shows_in_the_engines_health_until_it_goes_on(
+    directory: Path, gate: Gate
+) -> None:
+    async with engine_with(directory, predict_timeout=30) as engine:
+        answered = asyncio.create_task(text(engine, request_for("stuck")))
+        await until(lambda: engine.health().quiet_seconds > 0.4)
+        assert engine.health().alive
+        mark = engine.health().mark
+        gate.open()
+        assert await answered
+        await until(lambda: engine.health().quiet_seconds == 0)
+        assert engine.health().mark != mark
+
+
+@pytest.mark.asyncio
+async def test_an_engine_whose_batch_never_ends_is_dead(directory: Path, gate: Gate) -> None:
+    async with engine_with(directory, batch_size=1, predict_timeout=0.3) as engine:
+        stuck, waiting = await texts(engine, request_for("stuck"), request_for("waiting"))
+        assert isinstance(stuck, GenerationFailed)
+        assert isinstance(waiting, EngineDead)
+        assert not engine.health().alive
+        with pytest.raises(EngineDead):
+            await engine.submit(request_for("too late"), Recorder())
+
+
+@pytest.mark.asyncio
+async def test_an_engine_whose_thread_has_ended_is_dead_at_once(directory: Path, forward: Forward) -> None:
+    def end(ids: Any) -> None:
+        raise SystemExit("a library has called exit")
+
+    forward.before = end
+    async with engine_with(directory, batch_size=1) as engine:
+        got = await asyncio.wait_for(texts(engine, request_for("first"), request_for("second")), 60)
+        assert [type(error) for error in got] == [EngineDead, EngineDead]
+        assert engine.health().reason == "the engine has died: a library has called exit"
+
+
+@pytest.mark.asyncio
+async def test_stopping_ends_what_runs_and_what_waits(directory: Path, gate: Gate) -> None:
+    async with engine_with(directory, batch_size=1) as engine:
+        sinks = [Recorder(), Recorder()]
+        for sink in sinks:
+            await engine.submit(request_for("x"), sink)
+        await until(gate.entered.is_set)
+        gate.open()
+        await engine.stop()
+        await engine.stop()
+        assert [[type(error) for error in sink.errors] for sink in sinks] == [[EngineDead], [EngineDead]]
+        assert not engine.health().alive
+        with pytest.raises(EngineDead):
+            await engine.submit(request_for("too late"), Recorder())
+
+
+@pytest.mark.asyncio
+async def test_the_meter_counts_requests_and_tokens(directory: Path) -> None:
+    async with engine_with(directory) as engine:
+        await texts(engine, *map(request_for, PROMPTS))
+        meter = engine.meter
+        assert (meter.started_requests, meter.finished_requests, meter.failed_requests) == (5, 5, 0)
+        assert (meter.tokens, meter.prompt_tokens) == (60, sum(map(len, PROMPTS)))
+        assert sum(meter.time_to_first_token.counts) == 5
+        assert sum(meter.inter_token.counts) == 55
+        assert sum(meter.queue_time.counts) == 5
+
+
+# Any mix
+
+SAMPLINGS = [
+    TWELVE,
+    SamplingParameters(max_tokens=5),
+    SamplingParameters(max_tokens=9, ignore_eos=True, repetition_penalty=1.5),
+    SamplingParameters(max_tokens=9, temperature=1.2, seed=3),
+    SamplingParameters(max_tokens=9, ignore_eos=True, logit_bias={40: 8.0}, stop=("a", "b", "c")),
+]
+REQUESTS = st.builds(
+    request_for,
+    st.text("abc XYZ.", min_size=1, max_size=40),
+    st.sampled_from(SAMPLINGS),
+    stream=st.booleans(),
+    truncate_prompt_tokens=st.sampled_from([None, None, 6]),
+)
+
+
+@example_settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(REQUESTS, min_size=1, max_size=12), st.integers(1, 5), st.sampled_from([0.0, 0.01]))
+def test_in_any_mix_of_requests_each_gets_what_it_gets_alone(
+    directory: Path, requests: list[GenerationRequest], batch_size: int, delay: float
+) -> None:
+    async def run() -> None:
+        alone = await texts_alone(directory, *requests)
+        async with engine_with(directory, batch_size=batch_size, max_batch_delay=delay) as engine:
+            assert await texts(engine, *requests) == alone
+
+    asyncio.run(run())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fields", [{}, {"beam_search": BeamSearch(width=2), "sequences": 2}])
+async def test_an_aborted_request_ends_with_what_there_is_whether_it_waits_or_runs(
+    directory: Path, gate: Gate, fields: dict[str, Any]
+) -> None:
+    long = SamplingParameters(max_tokens=40, ignore_eos=True)
+    sequences = fields.get("sequences", 1)
+    async with engine_with(directory, batch_size=1) as engine:
+        first, waiting = Recorder(), Recorder()
+        running = await engine.submit(request_for("first", long, **fields), first)
+        await until(gate.entered.is_set)
+        queued = await engine.submit(request_for("waiting", long, **fields), waiting)
+        queued.abort()
+        assert [(d.text, d.token_count, d.finish_reason) for d in waiting.deltas] == [
+            ("", 0, FinishReason.ABORT)
+        ] * sequences
+        assert waiting.deltas[-1].last
+        assert waiting.deltas[-1].prompt_token_count > 0
+        running.abort()
+        gate.open()
+        await until(lambda: bool(first.deltas) and first.deltas[-1].last)
+        assert len(first.deltas) == sequences
+        assert {d.finish_reason for d in first.deltas} <= {FinishReason.ABORT, FinishReason.EOS}
+        assert all(d.token_count < 40 for d in first.deltas)
+        assert engine.meter.aborted_requests >= sequences + 1
+
+
+class Cycle:
+    """As models are, one that only the collector of reference cycles frees."""
+
+    def __init__(self) -> None:
+        self.layers = [self]
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("no_collection_by_itself")
+async def test_a_model_that_loads_for_too_long_is_freed_once_it_is_there(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, freed = threading.Event(), []
+
+    def load(_: ModelSettings) -> Cycle:
+        model = Cycle()
+        freed.append(when_freed(model))
+        assert may_end.wait(60)
+        return model
+
+    monkeypatch.setattr(transformers_batch, "load_model", load)
+    with pytest.raises(EngineStartError, match=r"longer than model_loading_timeout \(0\.05 s\)"):
+        await BatchEngine(settings(directory, model_loading_timeout=0.05)).start()
+    assert not freed[0].is_set()
+    may_end.set()
+    await until(freed[0].is_set)
+
+
+@pytest.mark.asyncio
+async def test_a_bug_in_the_watchdog_makes_the_engine_unhealthy(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engine_with(directory) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Progress, "look", lambda *_: 1 / 0)
+            await until(lambda: not engine.health().alive)
+        assert engine.health().reason == "watching the engine has failed: ZeroDivisionError('division by zero')"
+        assert "ZeroDivisionError" in caplog.text
+        with pytest.raises(EngineDead):
+            await engine.submit(GenerationRequest(request_id="r", prompt="a", sampling=TWELVE), Recorder())

@@ -1,0 +1,154 @@
+"""Settings that are read before a model is loaded, and what of a model is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import BartConfig, BertConfig, LlamaConfig
+
+from engines.interface import EngineStartError
+from engines.model_settings import ModelSettings
+from engines.transformers.model import (
+    check_kind,
+    check_quantization,
+    check_weights,
+    loading_arguments,
+    longest_context,
+    max_model_len,
+    model_arguments,
+    pad_token_id,
+)
+
+
+def settings(engine_arguments: dict[str, str] | None = None, **fields: Any) -> ModelSettings:
+    return ModelSettings(
+        name="m", model_dir=Path("/m"), model_id="/m", engine_arguments=engine_arguments or {}, **fields
+    )
+
+
+@pytest.mark.parametrize(("text", "value"), [("7", 7), (" 7 ", 7)])
+def test_an_integer_is_read_with_blanks_around_it(text: str, value: int) -> None:
+    assert max_model_len(settings({"max_model_len": text}), SimpleNamespace(n_positions=64)) == value
+
+
+@pytest.mark.parametrize("text", ["0", "x", "4.5"])
+def test_what_is_no_integer_of_that_size_is_refused_by_name(text: str) -> None:
+    with pytest.raises(EngineStartError, match=r"option\.max_model_len"):
+        max_model_len(settings({"max_model_len": text}), SimpleNamespace(n_positions=64))
+
+
+def test_a_switch_is_true_or_false_or_refused() -> None:
+    read = [loading_arguments(settings({"load_in_8bit": text})).load_in_8bit for text in ("True", "0", "")]
+    assert read == [True, False, False]
+    with pytest.raises(EngineStartError, match=r"option\.load_in_8bit"):
+        loading_arguments(settings({"load_in_8bit": "maybe"}))
+
+
+def test_loading_arguments_become_those_of_from_pretrained() -> None:
+    given = {"device_map": '{"": "cpu"}', "attn_implementation": "eager"}
+    arguments = model_arguments(settings(given, dtype="bfloat16", revision="r", tensor_parallel_degree=2))
+    assert arguments == {
+        "revision": "r",
+        "trust_remote_code": False,
+        "dtype": torch.bfloat16,
+        "device_map": {"": "cpu"},
+        "attn_implementation": "eager",
+    }
+
+
+def test_tensor_parallelism_is_refused_unless_a_device_map_serves_it() -> None:
+    with pytest.raises(EngineStartError, match="tensor_parallel_degree"):
+        model_arguments(settings(tensor_parallel_degree=2))
+
+
+def test_an_unknown_type_is_refused() -> None:
+    with pytest.raises(EngineStartError, match=r"option\.dtype: 'int9'"):
+        model_arguments(settings(dtype="int9"))
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"n_positions": 1024}, 1024),
+        ({"max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default", "factor": 4.0}}, 8192),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            },
+            131072,
+        ),
+        ({}, None),
+    ],
+)
+def test_the_longest_context_is_the_models_own(config: dict[str, Any], length: int | None) -> None:
+    assert longest_context(SimpleNamespace(**config)) == length
+
+
+def test_a_context_longer_than_the_models_is_refused() -> None:
+    with pytest.raises(EngineStartError, match="4096 is more than the model's context of 2048"):
+        max_model_len(settings({"max_model_len": "4096"}), SimpleNamespace(max_position_embeddings=2048))
+    with pytest.raises(EngineStartError, match=r"set option\.max_model_len"):
+        max_model_len(settings(), SimpleNamespace())
+    assert max_model_len(settings({"max_model_len": "4096"}), SimpleNamespace()) == 4096
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq"])
+def test_a_quantization_that_the_weights_do_not_have_is_refused(method: str) -> None:
+    plain, quantized = SimpleNamespace(), SimpleNamespace(quantization_config={"quant_method": "awq"})
+    with pytest.raises(EngineStartError, match=rf"option\.quantization: {method!r}"):
+        check_quantization(settings({"quantization": method}), plain)
+    check_quantization(settings({"quantization": method}), quantized)
+    check_quantization(settings({"quantization": "bitsandbytes"}), plain)
+
+
+@pytest.mark.parametrize(
+    ("pad", "eos", "expected"), [(5, 2, 5), (100, 2, 2), (None, 2, 2), (None, 100, 0), (-1, None, 0)]
+)
+def test_padding_is_a_token_that_the_model_can_embed(pad: int | None, eos: int | None, expected: int) -> None:
+    assert pad_token_id(SimpleNamespace(pad_token_id=pad, eos_token_id=eos), 100) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BartConfig(), "encoder-decoder model"),
+        (BertConfig(), "an encoder"),
+    ],
+)
+def test_what_is_no_causal_language_model_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(EngineStartError, match=message):
+        check_kind(settings(), config)
+
+
+def test_decoders_are_not_refused() -> None:
+    check_kind(settings(), BertConfig(is_decoder=True))
+    check_kind(settings(), LlamaConfig())
+
+
+def test_a_checkpoint_without_all_weights_is_refused_by_their_names() -> None:
+    check_weights(settings(), {"missing_keys": set(), "mismatched_keys": set()})
+    with pytest.raises(EngineStartError, match=r"lacks weights: a, b, c and 2 more"):
+        check_weights(settings(), {"missing_keys": set("edcba")})
+    with pytest.raises(EngineStartError, match=r"wrong shape: head"):
+        check_weights(settings(), {"missing_keys": set(), "mismatched_keys": {("head", (2, 3), (3, 2))}})

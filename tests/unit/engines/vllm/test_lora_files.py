@@ -1,0 +1,308 @@
+"""What is wrong with an adapter's files and weights, found before an engine reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from engines.errors import AdapterFailed
+from engines.vllm.lora_files import base_shapes, check_adapter, read_ahead
+
+LAYER = "model.layers.0.self_attn.q_proj"
+BASE = {f"{LAYER}.weight": (6, 4)}
+
+
+def tensors(rank: int = 2, inner: int = 4, outer: int = 6) -> dict[str, Any]:
+    name = f"base_model.model.{LAYER}"
+    return {
+        f"{name}.lora_A.weight": np.zeros((rank, inner), dtype=np.float32),
+        f"{name}.lora_B.weight": np.zeros((outer, rank), dtype=np.float32),
+    }
+
+
+def write(directory: Path, config: Any = None, **shape: int) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps({"r": 2} if config is None else config))
+    save_file(tensors(**shape), directory / "adapter_model.safetensors")
+    return directory
+
+
+def test_an_adapter_that_fits_passes(tmp_path: Path) -> None:
+    read_ahead(write(tmp_path / "a"), 8, BASE)
+    read_ahead(write(tmp_path / "b", inner=3), 8, {})
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        ({"inner": 3}, r"lora_A.weight has shape \[2, 3\]; the base model's weight asks for \[2, 4\]"),
+        ({"inner": 5}, r"lora_A.weight has shape \[2, 5\]"),
+        ({"outer": 5}, r"lora_B.weight has shape \[5, 2\]; the base model's weight asks for \[6, 2\]"),
+        ({"rank": 16}, "rank 16 is greater than max_lora_rank 8"),
+    ],
+)
+def test_weights_for_another_model_are_refused_though_vllm_would_take_them(
+    tmp_path: Path, shape: dict[str, int], why: str
+) -> None:
+    with pytest.raises(AdapterFailed, match=why):
+        read_ahead(write(tmp_path / "a", **shape), 8, BASE)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({}, "missing required field `r`"),
+        ({"r": 0}, r"Expected `int` >= 1 - at `\$\.r`"),
+        ({"r": True}, "got `bool`"),
+        ({"r": "8"}, "got `str`"),
+        ({"r": 2, "rank_pattern": {"q_proj": 0}}, "rank_pattern"),
+        ({"r": 9}, "r 9 is greater than max_lora_rank 8"),
+        ({"r": 2, "rank_pattern": {"q_proj": 32}}, "rank_pattern.q_proj 32 is greater"),
+        ([], "Expected `object`, got `array`"),
+    ],
+)
+def test_a_rank_that_the_engine_has_no_room_for_is_refused(tmp_path: Path, config: Any, why: str) -> None:
+    with pytest.raises(AdapterFailed, match=why):
+        read_ahead(write(tmp_path / "a", config), 8, BASE)
+
+
+def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:
+    with pytest.raises(AdapterFailed, match="there is no directory"):
+        read_ahead(tmp_path / "none", 8, {})
+    with pytest.raises(AdapterFailed, match="there is no directory"):
+        read_ahead(tmp_path / ("x" * 5000), 8, {})
+    adapter = write(tmp_path / "a")
+    weights = adapter / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    with pytest.raises(AdapterFailed, match="file not fully covered"):
+        read_ahead(adapter, 8, {})
+    weights.write_bytes(b"\xff" * 100)
+    with pytest.raises(AdapterFailed, match=r"is not a safetensors file: .* header too large"):
+        read_ahead(adapter, 8, {})
+    weights.unlink()
+    with pytest.raises(AdapterFailed, match=r"has no weights; expected adapter_model\.safetensors"):
+        read_ahead(adapter, 8, {})
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(AdapterFailed, match="is not a configuration of LoRA: Input data was truncated"):
+        read_ahead(adapter, 8, {})
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(AdapterFailed, match="cannot be read: No such file"):
+        read_ahead(adapter, 8, {})
+
+
+def test_shapes_of_the_base_model_are_those_of_its_plain_weights(tmp_path: Path) -> None:
+    half, packed = np.zeros((6, 4), dtype=np.float16), np.zeros((6, 1), dtype=np.uint8)
+    save_file({"a.weight": half, "b.weight": packed}, tmp_path / "model-1.safetensors")
+    assert base_shapes(tmp_path) == {"a.weight": (6, 4)}
+    assert base_shapes(Path("owner/name")) == {}
+    (tmp_path / "model-2.safetensors").write_bytes(b"nonsense")
+    assert base_shapes(tmp_path) == {}
+
+
+@given(st.binary(max_size=300))
+def test_no_file_of_weights_makes_the_check_fail_in_another_way(tmp_path_factory: Any, content: bytes) -> None:
+    adapter = write(tmp_path_factory.mktemp("any"))
+    (adapter / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(AdapterFailed):
+        read_ahead(adapter, 8, BASE)
+
+
+HEADERS = st.dictionaries(
+    st.text(max_size=8),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "dtype": st.sampled_from(["F32", "U8", 3]),
+            "shape": st.lists(st.integers(-3, 9), max_size=3) | st.text(max_size=2),
+            "data_offsets": st.lists(st.integers(-3, 9), max_size=3) | st.none(),
+        },
+    )
+    | st.none()
+    | st.integers(),
+    max_size=3,
+)
+
+
+@given(HEADERS)
+def test_no_header_makes_the_check_fail_in_another_way(tmp_path_factory: Any, header: dict[str, Any]) -> None:
+    adapter = write(tmp_path_factory.mktemp("any"))
+    text = json.dumps(header).encode()
+    (adapter / "adapter_model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 8)
+    with contextlib.suppress(AdapterFailed):
+        read_ahead(adapter, 8, BASE)
+
+
+def test_tensors_that_are_no_halves_of_a_pair_are_left_to_the_engine(tmp_path: Path) -> None:
+    write_weights(tmp_path, {"a": np.zeros(3), f"{LAYER}.weight": np.zeros((99, 99))}, FILES[0])
+    read_ahead(tmp_path, 8, BASE)
+
+
+def test_an_adapter_that_is_loaded_later_is_checked_without_its_weights(tmp_path: Path) -> None:
+    check_adapter(write(tmp_path / "a", inner=3), 8)
+    with pytest.raises(AdapterFailed, match="r 2 is greater than max_lora_rank 1"):
+        check_adapter(tmp_path / "a", 1)
+    (tmp_path / "a" / FILES[0]).unlink()
+    with pytest.raises(AdapterFailed, match="has no weights"):
+        check_adapter(tmp_path / "a", 8)
+
+
+def test_any_rank_up_to_the_limit_will_do(tmp_path: Path) -> None:
+    read_ahead(write(tmp_path / "a", {"r": 8, "rank_pattern": {"q_proj": 8}}), 8, BASE)
+
+
+@pytest.mark.parametrize("scale", ["NaN", "Infinity", "-1e999", '"8"', "true", "[8]"])
+@pytest.mark.parametrize("where", ["lora_alpha", "alpha_pattern"])
+def test_a_scaling_that_is_no_finite_number_is_refused(tmp_path: Path, scale: str, where: str) -> None:
+    adapter = write(tmp_path / "a")
+    given = scale if where == "lora_alpha" else f'{{"q_proj": {scale}}}'
+    (adapter / "adapter_config.json").write_text(f'{{"r": 2, "{where}": {given}}}')
+    with pytest.raises(AdapterFailed, match="is not a configuration of LoRA"):
+        read_ahead(adapter, 8, BASE)
+
+
+FIRST, SECOND = (f"base_model.model.{LAYER}.lora_{half}.weight" for half in "AB")
+FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+
+
+def weights(rank: int = 2, inner: int = 4, outer: int = 6, kind: Any = np.float32) -> dict[str, Any]:
+    return {FIRST: np.zeros((rank, inner), dtype=kind), SECOND: np.zeros((outer, rank), dtype=kind)}
+
+
+def write_weights(directory: Path, tensors: dict[str, Any], name: str, *, zipped: bool = True) -> Path:
+    (directory / "adapter_config.json").write_text('{"r": 2}')
+    path = directory / name
+    if path.suffix == ".safetensors":
+        save_file(tensors, path)
+    else:
+        content = {key: torch.from_numpy(tensor) for key, tensor in tensors.items()}
+        torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    return path
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", [np.float32, np.float16, np.float64])
+def test_weights_that_are_not_finite_are_refused_by_the_name_of_their_tensor(
+    tmp_path: Path, name: str, value: float, kind: Any
+) -> None:
+    tensors = weights(kind=kind)
+    write_weights(tmp_path, tensors, name)
+    read_ahead(tmp_path, 8, BASE)
+    tensors[SECOND][5, 1] = value
+    path = write_weights(tmp_path, tensors, name)
+    with pytest.raises(AdapterFailed) as refused:
+        read_ahead(tmp_path, 8, BASE)
+    assert refused.value.message == f"{path}: {SECOND} has weights that are not finite (NaN or infinity)"
+
+
+def test_weights_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_weights(tmp_path, weights(), FILES[0])
+
+    def fails(_: Path) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    with pytest.raises(AdapterFailed, match=f"{path} cannot be read: Input/output error"):
+        read_ahead(tmp_path, 8, BASE)
+
+
+def test_weights_that_torch_has_saved_in_its_old_format_are_checked_as_well(tmp_path: Path) -> None:
+    tensors = weights()
+    write_weights(tmp_path, tensors, "adapter_model.bin", zipped=False)
+    read_ahead(tmp_path, 8, BASE)
+    tensors[FIRST][0, 0] = np.nan
+    write_weights(tmp_path, tensors, "adapter_model.bin", zipped=False)
+    with pytest.raises(AdapterFailed, match="not finite"):
+        read_ahead(tmp_path, 8, BASE)
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        ({"inner": 3}, r"lora_A.weight has shape \[2, 3\]; the base model's weight asks for \[2, 4\]"),
+        ({"outer": 5}, r"lora_B.weight has shape \[5, 2\]; the base model's weight asks for \[6, 2\]"),
+        ({"rank": 16}, "rank 16 is greater than max_lora_rank 8"),
+    ],
+)
+def test_pickled_weights_for_another_model_are_refused_though_vllm_would_take_them(
+    tmp_path: Path, shape: dict[str, int], why: str
+) -> None:
+    write_weights(tmp_path, weights(**shape), "adapter_model.bin")
+    with pytest.raises(AdapterFailed, match=why):
+        read_ahead(tmp_path, 8, BASE)
+
+
+class Code:
+    """What a pickle runs when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._mark),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, zipped: bool) -> None:
+    mark = tmp_path / "ran"
+    content: dict[str, Any] = {FIRST: torch.zeros(2, 4), "more": Code(mark)}
+    (tmp_path / "adapter_config.json").write_text('{"r": 2}')
+    torch.save(content, tmp_path / "adapter_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(AdapterFailed) as refused:
+        read_ahead(tmp_path, 8, BASE)
+    path = tmp_path / "adapter_model.bin"
+    assert refused.value.message == f"{path} is damaged, or holds more than tensors; expected what peft saves"
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ([torch.zeros(2)], "must hold tensors by their names, got list"),
+        ({"r": 8}, "'r' is no plain tensor with a name"),
+        ({1: torch.zeros(2)}, "'1' is no plain tensor with a name"),
+        ({"wide": torch.zeros(1).expand(1 << 40)}, "wide is larger than the file"),
+    ],
+)
+def test_a_pickle_of_other_things_is_refused(tmp_path: Path, content: Any, why: str) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 2}')
+    torch.save(content, tmp_path / "adapter_model.bin")
+    with pytest.raises(AdapterFailed, match=why):
+        read_ahead(tmp_path, 8, BASE)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_half_that_is_alone_and_no_tensor_at_all_are_refused(tmp_path: Path, name: str) -> None:
+    tensors = weights()
+    write_weights(tmp_path, {SECOND: tensors[SECOND]}, name)
+    with pytest.raises(AdapterFailed, match=f"{SECOND} has no other half: {FIRST} is missing"):
+        read_ahead(tmp_path, 8, BASE)
+    write_weights(tmp_path, {}, name)
+    with pytest.raises(AdapterFailed, match="the adapter's weights hold no tensor"):
+        read_ahead(tmp_path, 8, BASE)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_weights_that_end_early_or_are_nothing_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    path = write_weights(tmp_path, weights(), name)
+    whole = path.read_bytes()
+    for content in (whole[:-4], whole[: len(whole) // 2], b"", b"nonsense", bytes(100)):
+        path.write_bytes(content)
+        with pytest.raises(AdapterFailed) as refused:
+            read_ahead(tmp_path, 8, BASE)
+        assert refused.value.message.startswith(str(path))
+        assert "\n" not in refused.value.message
+    path.unlink()
+    with pytest.raises(AdapterFailed, match="has no weights"):
+        read_ahead(tmp_path, 8, BASE)
