@@ -32,9 +32,9 @@ from container.settings.settings import ServerReport, ServerSettings
 from engines.errors import CrossSite
 from engines.model_settings import ModelSettings
 from engines.statistics import Distribution
-from handlers.contracts.families import FAMILIES
-from handlers.contracts.lmi.errors import JSON, front_end_reply
-from handlers.contracts.protocol import Call, Reply
+from handlers.contract import Call, Reply
+from handlers.contracts import FAMILIES
+from handlers.lmi.errors import JSON, front_end_reply
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 

@@ -14,11 +14,11 @@ from container.http.endpoint import AppState, Endpoint, Scope, handed_to
 from container.http.reply import HttpReply
 from container.models.registry import Model, Models
 from engines.errors import NotServed
-from handlers.contracts.family import OWN_HANDLER, Family, Forwards, Generates, Tells
-from handlers.contracts.json_cost import JsonDecoder, off_the_loop
-from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
-from handlers.contracts.protocol import Call, Handler, Reply
+from handlers.contract import Call, Handler, Reply
+from handlers.contract_routes import OWN_HANDLER, Family, Forwards, Generates, Tells
 from handlers.entry_point import Service
+from handlers.json_cost import JsonDecoder, off_the_loop
+from handlers.openai.constraints import CHAT, COMPLETIONS
 
 _UNUSABLE = "this contract cannot be served with this model; the server's log says why"
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"

@@ -7,8 +7,8 @@ from json.encoder import encode_basestring
 from container.error_rates import ErrorRates
 from container.models.registry import Model, Models, State
 from container.settings.settings import ServerSettings
-from handlers.contracts.lmi.errors import JSON
-from handlers.contracts.protocol import Reply
+from handlers.contract import Reply
+from handlers.lmi.errors import JSON
 
 _TEXT = {
     State.STARTING: "PENDING",

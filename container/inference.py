@@ -10,10 +10,10 @@ from urllib.parse import parse_qs
 from container.http.endpoint import AppState, Endpoint, Scope, front_end_refusal, handed_to
 from container.http.reply import NO_CACHE
 from container.models.registry import Model
-from handlers.contracts.json_cost import off_the_loop
-from handlers.contracts.lmi.body import FormError, form_fields, is_form
-from handlers.contracts.lmi.errors import JSON
-from handlers.contracts.protocol import Call, Reply
+from handlers.contract import Call, Reply
+from handlers.json_cost import off_the_loop
+from handlers.lmi.body import FormError, form_fields, is_form
+from handlers.lmi.errors import JSON
 
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"
 _CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"

@@ -23,12 +23,12 @@ from container.models.registry import AlreadyRegistered, Model, State
 from container.settings.settings import ServerSettings, SettingsError, UrlNotFound
 from engines.adapters import AdapterRegistry
 from engines.errors import AdapterFailed, NotReady, NotServed, RequestError
-from handlers.contracts.lmi import adapters as lmi
-from handlers.contracts.lmi import management as contract
-from handlers.contracts.lmi.errors import front_end_reply, refused
-from handlers.contracts.lmi.management import Described, Listed, WorkerShown, read_page, read_registration, read_scale
-from handlers.contracts.openai import family as openai
-from handlers.contracts.protocol import Call, Reply
+from handlers.contract import Call, Reply
+from handlers.lmi import adapters as lmi
+from handlers.lmi import management as contract
+from handlers.lmi.errors import front_end_reply, refused
+from handlers.lmi.management import Described, Listed, WorkerShown, read_page, read_registration, read_scale
+from handlers.openai import routes as openai
 
 ANY_METHOD = "*"
 _MOST_BYTES = 256 * 1024

@@ -20,13 +20,13 @@ import msgspec
 from engines import errors
 from engines.errors import RequestError
 from engines.model_settings import ModelSettings
-from handlers.contracts.families import FAMILIES
-from handlers.contracts.family import Family, Forwards, Operation, Route, Tells
-from handlers.contracts.lmi import adapters as lmi_adapters
-from handlers.contracts.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
-from handlers.contracts.openai.family import LOAD, UNLOAD, LoadOrder, UnloadOrder, refuse_adapter
-from handlers.contracts.protocol import Call, Reply
-from handlers.contracts.schemas import OBJECT, STRING, Schema, either, struct
+from handlers.contract import Call, Reply
+from handlers.contract_routes import Family, Forwards, Operation, Route, Tells
+from handlers.contracts import FAMILIES
+from handlers.json_schemas import OBJECT, STRING, Schema, either, struct
+from handlers.lmi import adapters as lmi_adapters
+from handlers.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
+from handlers.openai.routes import LOAD, UNLOAD, LoadOrder, UnloadOrder, refuse_adapter
 
 JSON = "application/json"
 _FOR_VLLM = ("/v1/chat/completions", "/v1/completions")

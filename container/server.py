@@ -42,7 +42,7 @@ from engines.cache_dir import cache_dir, is_writable
 from engines.choice import begin_import
 from engines.interface import EngineStartError
 from engines.memory_release import importing
-from handlers.sessions import remove_sessions
+from handlers.lmi.sessions import remove_sessions
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from functools import partial
 from engines.errors import GenerationFailed, InternalError, InvalidRequest, Overloaded, RequestError
 from engines.interface import Engine, Generation
 from engines.request import TokenDelta
-from handlers.contracts.lmi.errors import failed_dependency
-from handlers.contracts.protocol import (
+from handlers.contract import (
     LONG_BODY,
     Call,
     Contract,
@@ -27,6 +26,7 @@ from handlers.contracts.protocol import (
     ReplyWriter,
 )
 from handlers.formatters.thread import FormatterQueue, FormatterThread
+from handlers.lmi.errors import failed_dependency
 
 logger = logging.getLogger(__name__)
 

@@ -16,22 +16,22 @@ from engines.interface import Engine, EngineHealth, EngineStartError
 from engines.memory_release import importing
 from engines.model_settings import ModelSettings
 from engines.statistics import StartupTimes
-from handlers.contracts.families import FAMILIES
-from handlers.contracts.family import ContractSetting, Generates
-from handlers.contracts.lmi.asynchronous import LmiAsyncContract
-from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
-from handlers.contracts.lmi.errors import overloaded
-from handlers.contracts.lmi.formatters import FormatterContract, PayloadFormatters
-from handlers.contracts.lmi.rolling_batch import LmiContract
-from handlers.contracts.protocol import Contract, Handler
-from handlers.engine_adapters import AdapterFormatters, EngineAdapterHost
+from handlers.contract import Contract, Handler
+from handlers.contract_routes import ContractSetting, Generates
+from handlers.contracts import FAMILIES
 from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.formatters.loading import Formatters, ModelImports, add_packages, load_formatters
-from handlers.formatters.reply import Formatting
 from handlers.formatters.thread import FormatterThread
-from handlers.invocations import InvocationsHandler
+from handlers.lmi.asynchronous import LmiAsyncContract
+from handlers.lmi.dynamic_batch import LmiDynamicContract
+from handlers.lmi.engine_adapters import AdapterFormatters, EngineAdapterHost
+from handlers.lmi.errors import overloaded
+from handlers.lmi.formatted_reply import Formatting
+from handlers.lmi.formatters import FormatterContract, PayloadFormatters
+from handlers.lmi.invocations import InvocationsHandler
+from handlers.lmi.rolling_batch import LmiContract
+from handlers.lmi.sessions import Sessions, load_sessions
 from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
-from handlers.sessions import Sessions, load_sessions
 from handlers.workers.custom_handler import CustomHandler
 from handlers.workers.worker import LoadedEngine
 

@@ -11,7 +11,7 @@ from engines.cpu_memory import machine_limits
 from engines.errors import BodyTimeout as BodyTimeout  # re-exported: `BodyReader.read` raises it
 from engines.errors import BodyTooLarge as BodyTooLarge
 from engines.errors import Overloaded
-from handlers.contracts.protocol import LONG_BODY
+from handlers.contract import LONG_BODY
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 

@@ -38,9 +38,9 @@ from engines.errors import (
     UnknownModel,
 )
 from engines.statistics import Distribution
-from handlers.contracts.lmi.errors import JSON, front_end_reply
-from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
+from handlers.contract import Call, ContractError, Handler, Reply, Running
 from handlers.entry_point import Service
+from handlers.lmi.errors import JSON, front_end_reply
 
 logger = logging.getLogger("slipway.access")
 

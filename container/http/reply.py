@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMa
 from typing import Any
 
 from container.http.protocol import Cork
-from handlers.contracts.protocol import WITHOUT_BODY, Reply
+from handlers.contract import WITHOUT_BODY, Reply
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from engines.interface import EngineOutOfMemory, EngineStartError
 from engines.memory_release import release_memory
 from engines.model_settings import ModelSettings
 from engines.start_failure import failure_of
-from handlers.contracts.lmi.management import Registration
+from handlers.lmi.management import Registration
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from engines.memory_release import collect_after_load
 from engines.model_settings import ModelSettings
 from engines.request import GenerationRequest, SamplingParameters
 from engines.statistics import StartupTimes
-from handlers.contracts.family import ModelView
+from handlers.contract_routes import ModelView
 from handlers.entry_point import Limits, Service, load_service
 
 logger = logging.getLogger(__name__)

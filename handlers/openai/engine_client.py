@@ -40,7 +40,7 @@ from engines.vllm.engine import VllmEngine
 from engines.vllm.output import SequenceMeter
 from engines.vllm.parsers import tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_words
-from handlers.contracts.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
+from handlers.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
 from handlers.openai.current_call import OpenAICall, current_call
 
 _INT64 = 2**63

@@ -16,13 +16,13 @@ import msgspec
 from engines.choice import is_vllm
 from engines.errors import InvalidRequest, Overloaded, RequestError, UnknownAdapter
 from engines.model_settings import ModelSettings
-from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
-from handlers.contracts.openai.contract import OpenAIContract
-from handlers.contracts.openai.family import ALIASED, refuse
-from handlers.contracts.protocol import LONG_BODY, Call, Exchange, ReplyWriter, Running, adapter_header
+from handlers.contract import LONG_BODY, Call, Exchange, ReplyWriter, Running, adapter_header
 from handlers.engine_handler import EngineQueue, RunningCall
+from handlers.openai.constraints import CHAT, COMPLETIONS
+from handlers.openai.contract import OpenAIContract
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.media_limits import MediaMemory
+from handlers.openai.routes import ALIASED, refuse
 from handlers.openai.vllm_call import VllmApp, VllmCall, check_body
 
 _LONG_CHAT = 16 * 1024  # Bytes; a template may be slow, so that longer ones are parsed in a thread.

@@ -60,12 +60,12 @@ from vllm.renderers.hf import (
 
 from engines.interface import EngineStartError
 from engines.vllm.parsers import parsers_for
-from handlers.contracts.openai.constraints import CHAT
-from handlers.contracts.openai.contract import FrontEnd
-from handlers.contracts.openai.family import error_reply
-from handlers.contracts.protocol import Reply
+from handlers.contract import Reply
+from handlers.openai.constraints import CHAT
+from handlers.openai.contract import FrontEnd
 from handlers.openai.current_call import current_call
 from handlers.openai.media_connector import bound_media
+from handlers.openai.routes import error_reply
 
 logger = logging.getLogger(__name__)
 

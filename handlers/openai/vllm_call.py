@@ -14,13 +14,13 @@ from urllib.parse import urlencode
 import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
-from handlers.contracts.json_cost import JsonDecoder, JsonTooCostly, check_cost, groups_in, off_the_loop
-from handlers.contracts.json_fields import json_fault
-from handlers.contracts.openai.constraints import BATCH, CHAT, FIELDS, MESSAGES, RESPONSES, enforceable, form_name
-from handlers.contracts.openai.family import error_reply, refuse
-from handlers.contracts.protocol import LONG_BODY, Call, Reply, ReplyWriter
+from handlers.contract import LONG_BODY, Call, Reply, ReplyWriter
+from handlers.json_cost import JsonDecoder, JsonTooCostly, check_cost, groups_in, off_the_loop
+from handlers.json_fields import json_fault
+from handlers.openai.constraints import BATCH, CHAT, FIELDS, MESSAGES, RESPONSES, enforceable, form_name
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.media_limits import MediaMemory
+from handlers.openai.routes import error_reply, refuse
 
 logger = logging.getLogger(__name__)
 

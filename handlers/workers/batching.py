@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
-from handlers.contracts.protocol import Reply
+from handlers.contract import Reply
+from handlers.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
 from handlers.workers.reply import HandlerReply, decode_part, reply_of
 from handlers.workers.runtime.channel import CREDIT, Contents, Kind, Message, Properties
 from handlers.workers.worker import Worker

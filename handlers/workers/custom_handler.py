@@ -11,9 +11,9 @@ from engines.adapters import Adapter
 from engines.errors import AdapterError, AdapterFailed, NoRoomForAdapter, UnknownAdapter
 from engines.interface import EngineHealth, EngineStartError
 from engines.model_settings import ModelSettings
-from handlers.contracts.lmi.body import input_of, is_form, priority_of
-from handlers.contracts.lmi.errors import unknown_adapter
-from handlers.contracts.protocol import LONG_BODY, Call, ContractError, ReplyWriter
+from handlers.contract import LONG_BODY, Call, ContractError, ReplyWriter
+from handlers.lmi.body import input_of, is_form, priority_of
+from handlers.lmi.errors import unknown_adapter
 from handlers.workers.batching import MAX_BATCH, CallBatcher, CallSettings, Request, RollingBatcher
 from handlers.workers.packages import prepare_interpreter, requirements_dir, variables_of
 from handlers.workers.pool import Pool

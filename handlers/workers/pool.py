@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from engines.interface import EngineStartError
 from engines.model_settings import HandlerSettings
-from handlers.contracts.lmi.errors import refused
-from handlers.contracts.protocol import ContractError
+from handlers.contract import ContractError
+from handlers.lmi.errors import refused
 from handlers.workers.batching import Batcher, CallSettings, Request
 from handlers.workers.metrics import HandlerMetrics
 from handlers.workers.worker import Worker, WorkerPlan

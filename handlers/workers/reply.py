@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 
 from djl_python.wire import read_string_map
-from handlers.contracts.lmi.errors import FAILED_DEPENDENCY, JSON, handler_failure, payload_error
-from handlers.contracts.protocol import WITHOUT_BODY, Reply, ReplyWriter
+from handlers.contract import WITHOUT_BODY, Reply, ReplyWriter
+from handlers.lmi.errors import FAILED_DEPENDENCY, JSON, handler_failure, payload_error
 from handlers.workers.runtime.channel import Message, Properties
 
 logger = logging.getLogger("handlers.workers")

@@ -24,8 +24,8 @@ import djl_python
 from engines.daemon_thread import in_daemon_thread
 from engines.errors import RequestError
 from engines.interface import EngineStartError
-from handlers.contracts.lmi.errors import JSON, front_end_reply, payload_error
-from handlers.contracts.protocol import Call, ContractError, Handler, Reply, Running
+from handlers.contract import Call, ContractError, Handler, Reply, Running
+from handlers.lmi.errors import JSON, front_end_reply, payload_error
 from handlers.workers import runtime
 from handlers.workers.metrics import HandlerMetrics
 from handlers.workers.runtime.channel import CREDIT, SIZES, Kind, LoadOrder, Message

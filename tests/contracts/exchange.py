@@ -10,8 +10,8 @@ import msgspec
 
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
-from handlers.contracts.lmi.rolling_batch import LmiContract
-from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.contract import Call, ContractError, Exchange, Reply
+from handlers.lmi.rolling_batch import LmiContract
 
 MODEL = ModelSettings(name="model", model_dir=Path("."), model_id="model")
 

@@ -13,12 +13,12 @@ from djl_python.request_io import TextInput
 from engines.adapters import Adapter
 from engines.errors import RequestError, UnknownAdapter, UnknownModel
 from engines.request import GenerationRequest
-from handlers.contracts.family import ContractSetting, Family
-from handlers.contracts.happy_vllm.family import HAPPY_VLLM
-from handlers.contracts.openai.family import model, models, refuse
-from handlers.contracts.protocol import Call, Contract, ContractError
-from handlers.contracts.tgi.family import TGI
-from handlers.contracts.triton.family import TRITON, TritonContract
+from handlers.contract import Call, Contract, ContractError
+from handlers.contract_routes import ContractSetting, Family
+from handlers.happy_vllm.routes import HAPPY_VLLM
+from handlers.openai.routes import model, models, refuse
+from handlers.tgi.routes import TGI
+from handlers.triton.routes import TRITON, TritonContract
 from tests.contracts import exchange, test_lmi_async, test_lmi_formatters, tgi_exchange, triton_exchange
 from tests.contracts import test_happy_vllm_requests as happy_vllm
 

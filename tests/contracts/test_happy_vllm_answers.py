@@ -20,8 +20,8 @@ from engines.errors import (
     UnknownModel,
 )
 from engines.request import FinishReason, TokenDelta
-from handlers.contracts.happy_vllm.family import HAPPY_VLLM
-from handlers.contracts.protocol import Call, Exchange, Reply
+from handlers.contract import Call, Exchange, Reply
+from handlers.happy_vllm.routes import HAPPY_VLLM
 from tests.contracts.exchange import call
 from tests.contracts.test_happy_vllm_requests import contract
 

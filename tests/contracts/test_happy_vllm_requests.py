@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from engines.errors import RequestError
 from engines.request import Constraint, GenerationRequest, SamplingParameters
-from handlers.contracts.family import ContractSetting
-from handlers.contracts.happy_vllm.family import HAPPY_VLLM, HappyVllmContract
-from handlers.contracts.happy_vllm.request import read_generation
-from handlers.contracts.protocol import Reply
+from handlers.contract import Reply
+from handlers.contract_routes import ContractSetting
+from handlers.happy_vllm.request import read_generation
+from handlers.happy_vllm.routes import HAPPY_VLLM, HappyVllmContract
 from tests.contracts.exchange import MODEL, call
 from tests.contracts.tgi_exchange import FakeModel
 

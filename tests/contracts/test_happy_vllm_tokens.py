@@ -19,10 +19,10 @@ from engines.loaded_model import ModelTexts
 from engines.model_settings import HandlerSettings
 from engines.request import Token
 from engines.tokenization import split_text as text_of_tokens
-from handlers.contracts.family import ModelView, Tells
-from handlers.contracts.happy_vllm.family import HAPPY_VLLM
-from handlers.contracts.happy_vllm.tokens import ids_inside
-from handlers.contracts.protocol import Reply
+from handlers.contract import Reply
+from handlers.contract_routes import ModelView, Tells
+from handlers.happy_vllm.routes import HAPPY_VLLM
+from handlers.happy_vllm.tokens import ids_inside
 from tests.contracts.exchange import MODEL, call
 
 SENTENCE = "Hey, how are you ?"

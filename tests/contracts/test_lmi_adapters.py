@@ -30,10 +30,10 @@ from engines.errors import (
     UnknownAdapter,
     UnknownModel,
 )
-from handlers.contracts.lmi import adapters
-from handlers.contracts.lmi.adapters import adapters_of, named_adapter
-from handlers.contracts.openai import family as vllm
-from handlers.contracts.protocol import Call
+from handlers.contract import Call
+from handlers.lmi import adapters
+from handlers.lmi.adapters import adapters_of, named_adapter
+from handlers.openai import routes as vllm
 from tests.contracts import exchange
 from tests.contracts.exchange import a_joke, answer, parse, refusal
 

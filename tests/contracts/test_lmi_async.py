@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engines.errors import EngineDead, GenerationFailed, InvalidParameter, Overloaded
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
-from handlers.contracts.lmi.asynchronous import LmiAsyncContract
-from handlers.contracts.protocol import ContractError, Exchange, Reply
+from handlers.contract import ContractError, Exchange, Reply
+from handlers.lmi.asynchronous import LmiAsyncContract
 from tests.contracts.exchange import MODEL, a_joke, call, whole
 
 

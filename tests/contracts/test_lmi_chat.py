@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.lmi.chat import AsyncShape, LmiChatShape, Shape, events, is_error
-from handlers.contracts.protocol import Reply
+from handlers.contract import Reply
+from handlers.lmi.chat import AsyncShape, LmiChatShape, Shape, events, is_error
 
 CHAT = (
     b'{"id":"chatcmpl-1","object":"chat.completion","created":7,"model":"model","choices":[{"index":0,"message":'

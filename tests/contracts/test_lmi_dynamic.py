@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from engines.errors import EngineDead, GenerationFailed, InvalidRequest, Overloaded, RequestError
 from engines.model_settings import Streaming
 from engines.request import BeamSearch, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
-from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
-from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.contract import Call, ContractError, Exchange, Reply
+from handlers.lmi.dynamic_batch import LmiDynamicContract
 from tests.contracts.exchange import MODEL, call, whole
 
 PAD = "<pad>"

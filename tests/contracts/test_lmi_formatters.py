@@ -13,10 +13,10 @@ from djl_python import Input
 from djl_python.request_io import RequestInput, RequestOutput, TextGenerationOutput, TextInput
 from engines.errors import EngineDead, GenerationFailed, Overloaded
 from engines.request import FinishReason, Token, TokenDelta
-from handlers.contracts.lmi.asynchronous import LmiAsyncContract
-from handlers.contracts.lmi.formatters import FormatterContract, PayloadFormatters
-from handlers.contracts.lmi.rolling_batch import LmiContract
-from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
+from handlers.contract import Call, ContractError, Exchange, Reply
+from handlers.lmi.asynchronous import LmiAsyncContract
+from handlers.lmi.formatters import FormatterContract, PayloadFormatters
+from handlers.lmi.rolling_batch import LmiContract
 from tests.contracts.exchange import MODEL, a_joke, call
 
 PROMPT = {"inputs": "Tell me", "parameters": {"max_new_tokens": 2}}

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.lmi.body import input_of, priority_of
-from handlers.contracts.protocol import Call, ContractError
+from handlers.contract import Call, ContractError
+from handlers.lmi.body import input_of, priority_of
 from handlers.workers.reply import response_headers
 
 FORM = "application/x-www-form-urlencoded"

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.lmi import management
-from handlers.contracts.lmi.management import (
+from handlers.contract import Call, ContractError, Reply
+from handlers.lmi import management
+from handlers.lmi.management import (
     Described,
     Listed,
     Registration,
@@ -19,7 +20,6 @@ from handlers.contracts.lmi.management import (
     read_registration,
     read_scale,
 )
-from handlers.contracts.protocol import Call, ContractError, Reply
 
 A = Listed("a", None, "/opt/models/a", "READY")
 B = Listed("b", "v2", "file:///opt/models/b", "PENDING")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engines.errors import InvalidParameter
 from engines.request import BeamSearch, SamplingParameters
-from handlers.contracts.lmi.parameters import ParameterRules, read_parameters
-from handlers.contracts.lmi.rolling_batch import LmiContract
-from handlers.contracts.protocol import Reply
+from handlers.contract import Reply
+from handlers.lmi.parameters import ParameterRules, read_parameters
+from handlers.lmi.rolling_batch import LmiContract
 from tests.contracts.exchange import MODEL, attempt, call, parse, refusal, request_of
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers import sessions
-from handlers.contracts.protocol import ContractError, Reply
-from handlers.sessions import SESSION_ID, action_of, session_of
+from handlers.contract import ContractError, Reply
+from handlers.lmi import sessions
+from handlers.lmi.sessions import SESSION_ID, action_of, session_of
 from tests.contracts.exchange import call
 
 UUID = "3f1c8f0e-0b0e-4f6f-9d43-0d6d3e1f2a5b"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines.errors import InvalidParameter
-from handlers.contracts.openai.constraints import (
+from handlers.openai.constraints import (
     BATCH,
     CHAT,
     COMPLETIONS,
@@ -17,7 +17,7 @@ from handlers.contracts.openai.constraints import (
     enforceable,
     form_name,
 )
-from handlers.contracts.openai.family import refuse
+from handlers.openai.routes import refuse
 
 SCHEMA = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TEXT = '{"properties":{"n":{"type":"integer"}},"required":["n"]}'

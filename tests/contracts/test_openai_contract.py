@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from engines.errors import EngineDead, EngineFault, GenerationFailed
 from engines.request import Constraint, FinishReason, GenerationRequest, Token, TokenDelta
-from handlers.contracts.openai.answer import in_document, in_stream
-from handlers.contracts.openai.constraints import CHAT, COMPLETIONS
-from handlers.contracts.openai.contract import FrontEnd, OpenAIContract
-from handlers.contracts.protocol import Call, Exchange
+from handlers.contract import Call, Exchange
+from handlers.openai.answer import in_document, in_stream
+from handlers.openai.constraints import CHAT, COMPLETIONS
+from handlers.openai.contract import FrontEnd, OpenAIContract
 
 FRONT_END = FrontEnd(
     model="m",

@@ -21,9 +21,9 @@ from engines.errors import (
     UnknownModel,
 )
 from engines.model_settings import ModelSettings
-from handlers.contracts.family import Forwards, ModelView, Tells
-from handlers.contracts.openai.family import OPENAI, models
-from handlers.contracts.protocol import Call
+from handlers.contract import Call
+from handlers.contract_routes import Forwards, ModelView, Tells
+from handlers.openai.routes import OPENAI, models
 
 CALL = Call(body=b"", request_id="r", path="/v1/models", method="GET")
 

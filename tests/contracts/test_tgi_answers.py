@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.request import FinishReason, Token, TokenDelta
-from handlers.contracts.protocol import Reply
-from handlers.contracts.tgi.answer import float32
-from handlers.contracts.tgi.errors import Incomplete, refuse
+from handlers.contract import Reply
+from handlers.tgi.answer import float32
+from handlers.tgi.errors import Incomplete, refuse
 from tests.contracts.exchange import whole
 from tests.contracts.tgi_exchange import END, TURN, parse
 

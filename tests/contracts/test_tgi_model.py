@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines.errors import InvalidRequest, NotReady
-from handlers.contracts.protocol import Reply
+from handlers.contract import Reply
 from tests.contracts.tgi_exchange import FakeTokenizer, tell, view
 
 

@@ -21,10 +21,10 @@ from engines.errors import (
     RequestError,
 )
 from engines.request import Constraint, SamplingParameters
-from handlers.contracts.family import Generates
-from handlers.contracts.protocol import Exchange, Reply
-from handlers.contracts.tgi.family import TGI
-from handlers.contracts.tgi.request import Parameters
+from handlers.contract import Exchange, Reply
+from handlers.contract_routes import Generates
+from handlers.tgi.request import Parameters
+from handlers.tgi.routes import TGI
 from tests.contracts.exchange import call as posted
 from tests.contracts.tgi_exchange import attempt, call, contract, parse, refusal, requests_of
 

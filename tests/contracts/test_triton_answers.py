@@ -8,7 +8,7 @@ import pytest
 
 from engines.errors import EngineDead, GenerationFailed, InternalError, InvalidRequest, NotReady, NotServed, Overloaded
 from engines.request import FinishReason, Token, TokenDelta
-from handlers.contracts.triton.errors import SeveralResponses
+from handlers.triton.errors import SeveralResponses
 from tests.contracts.triton_exchange import PROMPT, answered, parse
 
 A, JOKE = Token(7, " a", -0.5, rank=1), Token(9, " joke", -0.25, rank=2)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from engines.errors import BodyTooLarge, EngineDead, NotReady, NotServed, RequestError, UnknownModel
 from engines.model_settings import HandlerSettings
-from handlers.contracts.family import Generates, State, Tells
-from handlers.contracts.protocol import Call, Reply
-from handlers.contracts.triton.family import TRITON
+from handlers.contract import Call, Reply
+from handlers.contract_routes import Generates, State, Tells
+from handlers.triton.routes import TRITON
 from tests.contracts.triton_exchange import NAMED, LoadedText, told, view
 
 MODEL = "/v2/models/{model}"

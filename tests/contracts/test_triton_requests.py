@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.request import BeamSearch, Constraint, SamplingParameters
-from handlers.contracts.protocol import Exchange, Reply
+from handlers.contract import Exchange, Reply
 from tests.contracts.triton_exchange import PROMPT, attempt, parse, refused, request_of
 
 GREEDY = SamplingParameters(max_tokens=16)

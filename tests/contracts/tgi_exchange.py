@@ -15,9 +15,9 @@ from engines.errors import RequestError
 from engines.loaded_model import ModelTexts
 from engines.request import GenerationRequest, Token
 from engines.statistics import Meter
-from handlers.contracts.family import ContractSetting, Generates, ModelView, State, Tells
-from handlers.contracts.protocol import Call, Contract, ContractError, Exchange, Reply
-from handlers.contracts.tgi.family import TGI
+from handlers.contract import Call, Contract, ContractError, Exchange, Reply
+from handlers.contract_routes import ContractSetting, Generates, ModelView, State, Tells
+from handlers.tgi.routes import TGI
 from tests.contracts.exchange import MODEL
 
 CONTEXT = 2048

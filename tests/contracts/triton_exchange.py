@@ -10,9 +10,9 @@ from typing import Any
 from engines.errors import RequestError
 from engines.request import GenerationRequest, Token, TokenDelta
 from engines.statistics import Meter
-from handlers.contracts.family import ContractSetting, Generates, ModelView, State, Tells
-from handlers.contracts.protocol import Call, ContractError, Exchange, Reply
-from handlers.contracts.triton.family import TRITON
+from handlers.contract import Call, ContractError, Exchange, Reply
+from handlers.contract_routes import ContractSetting, Generates, ModelView, State, Tells
+from handlers.triton.routes import TRITON
 from tests.contracts.exchange import MODEL
 
 PROMPT = {"text_input": "hello"}

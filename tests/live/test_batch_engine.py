@@ -22,7 +22,7 @@ from engines.errors import InvalidParameter
 from engines.interface import Engine
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
-from handlers.contracts.protocol import Call
+from handlers.contract import Call
 from handlers.entry_point import Limits, load_service
 from tests.generation import generate
 from tests.live.constrained import DYNAMIC, FORMS, NAMES, TOKENWISE, accepted, by_name, disobeyed

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from handlers.contracts.families import FAMILIES
-from handlers.contracts.family import Forwards
+from handlers.contract_routes import Forwards
+from handlers.contracts import FAMILIES
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import Server, hosted, records, write_model
 

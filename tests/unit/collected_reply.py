@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from handlers.contracts.protocol import Reply
+from handlers.contract import Reply
 
 
 class CollectedReply:

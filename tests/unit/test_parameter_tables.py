@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from container.openapi import openapi_document
-from handlers.contracts.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS
+from handlers.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS
 from tests.contracts.exchange import MODEL
 
 PAGES = sorted(Path(__file__).parents[2].glob("docs/*.md"))

@@ -16,9 +16,9 @@ from container.http.endpoint import AppState, Endpoint, HttpCounts
 from container.models.registry import Lifecycle, Model, Models
 from container.settings.settings import ServerSettings, Settings
 from engines.model_settings import ModelSettings
-from handlers.contracts.families import FAMILIES
-from handlers.contracts.family import Family, ModelView, Tells
-from handlers.contracts.protocol import Call, Reply
+from handlers.contract import Call, Reply
+from handlers.contract_routes import Family, ModelView, Tells
+from handlers.contracts import FAMILIES
 
 pytestmark = pytest.mark.asyncio
 

@@ -9,8 +9,8 @@ import pytest
 
 from container.openapi import openapi_document
 from engines.model_settings import HandlerSettings, ModelSettings
-from handlers.contracts.families import FAMILIES
-from handlers.contracts.family import Forwards
+from handlers.contract_routes import Forwards
+from handlers.contracts import FAMILIES
 from tests.contracts.exchange import MODEL
 
 MODES = {

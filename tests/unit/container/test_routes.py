@@ -23,13 +23,13 @@ from container.settings.settings import ServerSettings, Settings
 from engines.interface import EngineHealth
 from engines.model_settings import HandlerSettings
 from handlers import entry_point
-from handlers.contracts.families import FAMILIES
-from handlers.contracts.family import ContractSetting, Generates, Tells
-from handlers.contracts.lmi.errors import overloaded
-from handlers.contracts.lmi.rolling_batch import LmiContract
-from handlers.contracts.protocol import Call, Contract, ReplyWriter, Running
+from handlers.contract import Call, Contract, ReplyWriter, Running
+from handlers.contract_routes import ContractSetting, Generates, Tells
+from handlers.contracts import FAMILIES
 from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.entry_point import Service
+from handlers.lmi.errors import overloaded
+from handlers.lmi.rolling_batch import LmiContract
 from tests.contracts.exchange import MODEL
 from tests.unit.handlers.test_engine_handler import ScriptedEngine
 

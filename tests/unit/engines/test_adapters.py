@@ -12,7 +12,7 @@ import pytest
 
 from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
 from engines.errors import AdapterConflict, AdapterFailed, InvalidParameter, InvalidRequest, UnknownAdapter
-from handlers.engine_adapters import AdapterFormatters, EngineAdapterHost
+from handlers.lmi.engine_adapters import AdapterFormatters, EngineAdapterHost
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

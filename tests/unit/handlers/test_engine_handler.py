@@ -16,16 +16,16 @@ from engines.interface import EngineHealth, Generation, Sink
 from engines.loaded_model import EngineStatus
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from engines.statistics import Meter
-from handlers.contracts.family import ContractSetting
-from handlers.contracts.happy_vllm.answer import StreamAnswer
-from handlers.contracts.happy_vllm.family import HappyVllmContract
-from handlers.contracts.lmi.dynamic_batch import LmiDynamicContract
-from handlers.contracts.lmi.errors import overloaded
-from handlers.contracts.lmi.rolling_batch import LmiContract
-from handlers.contracts.protocol import LONG_BODY, Call, ContractError, Exchange, Reply
-from handlers.contracts.triton.family import TritonContract
+from handlers.contract import LONG_BODY, Call, ContractError, Exchange, Reply
+from handlers.contract_routes import ContractSetting
 from handlers.engine_handler import EngineHandler, EngineQueue
 from handlers.formatters.thread import FormatterThread
+from handlers.happy_vllm.answer import StreamAnswer
+from handlers.happy_vllm.routes import HappyVllmContract
+from handlers.lmi.dynamic_batch import LmiDynamicContract
+from handlers.lmi.errors import overloaded
+from handlers.lmi.rolling_batch import LmiContract
+from handlers.triton.routes import TritonContract
 from tests.contracts.exchange import MODEL, call
 from tests.waiting import until
 

@@ -17,7 +17,7 @@ from container.http.reply import HttpReply
 from container.models.registry import Model, Models, State
 from container.settings.settings import ServerSettings
 from engines.errors import BodyTimeout, BodyTooLarge, Overloaded
-from handlers.contracts.protocol import Call, Reply
+from handlers.contract import Call, Reply
 
 pytestmark = pytest.mark.asyncio
 

@@ -12,7 +12,7 @@ from container.http.endpoint import AppState, Endpoint, HttpCounts
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
 from engines.errors import GenerationFailed
-from handlers.contracts.protocol import Call, Reply, ReplyWriter, Running
+from handlers.contract import Call, Reply, ReplyWriter, Running
 
 pytestmark = pytest.mark.asyncio
 

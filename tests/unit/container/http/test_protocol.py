@@ -21,7 +21,7 @@ from container.models.registry import Models
 from container.server import http_server
 from container.settings.settings import ServerSettings
 from engines.errors import GenerationFailed
-from handlers.contracts.protocol import Reply
+from handlers.contract import Reply
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

@@ -8,7 +8,7 @@ import pytest
 
 from container.http import reply as push
 from container.http.reply import HttpReply, OpenStreams, RetryAfter
-from handlers.contracts.protocol import Reply
+from handlers.contract import Reply
 
 pytestmark = pytest.mark.asyncio
 

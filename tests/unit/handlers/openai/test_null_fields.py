@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handlers.contracts.protocol import Call
+from handlers.contract import Call
 from handlers.engine_handler import EngineQueue
 from handlers.openai.current_call import OpenAICall
 from handlers.openai.vllm_call import for_vllm

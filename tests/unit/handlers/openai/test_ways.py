@@ -8,9 +8,9 @@ import pytest
 
 from engines.errors import InvalidRequest, Overloaded, UnknownAdapter
 from engines.request import FinishReason, GenerationRequest, TokenDelta
-from handlers.contracts.openai.contract import OpenAIContract
-from handlers.contracts.protocol import Call
+from handlers.contract import Call
 from handlers.engine_handler import EngineQueue
+from handlers.openai.contract import OpenAIContract
 from handlers.openai.handler import OpenAIHandler
 from handlers.openai.vllm_call import VllmApp
 from tests.contracts.test_openai_contract import FRONT_END

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from engines.model_settings import HandlerSettings, ModelSettings
-from handlers.contracts.protocol import Call, Reply, Running
+from handlers.contract import Call, Reply, Running
 from handlers.workers.custom_handler import CustomHandler
 
 MODELS = Path(__file__).parents[3] / "fixtures" / "handlers"

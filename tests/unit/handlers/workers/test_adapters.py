@@ -16,7 +16,7 @@ import pytest
 
 from engines.adapters import AdapterOrder, AdapterRegistry
 from engines.errors import AdapterFailed, NoRoomForAdapter
-from handlers.contracts.protocol import ContractError
+from handlers.contract import ContractError
 from tests.unit.handlers.workers.harness import MODELS, Client, serving
 from tests.waiting import until
 

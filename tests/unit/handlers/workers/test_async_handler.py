@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from handlers.contracts.protocol import ContractError, Running
+from handlers.contract import ContractError, Running
 from tests.unit.handlers.workers.harness import Client, Recorder, serving
 from tests.waiting import until
 

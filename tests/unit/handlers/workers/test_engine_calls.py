@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engines.interface import EngineStartError
-from handlers.contracts.protocol import Call, ContractError, Reply, ReplyWriter, Running
+from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
 from handlers.workers.custom_handler import CustomHandler
 from tests.unit.handlers.workers.harness import MODELS, Client, Recorder, settings_for
 from tests.waiting import until

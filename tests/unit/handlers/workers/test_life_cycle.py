@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from engines.interface import EngineStartError
-from handlers.contracts.protocol import ContractError
+from handlers.contract import ContractError
 from handlers.workers.custom_handler import CustomHandler
 from tests.unit.handlers.workers.harness import MODELS, Recorder, alive, serving, settings_for
 from tests.waiting import until

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from handlers.contracts.protocol import ContractError
+from handlers.contract import ContractError
 from handlers.workers import batching
 from tests.unit.handlers.workers.harness import MODELS, Recorder, serving
 from tests.waiting import until

@@ -1,1 +1,0 @@
-"""Wire contracts, a package each: bytes to requests, deltas to bytes."""

@@ -1,0 +1,121 @@
+"""happy_vllm's answers: one compact document, or a line of JSON for each step that repeats the whole text so far.
+
+Source: happy_vllm, "Generating endpoints", section "Output". The bytes are those of the original: the document as
+Starlette writes JSON, the lines as Python's `json.dumps` does by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from json.encoder import encode_basestring, encode_basestring_ascii
+from typing import NamedTuple
+
+from engines.errors import RequestError
+from engines.request import FinishReason, TokenDelta
+from handlers.contract import Answer, Reply
+from handlers.happy_vllm.errors import JSON, refuse
+from handlers.happy_vllm.request import Generation
+
+_FINISH_REASONS = {
+    None: '"None"',
+    FinishReason.LENGTH: '"length"',
+    FinishReason.EOS: '"stop"',
+    FinishReason.STOP: '"stop"',
+    FinishReason.ABORT: '"abort"',
+    FinishReason.ERROR: '"abort"',
+}
+_UNFINISHED = _FINISH_REASONS[None]
+_ABORTED = _FINISH_REASONS[FinishReason.ABORT]
+
+
+class _Style(NamedTuple):
+    comma: str
+    colon: str
+    quote: Callable[[str], str]
+
+
+_COMPACT = _Style(",", ":", encode_basestring)
+_SPACED = _Style(", ", ": ", encode_basestring_ascii)
+
+
+class _Answer(Answer):
+    """All sequences of one answer, as far as they have been generated. The text of a sequence is kept as JSON, without
+    the quotes, so that a step encodes only what it has added."""
+
+    _style: _Style
+
+    def __init__(self, generation: Generation) -> None:
+        count = generation.parameters.request.sequences
+        self._show_text = generation.parameters.detokenize
+        self._responses = [""] * count
+        self._reasons = [_UNFINISHED] * count
+        self._counts = [0] * count
+        self._prompt_tokens = 0
+        self._end = ""
+        if generation.prompt_in_response:
+            self._end = f'{self._style.comma}"prompt"{self._style.colon}{self._style.quote(generation.prompt)}'
+
+    def add(self, prompt: int, delta: TokenDelta) -> bool:
+        """Take a delta; whether it changed anything: beams that are not shown do not. The hot path: called for each
+        token of each stream."""
+        sequence = delta.sequence
+        if sequence >= len(self._responses):
+            return False
+        if delta.text and self._show_text:
+            self._responses[sequence] += self._style.quote(delta.text)[1:-1]
+        self._counts[sequence] = delta.token_count
+        self._prompt_tokens = delta.prompt_token_count
+        if delta.finish_reason is not None:
+            self._reasons[sequence] = _FINISH_REASONS[delta.finish_reason]
+        return True
+
+    def fail(self, error: RequestError) -> Reply:
+        return refuse(error)
+
+    def _document(self, addition: str = "") -> str:
+        """The whole object; `addition`: further members at its end."""
+        comma, colon, _ = self._style
+        prompt_tokens = self._prompt_tokens
+        responses = f'"{comma}"'.join(self._responses)
+        usages = comma.join(
+            [
+                f'{{"prompt_tokens"{colon}{prompt_tokens}{comma}"completion_tokens"{colon}{count}{comma}'
+                f'"total_tokens"{colon}{prompt_tokens + count}}}'
+                for count in self._counts
+            ]
+        )
+        return (
+            f'{{"responses"{colon}["{responses}"]{comma}"finish_reasons"{colon}[{comma.join(self._reasons)}]{comma}'
+            f'"usages"{colon}[{usages}]{self._end}{addition}}}'
+        )
+
+
+class WholeAnswer(_Answer):
+    """`/v1/generate`: one document when all has finished."""
+
+    content_type = JSON
+    _style = _COMPACT
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        self.add(prompt, delta)
+        return self._document().encode() if delta.last else b""
+
+
+class StreamAnswer(_Answer):
+    """`/v1/generate_stream`: a line for each step, with no content type, as the original has none. A
+    `CumulativeAnswer`: a client that lags is sent fewer lines."""
+
+    content_type = ""
+    _style = _SPACED
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        return self.latest() if self.add(prompt, delta) else b""
+
+    def latest(self) -> bytes:
+        return (self._document() + "\n").encode()
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        """A last line with the texts so far, aborted, and the reason; the original breaks the connection off."""
+        self._reasons = [_ABORTED if reason == _UNFINISHED else reason for reason in self._reasons]
+        reason = f', "error": {encode_basestring_ascii(error.message)}'
+        return (self._document(reason) + "\n").encode()

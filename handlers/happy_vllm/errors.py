@@ -1,0 +1,86 @@
+"""happy_vllm's error bodies.
+
+The original is a FastAPI application: 422 with `{"detail": [...]}` where a field has the wrong type, and 500 for any
+other mistake of the client. Here all mistakes of the client are 4xx in the same form, found before any text is
+generated; a 500 is the server's fault, in the form that happy_vllm has under EXPLICIT_ERRORS.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from engines import errors
+from handlers.contract import Reply
+from handlers.contract_routes import error_body
+
+JSON = "application/json"
+
+# Any other error is a 500.
+_STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
+    401: (errors.Unauthorized,),
+    404: (errors.UnknownModel, errors.NotServed),
+    408: (errors.BodyTimeout,),
+    413: (errors.BodyTooLarge,),
+    422: (errors.InvalidRequest,),
+    503: (errors.NotReady, errors.Overloaded),
+}
+_VLLM_TYPES = {400: "BadRequestError", 404: "NotFoundError", 503: "ServiceUnavailableError"}
+_BYTE = re.compile(r" \(byte ([0-9]+)\)$")
+
+
+def json_reply(body: dict[str, Any] | None, status: int = 200) -> Reply:
+    """A reply as Starlette writes JSON: compact, in UTF-8."""
+    return Reply(status, JSON, msgspec.json.encode(body))
+
+
+class WrongBody(errors.InvalidRequest):
+    """A body that is not an object, or lacks a field."""
+
+    def __init__(self, message: str, kind: str, text: str, *location: str | int) -> None:
+        super().__init__(message)
+        self.entry = _entry(kind, text, *location)
+
+
+def not_json(reason: str) -> WrongBody:
+    """The refusal of a body that is not JSON. `reason`: the decoder's, with the place at its end."""
+    place = _BYTE.search(reason)
+    error = WrongBody("the body is not JSON", "json_invalid", "JSON decode error", int(place[1]) if place else 0)
+    error.entry["ctx"] = {"error": _BYTE.sub("", reason)}
+    return error
+
+
+def refuse(error: errors.RequestError) -> Reply:
+    """The reply to a call that has failed before its first byte."""
+    status = _status_of(error)
+    if status == 500:
+        return json_reply({"error": type(error).__name__, "messages": [error.message]}, status)
+    if isinstance(error, WrongBody):
+        return json_reply({"detail": [error.entry]}, status)
+    if isinstance(error, errors.InvalidParameter):
+        return json_reply({"detail": [_entry("value_error", error.message, *error.parameter.split(".", 1))]}, status)
+    return json_reply({"detail": error.message}, status)
+
+
+def vllm_error(error: errors.RequestError) -> Reply:
+    """The same in vLLM's error object, which `/v2/tokenizer` and `/v2/decode` have."""
+    status, parameter = _status_of(error), None
+    if status == 422:
+        status = 400
+    if isinstance(error, errors.InvalidParameter):
+        parameter = error.parameter
+    elif isinstance(error, errors.UnknownModel):
+        parameter = "model"
+    kind = _VLLM_TYPES.get(status, "InternalServerError")
+    return Reply(status, JSON, error_body(error.message, kind, status, parameter))
+
+
+def _status_of(error: errors.RequestError) -> int:
+    return next((status for status, kinds in _STATUS.items() if isinstance(error, kinds)), 500)
+
+
+def _entry(kind: str, message: str, *location: str | int) -> dict[str, Any]:
+    """An error as Pydantic has it, without `input`: the client's own text is not sent back."""
+    return {"type": kind, "loc": ["body", *location], "msg": message}

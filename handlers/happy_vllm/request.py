@@ -1,0 +1,154 @@
+"""What a happy_vllm client asks to be generated.
+
+Source: happy_vllm, "Generating endpoints", sections "Keywords" and "Json format".
+"""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engines.errors import InvalidParameter, InvalidRequest
+from engines.request import Constraint
+from handlers.constraints import MAX_CHOICE_LENGTH, MAX_CHOICES
+from handlers.contract import Call
+from handlers.contract_routes import MOST_IDS
+from handlers.happy_vllm.errors import WrongBody, not_json
+from handlers.json_fields import JsonError, Kind, ParameterReader, decode_json, json_kind
+from handlers.vllm_parameters import TextReader, VllmParameters, number_of_text, read_vllm_parameters
+
+# Keywords of /v1/generate that are not vLLM's.
+_OWN = frozenset({"prompt", "prompt_in_response", "response_pool", "json_format", "json_format_is_json_schema"})
+_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
+_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
+_TYPES = ("string", "integer", "boolean", "number")  # Types of fields in the simple form of `json_format`.
+_TYPES_IN_WORDS = ", ".join(f'"{name}"' for name in _TYPES)
+_LONGEST_NAME = 80
+
+
+def document(call: Call) -> dict[str, Any]:
+    """The call's JSON object. Raises WrongBody: there is none."""
+    body = call.body.removeprefix(codecs.BOM_UTF8)
+    if not body.strip():
+        raise WrongBody("the body is empty", "missing", "Field required")
+    try:
+        value = decode_json(body)
+    except JsonError as error:
+        raise not_json(str(error)) from None
+    if not isinstance(value, dict):
+        message = f"the body is {json_kind(value)}, not an object"
+        raise WrongBody(message, "dict_type", "Input should be a valid dictionary")
+    return value
+
+
+class BodyReader(ParameterReader):
+    """A body's fields; booleans and integers may be what Pydantic takes as such: "yes", 1, "16". Where a required one
+    is absent, `WrongBody` is raised."""
+
+    def required_string(self, name: str) -> str:
+        self._require(name)
+        value = self._take(name, "string", None)
+        if not isinstance(value, str):
+            raise InvalidParameter(name, f"must be a string, got {json_kind(value)}")
+        return value
+
+    def required_ids(self, name: str, vocabulary_size: int) -> list[int]:
+        self._require(name)
+        ids = list(self.integers(name, minimum=0))
+        if len(ids) > MOST_IDS:
+            raise InvalidParameter(name, f"may have at most {MOST_IDS} token ids, got {len(ids)}")
+        if ids and max(ids) >= vocabulary_size:
+            raise InvalidParameter(name, f"must be ids of the vocabulary, below {vocabulary_size}, got {max(ids)}")
+        return ids
+
+    def _require(self, name: str) -> None:
+        if not self.has(name):
+            raise WrongBody(f"`{name}` is missing", "missing", "Field required", name)
+
+    def _meant(self, kind: Kind, value: Any) -> Any:
+        value = super()._meant(kind, value)
+        if kind == "integer" and isinstance(value, str):
+            return number_of_text(value)
+        if kind != "boolean":
+            return value
+        if isinstance(value, str):
+            word = value.lower()
+            return True if word in _TRUE else False if word in _FALSE else value
+        return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
+
+
+class _SamplingReader(BodyReader, TextReader):
+    """The same for sampling parameters, where numbers and documents may be text as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One call's body, validated and translated."""
+
+    prompt: str
+    prompt_in_response: bool
+    parameters: VllmParameters  # With the constraint that `response_pool` or `json_format` stands for.
+
+
+def read_generation(values: dict[str, Any]) -> Generation:
+    """Validate and translate a body. Raises InvalidRequest: the prompt is missing, or keywords exclude each other; as
+    InvalidParameter, a keyword has the wrong type or value, or is unknown."""
+    read = BodyReader(values)
+    prompt = read.required_string("prompt")
+    prompt_in_response = read.boolean("prompt_in_response", False)
+    constraints = [form for form in (_pool(read, values.get("response_pool")), _json_format(read)) if form is not None]
+    parameters = read_vllm_parameters({name: values[name] for name in values.keys() - _OWN}, _SamplingReader)
+    if parameters.request.sampling.constraint is not None:
+        constraints.append(parameters.request.sampling.constraint)
+    if len(constraints) > 1:
+        raise _conflict(constraints[0].parameter, constraints[1].parameter)
+    if constraints:
+        if constraints[0].parameter == "response_pool" and parameters.request.sampling.min_tokens > 0:
+            raise _conflict("response_pool", "min_tokens")
+        parameters = parameters.constrained(constraints[0])
+    return Generation(prompt=prompt, prompt_in_response=prompt_in_response, parameters=parameters)
+
+
+def _conflict(one: str, other: str) -> InvalidRequest:
+    return InvalidRequest(f"`{one}` cannot be combined with `{other}`")
+
+
+def _pool(read: BodyReader, given: Any) -> Constraint | None:
+    if given is not None and not isinstance(given, list):
+        raise InvalidParameter("response_pool", f"must be an array of strings, got {json_kind(given)}")
+    pool = read.strings("response_pool", most=MAX_CHOICES, longest=MAX_CHOICE_LENGTH)
+    return Constraint(parameter="response_pool", choice=tuple(dict.fromkeys(pool))) if pool else None
+
+
+def _json_format(read: BodyReader) -> Constraint | None:
+    form, is_json_schema = read.optional_object("json_format"), read.boolean("json_format_is_json_schema", False)
+    if not form:
+        return None
+    json_schema = msgspec.json.encode(form if is_json_schema else _schema_of(form)).decode()
+    # On one line: white space costs tokens, and a small model may generate it without end.
+    return Constraint(parameter="json_format", json_schema=json_schema, any_whitespace=False)
+
+
+def _schema_of(simple_form: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of an object that has all of these fields, and no other."""
+    return {
+        "type": "object",
+        "properties": {name: _property(name, kind) for name, kind in simple_form.items()},
+        "required": list(simple_form),
+        "additionalProperties": False,
+    }
+
+
+def _property(name: str, kind: Any) -> dict[str, Any]:
+    if kind in _TYPES:
+        return {"type": kind}
+    if isinstance(kind, list) and len(kind) == 1 and kind[0] in _TYPES:
+        return {"type": "array", "items": {"type": kind[0]}}
+    raise InvalidParameter(
+        f"json_format.{name[:_LONGEST_NAME]}",
+        f"must be one of {_TYPES_IN_WORDS}, or an array of exactly one of them; "
+        "a JSON schema needs `json_format_is_json_schema` true",
+    )

@@ -1,0 +1,212 @@
+"""happy_vllm's clients: the generating routes of releases up to 1.1.15, and the routes beside OpenAI's.
+
+`/v1/completions`, `/v1/chat/completions` and `/v1/models` are vLLM's own and belong to the OpenAI family.
+Source: happy_vllm, "Generating endpoints" and "Technical endpoints".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+
+import msgspec
+
+from handlers.contract import Call, Exchange, Reply
+from handlers.contract_routes import ContractSetting, Family, Generates, ModelView, Operation, Tells
+from handlers.happy_vllm import tokens
+from handlers.happy_vllm.answer import StreamAnswer, WholeAnswer
+from handlers.happy_vllm.errors import JSON, json_reply, refuse
+from handlers.happy_vllm.request import BodyReader, document, read_generation
+from handlers.json_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
+from handlers.vllm_parameters import read_vllm_parameters
+
+
+class HappyVllmContract:
+    """`/v1/generate` or `/v1/generate_stream`; they differ in the answer alone."""
+
+    def __init__(self, setting: ContractSetting, *, stream: bool) -> None:
+        self._setting, self._stream = setting, stream
+
+    def parse(self, call: Call) -> Exchange:
+        generation = read_generation(document(call))
+        template = generation.parameters.request
+        stream = self._stream and template.beam_search is None  # no token of a beam is final before the last
+        request = msgspec.structs.replace(
+            template,
+            request_id=call.request_id,
+            prompt=generation.prompt,
+            stream=stream,
+            adapter=self._setting.adapter_of(call, None),
+        )
+        if not self._stream:
+            return Exchange((request,), WholeAnswer(generation))
+        answer = StreamAnswer(generation)
+        return Exchange((request,), answer, cumulative=answer)
+
+
+def readiness(call: Call, views: Sequence[ModelView]) -> Reply:
+    """`GET /readiness`: always 200; the body says whether all models answer."""
+    return json_reply({"ready": "ok" if all(view.state == "ready" for view in views) else "ko"})
+
+
+def info(call: Call, view: ModelView) -> Reply:
+    """`GET /v1/info`."""
+    model = view.text()
+    return json_reply(
+        {
+            "application": "happy_vllm",
+            "version": version("slipway"),
+            "vllm_version": view.engine_version if view.engine == "vllm" else f"{view.engine} {view.engine_version}",
+            "model_name": view.settings.name,
+            "truncation_side": model.texts.truncation_side,
+            "max_length": model.max_model_len,
+            "extra_information": {},
+        }
+    )
+
+
+def live_metrics(call: Call, view: ModelView) -> Reply:
+    """`GET /live_metrics`. vLLM no longer swaps sequences to the CPU, so what counts that is zero."""
+    status = view.text().status()
+    return json_reply(
+        {
+            "requests_running": status.running_requests,
+            "requests_swapped": 0,
+            "requests_pending": status.waiting_requests,
+            "gpu_cache_usage": status.kv_cache_usage,
+            "cpu_cache_usage": 0.0,
+        }
+    )
+
+
+def abort_request(call: Call, views: Sequence[ModelView]) -> Reply:
+    """`POST /v1/abort_request`: null, whether or not a model has such a request."""
+    request_id = BodyReader(document(call)).required_string("request_id")
+    for view in views:
+        view.abort(request_id)
+    return json_reply(None)
+
+
+_TRUE: Schema = {"type": "boolean", "default": True}
+_FALSE: Schema = {"type": "boolean", "default": False}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_STRINGS, _IDS = an_array(STRING), an_array(_COUNT)
+
+_REQUEST = an_object(
+    {
+        "prompt": STRING,
+        "prompt_in_response": _FALSE,
+        "response_pool": _STRINGS,
+        "json_format": OBJECT,
+        "json_format_is_json_schema": _FALSE,
+        **parameters(lambda reader: read_vllm_parameters({}, reader=reader)),
+    },
+    "prompt",
+    name="HappyVllmRequest",
+)
+_ANSWER = an_answer(
+    "HappyVllmAnswer",
+    "The texts, why each ended (None: it has not), the token counts of each, and the prompt with prompt_in_response.",
+    *("responses", "finish_reasons", "usages", "prompt"),
+)
+_INVALID = an_answer("HappyVllmError", "A text, or an array of entries with type, loc and msg.", "detail")
+_WRONG: Mapping[str, tuple[str, Mapping[str, Schema]]] = {"422": ("The request is wrong", {JSON: _INVALID})}
+_REQUIRED = ("text", "token_ids", "tokens", "request_id")
+
+
+def _generating(summary: str, texts: tuple[str, Mapping[str, Schema]]) -> Operation:
+    return Operation(summary=f"{summary} (happy_vllm)", request=_REQUEST, answers={"200": texts, **_WRONG})
+
+
+def _tells(path: str, tell: Callable[[Call, ModelView], Reply], summary: str, answer: str, **fields: Schema) -> Tells:
+    """A route that generates nothing. `answer`: names of its fields. `fields`: those of the body, if it has one."""
+    methods = ("POST",) if fields else ("GET",)
+    return Tells(path=path, tell=tell, methods=methods, about=_telling(summary, answer, **fields))
+
+
+def _telling(summary: str, answer: str, **fields: Schema) -> Operation:
+    shown = {"type": "object", "properties": {name: {} for name in answer.split()}} if answer else ANYTHING
+    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": ("The answer", {JSON: shown})}
+    if fields:
+        answers["400"] = ("Below /v2: the request is wrong", {JSON: OBJECT})
+        answers["404"] = ("Below /v2: the model is not served here", {JSON: OBJECT})
+        answers |= _WRONG
+    request = an_object(fields, *(name for name in fields if name in _REQUIRED)) if fields else None
+    return Operation(summary=f"{summary} (happy_vllm)", request=request, answers=answers)
+
+
+_STREAMS = "Generate text, a line for each step with all of the text so far"
+_TOKENIZED, _DECODED = "tokens_ids tokens_nb tokens_str", "decoded_string tokens_str"
+_METRICS = "requests_running requests_swapped requests_pending gpu_cache_usage cpu_cache_usage"
+_INFO = "application version vllm_version model_name truncation_side max_length extra_information"
+_SHOWN: dict[str, Schema] = {"with_tokens_str": _FALSE, "vanilla": _TRUE}
+
+HAPPY_VLLM = Family(
+    name="happy_vllm",
+    routes=(
+        Generates(
+            path="/v1/generate",
+            contract=lambda setting: HappyVllmContract(setting, stream=False),
+            about=_generating("Generate text", ("The texts", {JSON: _ANSWER})),
+        ),
+        Generates(
+            path="/v1/generate_stream",
+            contract=lambda setting: HappyVllmContract(setting, stream=True),
+            about=_generating(_STREAMS, ("Lines of JSON, each a HappyVllmAnswer; it has no Content-Type", {})),
+        ),
+        _tells("/v1/tokenizer", tokens.tokenizer, "Token ids of a text", _TOKENIZED, text=STRING, **_SHOWN),
+        _tells("/v1/decode", tokens.decode, "Text of token ids", _DECODED, token_ids=_IDS, **_SHOWN),
+        _tells(
+            "/v2/tokenizer",
+            tokens.tokenizer_v2,
+            "Token ids of a prompt or a chat, as vLLM answers",
+            "count max_model_len tokens",
+            model=STRING,
+            prompt=STRING,
+            messages=an_array(OBJECT),
+            add_special_tokens={"type": "boolean"},
+            add_generation_prompt=_TRUE,
+        ),
+        _tells(
+            "/v2/decode", tokens.decode_v2, "Text of token ids, as vLLM answers", "prompt", model=STRING, tokens=_IDS
+        ),
+        _tells(
+            "/v1/split_text",
+            tokens.split,
+            "Split a text into chunks that end at separators",
+            "split_text",
+            text=STRING,
+            num_tokens_in_chunk={**_COUNT, "default": tokens.DEFAULT_CHUNK},
+            separators={**_STRINGS, "default": tokens.DEFAULT_SEPARATORS},
+        ),
+        _tells(
+            "/v1/metadata_text",
+            tokens.metadata,
+            "Count a text's tokens, and show what truncation drops",
+            "tokens_nb truncated_text",
+            text=STRING,
+            truncation_side=STRING,
+            max_length=_COUNT,
+        ),
+        Tells.of_all(
+            "/v1/abort_request",
+            abort_request,
+            methods=("POST",),
+            about=_telling("End a running request", "", request_id=STRING),
+        ),
+        Tells.of_all(
+            "/liveness",
+            lambda call, views: json_reply({"alive": "ok"}),
+            about=_telling("Whether the server answers", "alive"),
+        ),
+        Tells.of_all(
+            "/readiness", readiness, about=_telling("Whether the model answers; the status is always 200", "ready")
+        ),
+        _tells("/v1/info", info, "The application and its model", _INFO),
+        _tells("/v1/launch_arguments", lambda call, view: json_reply({}), "The launch arguments; always empty", ""),
+        _tells("/live_metrics", live_metrics, "The scheduler's figures", _METRICS),
+    ),
+    refuse=refuse,
+    error=OBJECT,
+    wrong_method=lambda _: json_reply({"detail": "Method Not Allowed"}, 405),
+)

@@ -1,0 +1,240 @@
+"""happy_vllm's routes on texts and tokens. They generate nothing, and work with every engine.
+
+Source: happy_vllm, "Tokenizer endpoints" and "Data manipulation endpoints".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from engines.errors import InvalidParameter, InvalidRequest, RequestError, UnknownModel
+from engines.loaded_model import LoadedModel, ModelTexts
+from handlers.contract import Call, Reply
+from handlers.contract_routes import ModelView, check_body, check_text
+from handlers.happy_vllm.errors import json_reply, vllm_error
+from handlers.happy_vllm.request import BodyReader, document
+from handlers.json_fields import json_kind
+
+DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
+DEFAULT_CHUNK = 200
+
+# happy_vllm's own. How the beginning of a text is split depends on the word in front of it, so it is the same here.
+_WORD = "thisisareallybigwordisntit"
+_HEAD = 256  # Characters of a text on which a word is tried first; what follows them hardly ever matters.
+_TRIES = 3  # Words that are tried on a whole text; the first fits all but texts that were made to defeat it.
+_BLOCK = 32  # Tokens decoded together: a decoder may take quadratic time over bytes that are not text.
+_CONTEXT = 16
+# Tokens that may together be one character: four bytes of UTF-8, and some for special ones in between.
+_LONGEST_CHARACTER = 8
+
+
+def tokenizer(call: Call, view: ModelView) -> Reply:
+    """`POST /v1/tokenizer`."""
+    read, model = _read(call), view.text()
+    text = check_text("text", read.required_string("text"))
+    vanilla, with_texts = read.boolean("vanilla", True), _with_texts(read)
+    ids = model.texts.encode(text) if vanilla else ids_inside(model, text)
+    answer: dict[str, Any] = {"tokens_ids": ids, "tokens_nb": len(ids)}
+    if with_texts:
+        answer["tokens_str"] = model.texts.pieces(ids) if vanilla else texts_inside(model, ids)
+    return json_reply(answer)
+
+
+def decode(call: Call, view: ModelView) -> Reply:
+    """`POST /v1/decode`."""
+    read, model = _read(call), view.text()
+    ids = read.required_ids("token_ids", model.texts.vocabulary_size)
+    vanilla, with_texts = read.boolean("vanilla", True), _with_texts(read)
+    texts = [] if vanilla else texts_inside(model, ids)
+    answer: dict[str, Any] = {"decoded_string": model.texts.decode(ids) if vanilla else "".join(texts)}
+    if with_texts:
+        answer["tokens_str"] = model.texts.pieces(ids) if vanilla else texts
+    return json_reply(answer)
+
+
+def split(call: Call, view: ModelView) -> Reply:
+    """`POST /v1/split_text`."""
+    read, model = _read(call), view.text()
+    text = check_text("text", read.required_string("text"))
+    minimum = read.integer("num_tokens_in_chunk", DEFAULT_CHUNK, minimum=0)
+    separators = read.strings("separators", longest=64) if read.has("separators") else DEFAULT_SEPARATORS
+    return json_reply({"split_text": split_text(model, text, minimum, separators)})
+
+
+def metadata(call: Call, view: ModelView) -> Reply:
+    """`POST /v1/metadata_text`."""
+    read, model = _read(call), view.text()
+    text = check_text("text", read.required_string("text"))
+    side = read.optional_string("truncation_side") or model.texts.truncation_side
+    if side not in ("left", "right"):
+        raise InvalidParameter("truncation_side", 'must be "left" or "right"')
+    max_length = read.integer("max_length", model.max_model_len, minimum=0)
+    dropped = dropped_by_truncation(model, text, max_length, side)
+    return json_reply({"tokens_nb": len(ids_inside(model, text)), "truncated_text": dropped})
+
+
+def tokenizer_v2(call: Call, view: ModelView) -> Reply:
+    """`POST /v2/tokenizer`, which is vLLM's `/tokenize`, with vLLM's errors."""
+    try:
+        return _tokenize(call, view)
+    except RequestError as error:
+        return vllm_error(error)
+
+
+def _tokenize(call: Call, view: ModelView) -> Reply:
+    check_body(call)
+    values, model = document(call), view.text()
+    read = BodyReader(values)
+    _check_model(read, view)
+    is_chat = read.has("messages")
+    if is_chat:
+        if read.has("chat_template"):
+            raise InvalidParameter("chat_template", "cannot be set by a request; the model has its own")
+        add_generation_prompt = read.boolean("add_generation_prompt", True)
+        text = check_text("messages", _chat_prompt(model.texts, values["messages"], add_generation_prompt))
+    else:
+        text = check_text("prompt", read.required_string("prompt"))
+    ids = model.texts.encode(text, special=read.boolean("add_special_tokens", not is_chat))
+    return json_reply({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids})
+
+
+def decode_v2(call: Call, view: ModelView) -> Reply:
+    """`POST /v2/decode`, which is vLLM's `/detokenize`, with vLLM's errors."""
+    try:
+        read, model = _read(call), view.text()
+        _check_model(read, view)
+        ids = read.required_ids("tokens", model.texts.vocabulary_size)
+        return json_reply({"prompt": model.texts.decode(ids)})
+    except RequestError as error:
+        return vllm_error(error)
+
+
+def _read(call: Call) -> BodyReader:
+    check_body(call)
+    return BodyReader(document(call))
+
+
+def _with_texts(read: BodyReader) -> bool:
+    """The original's request schema says `with_token_str`, and its code reads `with_tokens_str`."""
+    return read.boolean("with_tokens_str", read.boolean("with_token_str", False))
+
+
+def _check_model(read: BodyReader, view: ModelView) -> None:
+    name = read.optional_string("model")
+    settings = view.settings
+    if name and name not in (*settings.public_names, settings.name, settings.model_id, *view.model_aliases):
+        raise UnknownModel(name[:200], f"The model `{name[:200]}` does not exist.")
+
+
+def _chat_prompt(texts: ModelTexts, messages: Any, add_generation_prompt: bool) -> str:
+    if not isinstance(messages, list) or not messages:
+        raise InvalidParameter("messages", "must be an array of at least one message")
+    conversation = [_message(f"messages.{index}", message) for index, message in enumerate(messages)]
+    if not texts.has_chat_template:
+        raise InvalidRequest("this model has no chat template; send `prompt` instead of `messages`")
+    try:
+        return texts.chat(conversation, None, add_generation_prompt)
+    except Exception as error:  # a template is the model's own code, and may raise anything
+        reason = str(error) or type(error).__name__
+        raise InvalidRequest(f"the model's chat template does not take these messages: {reason}") from error
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InvalidParameter(where, "must be an object with a string `role`")
+    return {**message, "content": _content(f"{where}.content", message.get("content"))}
+
+
+def _content(where: str, content: Any) -> str:
+    """Text, or OpenAI's list of parts, of which vLLM joins the texts by line feeds."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidParameter(where, f"must be a string or an array of text parts, got {json_kind(content)}")
+    return "\n".join(_part(where, part) for part in content)
+
+
+def _part(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise InvalidParameter(where, "must be a string or an array of text parts; this route tokenizes text alone")
+
+
+def ids_inside(model: LoadedModel, text: str) -> list[int]:
+    """Token ids of the text as it would be tokenized inside a longer one, without special tokens."""
+    word, ids = _behind(model, _WORD, text[:_HEAD], len(_WORD))
+    return ids if len(text) <= _HEAD else _behind(model, word, text, _TRIES)[1]
+
+
+def _behind(model: LoadedModel, word: str, text: str, tries: int) -> tuple[str, list[int]]:
+    """The longest beginning of the word whose tokens do not change when the text follows it, and the text's ids. After
+    so many `tries` the text is tokenized by itself."""
+    while word and tries:
+        before, together = _encode(model, word), _encode(model, word + text)
+        if together[: len(before)] == before:
+            return word, together[len(before) :]
+        word, tries = word[:-1], tries - 1
+    return "", _encode(model, text)
+
+
+def _encode(model: LoadedModel, text: str) -> list[int]:
+    return model.texts.encode(text, special=False) if text else []
+
+
+def texts_inside(model: LoadedModel, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token, as inside a longer text; joined, they are the text of all. A character that takes several
+    tokens comes whole with the last of them."""
+    before = _encode(model, _WORD)[-1:]
+    texts: list[str] = []
+    while len(texts) < len(token_ids):
+        start = len(texts)
+        context = [*before, *token_ids[max(start - _CONTEXT, 0) : start]]
+        block = token_ids[start : start + _BLOCK]
+        part = [token.text for token in model.detokenize(block, False, context)]
+        at_end = start + len(block) == len(token_ids)
+        pending = _pending(part)
+        if pending and not at_end:
+            del part[-pending:]
+        elif pending:  # a character that stays incomplete
+            part[-1] = model.texts.decode(block[-pending:])
+        texts += part
+    return texts
+
+
+def _pending(texts: Sequence[str]) -> int:
+    """How many tokens at the end may be the beginning of an incomplete character."""
+    last = islice(reversed(texts), min(_LONGEST_CHARACTER, len(texts) - 1))
+    return next((count for count, text in enumerate(last) if text), min(_LONGEST_CHARACTER, len(texts) - 1))
+
+
+def split_text(model: LoadedModel, text: str, minimum: int, separators: Iterable[str]) -> list[str]:
+    """Chunks of at least `minimum` tokens that end right after a separator; the last one has the rest. Separators are
+    compared as tokens: "?" is not " ?". The chunks, joined, are the text."""
+    ids = ids_inside(model, text)
+    texts = texts_inside(model, ids)
+    by_last_id: dict[int, list[list[int]]] = {}
+    for separator in separators:
+        if separator_ids := ids_inside(model, separator):
+            by_last_id.setdefault(separator_ids[-1], []).append(separator_ids)
+    chunks, begin = [], 0
+    for end in range(1, len(ids) + 1):
+        candidates = by_last_id.get(ids[end - 1], ())
+        if end - begin >= minimum and any(ids[max(end - len(one), 0) : end] == one for one in candidates):
+            chunks.append("".join(texts[begin:end]))
+            begin = end
+    chunks.append("".join(texts[begin:]))
+    return [chunk for chunk in chunks if chunk]
+
+
+def dropped_by_truncation(model: LoadedModel, text: str, max_length: int, side: str) -> str:
+    """What truncation to `max_length` tokens drops from the text: its beginning (`left`) or its end (`right`)."""
+    ids = _encode(model, text)
+    excess = max(len(ids) - max_length, 0)
+    dropped = ids[:excess] if side == "left" else ids[len(ids) - excess :]
+    return model.texts.decode(dropped) if dropped else ""

@@ -1,0 +1,191 @@
+"""JSON schemas for the API description, made from the code that reads requests.
+
+`parameters` runs a parser with a reader that notes each parameter's name, type, range and default; `struct` takes a
+msgspec struct. `MEANINGS` has a sentence on each field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from handlers.json_fields import Kind, ParameterReader, Reader
+
+Schema = Mapping[str, Any]
+
+ANYTHING: Schema = {}
+STRING: Schema = {"type": "string"}
+OBJECT: Schema = {"type": "object"}
+
+# Descriptions of the fields of requests; a name means the same in all contracts.
+MEANINGS = {
+    "adapter_id": "Name of a LoRA adapter.",
+    "adapters": "Name of a LoRA adapter, or an array with one for each prompt.",
+    "add_generation_prompt": "Begin the assistant's answer.",
+    "add_special_tokens": "By default true for a prompt and false for a chat.",
+    "allowed_token_ids": "Only these tokens are generated.",
+    **dict.fromkeys(("bad_words", "bad_sequences"), "Texts that are not generated."),
+    "best_of": "Number of candidates of which the best are returned.",
+    "decoder_input_details": "Return the prompt's tokens in details.prefill.",
+    "details": "Return details of the generation.",
+    "detokenize": "False: the texts are empty.",
+    "do_sample": "Sample; other sampling parameters may switch it on as well.",
+    "early_stopping": "Beam search: stop once all beams are complete.",
+    "end_id": "Token that ends the generation instead of the model's own; -1 for none.",
+    "exclude_input_in_output": "Leave the prompt out of text_output; by default it is there unless streaming.",
+    "frequency_penalty": "Discourages frequent tokens.",
+    "grammar": "The text fits: type is json, json_object, json_schema or regex, value the schema or expression.",
+    **dict.fromkeys(
+        ("guided_choice", "guided_grammar", "guided_json", "guided_regex"),
+        "Earlier name of this field of structured_outputs.",
+    ),
+    "guided_decoding": "Earlier name of structured_outputs.",
+    "guided_decoding_guide": "The schema, expression or grammar that the text fits.",
+    "guided_decoding_guide_type": "One of json, json_schema, regex, ebnf_grammar.",
+    "id": "Returned in every response.",
+    **dict.fromkeys(("ignore_eos", "ignore_eos_token"), "Continue after the end-of-sequence token."),
+    "image": "Refused: the model takes text only.",
+    "include_stop_str_in_output": "Keep the stop text in the answer.",
+    "inputs": "The prompt; LMI takes an array of several as well.",
+    **dict.fromkeys(("prompt", "text_input"), "The prompt."),
+    "json_format": "The answer is JSON of this form: field names and types, or a JSON schema.",
+    "json_format_is_json_schema": "json_format is a JSON schema.",
+    "length_penalty": "Beam search: above 1 favours longer sequences.",
+    "logit_bias": "Token ids and what is added to their logits, -100 to 100.",
+    "logprobs": "Number of alternatives to return with each token, where answers show log probabilities.",
+    "load_inplace": "Replace an adapter of this name.",
+    "lora_int_id": "Accepted without effect.",
+    "lora_name": "Name of a LoRA adapter.",
+    "lora_path": "Where the adapter's files are.",
+    "lora_task_id": "Refused: adapters are chosen by name.",
+    "max_length": "Tokens that are kept; the model's context by default.",
+    **dict.fromkeys(("max_tokens", "max_new_tokens"), "Limit on new tokens."),
+    "messages": "A chat, instead of a prompt.",
+    **dict.fromkeys(("min_tokens", "min_new_tokens", "min_length"), "Least number of new tokens."),
+    "min_p": "Least probability, relative to the best token.",
+    "model": "The served model's name; may be left out.",
+    **dict.fromkeys(("n", "num_return_sequences"), "Number of sequences; above 1 needs sampling or beam search."),
+    **dict.fromkeys(("num_beams", "beam_width"), "Above 1: beam search; not when streaming."),
+    "num_tokens_in_chunk": "Least number of tokens of a chunk.",
+    "output_formatter": "Format of this answer: json, jsonlines or sse.",
+    "parameters": "How to generate.",
+    "pad_id": "Accepted without effect.",
+    "presence_penalty": "Discourages tokens that occurred.",
+    "prompt_in_response": "Return the prompt.",
+    "prompt_logprobs": "Accepted without effect.",
+    "repetition_penalty": "Above 1 discourages repetition.",
+    "request_id": "The request's id.",
+    "response_pool": "The answer is one of these texts. Not with min_tokens or json_format.",
+    **dict.fromkeys(
+        ("return_context_logits", "return_generation_logits", "watermark", "is_3d_lora_weight"), "Refused if true."
+    ),
+    "response_format": "OpenAI's: type is text, json_object or json_schema; and what grammar takes.",
+    "return_cumulative_logprob": "Return cumulative_logprob.",
+    "return_finish_reason": "Return finish_reason.",
+    "return_full_text": "Put the prompt in front of the text.",
+    "return_log_probs": "Return cum_log_probs and output_log_probs.",
+    "return_logprobs": "Return logprobs; needs the parameter logprobs.",
+    "return_num_input_tokens": "Return num_input_tokens.",
+    "return_num_output_tokens": "Return num_output_tokens.",
+    "sampling_parameters": (
+        "A JSON object in a string, instead of all parameters. A `lora_name` beside it, or a parameter that constrains "
+        "the text, is refused."
+    ),
+    **dict.fromkeys(("seed", "random_seed"), "Seed for sampling; random by default."),
+    "separators": "Texts at which a chunk may end.",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+    "spaces_between_special_tokens": "Put spaces between special tokens.",
+    **dict.fromkeys(("stop", "stop_sequences", "stop_words"), "Texts that end the generation."),
+    "stop_token_ids": "Tokens that end the generation.",
+    **dict.fromkeys(("stream", "streaming"), "Send the answer in parts while it is generated."),
+    "structured_outputs": "One of json, regex, choice, grammar, json_object, as in vLLM.",
+    "temperature": "Sampling temperature; 0, where it is allowed, is greedy.",
+    "text": "The text.",
+    **dict.fromkeys(("tokens", "token_ids"), "Token ids."),
+    "token_logprobs": "Compute log probabilities; false: they are null.",
+    "tools": "Functions that the chat's template shows to the model.",
+    "top_k": "Sample from so many of the best tokens; 0 or -1, where it is allowed: from all.",
+    "top_n_tokens": "Number of alternatives to return for each token, in details.",
+    "top_p": "Sample from the best tokens with this total probability.",
+    **dict.fromkeys(("truncate", "truncate_prompt_tokens"), "Keep only the last so many tokens of the prompt."),
+    "truncation_side": "Where to truncate: left or right.",
+    "typical_p": "Locally typical sampling, where the engine has it.",
+    "use_beam_search": "Beam search, best_of or n wide.",
+    "vanilla": "Tokenize the text by itself; false: as part of a longer text.",
+    "with_tokens_str": "Return the tokens' texts as well.",
+}
+
+
+def an_object(properties: Mapping[str, Schema], *required: str, name: str = "", **more: Any) -> Schema:
+    """The schema of an object with these fields. `name`: the document has it once, under this name."""
+    described = {key: {"description": MEANINGS.get(key, ""), **schema} for key, schema in properties.items()}
+    title = {"title": name} if name else {}
+    return {**title, "type": "object", "required": list(required), "properties": described, **more}
+
+
+def an_array(items: Schema) -> Schema:
+    """The schema of an array."""
+    return {"type": "array", "items": items}
+
+
+def an_answer(name: str, description: str, *fields: str) -> Schema:
+    """The schema of an answer, with the names of its fields; the document has it once, under `name`."""
+    return {"title": name, "type": "object", "description": description, "properties": {key: {} for key in fields}}
+
+
+def either(schemas: Sequence[Schema]) -> Schema:
+    """The schema of values that fit one of these."""
+    if not all(schemas):
+        return ANYTHING
+    return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
+
+
+def parameters(parse: Callable[[Reader], object]) -> dict[str, Schema]:
+    """Schemas of the parameters that a parser reads, by name. `parse`: calls the parser with an empty object and the
+    given reader."""
+    asked = _Asked()
+    parse(lambda values: asked)
+    return asked.properties
+
+
+class _Asked(ParameterReader):
+    """A reader that has no values and makes a schema of each parameter that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.properties: dict[str, Schema] = {}
+
+    def _take(self, name: str, kind: Kind, default: Any, **limits: Any) -> Any:
+        schema = {"type": kind, **{limit: value for limit, value in limits.items() if value is not None}}
+        self.properties[name] = schema if default in (None, []) else {**schema, "default": default}
+        return default
+
+
+_OF_THE_STRUCT = ("title", "description")  # A struct's name and docstring, which are not for clients.
+
+
+def struct(shape: type[msgspec.Struct], name: str = "") -> Schema:
+    """The schema of a body that msgspec decodes to `shape`, where null counts as absent."""
+    _, definitions = msgspec.json.schema_components((shape,), ref_template="{name}")
+    schema = _plain(definitions[shape.__name__], definitions)
+    return an_object(schema["properties"], *schema.get("required", ()), name=name)
+
+
+def _plain(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    """A schema from msgspec with its references resolved and without nulls."""
+    if isinstance(schema, list):
+        return [_plain(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _plain(definitions[schema["$ref"]], definitions)
+    plain = {key: _plain(value, definitions) for key, value in schema.items() if key not in _OF_THE_STRUCT}
+    if plain.get("default", ...) is None:
+        del plain["default"]
+    if branches := [branch for branch in plain.pop("anyOf", ()) if branch != {"type": "null"}]:
+        plain |= either(branches)
+    if isinstance(properties := plain.get("properties"), dict):
+        plain = {**plain, **an_object(properties, *plain.get("required", ()))}
+    return plain

@@ -1,0 +1,264 @@
+"""LMI's contract for `inputs` under `option.async_mode=true`: the newer schema, of its asynchronous handler.
+
+Source: djl_python, `lmi_vllm/request_response_utils.py` and `async_utils.py`. Chat and completions of that schema are
+in `handlers.lmi.chat`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from json.encoder import encode_basestring as quote
+from math import isfinite
+from typing import Any
+
+import msgspec
+
+from engines.errors import InvalidParameter, InvalidRequest, RequestError
+from engines.model_settings import ModelSettings
+from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
+from handlers.constraints import FORMS, refuse_unread
+from handlers.contract import Answer, Call, Exchange, Reply
+from handlers.contract_routes import error_body
+from handlers.json_fields import ParameterReader, json_kind
+from handlers.lmi.adapters import adapters_of
+from handlers.lmi.body import notes_of, read_body, stream_of
+from handlers.lmi.errors import FAILED_DEPENDENCY, JSON, failure, payload_error, payload_refused
+from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
+from handlers.lmi.rolling_batch import FINISH_REASONS
+from handlers.vllm_parameters import VllmParameters, read_vllm_parameters
+
+_FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
+RENAMED = {
+    "max_new_tokens": "max_tokens",
+    "truncate": "truncate_prompt_tokens",
+    "ignore_eos_token": "ignore_eos",
+}
+_OWN = frozenset({"details", "decoder_input_details", "return_full_text", "do_sample", "stop_sequences"})
+PASSED_ON = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "bad_words", "logit_bias", "allowed_token_ids"),
+        *("truncate_prompt_tokens", *FORMS),
+    }
+)
+# What a model's own generation config may set.
+_MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
+_STREAM_END = b"\n\n"  # LMI's empty lines for vLLM's usage chunk and for its `[DONE]`.
+_NO_TOKEN = Token(-1, "")
+
+
+class LmiAsyncContract:
+    """Parses bodies with `inputs` for one model. `model_defaults`: vLLM's default sampling parameters for the model,
+    from its generation config."""
+
+    def __init__(self, settings: ModelSettings, model_defaults: Mapping[str, Any] | None = None) -> None:
+        self._settings, self._model_defaults = settings, model_defaults or {}
+        self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
+
+    def parse(self, call: Call) -> Exchange:
+        try:
+            document, prompt, stream, parameters = self._read(call)
+            adapter = adapters_of(call, document.get("adapters"), 1)[0] if self._settings.enable_lora else None
+        except InvalidRequest as error:
+            raise payload_refused(error.message) from None
+        want_tokens = stream or parameters.details
+        request = msgspec.structs.replace(
+            parameters.vllm.request,
+            request_id=call.request_id,
+            prompt=prompt,
+            stream=stream,
+            want_tokens=want_tokens,
+            want_logprobs=want_tokens and self._settings.token_logprobs,
+            want_prompt_tokens=parameters.prompt_details and not stream,
+            adapter=adapter,
+        )
+        answer = (StreamAnswer if stream else WholeAnswer)(prompt, parameters)
+        return Exchange((request,), answer, notes_of(document, self._fields, parameters.ignored))
+
+    def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
+        """The same request as one to vLLM's completions, which is what LMI makes of it, and notes for the log. Raises
+        ContractError: as `parse`."""
+        try:
+            document, prompt, stream, parameters = self._read(call)
+        except InvalidRequest as error:
+            raise payload_refused(error.message) from None
+        vllm = parameters.vllm.request
+        sampling = {
+            name: value for name, value in msgspec.structs.asdict(vllm.sampling).items() if value not in (None, ())
+        }
+        del sampling["typical_p"]  # which vLLM's API does not have
+        if (constraint := sampling.pop("constraint", None)) is not None:
+            compact = {"disable_any_whitespace": not constraint.any_whitespace}
+            sampling["structured_outputs"] = constraint.for_vllm() | compact
+        completion = {"prompt": prompt, "stream": stream, **sampling}
+        if vllm.truncate_prompt_tokens is not None:
+            completion["truncate_prompt_tokens"] = vllm.truncate_prompt_tokens
+        if parameters.full_text and not stream:  # vLLM refuses it in a stream, where LMI leaves it out
+            completion["echo"] = True
+        if stream or parameters.details:
+            completion |= {"logprobs": 1, "return_tokens_as_token_ids": True}
+        if stream:
+            completion["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        if parameters.prompt_details:
+            completion["prompt_logprobs"] = 1
+        completion |= {name: document[name] for name in ("model", "adapters") if name in document}
+        notes = notes_of(document, self._fields, parameters.ignored)
+        return replace(call, body=msgspec.json.encode(completion), content_type=JSON), notes
+
+    def _read(self, call: Call) -> tuple[dict[str, Any], str, bool, AsyncParameters]:
+        """Document, prompt, whether it is streamed, and parameters. Raises InvalidRequest."""
+        body = read_body(call, _prompts, "`inputs`, `messages` or `prompt`")
+        document, values = body.document, body.parameters
+        stream = stream_of(document.get("stream", values.get("stream")))
+        parameters = read_async_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
+        return document, body.prompts[0], stream, parameters
+
+
+def _prompts(inputs: Any) -> tuple[str, ...]:
+    """One prompt. LMI answers the first of an array and drops the others; here an array must have one."""
+    if isinstance(inputs, list) and len(inputs) == 1:
+        inputs = inputs[0]
+    elif isinstance(inputs, list):
+        raise InvalidRequest("`inputs` must be one prompt: a string, or an array of one")
+    if inputs is None:
+        raise InvalidRequest("the body has none of `inputs`, `messages` and `prompt`")
+    if not isinstance(inputs, str):
+        raise InvalidRequest(f"`inputs` must be a string, got {json_kind(inputs)}")
+    if not inputs:
+        raise InvalidRequest("`inputs` must not be empty")
+    return (inputs,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncParameters:
+    """One request's parameters."""
+
+    vllm: VllmParameters
+    details: bool
+    prompt_details: bool
+    full_text: bool
+    ignored: tuple[str, ...]
+
+
+def read_async_parameters(
+    values: Mapping[str, Any], model_defaults: Mapping[str, Any], *, strict: bool
+) -> AsyncParameters:
+    """Validate and translate a request's parameters; null is absent.
+
+    `model_defaults`: vLLM's default sampling parameters for the model. `strict`: unknown names are refused.
+
+    Raises InvalidParameter: naming the parameter, its value and what is allowed.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    own = ParameterReader({name: value for name, value in given.items() if name in _OWN})
+    passed = {name: value for name, value in model_defaults.items() if name in _MODEL_DEFAULTS and value is not None}
+    passed["max_tokens"] = DEFAULT_MAX_NEW_TOKENS
+    passed |= {name: value for name, value in given.items() if name in PASSED_ON}
+    passed |= {theirs: given[name] for name, theirs in RENAMED.items() if name in given}
+    if own.has("do_sample") and not own.boolean("do_sample", True):
+        passed["temperature"] = 0.0
+    if stop := own.strings("stop_sequences"):
+        passed["stop"] = [*stop, *ParameterReader(passed).strings("stop")]
+    ignored = sorted(given.keys() - _OWN - PASSED_ON - RENAMED.keys() - {"stream"})
+    refuse_unread(given, ignored, NOT_READ)
+    if ignored and strict:
+        raise InvalidParameter(ignored[0], "is not a parameter that has an effect (option.strict_parameters is on)")
+    parameters = _named_as_sent(passed, given)
+    details = own.boolean("details", False)
+    return AsyncParameters(
+        vllm=parameters,
+        details=details,
+        prompt_details=details and own.boolean("decoder_input_details", False),
+        full_text=own.boolean("return_full_text", False),
+        ignored=tuple(ignored),
+    )
+
+
+def _named_as_sent(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmParameters:
+    try:
+        return read_vllm_parameters(passed)
+    except InvalidParameter as error:
+        for name, theirs in RENAMED.items():
+            if theirs == error.parameter and name in given:
+                raise InvalidParameter(name, error.message.removeprefix(f"`{theirs}` ")) from None
+        raise
+
+
+class _Answer(Answer):
+    """What both forms of answer share."""
+
+    def __init__(self, prompt: str, parameters: AsyncParameters) -> None:
+        self._parameters = parameters
+        self._sequence = GeneratedSequence(text=[prompt] if parameters.full_text else [])
+        seed = parameters.vllm.request.sampling.seed
+        self._seed = "null" if seed is None else str(seed)
+
+    def fail(self, error: RequestError) -> Reply:
+        # In generation: vLLM's server, whose statuses LMI passes on here, says 400 or 500.
+        status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
+        return failure(error, payload_error(error.message, status), status)
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        message = error.message.encode("utf-8", "replace").decode()
+        return error_body(message, "InternalServerError", 500) + b"\n\n"
+
+
+class WholeAnswer(_Answer):
+    """One document."""
+
+    content_type = JSON
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        sequence = self._sequence
+        sequence.add(delta)
+        if not delta.last:
+            return b""
+        text = f'{{"generated_text": {quote("".join(sequence.text))}'
+        if self._parameters.details:
+            text += (
+                f', "details": {{"finish_reason": {_reason(delta.finish_reason)}, '
+                f'"generated_tokens": {delta.token_count}, "seed": {self._seed}, '
+                f'"prefill": {_tokens(sequence.prompt_tokens)}, "tokens": {_tokens(sequence.tokens)}}}'
+            )
+        return (text + "}\n").encode()
+
+
+class StreamAnswer(_Answer):
+    """A line for each token; the last one carries the whole text."""
+
+    content_type = "application/jsonlines"
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """A line for each token. The hot path: called for each token of each stream."""
+        self._sequence.text.append(delta.text)
+        if not delta.last:
+            return "".join([_record(token) for token in delta.tokens]).encode()
+        *earlier, final = delta.tokens or [_NO_TOKEN]
+        details = "null"
+        if self._parameters.details:
+            details = (
+                f'{{"finish_reason": {_reason(delta.finish_reason)}, "seed": {self._seed}, '
+                f'"generated_tokens": {delta.token_count}, "input_length": {delta.prompt_token_count}}}'
+            )
+        records = [_record(token) for token in earlier]
+        records.append(_record(final, quote("".join(self._sequence.text)), details))
+        return "".join(records).encode() + _STREAM_END
+
+
+def _reason(reason: FinishReason | None) -> str:
+    return "null" if reason is None else f'"{FINISH_REASONS[reason]}"'
+
+
+def _record(token: Token, text: str = "null", details: str = "null") -> str:
+    return f'{{"index": 0, "token": {_token(token)}, "generated_text": {text}, "details": {details}}}\n'
+
+
+def _tokens(tokens: Iterable[Token]) -> str:
+    return f"[{', '.join([_token(token) for token in tokens])}]"
+
+
+def _token(token: Token) -> str:
+    known = token.logprob is not None and isfinite(token.logprob)
+    return f'{{"id": {token.id}, "text": {quote(token.text)}, "logprob": {token.logprob if known else "null"}}}'

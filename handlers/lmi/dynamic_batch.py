@@ -1,0 +1,201 @@
+"""LMI's dynamic-batch contract: `inputs`, a string or an array of strings, and `parameters`.
+
+Selected by `option.rolling_batch=disable`. Source: LMI schema v0.31, "Dynamic Batch/Static Batch Schema".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from json.encoder import encode_basestring, encode_basestring_ascii
+from typing import Any
+
+import msgspec
+
+from engines.errors import InvalidParameter, InvalidRequest, RequestError
+from engines.model_settings import ModelSettings
+from engines.request import FinishReason, GenerationRequest, TokenDelta
+from handlers.contract import Answer, Call, ContractError, Exchange, Reply
+from handlers.json_fields import json_kind
+from handlers.lmi.body import notes_of, read_body, request_ids
+from handlers.lmi.errors import JSON, failure, handler_failure, status_of
+from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, ParameterRules, read_parameters
+
+STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on new tokens where the answer is streamed.
+
+_FIELDS = frozenset({"inputs", "parameters"})
+# Parameters of rolling batch for which this answer has no place.
+_WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_n_tokens")
+
+
+def default_max_new_tokens(settings: ModelSettings) -> int:
+    """The limit on new tokens where a request has none."""
+    return DEFAULT_MAX_NEW_TOKENS if settings.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
+
+
+def parameter_rules(settings: ModelSettings) -> ParameterRules:
+    """How these settings make parameters read."""
+    return ParameterRules(
+        do_sample_inferred=settings.do_sample_inferred,
+        typical_p=True,
+        max_sequences=settings.rolling_batch_size,
+        strict=settings.strict_parameters,
+        token_logprobs=False,
+    )
+
+
+class LmiDynamicContract:
+    """Parses dynamic-batch bodies for one model. `pad_text`: what a streamed record holds for a prompt that has
+    finished; the text of the model's pad token."""
+
+    def __init__(self, settings: ModelSettings, pad_text: str = "") -> None:
+        self._pad_text = pad_text
+        self._streaming = settings.enable_streaming
+        self._stop_sequences = settings.stop_sequences
+        self._max_new_tokens = default_max_new_tokens(settings)
+        self._rules = parameter_rules(settings)
+
+    def parse(self, call: Call) -> Exchange:
+        try:
+            body = read_body(call, _prompts)
+            prompts, values = body.prompts, _plain_names(body.parameters, self._max_new_tokens)
+            parameters = read_parameters(values, self._rules)
+            if self._streaming != "false" and parameters.request.beam_search is not None:
+                raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
+        except RequestError as error:
+            raise ContractError(_failure(error), error.message) from None
+        requests = tuple(
+            self._request(request_id, prompt, parameters.request)
+            for request_id, prompt in zip(request_ids(call, len(prompts)), prompts, strict=True)
+        )
+        ignored = (*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values))
+        return Exchange(requests, self._answer(prompts, values), notes_of(body.document, _FIELDS, ignored))
+
+    def _request(self, request_id: str, prompt: str, asked: GenerationRequest) -> GenerationRequest:
+        stream, sampling = self._streaming != "false", asked.sampling
+        if self._stop_sequences:
+            sampling = msgspec.structs.replace(sampling, stop=(*sampling.stop, *self._stop_sequences))
+        # The answer has one text for each prompt: the most probable of those that were asked for.
+        shown = {"sequences": 1, "candidates": 1 if stream else asked.candidates}
+        return msgspec.structs.replace(
+            asked, request_id=request_id, prompt=prompt, sampling=sampling, stream=stream, **shown
+        )
+
+    def _answer(self, prompts: tuple[str, ...], values: dict[str, Any]) -> Answer:
+        if self._streaming == "false":
+            lead = prompts if values.get("return_full_text") is not False else ("",) * len(prompts)
+            return ListAnswer(lead)
+        # The library's own streamer, which this setting names, begins with the prompt.
+        with_prompt = self._streaming == "huggingface" and values.get("return_full_text") is not False
+        return RecordListAnswer(len(prompts), self._pad_text, prompts if with_prompt else ())
+
+
+def _prompts(inputs: Any) -> tuple[str, ...]:
+    if inputs is None:
+        raise InvalidRequest("`inputs` is missing; expected a string or an array of strings")
+    prompts = [inputs] if isinstance(inputs, str) else inputs
+    if not isinstance(prompts, list):
+        raise InvalidRequest(f"`inputs` must be a string or an array of strings, got {json_kind(inputs)}")
+    if not prompts:
+        raise InvalidRequest("`inputs` must hold at least one string")
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise InvalidRequest(f"`inputs` must hold strings only, got {json_kind(prompt)}")
+        if not prompt:
+            raise InvalidRequest("`inputs` must not be empty")
+    return tuple(prompts)
+
+
+def _plain_names(values: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
+    """The parameters that were given, under rolling batch's names, with this contract's limit on new tokens."""
+    given = {name: value for name, value in values.items() if value is not None}
+    if "manual_seed" in given:
+        given.setdefault("seed", given["manual_seed"])
+        del given["manual_seed"]
+    if "max_tokens" not in given:
+        given.setdefault("max_new_tokens", max_new_tokens)
+    return given
+
+
+class ListAnswer(Answer):
+    """One text for each prompt, in the prompts' order; sent when all have finished."""
+
+    content_type = JSON
+
+    def __init__(self, lead: Sequence[str]) -> None:
+        """`lead`: what each text begins with; the prompt, or nothing."""
+        self._texts = [[text] for text in lead]
+        self._open = len(lead)
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        if delta.sequence == 0:  # further ones are less probable
+            self._texts[prompt].append(delta.text)
+        self._open -= delta.last
+        if self._open:
+            return b""
+        objects = (f'  {{\n    "generated_text":{encode_basestring("".join(parts))}\n  }}' for parts in self._texts)
+        return ("[\n" + ",\n".join(objects) + "\n]").encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        return _failure(error)
+
+
+class RecordListAnswer(Answer):
+    """A record for each step, with an entry for each prompt.
+
+    A record is complete when every unfinished prompt has its entry. When a prompt has a second entry before that, the
+    others wait in another batch or hold their text back, and the record is sent without them.
+    """
+
+    content_type = "application/jsonlines"
+
+    def __init__(self, prompts: int, pad_text: str, first_record: Sequence[str] = ()) -> None:
+        """`first_record`: what is sent before anything was generated; nothing if empty."""
+        self._entries: list[str | None] = [None] * prompts
+        self._finished = [False] * prompts
+        self._missing = prompts
+        self._pad_text = pad_text
+        self._head = _record(first_record) if first_record else ""
+        self._sent = bool(first_record)
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        records, self._head = self._head, ""
+        if self._entries[prompt] is not None:
+            records += self._flush()
+        shown_as_pad = not delta.text and delta.finish_reason is FinishReason.EOS
+        self._entries[prompt] = self._pad_text if shown_as_pad else delta.text
+        self._finished[prompt] = delta.last
+        self._missing -= 1
+        if self._missing == 0:
+            records += self._flush()
+        return records.encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        return _failure(error)
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        """The pending record, and the error as one without `outputs`."""
+        pending = self._flush() if any(self._entries) else ""
+        reason = encode_basestring_ascii(error.message)
+        record = f'{{"code": {status_of(error)}, "message": "invoke handler failure", "error": {reason}}}\n'
+        return f"{pending}{record}".encode()
+
+    def _flush(self) -> str:
+        entries = [
+            entry if entry is not None else self._pad_text if finished else ""
+            for entry, finished in zip(self._entries, self._finished, strict=True)
+        ]
+        at_end = all(self._finished) and not any(entry for entry in entries if entry != self._pad_text)
+        self._entries = [None] * len(entries)
+        self._missing = self._finished.count(False)
+        if at_end and self._sent:  # nothing but ends: no record is needed to say so
+            return ""
+        self._sent = True
+        return _record(entries)
+
+
+def _record(entries: Sequence[str]) -> str:
+    return f'{{"outputs": [{", ".join(map(encode_basestring_ascii, entries))}]}}\n'
+
+
+def _failure(error: RequestError) -> Reply:
+    return failure(error, handler_failure(error.message, status_of(error)))

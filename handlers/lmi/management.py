@@ -1,0 +1,276 @@
+"""LMI's management API: its calls and, byte for byte, its answers.
+
+Source: "DJL Serving Management API"; for the form of multi-model endpoints Amazon SageMaker, "Build Your Own Container
+for SageMaker AI Multi-Model Endpoints".
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from handlers.contract import Call, Reply
+from handlers.json_fields import JsonError, decode_json
+from handlers.lmi.body import media_type
+from handlers.lmi.errors import HTML_SAFE, JSON, bad_request
+
+MAX_LISTED = 100
+MAX_WORKERS = 128  # A process each; more than any machine can use.
+# Not `.` or `..`: clients resolve them in a path, and could never unload such a model.
+_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
+# Parameters of a registration, and the keys of serving.properties that they override.
+MODEL_KEYS = {
+    "engine": "engine",
+    "device": "load_on_devices",
+    "job_queue_size": "job_queue_size",
+    "batch_size": "batch_size",
+    "max_batch_delay": "max_batch_delay",
+    "max_idle_time": "max_idle_time",
+    "min_worker": "minWorkers",
+    "max_worker": "maxWorkers",
+}
+_PARAMETERS = MODEL_KEYS.keys() | {"url", "model_name", "model_version", "synchronous"}
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What `POST /models` asks for."""
+
+    url: str
+    name: str | None
+    version: str | None
+    settings: Mapping[str, str]  # The model's settings, by their keys in serving.properties.
+    synchronous: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A model as a list shows it."""
+
+    name: str
+    version: str | None
+    url: str
+    status: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShown:
+    """One worker, or the engine."""
+
+    id: int
+    started: float  # Seconds since the epoch.
+    status: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described(Listed):
+    """A model in full."""
+
+    batch_size: int
+    max_batch_delay: float  # Seconds.
+    max_idle_time: float  # Seconds.
+    queue_size: int
+    waiting: int
+    at_startup: bool
+    on_gpu: bool
+    min_workers: int
+    max_workers: int
+    workers: Sequence[WorkerShown]
+
+
+def read_registration(call: Call) -> Registration:
+    """Read `POST /models`: query parameters or, with a JSON content type, an object with the same names. Unknown
+    parameters are ignored. Raises ContractError: 400; a parameter is missing or wrong, and is named."""
+    in_json = media_type(call.content_type) == JSON
+    given = _json_parameters(call.body) if in_json else dict(call.query)
+    url, name = given.get("url", "").strip(), given.get("model_name")
+    if not url:
+        raise bad_request("Parameter url is required.")
+    if name is None and in_json:
+        raise bad_request("Parameter model_name is required.")
+    return Registration(
+        url,
+        _name("model_name", name),
+        _name("model_version", given.get("model_version") or None),
+        {key: given[parameter] for parameter, key in MODEL_KEYS.items() if parameter in given},
+        _boolean("synchronous", given.get("synchronous", "true")),
+    )
+
+
+def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
+    """`min_worker` and `max_worker` of a PUT; one that is not given keeps its value as far as the other allows. Raises
+    ContractError: 400; none is given, or one is wrong."""
+    given = dict(call.query)
+    least, most = (
+        _integer(name, given[name], 0, MAX_WORKERS) if name in given else None for name in ("min_worker", "max_worker")
+    )
+    if least is None and most is None:
+        raise bad_request("Parameter min_worker or max_worker is required.")
+    if least is None:
+        least = current[0] if most is None else min(current[0], most)
+    if most is None:
+        most = max(current[1], least)
+    if most < least:
+        raise bad_request(f"Parameter max_worker is {most}; allowed: an integer of at least min_worker ({least})")
+    return least, most
+
+
+def read_page(call: Call) -> tuple[int, int]:
+    """The first place and the greatest length of a list, from `next_page_token` and `limit`. Raises ContractError: 400;
+    one of them is not an integer in its range."""
+    given = dict(call.query)
+    limit = _integer("limit", given.get("limit", str(MAX_LISTED)), 1)
+    return _integer("next_page_token", given.get("next_page_token", "0"), 0), min(limit, MAX_LISTED)
+
+
+def _json_parameters(body: bytes) -> dict[str, str]:
+    try:
+        document = decode_json(body)
+    except JsonError as error:
+        raise bad_request(f"The body is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise bad_request("The body is not a JSON object.")
+    return {name: _text(name, value) for name, value in document.items() if value is not None and name in _PARAMETERS}
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise bad_request(f"Parameter {name} is no string or number.")
+
+
+def _name(parameter: str, text: str | None) -> str | None:
+    if text is not None and not _NAME.fullmatch(text):
+        raise bad_request(
+            f'Parameter {parameter} is "{text[:200]}"; allowed: up to 200 letters, digits and _ . -, not . or ..'
+        )
+    return text
+
+
+def _boolean(parameter: str, text: str) -> bool:
+    if text.strip().lower() not in ("true", "false"):
+        raise bad_request(f'Parameter {parameter} is "{text[:200]}"; allowed: true, false')
+    return text.strip().lower() == "true"
+
+
+def _integer(parameter: str, text: str, least: int, most: int | None = None) -> int:
+    number = int(text) if _INTEGER.fullmatch(text) else None
+    if number is None or number < least or (most is not None and number > most):
+        allowed = f"an integer from {least} to {most}" if most is not None else f"an integer of at least {least}"
+        raise bad_request(f'Parameter {parameter} is "{text[:200]}"; allowed: {allowed}')
+    return number
+
+
+def registered(name: str) -> Reply:
+    """The answer to a registration: the model is loaded."""
+    return _status(f'Model "{name}" registered.')
+
+
+def registration_scheduled(name: str) -> Reply:
+    """The answer to a registration that does not wait for the model."""
+    return _status(f'Model "{name}" registration scheduled.', 202)
+
+
+def unregistered(name: str) -> Reply:
+    """The answer to a DELETE."""
+    return _status(f'Model or workflow "{name}" unregistered')
+
+
+def scaled(name: str, least: int, most: int) -> Reply:
+    """The answer to a PUT: the numbers of workers."""
+    return _status(f'Workflow "{name}" worker scaled. New Worker configuration min workers:{least} max workers:{most}')
+
+
+def model_list(models: Sequence[Listed], start: int, limit: int) -> Reply:
+    """`GET /models`."""
+    entries = [
+        {"modelName": model.name, "version": model.version, "modelUrl": model.url, "status": model.status}
+        for model in models[start : start + limit]
+    ]
+    return _page("models", entries, _next(models, start, limit))
+
+
+def workflow_list(models: Sequence[Listed], start: int, limit: int) -> Reply:
+    """`GET /workflows`."""
+    entries = [{"workflowName": model.name, "version": model.version} for model in models[start : start + limit]]
+    return _page("workflows", entries, _next(models, start, limit))
+
+
+def description(models: Sequence[Described]) -> Reply:
+    """`GET /models/<m>`: each version of a model."""
+    return _reply([_workflow(model) for model in models])
+
+
+def sagemaker_list(models: Sequence[Listed], start: int, limit: int) -> Reply:
+    """`GET /models` of a multi-model endpoint."""
+    document = {
+        "models": [_sagemaker_model(model) for model in models[start : start + limit]],
+        "nextPageToken": _next(models, start, limit),
+    }
+    return Reply(200, JSON, msgspec.json.encode(_present(document)))
+
+
+def sagemaker_description(model: Listed) -> Reply:
+    """`GET /models/<m>` of a multi-model endpoint."""
+    return Reply(200, JSON, msgspec.json.encode(_sagemaker_model(model)))
+
+
+def _sagemaker_model(model: Listed) -> dict[str, str]:
+    return {"modelName": model.name, "modelUrl": model.url}
+
+
+def _workflow(model: Described) -> dict[str, Any]:
+    delay, idle = round(model.max_batch_delay * 1000), round(model.max_idle_time)
+    group = {
+        "device": {"deviceType": "gpu" if model.on_gpu else "cpu", "deviceId": 0 if model.on_gpu else -1},
+        "minWorkers": model.min_workers,
+        "maxWorkers": model.max_workers,
+        "workers": [{"id": w.id, "startTime": _timestamp(w.started), "status": w.status} for w in model.workers],
+    }
+    shown = {
+        "modelName": model.name,
+        "modelUrl": model.url,
+        "batchSize": model.batch_size,
+        "maxBatchDelayMillis": delay,
+        "maxIdleSeconds": idle,
+        "queueSize": model.queue_size,
+        "requestInQueue": model.waiting,
+        "status": model.status,
+        "loadedAtStartup": model.at_startup,
+        "workerGroups": [group],
+    }
+    return _present({"workflowName": model.name, "version": model.version}) | {"models": [shown]}
+
+
+def _timestamp(seconds: float) -> str:
+    milliseconds = int(seconds * 1000)
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000)) + f".{milliseconds % 1000:03d}Z"
+
+
+def _next(models: Sequence[Listed], start: int, limit: int) -> str | None:
+    return str(start + limit) if start + limit < len(models) else None
+
+
+def _page(name: str, entries: Sequence[dict[str, Any]], token: str | None) -> Reply:
+    return _reply(_present({"nextPageToken": token}) | {name: [_present(entry) for entry in entries]})
+
+
+def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _status(text: str, status: int = 200) -> Reply:
+    return _reply({"status": text}, status)
+
+
+def _reply(document: Any, status: int = 200) -> Reply:
+    text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+    return Reply(status, JSON, text.translate(HTML_SAFE).encode() + b"\n")

@@ -1,0 +1,148 @@
+"""LMI's routes in the API description: generation, management of models and of adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from engines.model_settings import HandlerSettings, ModelSettings
+from handlers.contract_routes import Operation
+from handlers.json_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, either
+from handlers.json_schemas import parameters as asked_for
+from handlers.lmi import dynamic_batch, rolling_batch
+from handlers.lmi.asynchronous import PASSED_ON, RENAMED
+from handlers.lmi.errors import JSON
+from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, read_parameters
+from handlers.vllm_parameters import read_vllm_parameters
+
+JSON_LINES, EVENTS = "application/jsonlines", "text/event-stream"
+_FALSE: Schema = {"type": "boolean", "default": False}
+_ONE_OR_MORE: Schema = {"type": ["string", "array"], "items": STRING}
+
+_FRONT_END_ERROR = an_answer(
+    "LmiFrontEndError", "The status, LMI's name for it, what is wrong.", *("code", "type", "message")
+)
+
+
+def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operation:
+    """`/invocations` under these settings. `for_vllm`: schemas of the bodies that vLLM's front end answers there, by
+    vLLM's path for them."""
+    if model.handler is not None:
+        return _custom_handler(model.handler)
+    if model.rolling_batch == "disable":
+        return _dynamic_batch(model)
+    if model.async_mode:
+        name, request = "asynchronous handler", _asynchronous_request(model)
+    else:
+        rules = rolling_batch.parameter_rules(model)
+        parameters = asked_for(lambda reader: read_parameters({}, rules, reader))
+        name, request = "rolling batch", _request("LmiRequest", parameters, stream=_FALSE, **_adapters(model))
+    names = [f"LMI {name}", *(f"OpenAI's {path.removeprefix('/v1/')}" for path in for_vllm)]
+    return Operation(
+        summary=f"Generate text ({', '.join(names)})",
+        request=either([request, *for_vllm.values()]),
+        answers=_answers("One document, or a record for each token", JSON, JSON_LINES, EVENTS),
+    )
+
+
+def _asynchronous_request(model: ModelSettings) -> Schema:
+    asked = asked_for(lambda reader: read_vllm_parameters({}, reader=reader))
+    passed = {name: schema for name, schema in asked.items() if name in PASSED_ON}
+    passed |= {"max_tokens": {**asked["max_tokens"], "default": DEFAULT_MAX_NEW_TOKENS}, "structured_outputs": OBJECT}
+    passed |= {name: passed[theirs] for name, theirs in RENAMED.items()}
+    own = dict.fromkeys(("details", "decoder_input_details", "return_full_text"), _FALSE)
+    more = {"do_sample": {"type": "boolean"}, "stop_sequences": an_array(STRING)}
+    return _request("LmiAsyncRequest", {**passed, **own, **more}, stream=_FALSE, **_adapters(model))
+
+
+def _adapters(model: ModelSettings) -> dict[str, Schema]:
+    return {"adapters": _ONE_OR_MORE} if model.enable_lora else {}
+
+
+def _request(name: str, parameters: Mapping[str, Schema], **more: Schema) -> Schema:
+    fields = {"inputs": _ONE_OR_MORE, "parameters": an_object(parameters), **more}
+    return an_object(fields, "inputs", name=name, description="A body of type text/plain is the prompt alone.")
+
+
+def _dynamic_batch(model: ModelSettings) -> Operation:
+    rules = dynamic_batch.parameter_rules(model)
+    parameters = asked_for(lambda reader: read_parameters({}, rules, reader))
+    limit = {**parameters["max_new_tokens"], "default": dynamic_batch.default_max_new_tokens(model)}
+    return Operation(
+        summary="Generate text (LMI dynamic batch)",
+        request=_request("LmiRequest", {**parameters, "max_new_tokens": limit}),
+        answers=_answers(
+            "A text for each prompt; with option.enable_streaming a record for each step", JSON, JSON_LINES
+        ),
+    )
+
+
+def _custom_handler(handler: HandlerSettings) -> Operation:
+    return Operation(
+        summary=f"Call the model's own handler ({Path(handler.entry_point).name})",
+        request=ANYTHING,
+        request_type="*/*",
+        answers={
+            **_answers("Whatever the handler answers; its status may be another", "*/*"),
+            "204": ("The handler returned nothing", {}),
+            "507": ("The handler ran out of memory", {}),
+        },
+    )
+
+
+def _answers(meaning: str, *kinds: str) -> dict[str, tuple[str, Mapping[str, Schema]]]:
+    """`meaning` and `kinds`: what the answer is where all is well, and its media types."""
+    return {
+        "200": (meaning, dict.fromkeys(kinds, ANYTHING)),
+        "400": ("vLLM refuses the `prompt`: its own error", {JSON: OBJECT}),
+        "404": ("Unknown model", {JSON: _FRONT_END_ERROR}),
+        "408": ("The body's rest does not come", {JSON: _FRONT_END_ERROR}),
+        "413": ("The body is too large", {}),
+        "424": ("The payload or a parameter is wrong, or generation failed (option.async_mode: 500)", {JSON: OBJECT}),
+        "500": ("The engine has died", {JSON: OBJECT}),
+        "503": ("The queue is full, or the model is not ready", {JSON: _FRONT_END_ERROR}),
+    }
+
+
+def _manages(summary: str, *, creates: bool = False) -> Operation:
+    """Parameters come in the query or, where something is registered, as a JSON object."""
+    return Operation(summary=summary, request=OBJECT if creates else None, answers={"200": ("Done", {JSON: OBJECT})})
+
+
+def _manages_models(summary: str, failures: str, *, creates: bool = False) -> Operation:
+    """`failures`: its statuses beside 200."""
+    about = _manages(summary, creates=creates)
+    errors = {status: (_FAILURES[status], {JSON: _FRONT_END_ERROR}) for status in failures.split()}
+    return replace(about, answers={**about.answers, **errors})
+
+
+_FAILURES = {
+    "400": "A parameter is missing or wrong",
+    "404": "There is no such model",
+    "408": "The body's rest does not come",
+    "409": "A model of this name and version is registered",
+    "413": "The body is too large",
+    "500": "The model cannot be loaded",
+    "503": "The server is stopping",
+    "507": "There is no memory for the model",
+}
+# By method and path; `/workflows` has the same operations.
+MANAGEMENT: Mapping[tuple[str, str], Operation] = {
+    ("GET", "/models"): _manages_models("List models", "400"),
+    ("POST", "/models"): _manages_models("Load a model", "400 404 408 409 413 500 503 507", creates=True),
+    ("GET", "/models/{model}"): _manages_models("Describe a model, each version of it", "404"),
+    ("PUT", "/models/{model}"): _manages_models("Scale a model", "400 404"),
+    ("DELETE", "/models/{model}"): _manages_models("Unload a model", "400 404"),
+}
+ADAPTERS: Mapping[tuple[str, str], Operation] = {
+    (method, prefix + path): _manages(summary, creates=method == "POST")
+    for prefix in ("", "/models/{model}")
+    for method, path, summary in (
+        ("GET", "/adapters", "List adapters"),
+        ("POST", "/adapters", "Register an adapter"),
+        ("GET", "/adapters/{adapter}", "Describe an adapter"),
+        ("DELETE", "/adapters/{adapter}", "Unregister an adapter"),
+        ("POST", "/adapters/{adapter}/update", "Load or pin an adapter"),
+    )
+}

@@ -1,0 +1,336 @@
+"""The answers of `/v1/completions` and `/v1/chat/completions`.
+
+The bytes are vLLM's (`serving.py` in `entrypoints/openai/completion/` and `chat_completion/`). It writes a whole answer
+with Python's `json` and the records of a stream with pydantic, which spell numbers differently: 0.00002 in a stream is
+2e-05 in a whole answer.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from json.encoder import encode_basestring as quote
+from typing import ClassVar
+
+import msgspec
+
+from engines.errors import EngineFault, GenerationFailed, RequestError
+from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
+from handlers.contract import Answer, Reply
+from handlers.openai.routes import refuse
+
+EVENTS = "text/event-stream; charset=utf-8"
+_DONE = "data: [DONE]\n\n"
+_LEAST = -9999.0  # In the place of minus infinity.
+_FAULT = "Internal server error"  # vLLM's message when its engine has failed at a request.
+
+FINISH_REASONS = {
+    None: "null",
+    FinishReason.LENGTH: '"length"',
+    FinishReason.EOS: '"stop"',
+    FinishReason.STOP: '"stop"',
+    FinishReason.ABORT: '"abort"',
+    FinishReason.ERROR: '"error"',
+}
+_DETAILS = ',"completion_tokens_details":null'
+_NO_TOKEN_IDS = ',"prompt_token_ids":null,"token_ids":null}]'
+# What follows the text in a record that has nothing but text.
+_PLAIN_CHAT = '},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
+_PLAIN_COMPLETION = f',"logprobs":null,"finish_reason":null,"stop_reason":null{_NO_TOKEN_IDS}}}\n\n'
+
+
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What one answer shows."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str | None
+    role: str = ""  # Of the message in a chat's answer.
+    sequences: int = 1  # For each prompt.
+    logprobs: bool = False
+    top: int = 0  # Alternatives for each token of a chat.
+    usage: bool = False  # A stream ends with a record of the usage.
+    running_usage: bool = False  # Each of its records has the usage so far.
+
+
+class StreamAnswer(Answer):
+    """A record for each step of a sequence. The sequences of all prompts are numbered through."""
+
+    content_type = EVENTS
+    kind: ClassVar[str]  # `object` of a record.
+
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
+        self._head = f'data: {{{_head(options, self.kind)},"choices":['
+        # A record that does not end a sequence has nothing but text.
+        self._plain = not (options.logprobs or options.running_usage)
+        self._tokens = 0  # Of the sequences that have ended.
+
+    def fail(self, error: RequestError) -> Reply:
+        return Reply(200, EVENTS, self.fail_midway(error))
+
+    def fail_midway(self, error: RequestError) -> bytes:
+        return f"data: {json.dumps(json.loads(_failure(error).body))}\n\n{_DONE}".encode()
+
+    def _end(self, prompt_tokens: int) -> str:
+        if not self._options.usage:
+            return _DONE
+        fingerprint = self._options.fingerprint
+        end = f',"system_fingerprint":{quote(fingerprint)}' if fingerprint is not None else ""
+        return f'{self._head}],"usage":{usage_of(prompt_tokens, self._tokens)}}}{end}}}\n\n{_DONE}'
+
+
+class DocumentAnswer(Answer):
+    """One JSON document when everything has finished."""
+
+    content_type = "application/json"
+    kind: ClassVar[str]  # `object` of the document.
+    further: ClassVar[str]  # Members after the usage.
+
+    def __init__(self, options: AnswerOptions, prompts: int = 1) -> None:
+        self._options = options
+        self._sequences = [GeneratedSequence() for _ in range(prompts * options.sequences)]
+        self._stops = ["null"] * len(self._sequences)
+        self._open = prompts
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        index = prompt * self._options.sequences + delta.sequence
+        self._sequences[index].add(delta)
+        if delta.finish_reason is not None:
+            self._stops[index] = stop_reason(delta)
+        self._open -= delta.last
+        return b"" if self._open else self._document().encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        return _failure(error)
+
+    @abstractmethod
+    def _choice(self, index: int) -> str: ...
+
+    def _document(self) -> str:
+        options, sequences = self._options, self._sequences
+        prompt_tokens = sum([sequence.prompt_token_count for sequence in sequences[:: options.sequences]])
+        usage = usage_of(prompt_tokens, sum([sequence.count for sequence in sequences]))
+        choices = ",".join([self._choice(index) for index in range(len(sequences))])
+        fingerprint = "null" if options.fingerprint is None else quote(options.fingerprint)
+        return (
+            f'{{{_head(options, self.kind)},"choices":[{choices}],"service_tier":null,'
+            f'"system_fingerprint":{fingerprint},"usage":{usage},'
+            f'"prompt_tokens_details":null,"completion_tokens_details":null}},{self.further}}}'
+        )
+
+
+class ChatStream(StreamAnswer):
+    """The first records say whose turn it is."""
+
+    kind = "chat.completion.chunk"
+
+    def __init__(self, options: AnswerOptions) -> None:
+        super().__init__(options)
+        self._heads = [f'{self._head}{{"index":{index},"delta":{{"content":' for index in range(options.sequences)]
+        self._begun = False
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """The records of a step. The hot path: called for each token of each stream."""
+        if self._begun and self._plain and delta.finish_reason is None:
+            return f"{self._heads[delta.sequence]}{quote(delta.text)}{_PLAIN_CHAT}".encode()
+        data = ""
+        if not self._begun:
+            self._begun = True
+            data = self._roles(delta.prompt_token_count)
+        if delta.text or delta.token_count:  # otherwise it was aborted before its first token
+            data += self._record(delta)
+        if delta.finish_reason is not None:
+            self._tokens += delta.token_count
+        if delta.last:
+            data += self._end(delta.prompt_token_count)
+        return data.encode()
+
+    def _roles(self, prompt_tokens: int) -> str:
+        options = self._options
+        usage = f',"usage":{usage_of(prompt_tokens, 0)}{_DETAILS}}}' if options.running_usage else ""
+        end = f'}}]{usage},"prompt_token_ids":null,"prompt_text":null}}\n\n'
+        delta = f'"delta":{{"role":{quote(options.role)},"content":""}},"logprobs":null,"finish_reason":null'
+        return "".join([f'{self._head}{{"index":{i},{delta}{end}' for i in range(options.sequences)])
+
+    def _record(self, delta: TokenDelta) -> str:
+        options, ended = self._options, delta.finish_reason is not None
+        logprobs = _chat_logprobs(delta.tokens, options.top, in_stream) if options.logprobs else "null"
+        stop = f',"stop_reason":{stop_reason(delta)}' if ended else ""
+        reason = f'"finish_reason":{FINISH_REASONS[delta.finish_reason]}{stop}'
+        end = "]"
+        if options.running_usage:
+            end += f',"usage":{usage_of(delta.prompt_token_count, delta.token_count)}{_DETAILS}}}'
+        if ended and not options.usage and options.fingerprint is not None:
+            end += f',"system_fingerprint":{quote(options.fingerprint)}'
+        return (
+            f'{self._heads[delta.sequence]}{quote(delta.text)}}},"logprobs":{logprobs},{reason},"token_ids":null}}'
+            f"{end}}}\n\n"
+        )
+
+
+class ChatDocument(DocumentAnswer):
+    """Each choice is a message."""
+
+    kind = "chat.completion"
+    further = (
+        '"prompt_logprobs":null,"prompt_token_ids":null,"prompt_text":null,"kv_transfer_params":null,'
+        '"ec_transfer_params":null,"metrics":null'
+    )
+
+    def _choice(self, index: int) -> str:
+        options, sequence = self._options, self._sequences[index]
+        logprobs = _chat_logprobs(sequence.tokens, options.top, in_document) if options.logprobs else "null"
+        return (
+            f'{{"index":{index},"message":{{"role":{quote(options.role)},"content":{quote("".join(sequence.text))},'
+            '"refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},'
+            f'"logprobs":{logprobs},"finish_reason":{FINISH_REASONS[sequence.finish_reason]},'
+            f'"stop_reason":{self._stops[index]},"token_ids":null,"routed_experts":null}}'
+        )
+
+
+class CompletionStream(StreamAnswer):
+    """Each record has a piece of text."""
+
+    kind = "text_completion"
+
+    def __init__(self, options: AnswerOptions, prompts: int) -> None:
+        super().__init__(options)
+        choices = prompts * options.sequences
+        self._heads = [f'{self._head}{{"index":{index},"text":' for index in range(choices)]
+        self._offsets = [0] * choices
+        self._open = prompts
+        self._prompt_tokens = 0
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """The records of a step. The hot path: called for each token of each stream."""
+        index = prompt * self._options.sequences + delta.sequence
+        if self._plain and delta.finish_reason is None:
+            return f"{self._heads[index]}{quote(delta.text)}{_PLAIN_COMPLETION}".encode()
+        data = ""
+        if delta.text or delta.token_count:  # otherwise it was aborted before its first token
+            data = self._record(index, delta)
+        if delta.finish_reason is not None:
+            self._tokens += delta.token_count
+        if delta.last:
+            self._open -= 1
+            self._prompt_tokens += delta.prompt_token_count
+            if self._open == 0:
+                data += self._end(self._prompt_tokens)
+        return data.encode()
+
+    def _record(self, index: int, delta: TokenDelta) -> str:
+        options, ended = self._options, delta.finish_reason is not None
+        logprobs = "null"
+        if options.logprobs:
+            logprobs, self._offsets[index] = _completion_logprobs(delta.tokens, in_stream, self._offsets[index])
+        end = ""
+        if options.running_usage:
+            end = f',"usage":{usage_of(delta.prompt_token_count, delta.token_count)}}}'
+        if ended and not options.usage and options.fingerprint is not None:
+            end += f',"system_fingerprint":{quote(options.fingerprint)}'
+        return (
+            f'{self._heads[index]}{quote(delta.text)},"logprobs":{logprobs},'
+            f'"finish_reason":{FINISH_REASONS[delta.finish_reason]},"stop_reason":{stop_reason(delta)}'
+            f"{_NO_TOKEN_IDS}{end}}}\n\n"
+        )
+
+
+class CompletionDocument(DocumentAnswer):
+    """Each choice is a text."""
+
+    kind = "text_completion"
+    further = '"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null'
+
+    def _choice(self, index: int) -> str:
+        sequence = self._sequences[index]
+        logprobs = _completion_logprobs(sequence.tokens, in_document, 0)[0] if self._options.logprobs else "null"
+        return (
+            f'{{"index":{index},"text":{quote("".join(sequence.text))},"logprobs":{logprobs},'
+            f'"finish_reason":{FINISH_REASONS[sequence.finish_reason]},"stop_reason":{self._stops[index]},'
+            '"token_ids":null,"prompt_logprobs":null,"prompt_token_ids":null,"routed_experts":null}'
+        )
+
+
+def _head(options: AnswerOptions, kind: str) -> str:
+    """The fields with which every document and record of an answer begins."""
+    return f'"id":{quote(options.id)},"object":"{kind}","created":{options.created},"model":{quote(options.model)}'
+
+
+def usage_of(prompt_tokens: int, new_tokens: int) -> str:
+    """Counts of tokens, without a closing brace."""
+    total = prompt_tokens + new_tokens
+    return f'{{"prompt_tokens":{prompt_tokens},"total_tokens":{total},"completion_tokens":{new_tokens}'
+
+
+def stop_reason(delta: TokenDelta) -> str:
+    """The stop string or the stop token that ended a sequence."""
+    reason = delta.stop_reason
+    return "null" if reason is None else quote(reason) if isinstance(reason, str) else str(reason)
+
+
+def in_stream(token: Token) -> str:
+    """A token's log probability, as pydantic writes it."""
+    return msgspec.json.encode(_logprob(token)).decode()
+
+
+def in_document(token: Token) -> str:
+    """A token's log probability, as Python's `json` writes it."""
+    return repr(_logprob(token))
+
+
+def _logprob(token: Token) -> float:
+    assert token.logprob is not None, "the engine gave no log probabilities"
+    return max(token.logprob, _LEAST)
+
+
+def alternatives(token: Token) -> list[Token]:
+    """A token and the most probable ones at its place, each once."""
+    return [token, *(other for other in token.top if other.id != token.id)]
+
+
+def _failure(error: RequestError) -> Reply:
+    """The reply of a call that failed before its answer began, in the words of the other way."""
+    return refuse(GenerationFailed(_FAULT) if isinstance(error, EngineFault) else error)
+
+
+def _chat_logprobs(tokens: Iterable[Token], top: int, number: Callable[[Token], str]) -> str:
+    return f'{{"content":[{",".join([_token(token, top, number) for token in tokens])}]}}'
+
+
+def _token(token: Token, top: int, number: Callable[[Token], str]) -> str:
+    # The token itself counts as one of its alternatives.
+    shown = ",".join([_entry(other, number) + "}" for other in alternatives(token)[:top]]) if top else ""
+    return f'{_entry(token, number)},"top_logprobs":[{shown}]}}'
+
+
+def _entry(token: Token, number: Callable[[Token], str]) -> str:
+    text, octets = _spelled(token.text)
+    return f'{{"token":{text},"logprob":{number(token)},"bytes":{octets}'
+
+
+@lru_cache(maxsize=65536)
+def _spelled(text: str) -> tuple[str, str]:
+    """A token's text as JSON, and its bytes as a list of numbers."""
+    return quote(text), f"[{','.join(map(str, text.encode('utf-8', 'replace')))}]"
+
+
+def _completion_logprobs(tokens: Sequence[Token], number: Callable[[Token], str], offset: int) -> tuple[str, int]:
+    """The log probabilities of tokens whose text begins at `offset`, and where the next one's does."""
+    offsets, numbers, texts, tops = [], [], [], []
+    for token in tokens:
+        offsets.append(str(offset))
+        offset += len(token.text)
+        numbers.append(number(token))
+        texts.append(quote(token.text))
+        # Alternatives with the same text are one member, with the number of the last.
+        top = {other.text: other for other in alternatives(token)}
+        tops.append("{" + ",".join([f"{quote(text)}:{number(other)}" for text, other in top.items()]) + "}")
+    return (
+        f'{{"text_offset":[{",".join(offsets)}],"token_logprobs":[{",".join(numbers)}],'
+        f'"tokens":[{",".join(texts)}],"top_logprobs":[{",".join(tops)}]}}',
+        offset,
+    )

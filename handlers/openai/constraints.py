@@ -1,0 +1,201 @@
+"""What constrains the text in bodies of OpenAI's routes, in the forms that vLLM enforces.
+
+vLLM takes fields that it does not know, and some beside others that take their place. Here each of them is
+translated to `structured_outputs`, or refused by its name.
+
+Source: vLLM, `vllm/entrypoints/openai` and `vllm/entrypoints/anthropic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engines.errors import InvalidParameter
+from engines.request import Constraint
+from handlers.constraints import CONSTRAINING, FORMS, asks, constraint_of, decoded, refuse_unread
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+BATCH = "/v1/chat/completions/batch"
+
+_SAMPLING = frozenset({"stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens"})
+# What vLLM enforces of `CONSTRAINING` by path, and what is translated for it.
+_READ = {
+    CHAT: _SAMPLING | {"tool_choice", *FORMS},
+    BATCH: _SAMPLING | {"tool_choice", *FORMS},
+    COMPLETIONS: _SAMPLING | {*FORMS},
+    RESPONSES: frozenset({"stop", "logit_bias", "tool_choice", *FORMS}),
+    MESSAGES: frozenset({"stop_sequences", "tool_choice"}),
+}
+_ALSO = {CHAT: "", BATCH: "", COMPLETIONS: "", RESPONSES: ", text.format", MESSAGES: ", output_config.format"}
+# Objects from which other servers and clients take fields; vLLM reads none of them.
+_NESTS = ("extra_body", "parameters")
+# The fields that `enforceable` looks at.
+FIELDS = CONSTRAINING | {"use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
+_NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_OF_MESSAGES = ("response_format", "text.format")
+"""OpenAI's forms. They are of a message's text; a call of a tool has the form of the tool's arguments."""
+_OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
+
+
+def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True) -> dict[str, Any]:
+    """The fields to replace, so that vLLM enforces all that the body asks for; a field that is None goes.
+
+    `body`: its `FIELDS` at least. `parses_tools`: the model has a parser of tool calls.
+
+    Raises InvalidParameter: naming what vLLM would ignore, or what is wrong.
+    """
+    if path not in _READ:
+        return {}
+    for nest in _NESTS:
+        if isinstance(within := body.get(nest), dict):
+            refuse_unread(within, within, f"has no effect in `{nest}`: put it into the body itself")
+    read = _READ[path]
+    refuse_unread(
+        body, body.keys() - read, f"is not read on this route; expected {', '.join(sorted(read))}{_ALSO[path]}"
+    )
+    if body.get("use_beam_search"):
+        refuse_unread(body, body, "cannot be used together with `use_beam_search`")
+    _check_tool_choice(body, path, parses_tools)
+    if path == MESSAGES:
+        _check_output_config(body)
+        return {}
+    changes = _named_tool(body.get("tool_choice")) if path in (CHAT, BATCH) else {}
+    if _forced(body):
+        return changes | _without_formats(body)
+    given = _forms(body, path)
+    if len(given) > 1:
+        raise InvalidParameter(given[1], f"cannot be combined with `{given[0]}`: send one of them")
+    for name in ("min_tokens", "ignore_eos") if given else ():
+        if body.get(name):  # the engine refuses it as well, but a stream would have begun
+            raise InvalidParameter(given[0], f"cannot be used together with `{name}`")
+    if not given or given[0] not in FORMS:
+        return changes
+    (name,) = given
+    if name == "structured_outputs":
+        return changes | _checked(body[name])
+    if name == "response_format" and path != RESPONSES and _is_vllms(body[name]):
+        return changes
+    constraint = constraint_of(name, body[name])
+    return changes | {name: None} | ({"structured_outputs": _spelled(constraint)} if constraint is not None else {})
+
+
+def form_name(body: Mapping[str, Any], path: str) -> str:
+    """What the client calls the form of its text. `body`: as in `enforceable`."""
+    return "tool_choice" if _forced(body) else next(iter(_forms(body, path)), "structured_outputs")
+
+
+def _forms(body: Mapping[str, Any], path: str) -> list[str]:
+    """The names of the forms that a body asks for. Raises InvalidParameter: it has none on this route."""
+    given = [name for name in FORMS if asks(name, body.get(name))]
+    if path == RESPONSES and (form := _text_format(body)) is not None:
+        given.append(form)
+    if path == MESSAGES and _member(body, "output_config", "format") is not None:
+        given.append("output_config.format")
+    return given
+
+
+def _forced(body: Mapping[str, Any]) -> bool:
+    choice = body.get("tool_choice")
+    kind = choice.get("type", "function") if isinstance(choice, dict) else choice
+    return kind not in (None, "", "auto", "none")
+
+
+def _named_tool(choice: Any) -> dict[str, Any]:
+    """The field to replace where TGI's clients name a tool by a string."""
+    if not isinstance(choice, str) or choice in ("", "auto", "none", "required"):
+        return {}
+    return {"tool_choice": {"type": "function", "function": {"name": choice}}}
+
+
+def _check_tool_choice(body: Mapping[str, Any], path: str, parses_tools: bool) -> None:
+    if not _forced(body):
+        return
+    choice = body["tool_choice"]
+    if path == RESPONSES:  # on the other routes vLLM itself refuses these
+        if not parses_tools:
+            raise InvalidParameter("tool_choice", "needs option.tool_call_parser, unless it is auto or none")
+        if isinstance(choice, dict) and choice.get("type") not in ("function", "custom"):
+            raise InvalidParameter("tool_choice.type", "must be one of function, custom; others cannot be enforced")
+    if forms := [form for form in _forms(body, path) if form not in _OF_MESSAGES]:
+        raise InvalidParameter(forms[0], "cannot be combined with a `tool_choice` that makes the model call a tool")
+
+
+def _without_formats(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields to replace where the model has to call a tool.
+
+    Raises:
+        InvalidParameter: `response_format` is wrong.
+    """
+    changes: dict[str, Any] = {}
+    if (form := body.get("response_format")) is not None:
+        changes["response_format"] = None
+        if not _is_vllms(form):
+            constraint_of("response_format", form)
+    if _member(body, "text", "format") is not None:
+        changes["text"] = {name: value for name, value in body["text"].items() if name != "format"}
+    return changes
+
+
+def _member(body: Mapping[str, Any], name: str, member: str) -> Any:
+    value = body.get(name)
+    return value.get(member) if isinstance(value, dict) else None
+
+
+def _text_format(body: Mapping[str, Any]) -> str | None:
+    form = _member(body, "text", "format")
+    if not isinstance(form, dict) or form.get("type") == "text":
+        return None  # no object: refused by vLLM
+    if form.get("type") == "json_schema" and not isinstance(form.get("schema"), dict):
+        raise InvalidParameter("text.format.schema", "must be a JSON schema: an object")
+    return "text.format"
+
+
+def _check_output_config(body: Mapping[str, Any]) -> None:
+    if body.get("output_format") is not None:
+        raise InvalidParameter("output_format", "is not read on this route; expected output_config.format")
+    form = _member(body, "output_config", "format")
+    if isinstance(form, dict) and not (isinstance(form.get("schema"), dict) and form["schema"]):
+        raise InvalidParameter("output_config.format.schema", "must be a JSON schema: an object that is not empty")
+
+
+def _is_vllms(form: Any) -> bool:
+    if not isinstance(form, dict):
+        return False
+    kind, members = (
+        form.get("type"),
+        {name for name in ("value", "schema", "json_schema") if form.get(name) is not None},
+    )
+    if kind == "structural_tag":
+        return not members
+    if kind == "json_schema":
+        return members == {"json_schema"} and isinstance(_member(form, "json_schema", "schema"), dict)
+    return kind == "json_object" and not members
+
+
+def _checked(given: Any) -> dict[str, Any]:
+    """Check that vLLM's own field says one thing, and nothing that no back end follows."""
+    name = "structured_outputs"
+    if not isinstance(given, dict):
+        return {}  # refused by vLLM
+    values = {member: value for member, value in given.items() if value is not None}
+    kinds = [kind for kind in _NATIVE if kind in values]
+    if len(kinds) != 1:
+        raise InvalidParameter(
+            name, f"must have exactly one of {', '.join(_NATIVE)}; got {' and '.join(kinds) or 'none'}"
+        )
+    if values.get("json_object") is False:
+        raise InvalidParameter(f"{name}.json_object", "must be true if it is given")
+    if kinds == ["json"] and not isinstance(decoded(values["json"]), dict):
+        raise InvalidParameter(f"{name}.json", "must be a JSON schema: an object, or the text of one")
+    for member in sorted(values.keys() - {*_NATIVE, *_OPTIONS}):
+        if values[member]:
+            raise InvalidParameter(f"{name}.{member}"[:80], "is not a field that this server can follow")
+    return {}
+
+
+def _spelled(constraint: Constraint) -> dict[str, Any]:
+    form, compact = constraint.for_vllm(), not constraint.any_whitespace
+    if constraint.json_schema is not None:
+        return form | {"disable_any_whitespace": compact, "disable_additional_properties": compact}
+    return form | {"disable_any_whitespace": compact} if constraint.json_object else form

@@ -1,0 +1,194 @@
+"""Completions and chats as this server serves them by itself, and the one decision which of them it serves.
+
+Everything else is left to vLLM's serving classes: fields that are not in `body`, values that vLLM would convert or
+refuse, models whose answers are parsed. So a request means the same and gets the same bytes on either way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engines.request import GenerationRequest
+from handlers.contract import Answer, Call, Exchange
+from handlers.openai.answer import (
+    AnswerOptions,
+    ChatDocument,
+    ChatStream,
+    CompletionDocument,
+    CompletionStream,
+)
+from handlers.openai.body import (
+    Body,
+    CompletionBody,
+    LeftToVllm,
+    Message,
+    read_chat,
+    read_completion,
+    sampling_of,
+)
+from handlers.openai.constraints import CHAT, COMPLETIONS
+from handlers.vllm_parameters import GREEDY_BELOW
+
+# Request headers that vLLM's serving classes follow.
+_STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority", "endpoint-load-metrics-format"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontEnd:
+    """What the front end of a model was started with, as far as requests and answers show it."""
+
+    model: str  # Its name in answers.
+    accepts: Callable[[str], bool]  # Says of a name whether it is the model's.
+    adapters: Collection[str]  # Names; adapters come and go.
+    fingerprint: str | None  # `system_fingerprint` of answers.
+    role: str  # Whose turn an answer is in a chat.
+    default_sampling: Mapping[str, Any]  # The model's own sampling parameters, by vLLM's names.
+    most_new_tokens: int | None  # Whatever a request asks for.
+    max_model_len: int
+    most_prompts: int  # In the body of a completion.
+    most_sequences: int  # For each prompt.
+    most_stop_strings: int
+    # Makes a prompt of messages. None: vLLM's serving classes answer all chats.
+    render: Callable[[list[dict[str, Any]]], str] | None
+
+
+class OpenAIContract:
+    """Parses completions and chats for one model."""
+
+    def __init__(self, front_end: FrontEnd) -> None:
+        self._front_end = front_end
+
+    def parse(self, call: Call, path: str, *, any_model: bool = False, adapter: str | None = None) -> Exchange | None:
+        """Understand a call as one to `path`; None if it is left to vLLM's serving classes. `any_model`: no `model` in
+        the body is refused. `adapter`: takes its place; "" is the model itself."""
+        if call.content_type.partition(";")[0].lower() != "application/json":
+            return None
+        if any(name.lower() in _STEERING for name, _ in call.headers):
+            return None
+        try:
+            if path == CHAT:
+                return self._chat(call, any_model, adapter)
+            return self._completion(call, any_model, adapter) if path == COMPLETIONS else None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LeftToVllm):
+            return None
+
+    def _completion(self, call: Call, any_model: bool, adapter: str | None) -> Exchange:
+        body = read_completion(call.body)
+        adapter = self._adapter(body, any_model, adapter)
+        prompts = self._prompts(body)
+        max_tokens = 16 if body.max_tokens is None else body.max_tokens
+        request = self._request(body, body.n, max_tokens, adapter, body.logprobs)
+        options = self._options(body, f"cmpl-{call.request_id}", request)
+        requests = tuple(
+            [
+                msgspec.structs.replace(request, request_id=f"{options.id}-{place}", prompt=prompt)
+                for place, prompt in enumerate(prompts)
+            ]
+        )
+        answer: Answer = (CompletionStream if body.stream else CompletionDocument)(options, len(prompts))
+        return Exchange(requests, answer)
+
+    def _prompts(self, body: CompletionBody) -> Sequence[str | tuple[int, ...]]:
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            prompt = [prompt]
+        if not prompt or not all(prompt):
+            raise LeftToVllm("prompt")
+        if all(isinstance(item, int) for item in prompt):
+            return [tuple(prompt)]  # type: ignore[arg-type]
+        if len(prompt) > self._front_end.most_prompts:
+            raise LeftToVllm("prompt")
+        if all(isinstance(item, str) for item in prompt):
+            return prompt  # type: ignore[return-value]
+        if all(isinstance(item, list) for item in prompt):
+            return [tuple(item) for item in prompt]  # type: ignore[arg-type]
+        raise LeftToVllm("prompt")
+
+    def _chat(self, call: Call, any_model: bool, adapter: str | None) -> Exchange:
+        if self._front_end.render is None:
+            raise LeftToVllm("chats")
+        body = read_chat(call.body)
+        adapter = self._adapter(body, any_model, adapter)
+        given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        top = body.top_logprobs or 0
+        if top and not body.logprobs:
+            raise LeftToVllm("top_logprobs")
+        request = self._request(body, body.n or 1, given, adapter, top if body.logprobs else None)
+        options = self._options(body, f"chatcmpl-{call.request_id}", request)
+        try:
+            prompt = self._front_end.render([_message(message) for message in body.messages])
+        except Exception as error:  # a template is the model's own code, and may raise anything
+            raise LeftToVllm(str(error)) from None
+        request = msgspec.structs.replace(request, request_id=options.id, prompt=prompt, add_special_tokens=False)
+        return Exchange((request,), (ChatStream if body.stream else ChatDocument)(options))
+
+    def _adapter(self, body: Body, any_model: bool, adapter: str | None) -> str | None:
+        name = body.model if adapter is None else adapter
+        if name and name in self._front_end.adapters:
+            return name
+        if name and not any_model and not self._front_end.accepts(name):
+            raise LeftToVllm("model")
+        return None
+
+    def _request(
+        self, body: Body, sequences: int, max_tokens: int | None, adapter: str | None, logprobs: int | None
+    ) -> GenerationRequest:
+        """The request for a prompt, without its id and the prompt."""
+        front_end = self._front_end
+        if max_tokens is not None and max_tokens > front_end.max_model_len:
+            raise LeftToVllm("max_tokens")
+        if sequences > front_end.most_sequences:
+            raise LeftToVllm("n")
+        if isinstance(body.stop, list) and len(body.stop) > front_end.most_stop_strings:
+            raise LeftToVllm("stop")
+        if body.stream_options is not None and not body.stream:
+            raise LeftToVllm("stream_options")
+        limits = (front_end.default_sampling.get("max_tokens") if max_tokens is None else max_tokens,)
+        known = [limit for limit in (*limits, front_end.most_new_tokens) if limit is not None]
+        sampling = sampling_of(body, front_end.default_sampling, min(known, default=None))
+        if sequences > 1 and sampling.temperature < GREEDY_BELOW:
+            raise LeftToVllm("n")
+        return GenerationRequest(
+            sampling=sampling,
+            # Several sequences come in their order, where the engine would otherwise sort them by probability.
+            stream=bool(body.stream) or sequences > 1,
+            sequences=sequences,
+            candidates=sequences,
+            room=max(1, body.min_tokens),
+            want_tokens=logprobs is not None,
+            want_logprobs=logprobs is not None,
+            tokens_apart=True,
+            top_tokens=logprobs or 0,
+            adapter=adapter,
+        )
+
+    def _options(self, body: Body, answer_id: str, request: GenerationRequest) -> AnswerOptions:
+        asked = body.stream_options
+        usage = asked is not None and bool(asked.include_usage)
+        return AnswerOptions(
+            id=answer_id,
+            created=int(time.time()),
+            model=request.adapter or self._front_end.model,
+            fingerprint=self._front_end.fingerprint,
+            role=self._front_end.role,
+            sequences=request.sequences,
+            logprobs=request.want_logprobs,
+            top=request.top_tokens,
+            usage=usage,
+            running_usage=usage and asked is not None and bool(asked.continuous_usage_stats),
+        )
+
+
+def _message(message: Message) -> dict[str, Any]:
+    content: Any = message.content
+    if not isinstance(content, str):
+        content = [{"type": part.type, "text": part.text} for part in content]
+    turn: dict[str, Any] = {"role": message.role, "content": content}
+    if message.name is not None:
+        turn["name"] = message.name
+    return turn

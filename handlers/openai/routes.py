@@ -1,0 +1,260 @@
+"""OpenAI's clients: routes that go to vLLM's own server, the list of models, vLLM's errors, and its adapter routes.
+
+Source: vLLM, `vllm/entrypoints/openai` and `vllm/entrypoints/serve/lora`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import msgspec
+
+from engines import errors
+from engines.adapters import AdapterOrder
+from handlers.contract import Call, Reply
+from handlers.contract_routes import Family, Forwards, ModelView, Operation, Tells, error_body
+from handlers.json_cost import JsonDecoder
+from handlers.json_fields import json_fault
+from handlers.json_schemas import OBJECT
+
+JSON = "application/json"
+ALIASED = "/openai"  # Prefix of the paths on which any `model` is accepted.
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+_TEXT = "text/plain; charset=utf-8"
+_SHOWN = 200  # Characters of a client's text that a message repeats.
+_TOO_LARGE = "Request Entity Too Large"  # The phrase of 413, for which `HTTPStatus` has another from Python 3.13 on.
+
+T = TypeVar("T")
+
+
+def models(call: Call, views: Sequence[ModelView]) -> Reply:
+    """GET /v1/models: all names of the models, loaded or not, and their adapters."""
+    created = int(time.time())
+    cards = [card for view in views for card in _cards(view, created)]
+    return Reply(200, JSON, msgspec.json.encode({"object": "list", "data": cards}))
+
+
+def model(call: Call, views: Sequence[ModelView]) -> Reply:
+    """GET /v1/models/<id>: one of the entries of that list. vLLM itself has no such route. Raises UnknownModel: none
+    has this id."""
+    wanted, created = call.path_parameters["id"], int(time.time())
+    for card in (card for view in views for card in _cards(view, created)):
+        if card["id"] == wanted:
+            return Reply(200, JSON, msgspec.json.encode(card))
+    raise errors.UnknownModel(wanted, f"The model `{wanted[:_SHOWN]}` does not exist.")
+
+
+def _cards(view: ModelView, created: int) -> list[dict[str, Any]]:
+    max_model_len = view.loaded.max_model_len if view.loaded is not None else None
+    base = view.settings.public_names[0]
+    return [
+        *(_card(name, created, max_model_len) for name in view.settings.public_names),
+        *(_card(adapter.name, created, None, adapter.src, base) for adapter in view.adapters),
+    ]
+
+
+def _card(
+    name: str, created: int, max_model_len: int | None, root: str | None = None, parent: str | None = None
+) -> dict[str, object]:
+    permission = {
+        "id": f"modelperm-{uuid.uuid4().hex}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "vllm",
+        "root": name if root is None else root,
+        "parent": parent,
+        "max_model_len": max_model_len,
+        "permission": [permission],
+    }
+
+
+def error_reply(message: str, kind: str, status: int, parameter: str | None = None) -> Reply:
+    """A reply with vLLM's error object. `kind`: such as "BadRequestError"."""
+    safe = message.encode("utf-8", "replace").decode()  # a client's lone surrogates have no bytes
+    return Reply(status, JSON, error_body(safe, kind, status, parameter))
+
+
+def refuse(error: errors.RequestError) -> Reply:
+    """The reply to an error, with the status and type that vLLM has for it."""
+    match error:
+        case errors.Unauthorized():
+            return Reply(401, JSON, b'{"error":"Unauthorized"}')  # from vLLM's middleware, which has no error object
+        case errors.UnknownModel() | errors.UnknownAdapter():
+            return error_reply(error.message, "NotFoundError", 404, "model")
+        case errors.NotServed():
+            return error_reply(error.message, "NotImplementedError", 501)
+        case errors.NotReady() | errors.Overloaded():
+            return error_reply(error.message, HTTPStatus.SERVICE_UNAVAILABLE.phrase, 503)
+        case errors.BodyTooLarge():
+            return error_reply(error.message, _TOO_LARGE, 413)
+        case errors.BodyTimeout():
+            return error_reply(error.message, HTTPStatus.REQUEST_TIMEOUT.phrase, 408)
+        case errors.InvalidParameter():
+            return error_reply(error.message, "BadRequestError", 400, error.parameter)
+        case errors.EngineDead() | errors.GenerationFailed():
+            return error_reply(error.message, "InternalServerError", 500)
+        case _:
+            return error_reply(error.message, "BadRequestError", 400)
+
+
+def wrong_method(call: Call) -> Reply:
+    """The reply to a method that the route does not have."""
+    return _of_status(HTTPStatus.METHOD_NOT_ALLOWED)
+
+
+def not_found(call: Call) -> Reply:
+    """The reply to a path that nothing serves."""
+    return _of_status(HTTPStatus.NOT_FOUND)
+
+
+def _of_status(status: HTTPStatus) -> Reply:
+    return error_reply(status.phrase, status.phrase, status)
+
+
+class LoadOrder(msgspec.Struct, frozen=True):
+    """The body of `/v1/load_lora_adapter`."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+    @property
+    def order(self) -> AdapterOrder:
+        return AdapterOrder(name=self.lora_name, src=self.lora_path)
+
+
+class UnloadOrder(msgspec.Struct, frozen=True):
+    """The body of `/v1/unload_lora_adapter`."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+def read_load(call: Call) -> LoadOrder:
+    """The adapter to load. Raises InvalidRequest: the body is wrong."""
+    body = _read(call, LoadOrder)
+    if not body.lora_name or not body.lora_path:
+        raise errors.InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
+    if body.is_3d_lora_weight:
+        raise errors.InvalidParameter("is_3d_lora_weight", "cannot be true: adapters of that layout are not served")
+    return body
+
+
+def read_unload(call: Call) -> UnloadOrder:
+    """The adapter to remove. Raises InvalidRequest: the body is wrong."""
+    body = _read(call, UnloadOrder)
+    if not body.lora_name:
+        raise errors.InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.")
+    return body
+
+
+def loaded(name: str) -> Reply:
+    """The reply to a call that loaded an adapter."""
+    return Reply(200, _TEXT, f"Success: LoRA adapter '{name}' added successfully.".encode())
+
+
+def unloaded(name: str) -> Reply:
+    """The reply to a call that removed an adapter."""
+    return Reply(200, _TEXT, f"Success: LoRA adapter '{name}' removed successfully.".encode())
+
+
+def _read(call: Call, shape: type[T]) -> T:
+    try:
+        return JsonDecoder(shape).decode(call.body)
+    except msgspec.ValidationError as error:
+        raise errors.InvalidRequest(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise errors.InvalidRequest(f"the body is not valid JSON: {json_fault(call.body, error)}") from None
+
+
+def refuse_adapter(error: errors.RequestError) -> Reply:
+    """The reply to an error on these routes."""
+    match error:
+        case errors.CrossSite():
+            return error_reply(error.message, HTTPStatus.FORBIDDEN.phrase, 403)
+        case errors.UnknownAdapter():
+            return error_reply(f"The lora adapter '{error.name}' cannot be found.", "NotFoundError", 404)
+        case errors.NotServed():
+            return error_reply(error.message, "NotFoundError", 404)
+        case errors.InvalidParameter(parameter="src"):
+            message = f"`lora_path`{error.message.removeprefix('`src`')}"
+            return error_reply(message, "BadRequestError", 400, "lora_path")
+        case errors.AdapterMissing():
+            return error_reply(error.message, "NotFoundError", 404)
+        case errors.AdapterTaken():
+            return error_reply(
+                f"The lora adapter '{error.name}' has already been loaded. "
+                "If you want to load the adapter in place, set 'load_inplace' to True.",
+                "InvalidUserInput",
+                400,
+            )
+        case errors.AdapterConflict():
+            return error_reply(error.message, "InvalidUserInput", 400)
+        case errors.NoRoomForAdapter():
+            return error_reply(error.message, "ServiceUnavailableError", 503)
+        case errors.AdapterError():
+            return error_reply(error.message, "InternalServerError", 500)
+        case _:
+            return refuse(error)
+
+
+_MODELS = Operation(summary="Names of the model", answers={"200": ("OpenAI's list of models", {JSON: {}})})
+_MODEL = Operation(
+    summary="One name of the model",
+    answers={"200": ("OpenAI's object of a model", {JSON: {}}), "404": ("There is no such name", {JSON: {}})},
+)
+_VERSIONED = (
+    # In LMI this is another name of /invocations.
+    Forwards(path="/v1/chat/completions", own_handler=True),
+    *(
+        Forwards(path=path)
+        for path in (
+            *("/v1/chat/completions/batch", "/v1/completions"),
+            *("/v1/responses", "/v1/responses/{response_id}/cancel"),
+            *("/v1/messages", "/v1/messages/count_tokens"),
+        )
+    ),
+    Forwards(path="/v1/responses/{response_id}", methods=("GET",)),
+)
+
+OPENAI = Family(
+    name="openai",
+    routes=(
+        *_VERSIONED,
+        *(replace(route, path=ALIASED + route.path, prefix=ALIASED) for route in _VERSIONED),
+        Tells.of_all("/v1/models", models, about=_MODELS),
+        Tells.of_all(ALIASED + "/v1/models", models, about=_MODELS),
+        Tells.of_all("/v1/models/{id:path}", model, about=_MODEL),
+        Tells.of_all(ALIASED + "/v1/models/{id:path}", model, about=_MODEL),
+        Forwards(path="/tokenize"),
+        Forwards(path="/detokenize"),
+        Forwards(path="/version", methods=("GET",)),
+    ),
+    refuse=refuse,
+    error=OBJECT,
+    wrong_method=wrong_method,
+    body_names_model=True,
+    prefix=ALIASED + "/",
+    not_found=not_found,
+)

@@ -1,0 +1,269 @@
+"""TGI's generation parameters: ranges, TGI's own words for what is wrong, and their translation for an engine.
+
+Source: TGI's router, `src/lib.rs` for the fields, and `src/validation.rs`, whose order of checks is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import getrandbits
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from engines.errors import InvalidParameter, InvalidRequest
+from engines.loaded_model import LoadedModel
+from engines.model_settings import ModelSettings
+from engines.request import Constraint, GenerationRequest, SamplingParameters
+from handlers.constraints import constraint_of, refuse_unread
+from handlers.contract import Call
+from handlers.contract_routes import NO_ADAPTERS, ContractSetting
+from handlers.json_fields import MAX_INT64, MAX_STRING_LENGTH, JsonError, decode_json
+from handlers.tgi.errors import does_not_fit, unreadable
+
+Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+# msgspec knows no bounds beyond 63 bits; the upper one is checked where the number is used.
+Unsigned64 = Annotated[int, msgspec.Meta(ge=0)]
+
+MAX_TOP_N_TOKENS = 5  # TGI's default.
+# New tokens for which TGI wants room in the context at once; more are generated as far as they fit.
+MOST_RESERVED = 1024
+
+_NOT_READ = "is not read here; in `parameters`, `grammar` and `stop` constrain the text"
+_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+_LARGEST_FLOAT32 = 3.4028234e38
+_SEED_BITS = 63
+_UINT64 = 2**64
+
+T = TypeVar("T")
+
+
+class Parameters(msgspec.Struct, frozen=True):
+    """`parameters` as sent; null counts as absent throughout."""
+
+    best_of: Unsigned64 | None = None
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_k: Signed32 | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    do_sample: bool | None = None
+    max_new_tokens: Unsigned32 | None = None
+    return_full_text: bool | None = None
+    stop: tuple[str, ...] | None = None
+    stop_sequences: tuple[str, ...] | None = None  # Earlier name of `stop`; clients send both.
+    truncate: Unsigned64 | None = None
+    watermark: bool | None = None
+    details: bool | None = None
+    decoder_input_details: bool | None = None
+    seed: Unsigned64 | None = None
+    top_n_tokens: Unsigned32 | None = None
+    grammar: dict[str, Any] | None = None
+    adapter_id: str | None = None
+
+
+class Body(msgspec.Struct, frozen=True):
+    """A request of /generate and its like."""
+
+    inputs: str
+    parameters: Parameters | None = None  # None: sampling, which is TGI's default where they are missing altogether.
+    stream: bool | None = None  # Only / reads it.
+
+
+def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
+    """The body in its shape, and as it came. Raises ContractError: with the reply that TGI's web framework gives."""
+    kind = call.content_type.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise unreadable(415, "Expected request with `Content-Type: application/json`")
+    try:
+        document = decode_json(call.body)
+    except JsonError as error:
+        raise unreadable(400, f"Failed to parse the request body as JSON: {error}") from None
+    try:
+        return msgspec.convert(document, shape), document
+    except msgspec.ValidationError as error:
+        message = str(error)
+        if (place := _PLACE.fullmatch(message)) is not None:
+            message = f"{place[2]}: {place[1]}" if place[2] else place[1]
+        raise does_not_fit(message) from None
+
+
+def max_input_tokens(model: LoadedModel, settings: ModelSettings) -> int:
+    """The length of the longest prompt, in tokens."""
+    context = model.max_model_len - 1
+    return context if settings.max_prompt_tokens is None else min(settings.max_prompt_tokens, context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TgiParameters:
+    """One request's `parameters`, validated and translated."""
+
+    request: GenerationRequest  # Without its id and its prompt.
+    best_of: int
+    details: bool
+    prefill: bool
+    top_tokens: int
+
+    @property
+    def shown_seed(self) -> int | None:
+        """The seed as details show it; None for greedy decoding."""
+        sampling = self.request.sampling
+        return None if sampling.greedy or sampling.seed is None else sampling.seed % _UINT64
+
+    def seeded(self) -> TgiParameters:
+        """The same with a random seed, if the request samples and has none."""
+        sampling = self.request.sampling
+        if sampling.greedy or sampling.seed is not None:
+            return self
+        seeded = msgspec.structs.replace(sampling, seed=getrandbits(_SEED_BITS))
+        return replace(self, request=msgspec.structs.replace(self.request, sampling=seeded))
+
+
+def validate(inputs: str, given: Parameters | None, setting: ContractSetting, *, streams: bool) -> TgiParameters:
+    """Check all values, and translate them. Raises InvalidRequest: with TGI's text, without its prefix."""
+    parameters = Parameters(do_sample=True) if given is None else given
+    best_of = _best_of(parameters, setting.settings.max_best_of, streams)
+    sampling = _sampling(parameters, setting, best_of)
+    top_tokens = parameters.top_n_tokens or 0
+    if top_tokens > MAX_TOP_N_TOKENS:
+        raise InvalidRequest(f"`top_n_tokens` must be >= 0 and <= {MAX_TOP_N_TOKENS}. Given: {top_tokens}")
+    if not inputs:
+        raise InvalidRequest("`inputs` cannot be empty")
+    sampling = msgspec.structs.replace(sampling, constraint=_constraint(parameters.grammar))
+    truncate, most = parameters.truncate, max_input_tokens(setting.model, setting.settings)
+    if truncate is not None and not 0 < truncate <= most:
+        raise InvalidRequest(f"`truncate` must be strictly positive and less than {most}. Given: {truncate}")
+    prefill = bool(parameters.decoder_input_details)
+    request = GenerationRequest(
+        sampling=sampling,
+        truncate_prompt_tokens=truncate,
+        room=min(sampling.max_tokens or 1, MOST_RESERVED),
+        adapter=parameters.adapter_id or None,
+    )
+    details = bool(parameters.details) or prefill
+    return TgiParameters(request=request, best_of=best_of, details=details, prefill=prefill, top_tokens=top_tokens)
+
+
+def _best_of(parameters: Parameters, most: int, streams: bool) -> int:
+    best_of = 1 if parameters.best_of is None else parameters.best_of
+    if streams and best_of != 1:
+        raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
+    if streams and parameters.decoder_input_details:
+        raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
+    if not 0 < best_of <= most:
+        raise InvalidRequest(f"`best_of` must be > 0 and <= {most}. Given: {best_of}")
+    if best_of > 1 and not (parameters.do_sample or parameters.temperature is not None or _selects(parameters)):
+        raise InvalidRequest("you must use sampling when `best_of` is > 1")
+    return best_of
+
+
+def _selects(parameters: Parameters) -> bool:
+    return not (parameters.top_k is parameters.top_p is parameters.typical_p is None)
+
+
+def _sampling(parameters: Parameters, setting: ContractSetting, best_of: int) -> SamplingParameters:
+    temperature = _strictly_positive("temperature", parameters.temperature, 1.0)
+    repetition_penalty = _strictly_positive("repetition_penalty", parameters.repetition_penalty, 1.0)
+    frequency_penalty = 0.0 if parameters.frequency_penalty is None else parameters.frequency_penalty
+    if not -2.0 <= frequency_penalty <= 2.0:
+        raise InvalidRequest("`frequency_penalty` must be >= -2.0 and <= 2.0")
+    top_p = _share("top_p", parameters.top_p)
+    typical_p = _share("typical_p", parameters.typical_p)
+    top_k = _strictly_positive("top_k", parameters.top_k, 0)
+    if parameters.max_new_tokens == 0:
+        raise InvalidRequest("`max_new_tokens` must be strictly positive")
+    texts = parameters.stop or ()
+    if parameters.stop_sequences:
+        texts = tuple(dict.fromkeys((*texts, *parameters.stop_sequences)))
+    stop, stop_token_ids = _stop(texts, setting)
+    seed = _seed(parameters.seed, best_of)
+    if parameters.watermark:
+        raise InvalidRequest("`watermark` is not supported by this server")
+    if parameters.adapter_id is not None and not setting.settings.enable_lora:
+        raise InvalidParameter("adapter_id", NO_ADAPTERS)
+    samples = bool(parameters.do_sample) or best_of > 1
+    if not samples and setting.settings.do_sample_inferred:
+        samples = parameters.temperature not in (None, 1.0) or _selects(parameters)
+    return SamplingParameters(
+        max_tokens=parameters.max_new_tokens,
+        temperature=temperature if samples else 0.0,
+        top_k=int(top_k) if samples else 0,
+        top_p=top_p if samples else 1.0,
+        typical_p=typical_p if samples else 1.0,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        include_stop_str_in_output=True,
+    )
+
+
+def _strictly_positive(name: str, value: float | None, default: float) -> float:
+    if value is None:
+        return default
+    if value <= 0:
+        raise InvalidRequest(f"`{name}` must be strictly positive")
+    if value > _LARGEST_FLOAT32:
+        raise InvalidRequest(f"`{name}` must be a number of single precision")
+    return value
+
+
+def _share(name: str, value: float | None) -> float:
+    if value is None:
+        return 1.0
+    if not 0.0 < value < 1.0:
+        raise InvalidRequest(f"`{name}` must be > 0.0 and < 1.0")
+    return value
+
+
+def _stop(stop: tuple[str, ...], setting: ContractSetting) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Stop texts, and the ids of those that are special tokens, which the text does not show."""
+    most = setting.settings.max_stop_sequences
+    if len(stop) > most:
+        raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")
+    if not all(0 < len(text) <= MAX_STRING_LENGTH for text in stop):
+        raise InvalidRequest(f"`stop` must hold texts of 1 to {MAX_STRING_LENGTH} characters")
+    special_ids = setting.model.texts.special_tokens
+    texts = tuple(text for text in stop if text not in special_ids)
+    ids = dict.fromkeys(special_ids[text] for text in stop if text in special_ids)
+    return texts, tuple(token_id for token_id in ids if token_id not in setting.model.eos_token_ids)
+
+
+def _seed(seed: int | None, best_of: int) -> int | None:
+    if seed is None:
+        return None
+    if best_of > 1:
+        raise InvalidRequest("`seed` must not be set when `best_of` > 1")
+    if seed >= _UINT64:
+        raise InvalidRequest(f"`seed` must be below {_UINT64}")
+    return seed if seed <= MAX_INT64 else seed - _UINT64  # the same 64 bits, as engines carry them
+
+
+def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:
+    if grammar is None:
+        return None
+    try:
+        constraint = constraint_of("grammar", grammar)
+    except InvalidParameter as error:
+        raise InvalidRequest(f"grammar is not valid: {error.message}") from None
+    if constraint is None:
+        return None
+    if constraint.json_schema is not None and "properties" not in decode_json(constraint.json_schema):
+        raise InvalidRequest("grammar is not valid: Grammar must have a 'properties' field")
+    return msgspec.structs.replace(constraint, parameter="grammar")
+
+
+def unread_names(document: Mapping[str, Any], shape: type[msgspec.Struct]) -> list[str]:
+    """Names in a request of this shape, and in its `parameters`, that nothing reads. Raises InvalidParameter: one of
+    them would constrain the text."""
+    given = document.get("parameters")
+    values = given if isinstance(given, dict) else {}
+    names = sorted(values.keys() - set(Parameters.__struct_fields__))
+    names += sorted(document.keys() - set(shape.__struct_fields__))
+    refuse_unread({**document, **values}, names, _NOT_READ)
+    return names

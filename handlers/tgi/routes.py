@@ -1,0 +1,289 @@
+"""TGI: the routes of Hugging Face's Text Generation Inference. Source: TGI's router 3.3, `src/server.rs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from engines.errors import InvalidRequest
+from engines.request import GenerationRequest
+from handlers.contract import Call, Contract, ContractError, Exchange, Reply
+from handlers.contract_routes import ContractSetting, Family, Generates, Operation, Tells
+from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
+from handlers.tgi.answer import (
+    AnswerOptions,
+    GenerationAnswer,
+    PredictionsAnswer,
+    StreamAnswer,
+    stream_headers,
+)
+from handlers.tgi.errors import EVENTS, JSON, does_not_fit, error_document, refuse, refuse_stream
+from handlers.tgi.info import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens, templated
+from handlers.tgi.request import (
+    Body,
+    Parameters,
+    Signed32,
+    Unsigned32,
+    Unsigned64,
+    read,
+    unread_names,
+    validate,
+)
+
+_COMMENT = b":\n\n"  # What TGI sends while a stream is idle.
+# Bytes above which a body is parsed in a thread: the model's template takes up to 4 ms for them.
+_LONG_CHATS = 16 * 1024
+_KIND = "Input validation error"
+
+
+class TgiContract:
+    """/, /generate or /generate_stream of one model."""
+
+    def __init__(self, setting: ContractSetting, *, streams: bool | None) -> None:
+        """`streams`: None on /, where the body decides, an answer is an array, and the full text is the default."""
+        self._setting, self._streams = setting, streams
+        self._special_texts = {token_id: text for text, token_id in setting.model.texts.special_tokens.items()}
+
+    def parse(self, call: Call) -> Exchange:
+        body, document = read(call, Body)
+        streams = bool(body.stream) if self._streams is None else self._streams
+        try:
+            notes = self._notes(document)
+            parameters = validate(body.inputs, body.parameters, self._setting, streams=streams)
+            adapter = self._setting.adapter_of(call, parameters.request.adapter)
+        except InvalidRequest as error:
+            if not streams:
+                raise
+            headers = stream_headers(self._setting.settings.rolling_batch, len(body.inputs))
+            raise ContractError(refuse_stream(error, headers), error.message) from None
+        candidates = [parameters] * parameters.best_of
+        if parameters.details:
+            candidates = [parameters.seeded() for _ in candidates]
+        want_tokens = streams or parameters.details or parameters.best_of > 1
+        requests = tuple(
+            msgspec.structs.replace(
+                candidate.request,
+                request_id=call.request_id if parameters.best_of == 1 else f"{call.request_id}-{place}",
+                prompt=body.inputs,
+                stream=streams,
+                want_tokens=want_tokens,
+                want_logprobs=want_tokens,
+                want_prompt_tokens=parameters.prefill,
+                top_tokens=parameters.top_tokens if streams or parameters.details else 0,
+                adapter=adapter,
+            )
+            for place, candidate in enumerate(candidates)
+        )
+        full_text = body.parameters.return_full_text if body.parameters is not None else None
+        options = AnswerOptions(
+            prompt=body.inputs if (self._streams is None if full_text is None else full_text) else "",
+            details=parameters.details,
+            top_tokens=parameters.top_tokens > 0,
+            in_array=self._streams is None,
+            seeds=tuple(candidate.shown_seed for candidate in candidates),
+            special_texts=self._special_texts,
+            characters=len(body.inputs),
+            compute_type=self._setting.settings.rolling_batch,
+        )
+        if streams:
+            return Exchange(requests, StreamAnswer(options), notes, comment=_COMMENT)
+        return Exchange(requests, GenerationAnswer(options), notes)
+
+    def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
+        unknown = unread_names(document, Body)
+        if not unknown:
+            return ()
+        if self._setting.settings.strict_parameters:
+            raise InvalidRequest(f"`{unknown[0]}` is not known to this server (option.strict_parameters is on)")
+        return (f"fields without effect: {', '.join(unknown)}",)
+
+
+class _TextInstance(msgspec.Struct, frozen=True):
+    inputs: str
+    parameters: Parameters | None = None
+
+
+class _ChatInstance(Chat, frozen=True):
+    max_tokens: Unsigned32 | None = None
+    max_completion_tokens: Unsigned32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Signed32 | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Unsigned64 | None = None
+    stop: tuple[str, ...] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class _Body(msgspec.Struct, frozen=True):
+    instances: list[dict[str, Any]]
+
+
+class VertexContract:
+    """/vertex of one model: several requests in one call, as Vertex AI sends them. TGI reads only `max_new_tokens` and
+    `seed` of an instance's parameters; here all of them have an effect. Sampling is the default, as it is there."""
+
+    def __init__(self, setting: ContractSetting) -> None:
+        self._setting = setting
+
+    def parse(self, call: Call) -> Exchange:
+        body, _ = read(call, _Body)
+        if not body.instances:
+            raise ContractError(Reply(422, JSON, error_document(_KIND, _KIND).encode()), "no instances")
+        requests = tuple(self._request(call, place, instance) for place, instance in enumerate(body.instances))
+        return Exchange(requests, PredictionsAnswer(len(requests)))
+
+    def _request(self, call: Call, place: int, document: dict[str, Any]) -> GenerationRequest:
+        shape: type[_TextInstance | _ChatInstance] = _TextInstance if "inputs" in document else _ChatInstance
+        try:
+            instance = msgspec.convert(document, shape)
+        except msgspec.ValidationError as error:
+            raise does_not_fit(f"instances: {error}") from None
+        unread_names(document, shape)
+        if isinstance(instance, _TextInstance):
+            prompt, given = instance.inputs, instance.parameters or Parameters()
+        else:
+            prompt, given = templated(instance, self._setting.model.texts), _of_chat(instance)
+        if given.do_sample is None:
+            given = msgspec.structs.replace(given, do_sample=True)
+        parameters = validate(prompt, given, self._setting, streams=False)
+        if parameters.best_of > 1:
+            raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
+        # A template has written the special tokens that the model wants.
+        special = isinstance(instance, _TextInstance)
+        return msgspec.structs.replace(
+            parameters.request,
+            request_id=f"{call.request_id}-{place}",
+            prompt=prompt,
+            add_special_tokens=special,
+            adapter=self._setting.adapter_of(call, parameters.request.adapter),
+        )
+
+
+def _of_chat(chat: _ChatInstance) -> Parameters:
+    """A chat's parameters by the names of /generate. As in TGI, a chat samples unless its temperature is 0."""
+    if chat.tools:
+        raise InvalidRequest("`tools` cannot be used here; /v1/chat/completions takes them")
+    greedy = chat.temperature == 0.0
+    return Parameters(
+        temperature=None if greedy else chat.temperature,
+        do_sample=not greedy,
+        top_p=None if greedy else chat.top_p,
+        top_k=None if greedy else chat.top_k,
+        frequency_penalty=chat.frequency_penalty,
+        repetition_penalty=chat.repetition_penalty,
+        max_new_tokens=chat.max_tokens if chat.max_tokens is not None else chat.max_completion_tokens,
+        seed=chat.seed,
+        stop=chat.stop,
+        grammar=chat.response_format,
+    )
+
+
+_BODY = struct(Body, "TgiRequest")
+_ANSWER = an_answer(
+    "TgiAnswer",
+    "details, where asked for: finish_reason, generated_tokens, seed, prefill, tokens, top_tokens, best_of_sequences.",
+    *("generated_text", "details"),
+)
+_EVENT = an_answer(
+    "TgiEvent",
+    "One for each token, which has id, text, logprob and special. The last one has generated_text and details.",
+    *("index", "token", "top_tokens", "generated_text", "details"),
+)
+_TOKENS = an_array(
+    an_answer("TgiToken", "A token and the bytes of the text from which it is.", "id", "text", "start", "stop")
+)
+_ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
+# What is said of a body beside what `refuse` says; a 422 is one of both.
+_UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
+    "400": ("The body is no JSON", {"text/plain": STRING}),
+    "415": ("The content type is not application/json", {"text/plain": STRING}),
+    "422": (
+        "A parameter is wrong, the prompt is too long, or the template does not take the messages",
+        {"text/plain": STRING},
+    ),
+}
+
+
+def _about(summary: str, answer: Mapping[str, Schema], request: Schema | None = None) -> Operation:
+    """A route for the API description. `answer`: by media type."""
+    answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": (summary, answer)}
+    if request is not None:
+        answers |= _UNREADABLE
+    return Operation(summary=f"{summary} (TGI)", request=request, answers=answers)
+
+
+def _generates(
+    path: str,
+    contract: Callable[[ContractSetting], Contract],
+    summary: str,
+    answer: Mapping[str, Schema],
+    *,
+    streams_refusals: bool = False,
+) -> Generates:
+    about = _about(summary, answer, _BODY)
+    return Generates(path=path, contract=contract, streams_refusals=streams_refusals, about=about)
+
+
+_INSTANCES = {**an_array(_BODY), "description": "Requests, also chats with `messages`."}
+_HEALTH = Operation(
+    summary="Health (TGI)", answers={"200": ("Health", {}), "503": ("A model is not ready", {JSON: _ERROR})}
+)
+
+TGI = Family(
+    name="tgi",
+    routes=(
+        _generates(
+            "/",
+            partial(TgiContract, streams=None),
+            "Generate text; events with `stream`",
+            {JSON: an_array(_ANSWER), EVENTS: _EVENT},
+            streams_refusals=True,
+        ),
+        _generates("/generate", partial(TgiContract, streams=False), "Generate text", {JSON: _ANSWER}),
+        _generates(
+            "/generate_stream",
+            partial(TgiContract, streams=True),
+            "Stream text, an event for each token; errors are events as well",
+            {EVENTS: _EVENT},
+            streams_refusals=True,
+        ),
+        Generates(
+            path="/vertex",
+            contract=VertexContract,
+            long_body=_LONG_CHATS,
+            about=_about(
+                "Generate a text for each instance, as Vertex AI asks for them",
+                {JSON: an_object({"predictions": an_array(STRING)})},
+                an_object({"instances": _INSTANCES}, "instances"),
+            ),
+        ),
+        Tells.of_all("/", tell_health, methods=("GET", "HEAD"), about=_HEALTH),
+        Tells.of_all("/health", tell_health, methods=("GET", "HEAD"), about=_HEALTH),
+        Tells(path="/info", tell=tell_info, about=_about("The model and its limits", {JSON: OBJECT})),
+        Tells(
+            path="/tokenize",
+            tell=tell_tokens,
+            methods=("POST",),
+            where="inputs",
+            about=_about("Tokens of a text", {JSON: _TOKENS}, _BODY),
+        ),
+        Tells(
+            path="/chat_tokenize",
+            tell=tell_chat_tokens,
+            methods=("POST",),
+            about=_about(
+                "Prompt and tokens of a chat",
+                {JSON: an_object({"tokenize_response": _TOKENS, "templated_text": STRING})},
+                struct(Chat, "TgiChat"),
+            ),
+        ),
+    ),
+    refuse=refuse,
+    error=_ERROR,
+    wrong_method=lambda _: Reply(405, "", b""),  # as in axum
+)

@@ -1,0 +1,87 @@
+"""Triton's error bodies and statuses: `{"error": "<message>"}`.
+
+Source: Triton 2.68, "Generate Extension", "Generate Response JSON Error Object". Messages are Triton's own, since
+clients look for them. A mistake of the client is always 400, as the document says, also where Triton itself answers
+500.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from json.encoder import encode_basestring as quote
+
+from engines import errors
+from engines.model_settings import ModelSettings
+from handlers.contract import Reply
+
+JSON = "application/json"
+VERSION = "1"  # The only version of a model.
+# Any other error is a 500.
+_STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
+    400: (errors.InvalidRequest, errors.BodyTooLarge),
+    401: (errors.Unauthorized,),
+    404: (errors.UnknownModel,),
+    408: (errors.BodyTimeout,),
+    501: (errors.NotServed,),
+    503: (errors.Overloaded, errors.NotReady),
+}
+_LARGEST_VERSION = 2**63 - 1
+_LONGEST_NAME = 200
+
+
+class TritonRefusal(errors.InvalidRequest):
+    """A call that Triton itself refuses, before its backend sees it; the message is Triton's."""
+
+
+class SeveralResponses(TritonRefusal):
+    """A call of `/generate`, which has room for one response, with `stream` true gives several."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "generate expects model to produce exactly 1 response, use generate stream for model that generates "
+            "various number of responses"
+        )
+
+
+def error_reply(status: int, message: str) -> Reply:
+    """The reply with an error object."""
+    return Reply(status, JSON, error_object(message).encode("utf-8", "replace"))
+
+
+def error_object(message: str) -> str:
+    """The error object, as it is in a reply and in a stream."""
+    return f'{{"error":{quote(message)}}}'
+
+
+def message_of(error: errors.RequestError) -> str:
+    """The message for the client; an error of the model begins as Triton's vLLM backend begins it."""
+    if isinstance(error, errors.UnknownModel):
+        return unknown_model(error.name)
+    if isinstance(error, errors.InvalidRequest | errors.GenerationFailed) and not isinstance(error, TritonRefusal):
+        return f"Error generating stream: {error.message}"
+    return error.message
+
+
+def refusal(error: errors.RequestError) -> Reply:
+    """The reply to a call that ends with an error before anything was sent."""
+    status = next((status for status, kinds in _STATUS.items() if isinstance(error, kinds)), 500)
+    return error_reply(status, message_of(error))
+
+
+def unknown_model(name: str, version: str | None = None) -> str:
+    """Triton's message for a model, or a version of it, that is not served."""
+    which = "" if version is None else f" version {version}"
+    return f"Request for unknown model: '{name[:_LONGEST_NAME]}'{which} is not found"
+
+
+def missing_model(names: Mapping[str, str], settings: ModelSettings) -> Reply | None:
+    """The reply to a path that names another model or version than the one served; None if it names that one."""
+    name, version = names["model"], names.get("version")
+    if name != settings.name:
+        return error_reply(404, unknown_model(name))
+    if version is None or version.lstrip("0") == VERSION:
+        return None
+    number = version.lstrip("0") or "0"
+    if len(number) > len(str(_LARGEST_VERSION)) or int(number) > _LARGEST_VERSION:
+        return error_reply(400, "failed to get model version from specified version string")
+    return error_reply(404, unknown_model(name, number))

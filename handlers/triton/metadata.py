@@ -1,0 +1,247 @@
+"""Triton's routes that generate nothing: KServe's health and metadata, Triton's configuration, statistics, repository.
+
+Source: KServe, "Open Inference Protocol (V2 Inference Protocol)"; Triton 2.68, the extensions "Model Configuration",
+"Statistics" and "Model Repository". Each model has one version, described as Triton's vLLM backend does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from engines.statistics import Meter
+from handlers.contract import Call, Reply
+from handlers.contract_routes import OWN_HANDLER, ModelView
+from handlers.json_fields import JsonError, decode_json
+from handlers.triton.errors import JSON, VERSION, error_reply, missing_model
+from handlers.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, Kind
+
+PROTOCOL_VERSION = "2.68.0"  # The release of Triton whose protocol this is.
+_EXTENSIONS = ("model_repository", "model_configuration", "parameters", "statistics")
+_SERVER = {"name": "triton", "version": PROTOCOL_VERSION, "extensions": _EXTENSIONS}
+_YES, _NO = Reply(200, "", b""), Reply(400, "", b"")
+_DATA_TYPES: dict[Kind, str] = {"text": "BYTES", "texts": "BYTES", "boolean": "BOOL", "integer": "INT32"}
+_REPOSITORY_STATES = {"ready": "READY", "starting": "LOADING", "draining": "UNLOADING"}
+_VLLM_OUTPUTS = {
+    "text_output": "BYTES",
+    "finish_reason": "BYTES",
+    "cumulative_logprob": "FP32",
+    "logprobs": "BYTES",
+    "num_input_tokens": "UINT32",
+    "num_output_tokens": "UINT32",
+}
+_TENSORRT_LLM_OUTPUTS = {"cum_log_probs": "FP32", "output_log_probs": "FP32"}
+
+Tell = Callable[[Call, ModelView], Reply]
+
+
+def of_served_model(tell: Tell) -> Tell:
+    """A function that answers with Triton's error unless the path names the model that is served."""
+
+    def checked(call: Call, view: ModelView) -> Reply:
+        return missing_model(call.path_parameters, view.settings) or tell(call, view)
+
+    return checked
+
+
+def live(call: Call, views: Sequence[ModelView]) -> Reply:
+    """200 as long as no engine has failed, also while models load and drain."""
+    return _NO if any(view.state in ("failed", "stopped") for view in views) else _YES
+
+
+def ready(call: Call, views: Sequence[ModelView]) -> Reply:
+    """200 if all models generate."""
+    return _YES if all(view.state == "ready" for view in views) else _NO
+
+
+def server_metadata(call: Call, views: Sequence[ModelView]) -> Reply:
+    """Triton's name and extensions, for which clients look."""
+    return _json(_SERVER)
+
+
+def model_ready(call: Call, view: ModelView) -> Reply:
+    """200 if the model generates; a model that is not served is not ready, as in Triton."""
+    if view.state != "ready" or missing_model(call.path_parameters, view.settings):
+        return error_reply(400, "Model version not ready")
+    return _YES
+
+
+@of_served_model
+def metadata(call: Call, view: ModelView) -> Reply:
+    """The model's inputs and outputs; none where a custom handler decides them."""
+    inputs, outputs = _tensors(view)
+    return _json(
+        {
+            "name": view.settings.name,
+            "versions": [VERSION],
+            "platform": "python",
+            "inputs": [
+                {"name": name, "datatype": _DATA_TYPES[kind], "shape": _shape(kind)} for name, kind in inputs.items()
+            ],
+            "outputs": [{"name": name, "datatype": kind, "shape": [-1]} for name, kind in outputs.items()],
+        }
+    )
+
+
+@of_served_model
+def configuration(call: Call, view: ModelView) -> Reply:
+    """Triton's model configuration, as far as it has a meaning here."""
+    inputs, outputs = _tensors(view)
+    return _json(
+        {
+            "name": view.settings.name,
+            "platform": "",
+            "backend": _backend(view),
+            "version_policy": {"latest": {"num_versions": 1}},
+            "max_batch_size": 0,
+            "input": [
+                {
+                    "name": name,
+                    "data_type": _config_type(_DATA_TYPES[kind]),
+                    "format": "FORMAT_NONE",
+                    "dims": _shape(kind),
+                    "is_shape_tensor": False,
+                    "allow_ragged_batch": False,
+                    "optional": name != "text_input",
+                }
+                for name, kind in inputs.items()
+            ],
+            "output": [
+                {
+                    "name": name,
+                    "data_type": _config_type(kind),
+                    "dims": [-1],
+                    "label_filename": "",
+                    "is_shape_tensor": False,
+                }
+                for name, kind in outputs.items()
+            ],
+            "batch_input": [],
+            "batch_output": [],
+            "instance_group": [],
+            "default_model_filename": "model.py",
+            "cc_model_filenames": {},
+            "metric_tags": {},
+            "parameters": {},
+            "model_warmup": [],
+            "model_transaction_policy": {"decoupled": True},
+        }
+    )
+
+
+def model_statistics(call: Call, view: ModelView) -> Reply:
+    """Counts and times of the model; 400 for one that is not served, as in Triton."""
+    missing = missing_model(call.path_parameters, view.settings)
+    return statistics(call, (view,)) if missing is None else Reply(400, JSON, missing.body)
+
+
+def statistics(call: Call, views: Sequence[ModelView]) -> Reply:
+    """Counts and times of all models since the start, of all contracts; in nanoseconds, `last_inference` in ms."""
+    return _json({"model_stats": [_statistics(view) for view in views]})
+
+
+def _statistics(view: ModelView) -> dict[str, Any]:
+    meter = view.loaded.meter if view.loaded is not None else Meter()
+    calls = meter.calls
+    # The engine counts the wait of each sequence, and a call may have several: a call's wait is at most its time.
+    waited = min(meter.queue_time.total, calls.succeeded_seconds)
+    return {
+        "name": view.settings.name,
+        "version": VERSION,
+        "last_inference": int(calls.last_at * 1000),
+        "inference_count": calls.succeeded,
+        "execution_count": calls.succeeded,
+        "inference_stats": {
+            "success": _duration(calls.succeeded, calls.succeeded_seconds),
+            "fail": _duration(calls.failed, calls.failed_seconds),
+            "queue": _duration(calls.succeeded, waited),
+            "compute_input": _duration(calls.succeeded, 0.0),
+            "compute_infer": _duration(calls.succeeded, calls.succeeded_seconds - waited),
+            "compute_output": _duration(calls.succeeded, 0.0),
+            "cache_hit": _duration(0, 0.0),
+            "cache_miss": _duration(0, 0.0),
+        },
+        "response_stats": {},
+        "batch_stats": [],
+        "memory_usage": [],
+    }
+
+
+def repository_index(call: Call, views: Sequence[ModelView]) -> Reply:
+    """The models and their states; with `{"ready": true}` only those that are ready."""
+    only_ready: Any = False
+    if call.body.strip():
+        try:
+            document = decode_json(call.body)
+        except JsonError as error:
+            return error_reply(400, f"failed to parse the request JSON buffer: {error}")
+        if not isinstance(document, dict):
+            return error_reply(400, "attempt to get members for non-object: the body must be a JSON object")
+        only_ready = document.get("ready", False)
+    if not isinstance(only_ready, bool):
+        return error_reply(400, "Unable to parse 'ready': attempt to access JSON non-boolean as boolean")
+    return _json([_indexed(view) for view in views if view.state == "ready" or not only_ready])
+
+
+def _indexed(view: ModelView) -> dict[str, str]:
+    state = _REPOSITORY_STATES.get(view.state, "UNAVAILABLE")
+    model = {"name": view.settings.name, "version": VERSION, "state": state}
+    return model | {"reason": view.reason} if view.reason else model
+
+
+def load(call: Call, view: ModelView) -> Reply:
+    """200 for the served model once it is ready; another cannot be loaded."""
+    name = call.path_parameters["model"]
+    if name != view.settings.name:
+        return error_reply(404, f"failed to load '{name[:200]}': this server serves '{view.settings.name}' only")
+    if view.state == "ready":
+        return _YES
+    return error_reply(503, f"failed to load '{name}': it is {view.state}" + (view.reason and f" ({view.reason})"))
+
+
+def unload(call: Call, view: ModelView) -> Reply:
+    """Refused for the served model; another counts as unloaded already, as in Triton."""
+    if call.path_parameters["model"] != view.settings.name:
+        return _YES
+    return error_reply(501, f"unload is not supported: this server serves '{view.settings.name}' as long as it runs")
+
+
+@of_served_model
+def infer(call: Call, view: ModelView) -> Reply:
+    """Refused: the tensors of KServe's inference are not served, as by Triton where a model streams."""
+    if view.settings.handler is not None:
+        return error_reply(501, f"/infer is not served: {OWN_HANDLER}")
+    path = call.path.removesuffix("/infer")
+    return error_reply(501, f"/infer is not served; use POST {path}/generate or POST {path}/generate_stream")
+
+
+def _backend(view: ModelView) -> str:
+    if view.engine != "vllm":
+        return "python"
+    return "tensorrtllm" if view.settings.rolling_batch == "trtllm" else "vllm"
+
+
+def _tensors(view: ModelView) -> tuple[Mapping[str, Kind], Mapping[str, str]]:
+    if view.settings.handler is not None:
+        return {}, {}
+    if view.settings.rolling_batch == "trtllm":
+        return VLLM_INPUTS | TENSORRT_LLM_INPUTS, _VLLM_OUTPUTS | _TENSORRT_LLM_OUTPUTS
+    return VLLM_INPUTS, _VLLM_OUTPUTS
+
+
+def _shape(kind: Kind) -> list[int]:
+    return [-1] if kind == "texts" else [1]
+
+
+def _config_type(data_type: str) -> str:
+    return "TYPE_STRING" if data_type == "BYTES" else f"TYPE_{data_type}"
+
+
+def _duration(count: int, seconds: float) -> dict[str, int]:
+    return {"count": count, "ns": int(seconds * 1e9)}
+
+
+def _json(document: Any) -> Reply:
+    return Reply(200, JSON, msgspec.json.encode(document))

@@ -1,0 +1,434 @@
+"""What a generate request asks for, in vLLM's names or in TensorRT-LLM's.
+
+Source: Triton 2.68, "Generate Extension", "Generate Request JSON Object"; the models of Triton's vLLM backend and of
+its TensorRT-LLM backend. A request is read and answered as TensorRT-LLM does if it has an input that only its models
+have, or if the model has TensorRT-LLM's parameters; all others as the vLLM backend does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from engines.errors import InvalidParameter
+from engines.request import Constraint, GenerationRequest
+from handlers.constraints import decoded, refuse_unread
+from handlers.contract_routes import NO_ADAPTERS, ContractSetting
+from handlers.json_cost import JsonDecoder
+from handlers.json_fields import MAX_INT64, MIN_INT64, JsonError, decode_json, json_fault, json_kind
+from handlers.triton.errors import TritonRefusal
+from handlers.vllm_parameters import TEXT_BOOLEANS, TextReader, VllmParameters, read_vllm_parameters
+
+Kind = Literal["text", "texts", "boolean", "integer"]
+
+# Inputs of a model that Triton's vLLM backend serves.
+VLLM_INPUTS: dict[str, Kind] = {
+    "text_input": "text",
+    "stream": "boolean",
+    "exclude_input_in_output": "boolean",
+    "sampling_parameters": "text",
+    "image": "texts",
+    "return_finish_reason": "boolean",
+    "return_cumulative_logprob": "boolean",
+    "return_logprobs": "boolean",
+    "return_num_input_tokens": "boolean",
+    "return_num_output_tokens": "boolean",
+}
+
+# Further inputs of a TensorRT-LLM ensemble; only it has inputs of these names.
+TENSORRT_LLM_INPUTS: dict[str, Kind] = {
+    "streaming": "boolean",
+    "bad_words": "texts",
+    "stop_words": "texts",
+    "end_id": "integer",
+    "pad_id": "integer",
+    "beam_width": "integer",
+    "num_return_sequences": "integer",
+    "min_length": "integer",
+    "random_seed": "integer",
+    "return_log_probs": "boolean",
+    "return_context_logits": "boolean",
+    "return_generation_logits": "boolean",
+    "lora_task_id": "integer",
+    "guided_decoding_guide_type": "text",
+    "guided_decoding_guide": "text",
+}
+
+SAMPLING_PREFIX = "sampling_param_"  # Prefix of sampling fields in the LLM-API model.
+# All of them, and the sampling fields of the LLM-API model that may be arrays; what is not here is a parameter.
+_INPUTS = VLLM_INPUTS | TENSORRT_LLM_INPUTS | {f"{SAMPLING_PREFIX}stop": "texts", f"{SAMPLING_PREFIX}bad": "texts"}
+_NO_STRING = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
+# Types of the elements of inputs, with Triton's message for others.
+_TYPES: dict[Kind, tuple[type, str]] = {
+    "text": (str, _NO_STRING),
+    "texts": (str, _NO_STRING),
+    "boolean": (bool, "Unable to parse 'data': attempt to access JSON non-boolean as boolean"),
+    "integer": (int, "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer"),
+}
+# Outputs, beside `text_output`, by the inputs that ask for them.
+_OUTPUTS = {
+    **{name: (name.removeprefix("return_"),) for name in VLLM_INPUTS if name.startswith("return_")},
+    "return_log_probs": ("cum_log_probs", "output_log_probs"),
+}
+# Names that Triton reserves, and `id` as a parameter; they have no effect here.
+_FOR_THE_SERVER = frozenset(
+    {"id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
+)
+_WITHIN = "Converting keyword: 'parameters': "  # How Triton's messages about what is within `parameters` begin.
+_LONGEST_NAME = 80
+# Older names of TensorRT-LLM's ensemble, and those of the LLM-API model, by vLLM's.
+_RENAMED = {
+    "stop_words": "stop",
+    "bad": "bad_words",
+    "random_seed": "seed",
+    "min_length": "min_tokens",
+    "num_return_sequences": "n",
+    "len_penalty": "length_penalty",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "exclude_input_from_output": "exclude_input_in_output",
+}
+_WITHOUT_EFFECT = ("pad_id", "return_perf_metrics", "add_special_tokens")
+_REFUSED_IF_TRUE = ("return_context_logits", "return_generation_logits")
+_GUIDES = ("json", "json_schema", "regex", "ebnf_grammar")
+_NO_END = -1
+
+_decode = JsonDecoder[Any]().decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonRequest:
+    """One request, validated and translated."""
+
+    id: str  # Empty: the request has none, and so have the responses.
+    prompt: str
+    vllm: VllmParameters
+    stream: bool  # One response for each step of the engine, instead of one at the end.
+    repeat_prompt: bool  # `text_output` begins with the prompt.
+    outputs: frozenset[str]  # Those that the request asks for beside `text_output`.
+    adapter: str | None  # `lora_name`.
+    ignored: tuple[str, ...]  # Names that were given and have no effect.
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether the output `logprobs` has any; without the parameter of that name it is "null"."""
+        return "logprobs" in self.outputs and self.vllm.logprobs is not None
+
+    def for_engine(self, request_id: str, adapter: str | None) -> GenerationRequest:
+        want_logprobs = self.shows_logprobs or not self.outputs.isdisjoint(("cumulative_logprob", "cum_log_probs"))
+        return msgspec.structs.replace(
+            self.vllm.request,
+            request_id=request_id,
+            prompt=self.prompt,
+            stream=self.stream,
+            want_tokens=want_logprobs,
+            want_logprobs=want_logprobs,
+            want_ranks=self.shows_logprobs,
+            top_tokens=(self.vllm.logprobs or 0) if self.shows_logprobs else 0,
+            adapter=adapter,
+        )
+
+
+def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
+    """Read a request's body. Raises TritonRefusal: it is not JSON, or a key has a wrong type or shape;
+    InvalidParameter: naming the one that is wrong, and what is allowed."""
+    members = _members(body)
+    request_id = next((value for name, value in reversed(members) if name == "id"), "")
+    if not isinstance(request_id, str):
+        raise TritonRefusal("Unable to parse 'id': attempt to access JSON non-string as string")
+    inputs, parameters = _inputs_and_parameters(members, f"[request id: {request_id or '<id_unknown>'}]", setting)
+    prompt = inputs.pop("text_input")
+    if inputs.pop("image", None):
+        raise InvalidParameter("image", "cannot be used: this model takes text only")
+    sampling_parameters = inputs.pop("sampling_parameters", None)
+    if sampling_parameters is not None:
+        _refuse_beside(parameters)
+        parameters = _document(sampling_parameters)
+    ignored = tuple(sorted(parameters.keys() & _FOR_THE_SERVER))
+    values = {name: value for name, value in {**parameters, **inputs}.items() if name not in _FOR_THE_SERVER}
+    tensorrt_llm = setting.settings.rolling_batch == "trtllm" or any(
+        name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in values
+    )
+    if tensorrt_llm:
+        values = plain_names(values)
+    stream = _switch(values, "stream") or _switch(values, "streaming") or False
+    leaves_out_prompt = _switch(values, "exclude_input_in_output")
+    if stream and leaves_out_prompt is False:
+        raise InvalidParameter(
+            "exclude_input_in_output", "must not be false when streaming: send true, or leave it out"
+        )
+    outputs = frozenset(output for name, named in _OUTPUTS.items() if _switch(values, name) for output in named)
+    constraint: Constraint | None = None
+    if tensorrt_llm:
+        values, constraint = to_vllm(values, setting.model.eos_token_ids)
+    adapter = _adapter(values.pop("lora_name", None), setting)
+    if leaves_out_prompt is None:
+        leaves_out_prompt = stream or tensorrt_llm
+    return TritonRequest(
+        id=request_id,
+        prompt=prompt,
+        vllm=_vllm(values, constraint, stream),
+        stream=stream,
+        repeat_prompt=not leaves_out_prompt,
+        outputs=outputs,
+        adapter=adapter,
+        ignored=ignored,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """A JSON object whose members may have one name twice."""
+
+    members: list[tuple[str, Any]]
+
+    def items(self) -> list[tuple[str, Any]]:
+        return self.members
+
+
+def _members(body: bytes) -> list[tuple[str, Any]]:
+    if not body:
+        raise TritonRefusal("failed to parse the request JSON buffer: The document is empty. at 0")
+    try:
+        document = _decode(body)
+        if _repeats(body, document):
+            document = json.loads(body, object_pairs_hook=_Object)
+    except RecursionError:
+        raise TritonRefusal("failed to parse the request JSON buffer: The document is nested too deeply") from None
+    except ValueError as error:
+        raise TritonRefusal(f"failed to parse the request JSON buffer: {json_fault(body, error)}") from None
+    if not isinstance(document, dict | _Object):
+        raise TritonRefusal("attempt to get members for non-object: the body must be a JSON object with `text_input`")
+    return list(document.items())
+
+
+def _repeats(body: bytes, document: Any) -> bool:
+    """Whether an input may occur twice in one object, of which the decoder has kept the last."""
+    if not isinstance(document, dict):
+        return False
+    within = document.get("parameters")
+    names = [*document, *within] if isinstance(within, dict) else document
+    return any(name in _INPUTS and body.count(b'"%b"' % name.encode()) > 1 for name in names)
+
+
+def _inputs_and_parameters(
+    members: list[tuple[str, Any]], whose: str, setting: ContractSetting
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is an input of the model, and all the rest. `whose`: says in messages which request it is."""
+    inputs: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
+    for name, value, within in _flattened(members):
+        kind = _INPUTS.get(name)
+        if kind is None:
+            parameters[name] = _parameter(name, value, within)
+        elif name in inputs:
+            raise TritonRefusal(f"{within}{whose} input '{name}' already exists in request")
+        else:
+            inputs[name] = _input(name, value, kind, within)
+    if "text_input" not in inputs:
+        given = ", ".join(f"'{name}'" for name in inputs)
+        raise TritonRefusal(
+            f"{whose} expected number of inputs between 1 and {len(VLLM_INPUTS)} but got {len(inputs)} inputs for "
+            f"model '{setting.settings.name}'. Got input(s) [{given}], but missing required input(s) ['text_input']. "
+            "Please provide all required input(s)."
+        )
+    return inputs, parameters
+
+
+def _flattened(members: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, str]]:
+    """Every name and value, and the beginning of Triton's messages about it."""
+    for name, value in members:
+        if name == "parameters":
+            if not isinstance(value, dict | _Object):
+                raise TritonRefusal("Expected JSON object for keyword: 'parameters': attempt to access JSON non-object")
+            yield from ((inner, inner_value, _WITHIN) for inner, inner_value in value.items())
+        elif name != "id":
+            yield name, value, ""
+
+
+def _parameter(name: str, value: Any, within: str) -> str | int | float | bool:
+    shown = name[:_LONGEST_NAME]
+    if name.startswith("triton_"):
+        raise TritonRefusal(
+            f"{within}parameter '{shown}': keys starting with 'triton_' are reserved for Triton usage and should not "
+            "be specified."
+        )
+    if not isinstance(value, str | int | float):
+        raise TritonRefusal(
+            f"{within}parameter '{shown}' has invalid type. It should be either 'int', 'bool', or 'string'."
+        )
+    if isinstance(value, int) and not MIN_INT64 <= value <= MAX_INT64:
+        try:
+            return float(value)
+        except OverflowError:
+            raise TritonRefusal(f"{within}parameter '{shown}' is a number beyond what a double holds") from None
+    return value
+
+
+def _input(name: str, value: Any, kind: Kind, within: str) -> Any:
+    elements = value if isinstance(value, list) else [value]
+    if kind != "texts" and len(elements) != 1:
+        raise TritonRefusal(f"{within}The schema can not convert input '{name}' to tensor with proper shape")
+    expected, message = _TYPES[kind]
+    if any(type(element) is not expected for element in elements):
+        raise TritonRefusal(f"{within}{message} (input '{name}')")
+    return elements if kind == "texts" else elements[0]
+
+
+def _refuse_beside(parameters: Mapping[str, Any]) -> None:
+    """Refuse what would choose an adapter or constrain the text, if it is beside `sampling_parameters`.
+
+    Triton's vLLM back end reads no parameter there.
+
+    Raises:
+        InvalidParameter: Naming the first.
+    """
+    message = "has no effect beside `sampling_parameters`: put it there"
+    if parameters.get("lora_name"):
+        raise InvalidParameter("lora_name", message)
+    refuse_unread(parameters, parameters, message)
+
+
+def _document(text: str) -> dict[str, Any]:
+    """Return the parameters that `sampling_parameters` holds; no others are read then."""
+    try:
+        document = decode_json(text)
+    except JsonError as error:
+        raise InvalidParameter("sampling_parameters", f"must be a JSON object in a string: {error}") from None
+    if not isinstance(document, dict):
+        raise InvalidParameter("sampling_parameters", f"must hold a JSON object, got {json_kind(document)}")
+    return document
+
+
+def _switch(values: dict[str, Any], name: str) -> bool | None:
+    """Take a boolean out of the values; None if it is absent. Within `sampling_parameters` it may be text."""
+    value = values.pop(name, None)
+    if value is None or isinstance(value, bool):
+        return value
+    meant = TEXT_BOOLEANS.get(value.strip().lower()) if isinstance(value, str) else None
+    if meant is None:
+        raise InvalidParameter(name, f"must be true or false, got {json_kind(value)}")
+    return meant
+
+
+def _adapter(name: Any, setting: ContractSetting) -> str | None:
+    if name is None:
+        return None
+    if not setting.settings.enable_lora:
+        raise InvalidParameter("lora_name", NO_ADAPTERS)
+    if not isinstance(name, str):
+        raise InvalidParameter("lora_name", f"must be a string, got {json_kind(name)}")
+    return name or None
+
+
+def _vllm(values: Mapping[str, Any], constraint: Constraint | None, stream: bool) -> VllmParameters:
+    parameters = read_vllm_parameters(values, TextReader)
+    if stream and parameters.request.beam_search is not None:
+        raise InvalidParameter("stream", "cannot be true with beam search: no token is final before the last")
+    if constraint is None:
+        return parameters
+    if parameters.request.sampling.constraint is not None:
+        raise InvalidParameter(constraint.parameter, "cannot be combined with `structured_outputs`")
+    return parameters.constrained(constraint)
+
+
+def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values under today's names, without the prefix. Raises InvalidParameter: two of them have one name."""
+    plain: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for given, value in values.items():
+        bare = given.removeprefix(SAMPLING_PREFIX)
+        name = _RENAMED.get(bare, bare)
+        if name in plain:
+            raise InvalidParameter(name[:80], f"is given twice: as `{origin[name][:120]}` and as `{given[:120]}`")
+        plain[name], origin[name] = value, given
+    return plain
+
+
+def to_vllm(plain: Mapping[str, Any], eos_token_ids: frozenset[int]) -> tuple[dict[str, Any], Constraint | None]:
+    """vLLM's names and values, and the constraint. Raises InvalidParameter: naming the one that is wrong, and what is
+    allowed."""
+    values = {name: value for name, value in plain.items() if name not in _WITHOUT_EFFECT}
+    for name in _REFUSED_IF_TRUE:
+        if values.pop(name, False):
+            raise InvalidParameter(name, "cannot be true: this server has no logits to give")
+    if "lora_task_id" in values:
+        raise InvalidParameter("lora_task_id", NO_ADAPTERS)
+    constraint = _constraint(values.pop("guided_decoding_guide_type", None), values.pop("guided_decoding_guide", None))
+    for name in ("stop", "bad_words"):
+        if name in values:
+            values[name] = _words(values[name])
+    _translate_sampling(values)
+    _translate_beams(values)
+    _translate_end(values, eos_token_ids)
+    return values, constraint
+
+
+def _words(value: Any) -> Any:
+    """The words of a list; an empty string stands for none."""
+    words = [value] if isinstance(value, str) else value
+    return [word for word in words if word] if isinstance(words, list) else value
+
+
+def _translate_sampling(values: dict[str, Any]) -> None:
+    """`top_k` and `top_p` of 0 are off; both together, and none of the three, are greedy decoding."""
+    off = [name for name in ("top_k", "top_p") if name in values and _is_zero(values[name])]
+    for name in off:
+        del values[name]
+    if len(off) == 2 or not values.keys() & {"temperature", "top_k", "top_p"}:
+        values["temperature"] = 0.0
+
+
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.strip() in ("0", "0.0")
+    return not isinstance(value, bool) and value == 0
+
+
+def _translate_beams(values: dict[str, Any]) -> None:
+    """All beams are returned, or the best `num_return_sequences` of them."""
+    width = values.pop("beam_width", 1)
+    if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+        raise InvalidParameter("beam_width", "must be a whole number, at least 1")
+    if width > 1:
+        values.setdefault("n", width)
+        values |= {"use_beam_search": True, "best_of": width}
+    else:
+        values.pop("length_penalty", None)
+        values.pop("early_stopping", None)
+
+
+def _translate_end(values: dict[str, Any], eos_token_ids: frozenset[int]) -> None:
+    """`end_id` takes the place of the model's own end tokens; -1 is none."""
+    end_id = values.pop("end_id", None)
+    if end_id is None:
+        return
+    if not isinstance(end_id, int) or isinstance(end_id, bool) or end_id < _NO_END:
+        raise InvalidParameter("end_id", "must be a token id, or -1 for none")
+    if end_id not in eos_token_ids:
+        values |= {"ignore_eos": True, "stop_token_ids": [] if end_id == _NO_END else [end_id]}
+
+
+def _constraint(kind: Any, guide: Any) -> Constraint | None:
+    name = "guided_decoding_guide"
+    if kind is None:
+        if guide is not None:
+            raise InvalidParameter(name, "needs `guided_decoding_guide_type`")
+        return None
+    if kind not in _GUIDES:
+        raise InvalidParameter(f"{name}_type", f"must be one of {', '.join(_GUIDES)}, got {str(kind)[:80]!r}")
+    if kind == "json":
+        return Constraint(parameter=name, json_object=True)
+    if not isinstance(guide, str) or not guide.strip():
+        raise InvalidParameter(name, f"must be a text, and not empty, where `guided_decoding_guide_type` is {kind}")
+    if kind == "json_schema":
+        if not isinstance(decoded(guide), dict):
+            raise InvalidParameter(name, "must be a JSON schema: the text of an object")
+        return Constraint(parameter=name, json_schema=guide)
+    if kind == "regex":
+        return Constraint(parameter=name, regex=guide)
+    return Constraint(parameter=name, grammar=guide)

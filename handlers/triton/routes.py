@@ -1,0 +1,161 @@
+"""Clients of NVIDIA's Triton Inference Server: its generate extension, and the KServe routes that they call first.
+
+Source: Triton 2.68, "Generate Extension".
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from engines.errors import InvalidParameter
+from handlers.contract import Answer, Call, Exchange, Reply
+from handlers.contract_routes import ContractSetting, Family, Generates, Operation, Route, Tells
+from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
+from handlers.triton import metadata as model
+from handlers.triton.answer import CollectedAnswer, EventAnswer
+from handlers.triton.errors import SeveralResponses, TritonRefusal, error_reply, missing_model, refusal
+from handlers.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, read_request
+from handlers.vllm_parameters import read_vllm_parameters
+
+
+class TritonContract:
+    """`/generate` or `/generate_stream` of one model."""
+
+    def __init__(self, setting: ContractSetting, *, events: bool) -> None:
+        """`events`: the answer is a stream of server-sent events, whatever `stream` says."""
+        self._setting, self._events = setting, events
+
+    def parse(self, call: Call) -> Exchange:
+        encoding = dict(call.headers).get("Content-Encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            raise TritonRefusal(
+                f"Content-Encoding '{encoding[:80]}' is not supported; send the body as it is (identity)"
+            )
+        request = read_request(call.body, self._setting)
+        if request.stream and request.vllm.request.sequences > 1 and not self._events:
+            raise SeveralResponses
+        most = self._setting.model.max_top_tokens
+        if request.shows_logprobs and (request.vllm.logprobs or 0) > most:
+            raise InvalidParameter("logprobs", f"must be at most {most}, got {request.vllm.logprobs}")
+        model = self._setting.settings.name
+        if request.stream and self._events:
+            answer: Answer = EventAnswer(model, request)
+        else:
+            answer = CollectedAnswer(model, request, events=self._events)
+        notes = (f"parameters without effect: {', '.join(request.ignored)}",) if request.ignored else ()
+        adapter = self._setting.adapter_of(call, request.adapter)
+        return Exchange((request.for_engine(call.request_id, adapter),), answer, notes)
+
+
+JSON, EVENTS = "application/json", "text/event-stream"
+_SCALARS = ("string", "integer", "number", "boolean")
+_KINDS: dict[str, Schema] = {
+    "text": STRING,
+    "texts": {"type": ["string", "array"], "items": STRING},
+    "boolean": {"type": "boolean"},
+    "integer": {"type": "integer"},
+}
+
+
+def _in_parameters(schema: Schema) -> Schema:
+    """What a parameter of vLLM is where only strings, numbers and booleans can be given."""
+    if schema["type"] in _SCALARS:
+        return schema
+    return STRING if "string" in schema["type"] else {**STRING, "contentMediaType": JSON}
+
+
+_SAMPLING = {
+    name: _in_parameters(schema)
+    for name, schema in parameters(lambda reader: read_vllm_parameters({}, reader)).items()
+    if name not in TENSORRT_LLM_INPUTS
+}
+_BODY = an_object(
+    {
+        "id": STRING,
+        **{name: _KINDS[kind] for name, kind in (VLLM_INPUTS | TENSORRT_LLM_INPUTS).items()},
+        "parameters": an_object(
+            _SAMPLING,
+            additionalProperties={"type": _SCALARS},
+            description="Sampling parameters by vLLM's names; they may stand beside text_input as well.",
+        ),
+    },
+    "text_input",
+    name="TritonRequest",
+)
+_RESPONSE = an_answer(
+    "TritonResponse",
+    "The text; in a stream what is new. Arrays where n is above 1. What else there is depends on the return_ inputs.",
+    *("id", "model_name", "model_version", "text_output", "finish_reason", "cumulative_logprob", "logprobs"),
+    *("num_input_tokens", "num_output_tokens", "cum_log_probs", "output_log_probs"),
+)
+_ERROR = an_answer("TritonError", "What is wrong.", "error")
+_INDEX = an_object({"ready": {"type": "boolean", "default": False, "description": "Only ready ones."}})
+
+
+def _about(summary: str, answer: Schema | None = OBJECT, kind: str = JSON, request: Schema | None = None) -> Operation:
+    """A route for the API description. `answer`: None is an empty body."""
+    return Operation(summary=summary, request=request, answers={"200": (summary, {kind: answer} if answer else {})})
+
+
+def _probe(question: str) -> Operation:
+    return Operation(summary=question, answers={"200": ("Yes", {}), "400": ("No", {JSON: {}})})
+
+
+_INFER = Operation(summary="Tensors (KServe); refused, use generate")
+_MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:int}")
+
+
+def _of_model(path: str, tell: model.Tell, about: Operation, method: str = "GET") -> tuple[Tells, ...]:
+    return tuple(Tells(path=prefix + path, tell=tell, methods=(method,), about=about) for prefix in _MODEL_PATHS)
+
+
+def _generates(path: str, summary: str, kind: str) -> tuple[Generates, ...]:
+    contract = partial(TritonContract, events=kind == EVENTS)
+    about = _about(summary, _RESPONSE, kind, _BODY)
+    return tuple(
+        Generates(path=prefix + path, contract=contract, refuse_path=missing_model, about=about)
+        for prefix in _MODEL_PATHS
+    )
+
+
+_ROUTES: tuple[Route, ...] = (
+    *_generates("/generate", "Generate text (Triton)", JSON),
+    *_generates("/generate_stream", "Generate text as server-sent events, one for each response (Triton)", EVENTS),
+    Tells.of_all("/v2", model.server_metadata, about=_about("Server metadata (KServe)")),
+    Tells.of_all("/v2/health/live", model.live, about=_probe("Does the server live? (KServe)")),
+    Tells.of_all("/v2/health/ready", model.ready, about=_probe("Is the server ready? (KServe)")),
+    Tells.of_all("/v2/models/stats", model.statistics, about=_about("Statistics of all models (Triton)")),
+    *_of_model("", model.metadata, _about("Model metadata (KServe)")),
+    *_of_model("/ready", model.model_ready, _probe("Is the model ready? (KServe)")),
+    *_of_model("/config", model.configuration, _about("Model configuration (Triton)")),
+    *_of_model("/stats", model.model_statistics, _about("Statistics of the model (Triton)")),
+    *_of_model("/infer", model.infer, _INFER, "POST"),
+    Tells.of_all(
+        "/v2/repository/index",
+        model.repository_index,
+        methods=("POST",),
+        about=_about("Models of this server (Triton)", an_array(OBJECT), request=_INDEX),
+    ),
+    Tells(
+        path="/v2/repository/models/{model}/load",
+        tell=model.load,
+        methods=("POST",),
+        about=_about("Load a model; the served one is loaded (Triton)", None),
+    ),
+    Tells(
+        path="/v2/repository/models/{model}/unload",
+        tell=model.unload,
+        methods=("POST",),
+        about=_about("Unload a model; refused for the served one (Triton)", None),
+    ),
+)
+
+TRITON = Family(
+    name="triton",
+    routes=_ROUTES,
+    refuse=refusal,
+    error=_ERROR,
+    wrong_method=lambda _: error_reply(405, "Method Not Allowed"),
+    prefix="/v2/",
+    not_found=lambda _: Reply(404, "text/plain", b'{"error":"Not Found"}'),
+)

@@ -1,0 +1,49 @@
+"""Formatters that an adapter has of its own, as far as their files go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.adapters import Adapter
+from engines.errors import AdapterFailed
+from handlers.lmi.engine_adapters import AdapterFormatters
+
+pytestmark = pytest.mark.asyncio
+
+
+def _never(_: Any) -> Any:
+    raise AssertionError("there are no formatters to make a handler of")
+
+
+def formatters(async_mode: bool = False) -> AdapterFormatters:
+    otherwise: Any = None
+    return AdapterFormatters(otherwise, _never, None, 5.0, async_mode)
+
+
+async def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AdapterFailed, match=r"src: '.*xxx' cannot be read: File name too long"):
+        await formatters().load(Adapter(name="a", src="", path=tmp_path / ("x" * 5000), id=1))
+
+
+async def test_an_adapter_without_a_model_py_has_no_formatters(tmp_path: Path) -> None:
+    adapter = Adapter(name="a", src="", path=tmp_path, id=1)
+    assert await formatters().load(adapter) is None
+
+
+async def test_a_formatter_of_the_other_mode_refuses_its_adapter(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "from djl_python.output_formatter import output_formatter\n"
+        "@output_formatter\n"
+        "def write(response: dict) -> dict:\n"
+        "    return response\n"
+    )
+    adapter = Adapter(name="a", src="", path=tmp_path, id=1)
+    with pytest.raises(
+        AdapterFailed, match=r"model\.py of the adapter: write.* is written for option\.async_mode=true"
+    ):
+        await formatters().load(adapter)
+    with pytest.raises(AssertionError):  # it would make a handler
+        await formatters(async_mode=True).load(adapter)

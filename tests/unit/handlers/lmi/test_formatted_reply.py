@@ -1,0 +1,215 @@
+"""vLLM's replies on their way through an output formatter of LMI's asynchronous mode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
+from handlers.formatters.thread import FormatterThread
+from handlers.lmi.asynchronous import LmiAsyncContract
+from handlers.lmi.chat import AsyncShape
+from handlers.lmi.formatted_reply import FormattedReply, Formatting
+from handlers.lmi.formatters import PayloadFormatters
+from handlers.lmi.invocations import InvocationsHandler
+from handlers.lmi.sessions import Sessions
+from tests.contracts.exchange import MODEL, call
+from tests.unit.collected_reply import CollectedReply
+from tests.waiting import until
+
+pytestmark = pytest.mark.asyncio
+
+Write = Callable[[Any], Any]
+ASYNCHRONOUS = replace(MODEL, async_mode=True)
+ERROR = b'{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}'
+FAILED = b'{"error":"Custom formatter failed: no answer","code":424}'
+
+
+def marked(response: Any) -> Any:
+    """As a formatter of LMI's tests: it changes objects, and chunks within their frames."""
+    if isinstance(response, dict):
+        return {**response, "processed_by": "test"}
+    if response.strip() == "data: [DONE]":
+        return response
+    return f"data: {json.dumps({**json.loads(response[6:]), 'processed_by': 'test'})}"
+
+
+def formatting(write: Write | None, read: Write | None = None) -> Formatting:
+    contract = LmiAsyncContract(ASYNCHRONOUS)
+    formatters = PayloadFormatters(contract, read=read, write=write)
+    return Formatting(formatters, FormatterThread(5), lambda path, body: {"path": path, **json.loads(body)})
+
+
+class Cancelled:
+    """Implements `Running`."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def cancel(self) -> None:
+        self.times += 1
+
+
+def formatted(write: Write, shape: AsyncShape | None = None) -> tuple[FormattedReply, CollectedReply, Cancelled]:
+    client, running = CollectedReply(), Cancelled()
+    reply = FormattedReply(client, formatting(write), shape or AsyncShape(), "/v1/completions")
+    reply.running = running
+    return reply, client, running
+
+
+async def test_a_whole_answer_reaches_the_formatter_as_vllms_object_and_the_client_as_a_line() -> None:
+    reply, client, _ = formatted(marked)
+    reply.reply(Reply(200, "application/json", b'{"id":"x"}', (("x-y", "z"),)))
+    await until(lambda: client.whole is not None)
+    body = b'{"path": "/v1/completions", "id": "x", "processed_by": "test"}\n'
+    assert client.whole == Reply(200, "application/json", body, (("x-y", "z"),))
+
+
+async def test_each_event_of_a_stream_reaches_the_formatter_as_vllm_sent_it() -> None:
+    seen = []
+    reply, client, _ = formatted(lambda response: seen.append(response) or marked(response))
+    reply.start(200, "text/event-stream")
+    reply.write(b'data: {"n":1}\n\n: a comment\n\n')
+    reply.write(b'data: {"n":2}\n\ndata: {"n":3}\n\n')
+    reply.end(b"data: [DONE]\n\n")
+    await until(lambda: client.ended)
+    assert seen == ['data: {"n":1}\n\n', 'data: {"n":2}\n\n', 'data: {"n":3}\n\n', "data: [DONE]\n\n"]
+    assert (client.status, client.content_type) == (200, "application/jsonlines")
+    assert b"".join(client.parts) == (
+        b'data: {"n": 1, "processed_by": "test"}\ndata: {"n": 2, "processed_by": "test"}\n'
+        b'data: {"n": 3, "processed_by": "test"}\ndata: [DONE]\n\n\n\n'
+    )
+
+
+async def test_what_vllm_refuses_never_reaches_the_formatter() -> None:
+    for shape, status in ((AsyncShape(), 400), (AsyncShape(refusal_status=424), 424)):
+        reply, client, _ = formatted(marked, shape)
+        reply.reply(Reply(400, "application/json", ERROR))
+        assert client.whole == Reply(status, "application/json", b'{"error":"too long","code":%d}' % status)
+        reply, client, _ = formatted(marked, shape)
+        reply.start(200, "text/event-stream")
+        reply.end(b"data: " + ERROR + b"\n\ndata: [DONE]\n\n")
+        await until(lambda client=client: client.whole is not None)
+        assert client.whole == Reply(status, "application/json", b'{"error":"too long","code":%d}' % status)
+
+
+async def test_an_error_in_mid_stream_is_the_last_record_as_without_a_formatter() -> None:
+    reply, client, _ = formatted(marked)
+    reply.start(200, "text/event-stream")
+    reply.write(b'data: {"n":1}\n\n')
+    reply.end(b"data: " + ERROR + b"\n\ndata: [DONE]\n\n")
+    await until(lambda: client.ended)
+    assert b"".join(client.parts) == b'data: {"n": 1, "processed_by": "test"}\n' + ERROR + b"\n"
+
+
+def failing_at(event: str) -> Write:
+    def write(response: Any) -> Any:
+        if event in str(response):
+            raise ValueError("no answer")
+        return response
+
+    return write
+
+
+async def test_a_formatter_that_fails_ends_the_reply_and_the_generation() -> None:
+    reply, client, running = formatted(failing_at("2"))
+    reply.start(200, "text/event-stream")
+    reply.write(b'data: {"n":1}\n\n')
+    reply.write(b'data: {"n":2}\n\n')
+    reply.write(b'data: {"n":3}\n\n')
+    await until(lambda: client.ended)
+    assert b"".join(client.parts) == b'data: {"n":1}\n\n\n' + FAILED
+    assert running.times == 1
+    reply.write(b'data: {"n":4}\n\n')  # what vLLM has sent before it learns of that
+    reply.end(b"data: [DONE]\n\n")
+    await reply.drain()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_formatter_that_fails_at_once_is_an_error_and_no_stream(stream: bool) -> None:
+    reply, client, _ = formatted(failing_at("n"))
+    if stream:
+        reply.start(200, "text/event-stream")
+        reply.write(b'data: {"n":1}\n\n')
+    else:
+        reply.reply(Reply(200, "application/json", b'{"n":1}'))
+    await until(lambda: client.whole is not None)
+    assert client.whole == Reply(424, "application/json", FAILED)
+
+
+async def test_vllm_waits_for_a_formatter_that_lags() -> None:
+    release = threading.Event()
+    reply, client, _ = formatted(lambda response: release.wait() and response)
+    reply.start(200, "text/event-stream")
+    reply.write(b'data: {"n":1}\n\n' * 200)
+    waiting = asyncio.ensure_future(reply.drain())
+    done, _ = await asyncio.wait({waiting}, timeout=0.05)
+    assert not done
+    release.set()
+    await waiting
+    reply.end(b"data: [DONE]\n\n")
+    await until(lambda: client.ended)
+    assert b"".join(client.parts).count(b'"n"') == 200
+
+
+class OpenAI:
+    """Keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.path = ""
+        self.call: Call | None = None
+        self.writer: ReplyWriter | None = None
+
+    async def begin(self, call: Call, writer: ReplyWriter, path: str, **_: Any) -> Running:
+        self.call, self.writer, self.path = call, writer, path
+        return Cancelled()
+
+
+async def asked(document: Any, write: Write | None, read: Write | None = None) -> OpenAI:
+    openai = OpenAI()
+    handler = InvocationsHandler(
+        None,  # type: ignore[arg-type]
+        openai,  # type: ignore[arg-type]
+        ASYNCHRONOUS,
+        Sessions(None, 503),
+        formatting=formatting(write, read),
+    )
+    await handler.handle(call(document), CollectedReply())
+    return openai
+
+
+@pytest.mark.parametrize(
+    ("document", "path"),
+    [
+        ({"inputs": "x"}, "/v1/completions"),
+        ({"prompt": "x"}, "/v1/completions"),
+        ({"messages": []}, "/v1/chat/completions"),
+    ],
+)
+async def test_every_kind_of_body_goes_to_vllm_where_there_is_an_output_formatter(document: Any, path: str) -> None:
+    openai = await asked(document, marked)
+    assert openai.path == path
+    assert isinstance(openai.writer, FormattedReply)
+
+
+async def test_the_input_formatter_decides_what_kind_a_body_is() -> None:
+    openai = await asked({"question": "x"}, None, lambda payload: {"messages": [payload["question"]]})
+    assert openai.path == "/v1/chat/completions"
+    assert openai.call is not None
+    assert openai.call.body == b'{"messages": ["x"]}'
+    assert not isinstance(openai.writer, FormattedReply)
+
+
+async def test_a_hanging_input_formatter_refuses_its_request() -> None:
+    given = formatting(marked, lambda payload: threading.Event().wait(30))
+    given = replace(given, thread=FormatterThread(0.2))
+    handler = InvocationsHandler(None, OpenAI(), ASYNCHRONOUS, Sessions(None, 503), formatting=given)  # type: ignore[arg-type]
+    with pytest.raises(ContractError, match="did not return within predict_timeout") as caught:
+        await handler.handle(call({"inputs": "x"}), CollectedReply())
+    assert caught.value.reply.status == 424

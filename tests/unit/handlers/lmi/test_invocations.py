@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.model_settings import ModelSettings
+from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
+from handlers.lmi.chat import AsyncShape, LmiChatShape
+from handlers.lmi.formatted_reply import ShapedReply
+from handlers.lmi.invocations import ASYNCHRONOUS, ROLLING_BATCH, InvocationsHandler, Table, read_body
+from handlers.lmi.sessions import Sessions
+from tests.unit.collected_reply import CollectedReply
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def call(document: Any, content_type: str = "application/json") -> Call:
+    body = document if isinstance(document, bytes) else json.dumps(document).encode()
+    return Call(body=body, content_type=content_type, request_id="r", path="/invocations", query=(("a", "b"),))
+
+
+class Lmi:
+    """Answers nothing; says that it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+        self.calls.append(call)
+        return self
+
+    def cancel(self) -> None:
+        pass
+
+
+class OpenAI(Lmi):
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer: ReplyWriter | None = None
+        self.path = ""
+        self.any_model = False
+        self.adapter: str | None = None
+
+    async def begin(
+        self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
+    ) -> Running:
+        self.calls.append(call)
+        self.adapter = adapter
+        self.writer, self.path, self.any_model = writer, path, any_model
+        return self
+
+
+async def handled(document: Any, openai: OpenAI | None, content_type: str = "application/json", **options: Any) -> Lmi:
+    lmi = Lmi()
+    settings = ModelSettings(name="m", model_dir=Path("."), model_id="m", **options)
+    handler = InvocationsHandler(lmi, openai, settings, Sessions(None, 503))  # type: ignore[arg-type]
+    await handler.handle(call(document, content_type), CollectedReply())
+    return lmi
+
+
+@pytest.mark.parametrize(
+    ("document", "rolling", "asynchronous"),
+    [
+        ({"messages": MESSAGES}, "chat", "chat"),
+        ({"prompt": "x"}, "completion", "completion"),
+        ({"inputs": "x"}, "lmi", "lmi"),
+        ({"requestType": "NEW_SESSION"}, "session", "session"),
+        ({"messages": MESSAGES, "prompt": "x", "inputs": "x"}, "chat", "completion"),
+        ({"messages": MESSAGES, "inputs": "x"}, "chat", "lmi"),
+        ({"prompt": "x", "inputs": "x"}, "completion", "completion"),
+        ({"inputs": "x", "requestType": "CLOSE"}, "lmi", "lmi"),
+        ({"messages": None, "inputs": "x"}, "lmi", "lmi"),
+        ({"inputs": '"messages"', "parameters": {"prompt": 1}}, "lmi", "lmi"),
+        ({}, "lmi", "lmi"),
+        ([{"messages": 1}], "lmi", "lmi"),
+        (b'{"messages": [', "lmi", "lmi"),
+        (b'{"messages": ' + b"[" * 100_000, "lmi", "lmi"),
+    ],
+)
+def test_the_first_field_of_the_table_says_what_a_body_is(document: Any, rolling: str, asynchronous: str) -> None:
+    body = call(document).body
+    assert read_body(body, ROLLING_BATCH).kind == rolling
+    assert read_body(body, ASYNCHRONOUS).kind == asynchronous
+
+
+@pytest.mark.parametrize(
+    ("content_type", "plain"),
+    [
+        ("application/json", False),
+        ("Application/JSON; charset=utf-8", False),
+        ("application/jsonlines", False),
+        ("", False),
+        ("application/octet-stream", False),
+        ("application/x-www-form-urlencoded", False),
+        ("text/plain", True),
+        ("text/csv", True),
+    ],
+)
+@pytest.mark.asyncio
+async def test_only_json_is_looked_into(content_type: str, plain: bool) -> None:
+    openai = OpenAI()
+    lmi = await handled({"messages": MESSAGES}, openai, content_type)
+    assert (len(lmi.calls), len(openai.calls)) == ((1, 0) if plain else (0, 1))
+
+
+@given(st.binary(), st.sampled_from([ROLLING_BATCH, ASYNCHRONOUS]))
+def test_any_bytes_are_some_kind_of_body(data: bytes, table: Table) -> None:
+    assert read_body(data, table).kind in {kind for _, kind in table}
+
+
+@pytest.mark.asyncio
+async def test_chat_goes_to_vllm_as_json_whatever_model_it_names() -> None:
+    openai = OpenAI()
+    lmi = await handled({"messages": MESSAGES, "model": "x", "stop_token_ids": [7]}, openai, "")
+    assert lmi.calls == []
+    assert (openai.path, openai.any_model) == ("/v1/chat/completions", True)
+    (sent,) = openai.calls
+    assert (sent.content_type, sent.method, sent.query) == ("application/json", "POST", ())
+    assert isinstance(openai.writer, ShapedReply)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("document", "options", "shape"),
+    [
+        ({"messages": MESSAGES}, {}, LmiChatShape),
+        ({"messages": MESSAGES}, {"chat_format": "openai"}, None),
+        ({"messages": MESSAGES}, {"async_mode": True}, AsyncShape),
+        ({"prompt": "x"}, {}, None),
+        ({"prompt": "x"}, {"async_mode": True}, AsyncShape),
+    ],
+)
+async def test_the_settings_say_in_what_shape_an_answer_comes(document: Any, options: Any, shape: type | None) -> None:
+    openai = OpenAI()
+    await handled(document, openai, **options)
+    if shape is None:
+        assert isinstance(openai.writer, CollectedReply)
+    else:
+        assert isinstance(openai.writer, ShapedReply)
+        assert isinstance(openai.writer.shape, shape)
+
+
+@pytest.mark.asyncio
+async def test_the_sse_formatter_holds_for_chat_too() -> None:
+    openai = OpenAI()
+    await handled({"messages": MESSAGES}, openai, output_formatter="sse")
+    assert isinstance(openai.writer, ShapedReply)
+    assert openai.writer.shape.stream_type == "text/event-stream"
+
+
+async def refused(document: Any, openai: OpenAI | None) -> Reply:
+    with pytest.raises(ContractError) as caught:
+        await handled(document, openai)
+    return caught.value.reply
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("field", ["messages", "prompt"])
+async def test_an_engine_without_chat_says_what_is_needed(field: str) -> None:
+    reply = await refused({field: "x"}, None)
+    assert (reply.status, reply.content_type) == (424, "application/json")
+    assert json.loads(reply.body) == {
+        "error": f"Input Parsing failed. `{field}` needs vLLM as the engine (option.rolling_batch=vllm); "
+        "send `inputs` instead.",
+        "code": 424,
+    }
+    assert (await handled({field: "x", "inputs": "y"}, None)).calls
+
+
+@pytest.mark.asyncio
+async def test_where_sessions_are_off_asking_for_one_is_refused_clearly() -> None:
+    reply = await refused({"requestType": "NEW_SESSION"}, OpenAI())
+    assert reply.status == 424
+    assert b"stateful sessions are not enabled" in reply.body
+
+
+@pytest.mark.asyncio
+async def test_a_long_body_is_read_in_a_thread_and_understood() -> None:
+    openai = OpenAI()
+    await handled({"padding": "x" * 300_000, "messages": MESSAGES}, openai)
+    assert openai.calls
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("document", [{"messages": MESSAGES}, {"prompt": "x"}])
+async def test_chats_and_completions_go_to_the_adapter_that_they_name(document: Any) -> None:
+    async def asked(more: dict[str, Any], **settings: Any) -> str | None:
+        openai = OpenAI()
+        await handled({**document, **more}, openai, **settings)
+        return openai.adapter
+
+    assert await asked({"adapters": "a"}, enable_lora=True) == "a"
+    assert await asked({"adapters": ["a"]}, enable_lora=True) == "a"
+    assert await asked({"adapters": ""}, enable_lora=True) == ""
+    assert await asked({}, enable_lora=True) is None
+    assert await asked({"adapters": "a"}) is None
+
+
+@pytest.mark.asyncio
+async def test_adapters_of_a_chat_that_cannot_be_meant_are_refused() -> None:
+    with pytest.raises(ContractError) as caught:
+        await handled({"messages": MESSAGES, "adapters": ["a", "b"]}, OpenAI(), enable_lora=True)
+    assert caught.value.reply.status == 424
+    assert b"`adapters` must name one adapter" in caught.value.reply.body
