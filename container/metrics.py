@@ -24,8 +24,8 @@ from container.logs import dropped_lines
 from container.models.registry import Model, Models, State
 from engines.loaded_model import EngineStatus
 from engines.statistics import Distribution, Meter
-from handlers.workers.metrics import HandlerMetrics
-from handlers.workers.pool import Pool
+from handlers.custom.metrics import HandlerMetrics
+from handlers.custom.pool import Pool
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _VERSION = "1"

@@ -25,7 +25,7 @@ from handlers.contract import (
     Reply,
     ReplyWriter,
 )
-from handlers.formatters.thread import FormatterQueue, FormatterThread
+from handlers.custom.formatter_thread import FormatterQueue, FormatterThread
 from handlers.lmi.errors import failed_dependency
 
 logger = logging.getLogger(__name__)

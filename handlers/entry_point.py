@@ -19,9 +19,11 @@ from engines.statistics import StartupTimes
 from handlers.contract import Contract, Handler
 from handlers.contract_routes import ContractSetting, Generates
 from handlers.contracts import FAMILIES
+from handlers.custom.custom_handler import CustomHandler
+from handlers.custom.formatter_thread import FormatterThread
+from handlers.custom.formatters import Formatters, ModelImports, add_packages, load_formatters
+from handlers.custom.worker import LoadedEngine
 from handlers.engine_handler import EngineHandler, EngineQueue
-from handlers.formatters.loading import Formatters, ModelImports, add_packages, load_formatters
-from handlers.formatters.thread import FormatterThread
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
 from handlers.lmi.engine_adapters import AdapterFormatters, EngineAdapterHost
@@ -32,8 +34,6 @@ from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.rolling_batch import LmiContract
 from handlers.lmi.sessions import Sessions, load_sessions
 from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
-from handlers.workers.custom_handler import CustomHandler
-from handlers.workers.worker import LoadedEngine
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from engines.daemon_thread import in_daemon_thread
 from engines.errors import AdapterFailed
 from engines.interface import EngineAdapters
 from handlers.contract import Call, Handler, ReplyWriter, Running
-from handlers.formatters.loading import Formatters, formatters_of, kind_fault
+from handlers.custom.formatters import Formatters, formatters_of, kind_fault
+from handlers.custom.runtime.main import described
 from handlers.json_cost import off_the_loop
 from handlers.lmi.adapters import named_adapter
-from handlers.workers.runtime.main import described
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from engines.errors import GenerationFailed, RequestError
 from handlers.contract import Call, Reply, ReplyWriter, Running
-from handlers.formatters.thread import FormatterQueue, FormatterThread
+from handlers.custom.formatter_thread import FormatterQueue, FormatterThread
 from handlers.lmi.chat import AsyncShape, Shape, error_of, events, is_error
 from handlers.lmi.errors import FAILED_DEPENDENCY, JSON, failed_dependency, payload_error
 from handlers.lmi.formatters import PayloadFormatters

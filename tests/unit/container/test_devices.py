@@ -18,9 +18,9 @@ from container.devices import (
     gpu_memory,
     visible_memory,
 )
-from handlers.workers.pool import least_used, on_device
-from handlers.workers.runtime.channel import LoadOrder
-from handlers.workers.worker import WorkerPlan
+from handlers.custom.pool import least_used, on_device
+from handlers.custom.runtime.channel import LoadOrder
+from handlers.custom.worker import WorkerPlan
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from container.inference import named_model
-from handlers.workers.reply import response_headers
+from handlers.custom.reply import response_headers
 from tests.unit.container.test_routes import make, with_engine
 
 SERVED = frozenset({"small", "big.tar.gz"})

@@ -18,8 +18,8 @@ from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from engines.statistics import Meter
 from handlers.contract import LONG_BODY, Call, ContractError, Exchange, Reply
 from handlers.contract_routes import ContractSetting
+from handlers.custom.formatter_thread import FormatterThread
 from handlers.engine_handler import EngineHandler, EngineQueue
-from handlers.formatters.thread import FormatterThread
 from handlers.happy_vllm.answer import StreamAnswer
 from handlers.happy_vllm.routes import HappyVllmContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract

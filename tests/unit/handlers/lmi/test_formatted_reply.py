@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
-from handlers.formatters.thread import FormatterThread
+from handlers.custom.formatter_thread import FormatterThread
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.chat import AsyncShape
 from handlers.lmi.formatted_reply import FormattedReply, Formatting

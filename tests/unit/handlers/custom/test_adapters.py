@@ -17,7 +17,7 @@ import pytest
 from engines.adapters import AdapterOrder, AdapterRegistry
 from engines.errors import AdapterFailed, NoRoomForAdapter
 from handlers.contract import ContractError
-from tests.unit.handlers.workers.harness import MODELS, Client, serving
+from tests.unit.handlers.custom.harness import MODELS, Client, serving
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

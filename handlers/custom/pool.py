@@ -13,12 +13,12 @@ from dataclasses import replace
 from engines.interface import EngineStartError
 from engines.model_settings import HandlerSettings
 from handlers.contract import ContractError
+from handlers.custom.batching import Batcher, CallSettings, Request
+from handlers.custom.metrics import HandlerMetrics
+from handlers.custom.worker import Worker, WorkerPlan
 from handlers.lmi.errors import refused
-from handlers.workers.batching import Batcher, CallSettings, Request
-from handlers.workers.metrics import HandlerMetrics
-from handlers.workers.worker import Worker, WorkerPlan
 
-logger = logging.getLogger("handlers.workers")
+logger = logging.getLogger("handlers.custom")
 
 _FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 30.0  # Seconds between a worker's failure and the next start.
 _HEALTHY_SECONDS = 60.0  # The failure of a worker that has lived this long does not delay the next start.

@@ -14,8 +14,8 @@ from tests.waiting import wait_until
 
 _SERVER = """
 import asyncio, json, pathlib, sys
-from handlers.workers.custom_handler import CustomHandler
-from tests.unit.handlers.workers.harness import settings_for
+from handlers.custom.custom_handler import CustomHandler
+from tests.unit.handlers.custom.harness import settings_for
 
 async def main():
     handler = CustomHandler(settings_for(pathlib.Path(sys.argv[1])), queue_size=1, overload_status=503)

@@ -8,7 +8,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.handlers.workers.harness import serving
+from tests.unit.handlers.custom.harness import serving
 
 few = settings(max_examples=8, deadline=None)
 

@@ -25,12 +25,12 @@ from engines.daemon_thread import in_daemon_thread
 from engines.errors import RequestError
 from engines.interface import EngineStartError
 from handlers.contract import Call, ContractError, Handler, Reply, Running
+from handlers.custom import runtime
+from handlers.custom.metrics import HandlerMetrics
+from handlers.custom.runtime.channel import CREDIT, SIZES, Kind, LoadOrder, Message
 from handlers.lmi.errors import JSON, front_end_reply, payload_error
-from handlers.workers import runtime
-from handlers.workers.metrics import HandlerMetrics
-from handlers.workers.runtime.channel import CREDIT, SIZES, Kind, LoadOrder, Message
 
-logger = logging.getLogger("handlers.workers")
+logger = logging.getLogger("handlers.custom")
 
 _LAUNCH = str(Path(runtime.__path__[0]) / "launch.py")
 _SDK = str(Path(djl_python.__path__[0]).absolute())

@@ -12,7 +12,7 @@ from engines.interface import EngineHealth, EngineStartError
 from engines.statistics import StartupTimes
 from handlers import entry_point
 from handlers.entry_point import Limits, Service, _EngineBehindHandler
-from tests.unit.handlers.workers.harness import MODELS, settings_for
+from tests.unit.handlers.custom.harness import MODELS, settings_for
 
 pytestmark = pytest.mark.asyncio
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from engines.interface import EngineStartError
-from handlers.workers.runtime.script import Text
-from tests.unit.handlers.workers.harness import MODELS, Client, Recorder, serving
+from handlers.custom.runtime.script import Text
+from tests.unit.handlers.custom.harness import MODELS, Client, Recorder, serving
 
 DEFAULTS = {"entry_point": str(MODELS / "script" / "code" / "inference.py")}
 STEPS = """

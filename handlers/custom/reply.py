@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from djl_python.wire import read_string_map
 from handlers.contract import WITHOUT_BODY, Reply, ReplyWriter
+from handlers.custom.runtime.channel import Message, Properties
 from handlers.lmi.errors import FAILED_DEPENDENCY, JSON, handler_failure, payload_error
-from handlers.workers.runtime.channel import Message, Properties
 
-logger = logging.getLogger("handlers.workers")
+logger = logging.getLogger("handlers.custom")
 
 _STATUSES = range(200, 600)
 _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")

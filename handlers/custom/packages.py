@@ -25,7 +25,7 @@ from engines.cache_dir import cache_dir
 from engines.interface import EngineStartError
 from engines.model_settings import HandlerSettings
 
-logger = logging.getLogger("handlers.workers")
+logger = logging.getLogger("handlers.custom")
 
 REQUIREMENTS = "requirements.txt"
 

@@ -13,10 +13,10 @@ import pytest
 
 from engines.errors import GenerationFailed
 from engines.interface import EngineStartError
-from handlers.formatters.loading import Formatters, ModelImports, add_packages, kind_fault, load_formatters
-from handlers.formatters.thread import FormatterThread
+from handlers.custom.formatter_thread import FormatterThread
+from handlers.custom.formatters import Formatters, ModelImports, add_packages, kind_fault, load_formatters
 from tests.contracts.exchange import MODEL
-from tests.unit.handlers.workers.test_packages import make_wheel
+from tests.unit.handlers.custom.test_packages import make_wheel
 from tests.waiting import until
 
 OUTPUT = """

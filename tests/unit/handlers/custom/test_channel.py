@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djl_python.outputs import Output
-from handlers.workers.reply import decode_part
-from handlers.workers.runtime.channel import Channel, Kind, Message
+from handlers.custom.reply import decode_part
+from handlers.custom.runtime.channel import Channel, Kind, Message
 
 pairs = st.lists(st.tuples(st.text(), st.text()), max_size=5).map(tuple)
 contents = st.lists(st.tuples(st.none() | st.text(), st.binary(max_size=100)), max_size=5).map(tuple)

@@ -18,8 +18,8 @@ from djl_python.output_formatter import takes_request_output
 from djl_python.service_loader import find_decorated_function, load_model_service
 from engines.interface import EngineStartError
 from engines.model_settings import HandlerSettings, ModelSettings
-from handlers.workers.packages import needs_packages, prepare_interpreter
-from handlers.workers.runtime.main import described
+from handlers.custom.packages import needs_packages, prepare_interpreter
+from handlers.custom.runtime.main import described
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ import pytest
 
 from engines.interface import EngineStartError
 from engines.model_settings import HandlerSettings
-from handlers.workers.custom_handler import CustomHandler
-from handlers.workers.packages import prepare_interpreter, requirements_dir
-from tests.unit.handlers.workers.harness import MODELS, serving, settings_for
+from handlers.custom.custom_handler import CustomHandler
+from handlers.custom.packages import prepare_interpreter, requirements_dir
+from tests.unit.handlers.custom.harness import MODELS, serving, settings_for
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

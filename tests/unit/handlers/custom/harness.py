@@ -14,7 +14,7 @@ import psutil
 
 from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.contract import Call, Reply, Running
-from handlers.workers.custom_handler import CustomHandler
+from handlers.custom.custom_handler import CustomHandler
 
 MODELS = Path(__file__).parents[3] / "fixtures" / "handlers"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from handlers.contract import ContractError, Running
-from tests.unit.handlers.workers.harness import Client, Recorder, serving
+from tests.unit.handlers.custom.harness import Client, Recorder, serving
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

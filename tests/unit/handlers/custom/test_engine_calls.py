@@ -13,8 +13,8 @@ import pytest
 
 from engines.interface import EngineStartError
 from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
-from handlers.workers.custom_handler import CustomHandler
-from tests.unit.handlers.workers.harness import MODELS, Client, Recorder, settings_for
+from handlers.custom.custom_handler import CustomHandler
+from tests.unit.handlers.custom.harness import MODELS, Client, Recorder, settings_for
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

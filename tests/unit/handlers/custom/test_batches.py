@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.handlers.workers.harness import Client, Recorder, serving
+from tests.unit.handlers.custom.harness import Client, Recorder, serving
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

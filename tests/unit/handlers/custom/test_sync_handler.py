@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from handlers.contract import ContractError
-from handlers.workers import batching
-from tests.unit.handlers.workers.harness import MODELS, Recorder, serving
+from handlers.custom import batching
+from tests.unit.handlers.custom.harness import MODELS, Recorder, serving
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -157,7 +157,7 @@ async def test_the_finalize_function_runs_after_the_answer(tmp_path: Path) -> No
 
 
 async def test_what_the_handler_prints_goes_to_the_log_by_worker(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "handlers.workers"):
+    with caplog.at_level("INFO", "handlers.custom"):
         async with serving("echo") as client:
             assert (await client.ask(query={"print": "1"})).body == b"printed"
             await until(lambda: "worker 1: to stderr" in caplog.messages)

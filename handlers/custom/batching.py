@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from handlers.contract import Reply
+from handlers.custom.reply import HandlerReply, decode_part, reply_of
+from handlers.custom.runtime.channel import CREDIT, Contents, Kind, Message, Properties
+from handlers.custom.worker import Worker
 from handlers.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
-from handlers.workers.reply import HandlerReply, decode_part, reply_of
-from handlers.workers.runtime.channel import CREDIT, Contents, Kind, Message, Properties
-from handlers.workers.worker import Worker
 
-logger = logging.getLogger("handlers.workers")
+logger = logging.getLogger("handlers.custom")
 
 MAX_BATCH = 999  # Entries are numbered with three digits, from 0.
 

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from container.metrics import handler_metrics
-from handlers.workers.metrics import MAX_NAMES, MAX_SERIES, HandlerMetrics
-from tests.unit.handlers.workers.harness import serving
+from handlers.custom.metrics import MAX_NAMES, MAX_SERIES, HandlerMetrics
+from tests.unit.handlers.custom.harness import serving
 from tests.waiting import until
 
 HOST = socket.gethostname()

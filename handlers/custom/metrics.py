@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from engines.statistics import Distribution
 
-logger = logging.getLogger("handlers.workers")
+logger = logging.getLogger("handlers.custom")
 
 MARK = "[METRICS]"
 MAX_NAMES, MAX_SERIES = 100, 1000

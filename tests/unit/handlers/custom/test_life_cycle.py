@@ -14,8 +14,8 @@ import pytest
 
 from engines.interface import EngineStartError
 from handlers.contract import ContractError
-from handlers.workers.custom_handler import CustomHandler
-from tests.unit.handlers.workers.harness import MODELS, Recorder, alive, serving, settings_for
+from handlers.custom.custom_handler import CustomHandler
+from tests.unit.handlers.custom.harness import MODELS, Recorder, alive, serving, settings_for
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
