@@ -26,7 +26,7 @@ from benchmarks.peers import CONTRACTS, PEERS, Engine, EngineArguments, ServerEr
 from benchmarks.report import markdown, plots
 from benchmarks.rounds import Sample, Workload, run
 from benchmarks.tiny_model import prepare_tiny_model
-from container.devices import gpu_count
+from container.gpus import gpu_count
 from container.sources.sample_model import prepare
 
 PROMPT = "Tell me a long story about a ship that leaves the slipway and about the people who built her."

@@ -18,11 +18,11 @@ from starlette.routing import compile_path
 from container.api_keys import ApiKeys
 from container.console import page as console
 from container.console.state import console_state
-from container.families import family_endpoints
+from container.contract_routes import family_endpoints
 from container.health import ping
 from container.http.cross_site import KnownHosts
 from container.http.endpoint import AppState, Endpoint, HttpCounts, answered_early, front_end_refusal
-from container.inference import invocations
+from container.invocations import invocations
 from container.management import adapter_routes, management_endpoints, wrong_method
 from container.metrics import CONTENT_TYPE, Metrics
 from container.models.registration import Registrar

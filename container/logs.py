@@ -15,7 +15,7 @@ import time
 from functools import lru_cache
 from typing import Any
 
-from container.output import Output, Writer
+from container.standard_output import Output, Writer
 
 FLUSH_SECONDS = 1.0
 """How long the end of a process waits for who reads its log."""

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from container.devices import gpu_count
-from container.http.body import BodyReader, Receive
+from container.gpus import gpu_count
+from container.http.body_limits import BodyReader, Receive
 from container.http.endpoint import (
     AppState,
     Endpoint,

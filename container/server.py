@@ -30,7 +30,7 @@ import uvicorn
 from container import logs
 from container.app import Application, Mount, create_app
 from container.event_loop import EventLoopWatch
-from container.http.protocol import Cork, HttpProtocol, check_uvicorn
+from container.http.uvicorn_protocol import Cork, HttpProtocol, check_uvicorn
 from container.models.registration import Registrar
 from container.models.registry import Lifecycle, Model, Models, State
 from container.settings.environment import KEY_VARIABLES

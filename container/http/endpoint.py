@@ -19,10 +19,10 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from container.error_rates import CLIENT_GONE, ErrorRates
-from container.http.body import UNCOUNTED, BodyMemory, BodyReader, Receive
+from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader, Receive
 from container.http.cross_site import KnownHosts
-from container.http.protocol import BREAK_OFF
 from container.http.reply import Headers, HttpReply, OpenStreams, RetryAfter, Send
+from container.http.uvicorn_protocol import BREAK_OFF
 from container.logs import access_log
 from container.models.registry import Model, ModelNotNamed, Models, NoWorkers
 from container.settings.settings import ServerSettings

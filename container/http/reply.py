@@ -10,7 +10,7 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from typing import Any
 
-from container.http.protocol import Cork
+from container.http.uvicorn_protocol import Cork
 from handlers.contract import WITHOUT_BODY, Reply
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from container.devices import GpusUnknown, gpu_count, gpu_memory
+from container.gpus import GpusUnknown, gpu_count, gpu_memory
 from container.settings.settings import Settings
 from engines.choice import is_vllm
 from engines.cpu_memory import machine_limits

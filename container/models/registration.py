@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from container.devices import SliceNotChosen
+from container.gpus import SliceNotChosen
 from container.models.memory import OutOfMemory, check_room, free_memory, placed
 from container.models.registry import AlreadyRegistered, Lifecycle, Model, Models, State, until_none
 from container.settings.settings import ServerSettings, Settings

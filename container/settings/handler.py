@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from container.devices import device_groups, gpu_count
+from container.gpus import device_groups, gpu_count
 from container.settings.options import BY_KEY, HANDLER_OPTIONS, PREFIX, ROLLING_BATCH, Sources
 from container.settings.settings import SettingEntry
 from container.settings.values import assignments

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from container.devices import gpu_count
+from container.gpus import gpu_count
 from container.settings import options, server
 from container.settings.environment import (
     FOR_HUB_MODEL,

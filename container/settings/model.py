@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from container.devices import allowed_devices, gpu_count
+from container.gpus import allowed_devices, gpu_count
 from container.settings import options
 from container.settings.handler import SERVICE_FOR_VLLM, handler_before_engine, handler_settings
 from container.settings.options import (

@@ -11,7 +11,7 @@ from zlib import crc32
 
 from starlette.types import Message, Receive, Scope, Send
 
-from container.http.protocol import BREAK_OFF
+from container.http.uvicorn_protocol import BREAK_OFF
 from deploy.local.errors import (
     ACCOUNT,
     NO_RESPONSE,

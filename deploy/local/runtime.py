@@ -8,7 +8,7 @@ import uuid
 
 from starlette.types import Receive, Scope, Send
 
-from container.http.body import BodyReader, BodyTimeout, BodyTooLarge
+from container.http.body_limits import BodyReader, BodyTimeout, BodyTooLarge
 from container.http.cross_site import KnownHosts
 from container.settings.settings import ServerSettings
 from deploy.local.errors import RuntimeApiError, unknown_operation

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from container.devices import gpu_count
+from container.gpus import gpu_count
 from container.sources.sample_model import prepare
 
 ON_CPU = os.environ.get("GPU_PROOF_ON_CPU") == "1"

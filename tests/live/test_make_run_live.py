@@ -21,7 +21,7 @@ import httpx
 import psutil
 import pytest
 
-from container.devices import gpu_count
+from container.gpus import gpu_count
 from tests.live.server import START_SECONDS, free_port
 from tests.without_make import without_make
 

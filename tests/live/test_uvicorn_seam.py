@@ -1,4 +1,4 @@
-"""What `container.http.protocol` relies on in uvicorn, with the release that is installed."""
+"""What `container.http.uvicorn_protocol` relies on in uvicorn, with the release that is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from container.http.protocol import BREAK_OFF, HttpProtocol, check_uvicorn
+from container.http.uvicorn_protocol import BREAK_OFF, HttpProtocol, check_uvicorn
 from container.server import http_server, listen
 
 _CONNECTION = ("cycle", "pipeline", "scope", "headers", "url", "parser", "flow", "timeout_keep_alive_task", "transport")

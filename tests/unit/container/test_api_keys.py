@@ -17,10 +17,10 @@ from container.app import Applications, Mount, Routes, create_app
 from container.logs import PlainFormatter, access_log
 from container.models.registration import Registrar
 from container.models.registry import Lifecycle, Model, Models, State
-from container.output import Writer
 from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
 from container.settings.settings import ServerSettings, Settings, SettingsError
+from container.standard_output import Writer
 from tests.contracts.exchange import MODEL
 
 KEY, OTHER = "sk-first", "sk,second"

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from container.logs import AccessLog, JsonFormatter, LogHandler, PlainFormatter
-from container.output import Writer
+from container.standard_output import Writer
 
 
 def _line(message: str, **more: Any) -> str:

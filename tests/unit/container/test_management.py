@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from container.app import Applications, create_app
-from container.devices import SliceNotChosen
+from container.gpus import SliceNotChosen
 from container.models import registration, registry
 from container.models.registration import Registrar
 from container.models.registry import Lifecycle, Model, Models

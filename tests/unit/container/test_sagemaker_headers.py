@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from container.inference import named_model
+from container.invocations import named_model
 from handlers.custom.reply import response_headers
 from tests.unit.container.test_routes import make, with_engine
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.devices import GpusUnknown, gpu_count
+from container.gpus import GpusUnknown, gpu_count
 from container.models import memory
 from container.models.memory import OutOfMemory, check_room, free_memory, placed
 from container.settings import model as model_fields

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.http.body import UNCOUNTED, BodyMemory, BodyReader
+from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader
 from container.http.endpoint import AppState, Endpoint, HttpCounts
 from container.http.reply import HttpReply
 from container.models.registry import Model, Models, State
@@ -101,8 +101,8 @@ async def test_all_of_it_comes_back_whatever_ends_the_request(sizes: list[int], 
 
 
 async def test_a_body_that_trickles_in_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("container.http.body.LEAST_RATE", 1_000_000)
-    monkeypatch.setattr("container.http.body.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("container.http.body_limits.LEAST_RATE", 1_000_000)
+    monkeypatch.setattr("container.http.body_limits.GRACE_SECONDS", 0.2)
     sent = 0
 
     async def receive() -> MutableMapping[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from container.families import family_endpoints, model_of
+from container.contract_routes import family_endpoints, model_of
 from container.http.endpoint import AppState, Endpoint, HttpCounts
 from container.models.registry import Lifecycle, Model, Models
 from container.settings.settings import ServerSettings, Settings

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container import devices as container_devices
-from container.devices import (
+from container import gpus as container_devices
+from container.gpus import (
     GpusUnknown,
     SliceNotChosen,
     allowed_devices,

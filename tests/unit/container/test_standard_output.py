@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from container.output import Writer
+from container.standard_output import Writer
 from tests.waiting import wait_until
 
 _PAGE = 4096

@@ -15,8 +15,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from container.http.endpoint import AppState, Endpoint, HttpCounts
-from container.http.protocol import BREAK_OFF, Cork, CorkedTransport, HttpProtocol, check_uvicorn
 from container.http.reply import HttpReply, OpenStreams, RetryAfter
+from container.http.uvicorn_protocol import BREAK_OFF, Cork, CorkedTransport, HttpProtocol, check_uvicorn
 from container.models.registry import Models
 from container.server import http_server
 from container.settings.settings import ServerSettings
