@@ -34,7 +34,7 @@ from engines.model_settings import ModelSettings
 from engines.statistics import Distribution
 from handlers.contract import Call, Reply
 from handlers.contracts import FAMILIES
-from handlers.lmi.errors import JSON, front_end_reply
+from handlers.djl_errors import JSON, front_end_reply
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 

@@ -8,7 +8,7 @@ from container.error_rates import ErrorRates
 from container.models.registry import Model, Models, State
 from container.settings.settings import ServerSettings
 from handlers.contract import Reply
-from handlers.lmi.errors import JSON
+from handlers.djl_errors import JSON
 
 _TEXT = {
     State.STARTING: "PENDING",

@@ -11,9 +11,9 @@ from container.http.endpoint import AppState, Endpoint, Scope, front_end_refusal
 from container.http.reply import NO_CACHE
 from container.models.registry import Model
 from handlers.contract import Call, Reply
+from handlers.djl_errors import JSON
+from handlers.forms import FormError, form_fields, is_form
 from handlers.json_cost import off_the_loop
-from handlers.lmi.body import FormError, form_fields, is_form
-from handlers.lmi.errors import JSON
 
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"
 _CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"

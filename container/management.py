@@ -24,9 +24,9 @@ from container.settings.settings import ServerSettings, SettingsError, UrlNotFou
 from engines.adapters import AdapterRegistry
 from engines.errors import AdapterFailed, NotReady, NotServed, RequestError
 from handlers.contract import Call, Reply
+from handlers.djl_errors import front_end_reply, refused
 from handlers.lmi import adapters as lmi
 from handlers.lmi import management as contract
-from handlers.lmi.errors import front_end_reply, refused
 from handlers.lmi.management import Described, Listed, WorkerShown, read_page, read_registration, read_scale
 from handlers.openai import routes as openai
 

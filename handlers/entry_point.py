@@ -23,17 +23,19 @@ from handlers.custom.custom_handler import CustomHandler
 from handlers.custom.formatter_thread import FormatterThread
 from handlers.custom.formatters import Formatters, ModelImports, add_packages, load_formatters
 from handlers.custom.worker import LoadedEngine
-from handlers.engine_handler import EngineHandler, EngineQueue
+from handlers.djl_errors import overloaded
+from handlers.engine_handler import EngineHandler
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
 from handlers.lmi.engine_adapters import AdapterFormatters, EngineAdapterHost
-from handlers.lmi.errors import overloaded
+from handlers.lmi.formatted_call import FormattingHandler
 from handlers.lmi.formatted_reply import Formatting
 from handlers.lmi.formatters import FormatterContract, PayloadFormatters
 from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.rolling_batch import LmiContract
 from handlers.lmi.sessions import Sessions, load_sessions
 from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
+from handlers.queue import EngineQueue
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +168,7 @@ async def _serving(
                 writes_tokens=given.output_takes_tokens,
                 tokenizer=engine.tokenizer,
             )
-            lmi = EngineHandler(queue, contract, thread, refuse_unread=overloaded)
+            lmi = FormattingHandler(queue, contract, thread, refuse_unread=overloaded)
             if given.input is not None:
                 return lmi  # it reads bodies of any form
         return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status, formatting)

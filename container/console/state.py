@@ -16,7 +16,7 @@ from container.settings.report import report_object
 from container.settings.settings import ServerReport
 from container.settings.values import masked
 from engines.model_settings import ModelSettings
-from handlers.lmi.errors import JSON
+from handlers.djl_errors import JSON
 
 
 def console_state(

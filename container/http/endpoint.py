@@ -39,8 +39,8 @@ from engines.errors import (
 )
 from engines.statistics import Distribution
 from handlers.contract import Call, ContractError, Handler, Reply, Running
+from handlers.djl_errors import JSON, front_end_reply
 from handlers.entry_point import Service
-from handlers.lmi.errors import JSON, front_end_reply
 
 logger = logging.getLogger("slipway.access")
 

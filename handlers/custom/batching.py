@@ -14,7 +14,7 @@ from handlers.contract import Reply
 from handlers.custom.reply import HandlerReply, decode_part, reply_of
 from handlers.custom.runtime.channel import CREDIT, Contents, Kind, Message, Properties
 from handlers.custom.worker import Worker
-from handlers.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
+from handlers.djl_errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
 
 logger = logging.getLogger("handlers.custom")
 

@@ -13,13 +13,14 @@ from engines.interface import EngineHealth, EngineStartError
 from engines.model_settings import ModelSettings
 from handlers.contract import LONG_BODY, Call, ContractError, ReplyWriter
 from handlers.custom.batching import MAX_BATCH, CallBatcher, CallSettings, Request, RollingBatcher
+from handlers.custom.handler_input import input_of, priority_of
 from handlers.custom.packages import prepare_interpreter, requirements_dir, variables_of
 from handlers.custom.pool import Pool
 from handlers.custom.reply import HandlerReply
 from handlers.custom.runtime.channel import Kind, LoadOrder, Message
 from handlers.custom.worker import LoadedEngine, Worker, WorkerPlan
-from handlers.lmi.body import input_of, is_form, priority_of
-from handlers.lmi.errors import unknown_adapter
+from handlers.djl_errors import unknown_adapter
+from handlers.forms import is_form
 
 
 class CustomHandler:

@@ -16,7 +16,7 @@ from handlers.contract import ContractError
 from handlers.custom.batching import Batcher, CallSettings, Request
 from handlers.custom.metrics import HandlerMetrics
 from handlers.custom.worker import Worker, WorkerPlan
-from handlers.lmi.errors import refused
+from handlers.djl_errors import refused
 
 logger = logging.getLogger("handlers.custom")
 

@@ -28,7 +28,7 @@ from handlers.contract import Call, ContractError, Handler, Reply, Running
 from handlers.custom import runtime
 from handlers.custom.metrics import HandlerMetrics
 from handlers.custom.runtime.channel import CREDIT, SIZES, Kind, LoadOrder, Message
-from handlers.lmi.errors import JSON, front_end_reply, payload_error
+from handlers.djl_errors import JSON, front_end_reply, payload_error
 
 logger = logging.getLogger("handlers.custom")
 

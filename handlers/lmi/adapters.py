@@ -15,10 +15,10 @@ import msgspec
 from engines import errors
 from engines.adapters import Adapter, AdapterOrder
 from handlers.contract import Call, Reply, adapter_header
+from handlers.djl_errors import JSON, front_end_reply
+from handlers.forms import media_type
 from handlers.json_cost import JsonDecoder
 from handlers.json_fields import JsonError, decode_json, json_kind
-from handlers.lmi.body import media_type
-from handlers.lmi.errors import JSON, front_end_reply
 
 ALIAS_HEADER = "X-Amzn-SageMaker-Adapter-Alias"
 MOST_LISTED = 100  # Adapters in one answer.

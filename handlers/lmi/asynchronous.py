@@ -20,10 +20,11 @@ from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
 from handlers.constraints import FORMS, refuse_unread
 from handlers.contract import Answer, Call, Exchange, Reply
 from handlers.contract_routes import error_body
+from handlers.djl_errors import FAILED_DEPENDENCY, JSON, payload_error
 from handlers.json_fields import ParameterReader, json_kind
 from handlers.lmi.adapters import adapters_of
 from handlers.lmi.body import notes_of, read_body, stream_of
-from handlers.lmi.errors import FAILED_DEPENDENCY, JSON, failure, payload_error, payload_refused
+from handlers.lmi.errors import failure, payload_refused
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
 from handlers.lmi.rolling_batch import FINISH_REASONS
 from handlers.vllm_parameters import VllmParameters, read_vllm_parameters

@@ -1,4 +1,4 @@
-"""Bodies of LMI's calls, by content type: as a JSON document for an engine, or as an `Input` for a customer's handler.
+"""Reads the bodies of LMI's calls as JSON documents, by their content type.
 
 Source: DJL Serving, `RequestParser.java`; djl_python, `encode_decode.py`.
 """
@@ -8,51 +8,28 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-import os
-import re
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any, NamedTuple
-from urllib.parse import unquote_to_bytes
+from typing import Any
 
 import msgspec
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import Field, File, FormParser, parse_options_header
 
 from engines.errors import InvalidRequest
 from handlers.constraints import CONSTRAINING, refuse_unread
 from handlers.contract import Call
+from handlers.djl_errors import JSON
+from handlers.forms import form_fields, is_form, media_type
 from handlers.json_cost import JsonDecoder
 from handlers.json_fields import JsonError, decode_json, json_kind
-from handlers.lmi.errors import JSON, bad_request
 
-DEFAULT_PRIORITY = 3
-
-_URLENCODED = "application/x-www-form-urlencoded"
-_MULTIPART = "multipart/form-data"
-_MAX_FIELDS = 1000
-_MOST_SEPARATORS = 100_000  # Of a form, with those between empty fields; those that follow are part of the last field.
 _MOST_CSV, _MOST_ROWS = 4 * 1024 * 1024, 10_000  # Bytes; each row is a prompt.
-_PIECE = 64 * 1024  # Bytes of a form that are decoded at a time; other threads go on in between.
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
 # Fields of a form that are not the prompt, whatever else is there.
 _NO_PROMPT = frozenset({"parameters", "stream", "adapters", "adapter"})
 
-_CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
-_ALLOW_OVERRIDE = "ALLOW_REQUEST_HANDLER_OVERRIDE"
-# Properties by which the server controls a handler; a client cannot set them.
-_RESERVED = re.compile(
-    r"batch_size|batch_\d.*|reset_rollingbatch|model_dir|device_id|.*_formatter|prediction_handler|init_handler",
-    re.IGNORECASE | re.DOTALL,
-)
-
 
 _decode_json = JsonDecoder[Any]().decode
-
-
-class FormError(InvalidRequest):
-    """The body is not the form that its content type says."""
 
 
 class Body(msgspec.Struct):
@@ -61,18 +38,6 @@ class Body(msgspec.Struct):
     document: dict[str, Any]
     prompts: tuple[str, ...]
     parameters: dict[str, Any]  # Empty where they are absent or null.
-
-
-class HandlerInput(NamedTuple):
-    """What a handler's `Input` holds."""
-
-    properties: tuple[tuple[str, str], ...]
-    contents: tuple[tuple[str | None, bytes], ...]
-
-
-def media_type(content_type: str) -> str:
-    """The content type without its parameters, in lower case."""
-    return content_type.partition(";")[0].strip().lower()
 
 
 def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: str = "`inputs`") -> Body:
@@ -188,116 +153,3 @@ def notes_of(document: dict[str, Any], fields: Iterable[str], ignored: Iterable[
     if unknown := document.keys() - fields:
         notes.append(f"fields without effect: {', '.join(sorted(unknown))}")
     return tuple(notes)
-
-
-def input_of(call: Call) -> HandlerInput:
-    """Query parameters and body as contents; headers, SageMaker's attributes and the request's id as properties. Raises
-    ContractError: 400; the form is broken, or the request names a handler function."""
-    given: list[tuple[str, str]] = []
-    for name, value in call.headers:
-        if name.lower() != _CUSTOM_ATTRIBUTES:
-            given.append((name, value))
-            continue
-        for attribute in value.split(";"):
-            key, equals, text = attribute.partition("=")
-            if equals:
-                given.append((key.strip(), text.strip()))
-    if call.content_type:
-        given.append(("Content-Type", call.content_type))
-    properties = _properties([*given, ("requestId", call.request_id)])
-    if "handler" in properties and os.environ.get(_ALLOW_OVERRIDE, "").lower() != "true":
-        raise bad_request("The handler can't be overridden in a request")
-    query = tuple((key, value.encode()) for key, value in call.query)
-    return HandlerInput(tuple(properties.values()), (*query, *_contents(call)))
-
-
-def priority_of(given: HandlerInput) -> int:
-    """The property `x-priority`; lower ones are served first. Raises ContractError: 400; it is not an integer."""
-    text = next((value for name, value in given.properties if name.lower() == "x-priority"), "")
-    try:
-        return int(text) if text else DEFAULT_PRIORITY
-    except ValueError:
-        raise bad_request(f"x-priority is no integer: {text}") from None
-
-
-def _contents(call: Call) -> tuple[tuple[str | None, bytes], ...]:
-    whole = (("data", call.body),)
-    if not is_form(call.content_type):
-        return whole
-    try:
-        fields = form_fields(call.body, call.content_type)
-    except FormError as error:
-        raise bad_request(error.message) from None
-    return tuple(fields) or whole  # an input without any content is the initializing call, which no client may make
-
-
-def _properties(given: Iterable[tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    """Properties by their names in lower case: these count in any case, and a later value replaces an earlier one."""
-    found: dict[str, tuple[str, str]] = {}
-    for name, value in given:
-        key = name.lower()
-        if _RESERVED.fullmatch(name):
-            continue
-        shown = "handler" if key == "handler" else found.get(key, (name, ""))[0]  # handlers look it up in this case
-        found[key] = (shown, value)
-    return found
-
-
-def is_form(content_type: str) -> bool:
-    """Whether a body of this type has fields."""
-    return media_type(content_type) in (_URLENCODED, _MULTIPART)
-
-
-def form_fields(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
-    """All fields and files of a form in order, without file names. Raises FormError: the form is broken."""
-    return _urlencoded(body) if media_type(content_type) == _URLENCODED else _multipart(body, content_type)
-
-
-def _urlencoded(body: bytes) -> list[tuple[str, bytes]]:
-    """As `urllib.parse.parse_qsl`, which takes text only: here a value may be any bytes."""
-    fields = [field for field in body.split(b"&", _MOST_SEPARATORS) if field]
-    if len(fields) > _MAX_FIELDS:
-        raise FormError(f"the form has more than {_MAX_FIELDS} fields")
-    pairs = (field.replace(b"+", b" ").partition(b"=") for field in fields)
-    return [(_unquoted(name).decode("utf-8", "replace"), _unquoted(value)) for name, _, value in pairs]
-
-
-def _unquoted(text: bytes) -> bytes:
-    """The text without its escapes, such as `%20`."""
-    pieces, start = [], 0
-    while start < len(text):
-        end = start + _PIECE
-        if (escape := text.find(b"%", end - 2, end)) > 0:
-            end = escape  # it goes on in the next piece
-        pieces.append(unquote_to_bytes(text[start:end]))
-        start = end
-    return b"".join(pieces)
-
-
-def _multipart(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
-    boundary = parse_options_header(content_type)[1].get(b"boundary")
-    if not boundary:
-        raise FormError("the multipart form's Content-Type has no boundary")
-    fields: list[tuple[str, bytes]] = []
-    ended: list[bool] = []
-
-    def add(part: Field | File) -> None:
-        if len(fields) >= _MAX_FIELDS:
-            raise FormError(f"the form has more than {_MAX_FIELDS} fields")
-        if isinstance(part, File):
-            part.file_object.seek(0)
-        data = part.value if isinstance(part, Field) else part.file_object.read()
-        fields.append(((part.field_name or b"").decode("utf-8", "replace"), data or b""))
-
-    in_memory = {"MAX_MEMORY_FILE_SIZE": float("inf")}
-    try:
-        parser = FormParser(_MULTIPART, add, add, lambda: ended.append(True), boundary, config=in_memory)
-        parser.write(body)
-        parser.finalize()
-    except FormParserError as error:
-        if str(error).startswith("Field name not found"):
-            raise FormError("a part of the multipart form has no name") from None
-        raise FormError(f"the multipart form is broken: {error}") from error
-    if not ended:
-        raise FormError("the multipart form ends before its last boundary")
-    return fields

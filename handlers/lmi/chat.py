@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from handlers.contract import Reply
-from handlers.lmi.errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
+from handlers.djl_errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
 
 DONE = b"[DONE]"
 _EVENT = b"data: "

@@ -15,9 +15,10 @@ from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GenerationRequest, TokenDelta
 from handlers.contract import Answer, Call, ContractError, Exchange, Reply
+from handlers.djl_errors import JSON, handler_failure
 from handlers.json_fields import json_kind
 from handlers.lmi.body import notes_of, read_body, request_ids
-from handlers.lmi.errors import JSON, failure, handler_failure, status_of
+from handlers.lmi.errors import failure, status_of
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, ParameterRules, read_parameters
 
 STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on new tokens where the answer is streamed.

@@ -1,60 +1,22 @@
-"""LMI's error bodies, byte for byte.
+"""LMI's error bodies for generation, byte for byte.
 
-Source: LMI schema v0.31, "Error Responses"; DJL Serving, `NettyUtils.java`. There are three plain forms: what the front
-end answers (unknown model, full queue), a payload that cannot be understood, and a handler or dynamic batch that
-failed. A bad generation parameter and a failure while generating have the schema's own objects; these carry `error` and
-`code` as well, so that a client finds the reason under the same keys everywhere.
+A bad generation parameter and a failure while generating have the schema's own objects. These carry `error` and `code`
+as well, so that a client finds the reason under the same keys everywhere. Source: LMI schema v0.31, "Error Responses".
 """
 
 from __future__ import annotations
 
 from json.encoder import encode_basestring as quote
 
-from engines.errors import EngineDead, InvalidRequest, Overloaded, RequestError, UnknownAdapter
+from engines.errors import EngineDead, InvalidRequest, Overloaded, RequestError
 from handlers.contract import ContractError, Reply
-
-JSON = "application/json"
-FAILED_DEPENDENCY = 424  # LMI's status for whatever goes wrong with an inference request.
-# LMI's front end writes JSON that can be embedded in HTML.
-HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=": "\\u003d", "'": "\\u0027"})
-
-
-def front_end_reply(status: int, kind: str, message: str) -> Reply:
-    """What the front end itself answers. `kind`: a class name of DJL Serving's."""
-    text = f'{{\n  "code": {status},\n  "type": {_html_safe(kind)},\n  "message": {_html_safe(message)}\n}}\n'
-    return Reply(status, JSON, text.encode("utf-8", "replace"))
-
-
-def refused(status: int, kind: str, message: str) -> ContractError:
-    """A call that the front end refuses. `kind`: a class name of DJL Serving's."""
-    return ContractError(front_end_reply(status, kind, message), message)
-
-
-def bad_request(message: str) -> ContractError:
-    """A call that the front end refuses with 400: a parameter is missing or wrong."""
-    return refused(400, "BadRequestException", message)
-
-
-def payload_error(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
-    """The body that says that a payload cannot be understood."""
-    return f'{{"error":{_html_safe(message)},"code":{code}}}'.encode("utf-8", "replace")
-
-
-def failed_dependency(message: str) -> ContractError:
-    """A call that is refused with 424."""
-    return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(message)), message)
+from handlers.djl_errors import FAILED_DEPENDENCY, JSON, overloaded, payload_error
 
 
 def payload_refused(message: str) -> ContractError:
     """A call whose payload cannot be understood, refused in the words of LMI's parser."""
     text = f"Input Parsing failed. {message[:1].upper()}{message[1:]}."
     return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(text)), message)
-
-
-def handler_failure(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
-    """The body that says that a handler or a dynamic batch failed."""
-    text = f'{{\n  "code":{code},\n  "message":"invoke handler failure",\n  "error":{quote(message)}\n}}'
-    return text.encode("utf-8", "replace")
 
 
 def request_error(message: str, code: int, error_type: str | None = None) -> str:
@@ -98,20 +60,6 @@ def failure(error: RequestError, body: bytes, status: int | None = None) -> Repl
     return Reply(status_of(error) if status is None else status, JSON, body)
 
 
-def overloaded(error: Overloaded) -> Reply:
-    """The reply to a request for which the queue has no place."""
-    return front_end_reply(error.status, "WlmCapacityException", error.message)
-
-
-def unknown_adapter(error: UnknownAdapter) -> Reply:
-    """The reply to a request for an adapter that is not registered."""
-    return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
-
-
 def _reason(message: str, code: int, error_type: str | None) -> str:
     kind = "" if error_type is None else f', "error_type": "{error_type}"'
     return f'"error": {quote(message)}{kind}, "code": {code}'
-
-
-def _html_safe(text: str) -> str:
-    return quote(text).translate(HTML_SAFE)

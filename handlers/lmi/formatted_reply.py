@@ -10,8 +10,8 @@ from typing import Any
 from engines.errors import GenerationFailed, RequestError
 from handlers.contract import Call, Reply, ReplyWriter, Running
 from handlers.custom.formatter_thread import FormatterQueue, FormatterThread
+from handlers.djl_errors import FAILED_DEPENDENCY, JSON, failed_dependency, payload_error
 from handlers.lmi.chat import AsyncShape, Shape, error_of, events, is_error
-from handlers.lmi.errors import FAILED_DEPENDENCY, JSON, failed_dependency, payload_error
 from handlers.lmi.formatters import PayloadFormatters
 
 _END = b""  # In the place of an event: there are no more.

@@ -28,9 +28,12 @@ from engines.errors import GenerationFailed, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
 from engines.request import Token, TokenDelta
 from handlers.contract import Answer, Call, Contract, Exchange, Reply
+from handlers.custom.handler_input import input_of
+from handlers.djl_errors import JSON, failed_dependency, payload_error
+from handlers.forms import is_form, media_type
 from handlers.lmi.asynchronous import LmiAsyncContract
-from handlers.lmi.body import decode, input_of, is_form, media_type, read_body
-from handlers.lmi.errors import JSON, failed_dependency, failure, payload_error, payload_refused, status_of
+from handlers.lmi.body import decode, read_body
+from handlers.lmi.errors import failure, payload_refused, status_of
 from handlers.lmi.rolling_batch import FINISH_REASONS
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,12 @@ import msgspec
 from engines.errors import InvalidRequest, UnknownAdapter
 from engines.model_settings import ModelSettings
 from handlers.contract import Call, ContractError, Handler, ReplyWriter, Running, adapter_header
+from handlers.djl_errors import FAILED_DEPENDENCY, JSON, unknown_adapter
+from handlers.forms import media_type
 from handlers.json_cost import JsonDecoder, off_the_loop
 from handlers.lmi.adapters import adapter_query, adapters_in, adapters_of
-from handlers.lmi.body import media_type
 from handlers.lmi.chat import AsyncShape, LmiChatShape, Shape
-from handlers.lmi.errors import FAILED_DEPENDENCY, JSON, payload_refused, unknown_adapter
+from handlers.lmi.errors import payload_refused
 from handlers.lmi.formatted_reply import FormattedReply, Formatting, ShapedReply
 from handlers.lmi.sessions import SESSION_ID, Sessions
 from handlers.openai.constraints import CHAT, COMPLETIONS

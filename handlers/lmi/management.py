@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from handlers.contract import Call, Reply
+from handlers.djl_errors import HTML_SAFE, JSON, bad_request
+from handlers.forms import media_type
 from handlers.json_fields import JsonError, decode_json
-from handlers.lmi.body import media_type
-from handlers.lmi.errors import HTML_SAFE, JSON, bad_request
 
 MAX_LISTED = 100
 MAX_WORKERS = 128  # A process each; more than any machine can use.

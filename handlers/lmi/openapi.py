@@ -8,11 +8,11 @@ from pathlib import Path
 
 from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.contract_routes import Operation
+from handlers.djl_errors import JSON
 from handlers.json_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, either
 from handlers.json_schemas import parameters as asked_for
 from handlers.lmi import dynamic_batch, rolling_batch
 from handlers.lmi.asynchronous import PASSED_ON, RENAMED
-from handlers.lmi.errors import JSON
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, read_parameters
 from handlers.vllm_parameters import read_vllm_parameters
 

@@ -16,19 +16,11 @@ from engines.errors import InvalidParameter, InvalidRequest, RequestError, Unkno
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GeneratedSequence, GenerationRequest, Token, TokenDelta
 from handlers.contract import Answer, Call, ContractError, Exchange, Reply
+from handlers.djl_errors import JSON, unknown_adapter
 from handlers.json_fields import json_kind
 from handlers.lmi.adapters import adapters_of
 from handlers.lmi.body import Body, notes_of, read_body, request_ids, stream_of
-from handlers.lmi.errors import (
-    JSON,
-    failure,
-    payload_refused,
-    request_error,
-    status_of,
-    stream_error,
-    tgi_error_type,
-    unknown_adapter,
-)
+from handlers.lmi.errors import failure, payload_refused, request_error, status_of, stream_error, tgi_error_type
 from handlers.lmi.parameters import LmiParameters, ParameterRules, read_parameters
 
 FINISH_REASONS = {

@@ -26,8 +26,9 @@ from engines.errors import Overloaded
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
 from handlers.contract import LONG_BODY, Call, ContractError, Reply
+from handlers.djl_errors import JSON, failed_dependency, overloaded
 from handlers.json_cost import JsonDecoder
-from handlers.lmi.errors import JSON, failed_dependency, overloaded, payload_refused
+from handlers.lmi.errors import payload_refused
 
 logger = logging.getLogger(__name__)
 

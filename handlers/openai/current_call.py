@@ -11,8 +11,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from engines.errors import InvalidRequest
-from handlers.engine_handler import EngineQueue
 from handlers.openai.media_limits import MediaMemory, RequestMedia
+from handlers.queue import EngineQueue
 
 if TYPE_CHECKING:
     from engines.vllm.lora import Claim

@@ -17,13 +17,14 @@ from engines.choice import is_vllm
 from engines.errors import InvalidRequest, Overloaded, RequestError, UnknownAdapter
 from engines.model_settings import ModelSettings
 from handlers.contract import LONG_BODY, Call, Exchange, ReplyWriter, Running, adapter_header
-from handlers.engine_handler import EngineQueue, RunningCall
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.media_limits import MediaMemory
 from handlers.openai.routes import ALIASED, refuse
 from handlers.openai.vllm_call import VllmApp, VllmCall, check_body
+from handlers.queue import EngineQueue
+from handlers.running_call import RunningCall
 
 _LONG_CHAT = 16 * 1024  # Bytes; a template may be slow, so that longer ones are parsed in a thread.
 _PREFIXES = ("chatcmpl-", "cmpl-")  # Before the HTTP request's id in those of vLLM's answers.

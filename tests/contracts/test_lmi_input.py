@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contract import Call, ContractError
+from handlers.custom.handler_input import input_of, priority_of
 from handlers.custom.reply import response_headers
-from handlers.lmi.body import input_of, priority_of
 
 FORM = "application/x-www-form-urlencoded"
 

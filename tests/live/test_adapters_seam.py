@@ -16,8 +16,8 @@ from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
 from engines.errors import UnknownAdapter
 from engines.model_settings import ModelSettings
 from engines.statistics import Meter
-from handlers.engine_handler import EngineQueue
 from handlers.openai.current_call import OpenAICall
+from handlers.queue import EngineQueue
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

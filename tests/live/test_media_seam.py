@@ -21,9 +21,9 @@ import pytest
 from engines.errors import InvalidRequest
 from engines.model_settings import ModelSettings
 from engines.statistics import Meter
-from handlers.engine_handler import EngineQueue
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.media_limits import MediaMemory, RequestMedia
+from handlers.queue import EngineQueue
 from tests.live.pictures import bomb, data_url, encoded
 
 SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")

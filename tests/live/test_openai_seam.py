@@ -233,9 +233,9 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
     from engines.statistics import Meter
-    from handlers.engine_handler import EngineQueue
     from handlers.openai.current_call import OpenAICall
     from handlers.openai.engine_client import EngineClient
+    from handlers.queue import EngineQueue
 
     class Llm:
         """vLLM's engine, which keeps its requests elsewhere than it used to."""
@@ -296,9 +296,9 @@ async def test_what_fails_after_vllm_has_registered_it_is_taken_out_again_and_no
     from vllm.v1.engine.output_processor import OutputProcessor
 
     from engines.statistics import Meter
-    from handlers.engine_handler import EngineQueue
     from handlers.openai.current_call import OpenAICall
     from handlers.openai.engine_client import EngineClient
+    from handlers.queue import EngineQueue
 
     aborted: list[str] = []
 
@@ -348,9 +348,9 @@ def test_a_body_that_vllm_stumbles_over_is_the_clients_fault_until_something_is_
     from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
     from engines.statistics import Meter
-    from handlers.engine_handler import EngineQueue
     from handlers.openai.current_call import OpenAICall, current_call
     from handlers.openai.vllm_app import answer_stumbling_readers
+    from handlers.queue import EngineQueue
 
     call = OpenAICall(EngineQueue(SimpleNamespace(meter=Meter()), 4))  # type: ignore[arg-type]
     app = FastAPI()

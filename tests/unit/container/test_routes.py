@@ -26,10 +26,11 @@ from handlers import entry_point
 from handlers.contract import Call, Contract, ReplyWriter, Running
 from handlers.contract_routes import ContractSetting, Generates, Tells
 from handlers.contracts import FAMILIES
-from handlers.engine_handler import EngineHandler, EngineQueue
+from handlers.djl_errors import overloaded
+from handlers.engine_handler import EngineHandler
 from handlers.entry_point import Service
-from handlers.lmi.errors import overloaded
 from handlers.lmi.rolling_batch import LmiContract
+from handlers.queue import EngineQueue
 from tests.contracts.exchange import MODEL
 from tests.unit.handlers.test_engine_handler import ScriptedEngine
 

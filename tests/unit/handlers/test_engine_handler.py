@@ -19,12 +19,14 @@ from engines.statistics import Meter
 from handlers.contract import LONG_BODY, Call, ContractError, Exchange, Reply
 from handlers.contract_routes import ContractSetting
 from handlers.custom.formatter_thread import FormatterThread
-from handlers.engine_handler import EngineHandler, EngineQueue
+from handlers.djl_errors import overloaded
+from handlers.engine_handler import EngineHandler
 from handlers.happy_vllm.answer import StreamAnswer
 from handlers.happy_vllm.routes import HappyVllmContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
-from handlers.lmi.errors import overloaded
+from handlers.lmi.formatted_call import FormattingHandler
 from handlers.lmi.rolling_batch import LmiContract
+from handlers.queue import EngineQueue
 from handlers.triton.routes import TritonContract
 from tests.contracts.exchange import MODEL, call
 from tests.waiting import until
@@ -246,7 +248,7 @@ async def test_an_aborted_stream_ends_as_aborted_with_what_there_is(queue: Engin
 async def test_a_stream_with_a_comment_begins_at_once_and_comments_while_it_is_idle(
     queue: EngineQueue, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("handlers.engine_handler.KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr("handlers.running_call.KEEP_ALIVE_SECONDS", 0.05)
     writer = Writer()
     await EngineHandler(queue, Commenting(MODEL)).handle(call({"inputs": "x", "stream": True}), writer)
     assert writer.started == [(200, "application/jsonlines")]
@@ -362,7 +364,7 @@ class ShoutingContract:
 
 async def shout(queue: EngineQueue, engine: ScriptedEngine, *deltas: TokenDelta) -> Writer:
     writer = Writer()
-    contract = EngineHandler(queue, ShoutingContract(), FormatterThread(5))
+    contract = FormattingHandler(queue, ShoutingContract(), FormatterThread(5))
     await contract.handle(Call(body=b"", request_id="r"), writer)
     for delta in deltas:
         engine.sinks[-1].on_delta(delta)
@@ -391,7 +393,7 @@ async def test_a_formatter_that_fails_ends_its_request_and_frees_its_place(
 
 
 async def test_a_refusal_by_a_contract_that_may_block_is_a_refusal(queue: EngineQueue) -> None:
-    contract = EngineHandler(queue, ShoutingContract(), FormatterThread(5))
+    contract = FormattingHandler(queue, ShoutingContract(), FormatterThread(5))
     with pytest.raises(ContractError):
         await contract.handle(Call(body=b"refuse", request_id="r"), Writer())
 
@@ -400,14 +402,14 @@ async def test_a_refusal_by_a_contract_that_may_block_is_a_refusal(queue: Engine
 async def test_a_contract_that_hangs_or_exits_while_it_reads_refuses_its_call(
     queue: EngineQueue, body: bytes, reason: str
 ) -> None:
-    contract = EngineHandler(queue, ShoutingContract(), FormatterThread(0.2))
+    contract = FormattingHandler(queue, ShoutingContract(), FormatterThread(0.2))
     with pytest.raises(ContractError, match=reason) as refused:
         await contract.handle(Call(body=body, request_id="r"), Writer())
     assert refused.value.reply.status == 424
 
 
 async def test_nothing_more_is_formatted_for_a_client_that_has_gone(queue: EngineQueue, engine: ScriptedEngine) -> None:
-    contract = EngineHandler(queue, ShoutingContract(), FormatterThread(5))
+    contract = FormattingHandler(queue, ShoutingContract(), FormatterThread(5))
     gone = await contract.handle(Call(body=b"", request_id="r"), Writer())
     for _ in range(6000):
         engine.sinks[-1].on_delta(TokenDelta("x"))

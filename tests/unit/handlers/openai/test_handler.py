@@ -13,11 +13,11 @@ import pytest
 from engines.errors import InvalidRequest, Overloaded, UnknownAdapter
 from engines.statistics import Meter
 from handlers.contract import Call, Reply
-from handlers.engine_handler import EngineQueue
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.handler import OpenAIHandler
 from handlers.openai.routes import error_reply
 from handlers.openai.vllm_call import VllmApp
+from handlers.queue import EngineQueue
 from tests.unit.collected_reply import CollectedReply
 from tests.waiting import until
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contract import Call
-from handlers.engine_handler import EngineQueue
 from handlers.openai.current_call import OpenAICall
 from handlers.openai.vllm_call import for_vllm
+from handlers.queue import EngineQueue
 from tests.contracts.exchange import call
 from tests.unit.handlers.test_engine_handler import ScriptedEngine
 

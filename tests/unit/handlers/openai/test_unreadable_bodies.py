@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from engines.errors import InvalidRequest
 from handlers.contract import Call
-from handlers.engine_handler import EngineQueue
 from handlers.openai.current_call import OpenAICall
 from handlers.openai.vllm_call import for_vllm
+from handlers.queue import EngineQueue
 from tests.unit.handlers.test_engine_handler import ScriptedEngine
 
 BODY = {"prompt": "Once", "guided_regex": "[0-9]{3}", "max_tokens": 8}

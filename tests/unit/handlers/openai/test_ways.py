@@ -9,10 +9,10 @@ import pytest
 from engines.errors import InvalidRequest, Overloaded, UnknownAdapter
 from engines.request import FinishReason, GenerationRequest, TokenDelta
 from handlers.contract import Call
-from handlers.engine_handler import EngineQueue
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.handler import OpenAIHandler
 from handlers.openai.vllm_call import VllmApp
+from handlers.queue import EngineQueue
 from tests.contracts.test_openai_contract import FRONT_END
 from tests.unit.collected_reply import CollectedReply
 from tests.unit.handlers.test_engine_handler import ScriptedEngine

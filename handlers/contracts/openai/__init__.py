@@ -1,1 +1,0 @@
-"""OpenAI: routes and errors; vLLM itself reads and writes the bodies."""

@@ -1,0 +1,85 @@
+"""Makes the `Input` of a customer's handler from a call: properties and contents.
+
+Source: DJL Serving, `RequestParser.java`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from handlers.contract import Call
+from handlers.djl_errors import bad_request
+from handlers.forms import FormError, form_fields, is_form
+
+DEFAULT_PRIORITY = 3
+
+_CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
+_ALLOW_OVERRIDE = "ALLOW_REQUEST_HANDLER_OVERRIDE"
+# The server controls a handler with these properties. A client cannot set them.
+_RESERVED = re.compile(
+    r"batch_size|batch_\d.*|reset_rollingbatch|model_dir|device_id|.*_formatter|prediction_handler|init_handler",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+class HandlerInput(NamedTuple):
+    """What a handler's `Input` holds."""
+
+    properties: tuple[tuple[str, str], ...]
+    contents: tuple[tuple[str | None, bytes], ...]
+
+
+def input_of(call: Call) -> HandlerInput:
+    """Query parameters and body as contents; headers, SageMaker's attributes and the request's id as properties. Raises
+    ContractError: 400; the form is broken, or the request names a handler function."""
+    given: list[tuple[str, str]] = []
+    for name, value in call.headers:
+        if name.lower() != _CUSTOM_ATTRIBUTES:
+            given.append((name, value))
+            continue
+        for attribute in value.split(";"):
+            key, equals, text = attribute.partition("=")
+            if equals:
+                given.append((key.strip(), text.strip()))
+    if call.content_type:
+        given.append(("Content-Type", call.content_type))
+    properties = _properties([*given, ("requestId", call.request_id)])
+    if "handler" in properties and os.environ.get(_ALLOW_OVERRIDE, "").lower() != "true":
+        raise bad_request("The handler can't be overridden in a request")
+    query = tuple((key, value.encode()) for key, value in call.query)
+    return HandlerInput(tuple(properties.values()), (*query, *_contents(call)))
+
+
+def priority_of(given: HandlerInput) -> int:
+    """The property `x-priority`; lower ones are served first. Raises ContractError: 400; it is not an integer."""
+    text = next((value for name, value in given.properties if name.lower() == "x-priority"), "")
+    try:
+        return int(text) if text else DEFAULT_PRIORITY
+    except ValueError:
+        raise bad_request(f"x-priority is no integer: {text}") from None
+
+
+def _contents(call: Call) -> tuple[tuple[str | None, bytes], ...]:
+    whole = (("data", call.body),)
+    if not is_form(call.content_type):
+        return whole
+    try:
+        fields = form_fields(call.body, call.content_type)
+    except FormError as error:
+        raise bad_request(error.message) from None
+    return tuple(fields) or whole  # an input without any content is the initializing call, which no client may make
+
+
+def _properties(given: Iterable[tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Properties by their names in lower case: these count in any case, and a later value replaces an earlier one."""
+    found: dict[str, tuple[str, str]] = {}
+    for name, value in given:
+        key = name.lower()
+        if _RESERVED.fullmatch(name):
+            continue
+        shown = "handler" if key == "handler" else found.get(key, (name, ""))[0]  # handlers look it up in this case
+        found[key] = (shown, value)
+    return found

@@ -1,0 +1,63 @@
+"""DJL Serving's error bodies, byte for byte: LMI and customers' handlers share them.
+
+The front end has one form (unknown model, full queue). A payload that cannot be read and a handler that failed have
+another each. Source: LMI schema v0.31, "Error Responses"; DJL Serving, `NettyUtils.java`.
+"""
+
+from __future__ import annotations
+
+from json.encoder import encode_basestring as quote
+
+from engines.errors import Overloaded, UnknownAdapter
+from handlers.contract import ContractError, Reply
+
+JSON = "application/json"
+FAILED_DEPENDENCY = 424  # LMI's status for an inference request that failed, for any reason.
+# The front end writes JSON that can be embedded in HTML.
+HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=": "\\u003d", "'": "\\u0027"})
+
+
+def front_end_reply(status: int, kind: str, message: str) -> Reply:
+    """What the front end itself answers. `kind`: a class name of DJL Serving's."""
+    text = f'{{\n  "code": {status},\n  "type": {_html_safe(kind)},\n  "message": {_html_safe(message)}\n}}\n'
+    return Reply(status, JSON, text.encode("utf-8", "replace"))
+
+
+def refused(status: int, kind: str, message: str) -> ContractError:
+    """A call that the front end refuses. `kind`: a class name of DJL Serving's."""
+    return ContractError(front_end_reply(status, kind, message), message)
+
+
+def bad_request(message: str) -> ContractError:
+    """A call that the front end refuses with 400: a parameter is missing or wrong."""
+    return refused(400, "BadRequestException", message)
+
+
+def payload_error(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
+    """The body that says that a payload cannot be understood."""
+    return f'{{"error":{_html_safe(message)},"code":{code}}}'.encode("utf-8", "replace")
+
+
+def failed_dependency(message: str) -> ContractError:
+    """A call that is refused with 424."""
+    return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(message)), message)
+
+
+def handler_failure(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
+    """The body that says that a handler or a dynamic batch failed."""
+    text = f'{{\n  "code":{code},\n  "message":"invoke handler failure",\n  "error":{quote(message)}\n}}'
+    return text.encode("utf-8", "replace")
+
+
+def overloaded(error: Overloaded) -> Reply:
+    """The reply to a request for which the queue has no place."""
+    return front_end_reply(error.status, "WlmCapacityException", error.message)
+
+
+def unknown_adapter(error: UnknownAdapter) -> Reply:
+    """The reply to a request for an adapter that is not registered."""
+    return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
+
+
+def _html_safe(text: str) -> str:
+    return quote(text).translate(HTML_SAFE)

@@ -1,0 +1,85 @@
+"""Reads HTML forms, urlencoded or multipart. The values may be any bytes."""
+
+from __future__ import annotations
+
+from urllib.parse import unquote_to_bytes
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import Field, File, FormParser, parse_options_header
+
+from engines.errors import InvalidRequest
+
+_URLENCODED = "application/x-www-form-urlencoded"
+_MULTIPART = "multipart/form-data"
+_MAX_FIELDS = 1000
+_MOST_SEPARATORS = 100_000  # Includes those between empty fields. Further separators are part of the last field.
+_PIECE = 64 * 1024  # Bytes that are decoded at a time. Other threads can run in between.
+
+
+class FormError(InvalidRequest):
+    """The body is not the form that its content type says."""
+
+
+def media_type(content_type: str) -> str:
+    """The content type without its parameters, in lower case."""
+    return content_type.partition(";")[0].strip().lower()
+
+
+def is_form(content_type: str) -> bool:
+    """Whether a body of this type has fields."""
+    return media_type(content_type) in (_URLENCODED, _MULTIPART)
+
+
+def form_fields(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
+    """All fields and files of a form in order, without file names. Raises FormError: the form is broken."""
+    return _urlencoded(body) if media_type(content_type) == _URLENCODED else _multipart(body, content_type)
+
+
+def _urlencoded(body: bytes) -> list[tuple[str, bytes]]:
+    """As `urllib.parse.parse_qsl`, which takes text only: here a value may be any bytes."""
+    fields = [field for field in body.split(b"&", _MOST_SEPARATORS) if field]
+    if len(fields) > _MAX_FIELDS:
+        raise FormError(f"the form has more than {_MAX_FIELDS} fields")
+    pairs = (field.replace(b"+", b" ").partition(b"=") for field in fields)
+    return [(_unquoted(name).decode("utf-8", "replace"), _unquoted(value)) for name, _, value in pairs]
+
+
+def _unquoted(text: bytes) -> bytes:
+    """The text without its escapes, such as `%20`."""
+    pieces, start = [], 0
+    while start < len(text):
+        end = start + _PIECE
+        if (escape := text.find(b"%", end - 2, end)) > 0:
+            end = escape  # it goes on in the next piece
+        pieces.append(unquote_to_bytes(text[start:end]))
+        start = end
+    return b"".join(pieces)
+
+
+def _multipart(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
+    boundary = parse_options_header(content_type)[1].get(b"boundary")
+    if not boundary:
+        raise FormError("the multipart form's Content-Type has no boundary")
+    fields: list[tuple[str, bytes]] = []
+    ended: list[bool] = []
+
+    def add(part: Field | File) -> None:
+        if len(fields) >= _MAX_FIELDS:
+            raise FormError(f"the form has more than {_MAX_FIELDS} fields")
+        if isinstance(part, File):
+            part.file_object.seek(0)
+        data = part.value if isinstance(part, Field) else part.file_object.read()
+        fields.append(((part.field_name or b"").decode("utf-8", "replace"), data or b""))
+
+    in_memory = {"MAX_MEMORY_FILE_SIZE": float("inf")}
+    try:
+        parser = FormParser(_MULTIPART, add, add, lambda: ended.append(True), boundary, config=in_memory)
+        parser.write(body)
+        parser.finalize()
+    except FormParserError as error:
+        if str(error).startswith("Field name not found"):
+            raise FormError("a part of the multipart form has no name") from None
+        raise FormError(f"the multipart form is broken: {error}") from error
+    if not ended:
+        raise FormError("the multipart form ends before its last boundary")
+    return fields

@@ -1,0 +1,51 @@
+"""The queue of an engine: how many sequences may be in it at a time, whatever the contracts of their calls."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engines.errors import InvalidRequest, Overloaded
+from engines.interface import Engine
+
+
+class Abortable(Protocol):
+    """A call that can be ended early."""
+
+    def abort(self) -> None:
+        """End the call. Its client gets the text that there is."""
+
+
+class EngineQueue:
+    """The calls of one engine. At most `limit` sequences are in the engine at a time, running or waiting; further calls
+    are refused at once."""
+
+    def __init__(self, engine: Engine, limit: int, overload_status: int = 503) -> None:
+        """`overload_status`: what LMI's clients get where there is no place."""
+        self.engine, self.limit, self.overload_status = engine, limit, overload_status
+        self.open_sequences = 0  # Places that are taken.
+        self.running: dict[str, Abortable] = {}  # By their ids.
+
+    def admit(self, sequences: int) -> None:
+        """Take places for a call. Raises InvalidRequest: the call would never fit; Overloaded: there are not enough
+        now."""
+        if sequences > self.limit:
+            raise InvalidRequest(f"the request asks for {sequences} sequences; at most {self.limit} can be served")
+        if self.open_sequences + sequences > self.limit:
+            raise self.overloaded()
+        self.open_sequences += sequences
+
+    def check_place(self) -> None:
+        """Raise Overloaded if there is no place at all; the call is counted as one that has failed."""
+        if self.open_sequences >= self.limit:
+            self.engine.meter.calls.count(0.0, failed=True)
+            raise self.overloaded()
+
+    def overloaded(self) -> Overloaded:
+        """What a call is refused with that gets no place."""
+        message = f"the queue is full: {self.open_sequences} of {self.limit} places are taken; try again later"
+        return Overloaded(message, self.overload_status)
+
+    def abort(self, request_id: str) -> None:
+        """End the call with this id, if it is running: its client gets what there is of the answer, as aborted."""
+        if (running := self.running.get(request_id)) is not None:
+            running.abort()

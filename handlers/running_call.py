@@ -1,0 +1,238 @@
+"""A call that is running in an engine: takes the engine's deltas, and writes the reply."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from engines.errors import InternalError, RequestError
+from engines.interface import Generation
+from engines.request import TokenDelta
+from handlers.contract import CumulativeAnswer, Exchange, Reply, ReplyWriter
+from handlers.queue import EngineQueue
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 15.0  # Between the comments of a stream that has nothing to say; TGI's interval.
+_SUBMITS_PER_TURN = 16  # After so many prompts of one call others get their turn on the event loop.
+_LONG = 64 * 1024  # Bytes; parts of a cumulative answer up to this length come as often as there is something new.
+_BYTES_PER_SECOND = 32 * 1024 * 1024  # What one cumulative answer makes of longer parts.
+
+
+class RunningCall:
+    """One call in the engine: the sink of its first prompt, and what cancels it (`Running`)."""
+
+    def __init__(self, queue: EngineQueue, exchange: Exchange, writer: ReplyWriter, request_id: str) -> None:
+        self._queue, self._exchange, self._writer, self._request_id = queue, exchange, writer, request_id
+        self._answer = exchange.answer
+        self._begun_at = time.monotonic()
+        self._generations: list[Generation] = []
+        self._open_prompts = len(exchange.requests)
+        self._places = 0  # Of the queue, that the call still has.
+        self._keep_alive: _KeepAlive | None = None
+        self._aborted = False
+        self.begun = False  # The reply has begun as a stream.
+        self.answered = False  # The reply is complete.
+        queue.running[request_id] = self
+
+    async def submit(self) -> None:
+        """Give its prompts to the engine. Raises RequestError: one of them is refused before anything has been
+        answered. The call has ended."""
+        requests, engine = self._exchange.requests, self._queue.engine
+        places = sum([request.sequences_in_engine for request in requests])
+        try:
+            self._queue.admit(places)
+            self._places = places
+            for prompt, request in enumerate(requests):
+                if prompt % _SUBMITS_PER_TURN == _SUBMITS_PER_TURN - 1:
+                    await asyncio.sleep(0)
+                generation = await engine.submit(request, _FurtherPrompt(self, prompt) if prompt else self)
+                self._generations.append(generation)
+                if self._aborted:
+                    generation.abort()
+                if self.answered:  # an earlier prompt of this call has failed meanwhile
+                    generation.cancel()
+                    return
+        except RequestError as error:
+            if self.begun:  # with what an earlier prompt has made
+                self.on_error(error)
+            if not self.answered:  # nor before, as an earlier prompt has failed
+                self.cancel()
+                raise
+        except BaseException:
+            self.cancel()
+            raise
+        if self._exchange.comment and not self.answered:
+            self._begin()
+            self._keep_alive = _KeepAlive(self._exchange.comment, self._writer)
+
+    def on_delta(self, delta: TokenDelta, prompt: int = 0) -> None:
+        if self.answered:
+            return
+        try:
+            data = self._answer.feed(prompt, delta)
+        except RequestError as error:
+            self.on_error(error)
+            return
+        self._write(prompt, delta, data)
+
+    def on_error(self, error: RequestError) -> None:
+        if self.answered:
+            return
+        self._end(failed=True)
+        self.cancel()
+        if self.begun:
+            self._writer.end(self._answer.fail_midway(error))
+        else:
+            self._writer.reply(self._answer.fail(error))
+
+    def abort(self) -> None:
+        """Stop generating: every sequence that has not ended ends with what there is of it."""
+        self._aborted = True
+        for generation in list(self._generations):
+            generation.abort()
+
+    def cancel(self) -> None:
+        self._close()
+        self._release(self._places)
+        for generation in self._generations:
+            generation.cancel()
+        self._generations.clear()
+
+    def _write(self, prompt: int, delta: TokenDelta, data: bytes) -> None:
+        if delta.last:
+            self._prompt_ended(prompt)
+            if self._open_prompts == 0:
+                self._finish(data)
+                return
+        if data:
+            if not self.begun:
+                self._begin()
+            if self._keep_alive is not None:
+                self._keep_alive.spoken = True
+            self._writer.write(data)
+
+    def _prompt_ended(self, prompt: int) -> None:
+        self._open_prompts -= 1
+        self._release(self._exchange.requests[prompt].sequences_in_engine)
+
+    def _begin(self) -> None:
+        self.begun = True
+        self._writer.start(200, self._answer.content_type, self._answer.headers)
+
+    def _finish(self, data: bytes) -> None:
+        self._end(failed=False)
+        if self.begun:
+            self._writer.end(data)
+        else:
+            self._writer.reply(Reply(200, self._answer.content_type, data, self._answer.headers))
+
+    def _end(self, *, failed: bool) -> None:
+        self._close()
+        self._queue.engine.meter.calls.count(time.monotonic() - self._begun_at, failed=failed)
+
+    def _close(self) -> None:
+        """Nothing more is written but what ends the reply."""
+        self.answered = True
+        if self._queue.running.get(self._request_id) is self:  # ids are the clients', who may use one twice
+            del self._queue.running[self._request_id]
+        if self._keep_alive is not None:
+            self._keep_alive.stop()
+
+    def _release(self, places: int) -> None:
+        self._places -= places
+        self._queue.open_sequences -= places
+
+
+class _FurtherPrompt:
+    """The sink for a prompt of a call that is not its first."""
+
+    __slots__ = ("_prompt", "_running")
+
+    def __init__(self, running: RunningCall, prompt: int) -> None:
+        self._running, self._prompt = running, prompt
+
+    def on_delta(self, delta: TokenDelta) -> None:
+        self._running.on_delta(delta, self._prompt)
+
+    def on_error(self, error: RequestError) -> None:
+        self._running.on_error(error)
+
+
+class _KeepAlive:
+    """Writes a comment whenever a stream has said nothing from one tick to the next."""
+
+    __slots__ = ("_comment", "_timer", "_writer", "spoken")
+
+    def __init__(self, comment: bytes, writer: ReplyWriter) -> None:
+        self._comment, self._writer = comment, writer
+        self.spoken = True  # Set by whoever writes to the stream: cheaper for each token than a look at the clock.
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        if not self.spoken:
+            self._writer.write(self._comment)
+        self.spoken = False
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+
+class CumulativeCall(RunningCall):
+    """A call whose answer repeats all before it in each part. Short parts come at once, or for several sequences once
+    for each step of the engine. Long ones come as often as `_BYTES_PER_SECOND` allows."""
+
+    def __init__(
+        self, queue: EngineQueue, exchange: Exchange, writer: ReplyWriter, request_id: str, answer: CumulativeAnswer
+    ) -> None:
+        super().__init__(queue, exchange, writer, request_id)
+        self._cumulative = answer
+        self._single = sum([request.sequences for request in exchange.requests]) == 1
+        self._timer: asyncio.Handle | None = None
+        self._length = 0  # Of the last part, in bytes.
+        self._unsent = False
+
+    def on_delta(self, delta: TokenDelta, prompt: int = 0) -> None:
+        if self.answered:
+            return
+        changed = self._cumulative.add(prompt, delta)
+        self._unsent = self._unsent or changed
+        if delta.last:
+            self._prompt_ended(prompt)
+        if self._open_prompts == 0:
+            self._finish(self._part() if self._unsent else b"")
+        elif changed:
+            if not self.begun:
+                self._begin()
+            self._send_soon()
+
+    def _send_soon(self) -> None:
+        if self._timer is not None:
+            return
+        if self._length > _LONG:
+            self._timer = asyncio.get_running_loop().call_later(self._length / _BYTES_PER_SECOND, self._send)
+        elif self._single:
+            self._writer.write_latest(self._part)
+        else:
+            self._timer = asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._timer = None
+        try:
+            self._writer.write_latest(self._part)
+        except Exception:
+            logger.exception("request %s: a part of the answer cannot be made", self._request_id)
+            self.on_error(InternalError())
+
+    def _part(self) -> bytes:
+        self._unsent = False
+        data = self._cumulative.latest()
+        self._length = len(data)
+        return data
+
+    def _close(self) -> None:
+        super()._close()
+        if self._timer is not None:
+            self._timer.cancel()
