@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[5]
+ROOT = Path(__file__).parents[4]
 SCRIPT = """
 import logging, multiprocessing
 logging.basicConfig(format="%(message)s")

@@ -284,7 +284,7 @@ def test_a_directory_of_two_models_stays_until_both_are_unloaded(tmp_path: Path)
 
 def test_packages_and_the_servers_own_modules_are_never_forgotten(tmp_path: Path) -> None:
     imports, before = ModelImports(), dict(sys.modules)
-    imports.add_own(Path(__file__).parents[3])  # where the server itself may be
+    imports.add_own(Path(__file__).parents[4])  # where the server itself may be
     imports.remove()
     assert dict(sys.modules) == before
 
