@@ -33,7 +33,7 @@ from engines.errors import CrossSite
 from engines.model_settings import ModelSettings
 from engines.statistics import Distribution
 from handlers.contract import Call, Reply
-from handlers.contracts import FAMILIES
+from handlers.contracts import CONTRACTS
 from handlers.djl_errors import JSON, front_end_reply
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
@@ -232,7 +232,7 @@ def create_app(
     if settings.management_address is not None:
         management = Routes(not_found)
         management.add("/", "OPTIONS", options)
-    endpoints: dict[tuple[str, str], Application] = dict(family_endpoints(state, FAMILIES))
+    endpoints: dict[tuple[str, str], Application] = dict(family_endpoints(state, CONTRACTS))
     if settings.console:
         names = tuple(name for mount in mounts for name in mount.endpoints)
         for path, file in console.files().items():
@@ -243,7 +243,7 @@ def create_app(
         endpoints["/", "GET"] = console.for_browsers(endpoints["/", "GET"])
     for (path, method), endpoint in endpoints.items():
         routes.add(path, method, endpoint, without_key=path in _PROBES and method in ("GET", "HEAD"))
-    for family in FAMILIES:
+    for family in CONTRACTS:
         for route in family.routes:
             _refuse_other_methods(routes, state, route.path, family.wrong_method)
     own = list(management_endpoints(state, registrar))
@@ -304,7 +304,7 @@ def _add_description(routes: Routes, models: Models, hosts: KnownHosts) -> None:
 
 def _not_found(call: Call) -> Reply:
     """The error of a path that is not served: of the family whose prefix it has, or else LMI's."""
-    for family in FAMILIES:
+    for family in CONTRACTS:
         if family.prefix and family.not_found and call.path.startswith(family.prefix):
             return family.not_found(call)
     message = f"Requested resource is not found: {call.path}"

@@ -15,7 +15,7 @@ from container.http.reply import HttpReply
 from container.models.registry import Model, Models
 from engines.errors import NotServed
 from handlers.contract import Call, Handler, Reply
-from handlers.contract_routes import OWN_HANDLER, Family, Forwards, Generates, Tells
+from handlers.contract_routes import OWN_HANDLER, ContractRoutes, GenerationRoute, InfoRoute, OpenAIRoute
 from handlers.entry_point import Service
 from handlers.json_cost import JsonDecoder, off_the_loop
 from handlers.openai.constraints import CHAT, COMPLETIONS
@@ -29,44 +29,44 @@ _THREADS = 2
 """Long bodies that are answered at a time, however many clients ask: each may take seconds, and 256 MB."""
 
 
-def family_endpoints(state: AppState, families: Iterable[Family]) -> dict[tuple[str, str], Endpoint]:
+def family_endpoints(state: AppState, families: Iterable[ContractRoutes]) -> dict[tuple[str, str], Endpoint]:
     """An endpoint for each path and method. Where two routes want one, that with `where` is asked first."""
     threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
     endpoints: dict[tuple[str, str], Endpoint] = {}
     for family in families:
         for route in family.routes:
             for method in route.methods:
-                if isinstance(route, Tells):
+                if isinstance(route, InfoRoute):
                     endpoint = _telling(state, family, route, threads)
                 else:
                     endpoint = _generating(state, family, route)
                 key = (route.path, method)
                 first = endpoints.setdefault(key, endpoint)
                 if first is not endpoint:
-                    if isinstance(route, Tells) and route.where:
+                    if isinstance(route, InfoRoute) and route.with_field:
                         endpoint.otherwise, endpoints[key] = first, endpoint
                     else:
                         first.otherwise = endpoint
     return endpoints
 
 
-def _telling(state: AppState, family: Family, route: Tells, threads: Executor) -> Endpoint:
+def _telling(state: AppState, family: ContractRoutes, route: InfoRoute, threads: Executor) -> Endpoint:
     async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
-        if route.tell_all is not None and not state.models.single:
-            reply.reply(route.tell_all(call, [model.lifecycle.view() for model in state.models]))
+        if route.answer_all is not None and not state.models.single:
+            reply.reply(route.answer_all(call, [model.lifecycle.view() for model in state.models]))
             return
         model = model_of(state.models, family, call.path_parameters, await _name(family, state.models, call))
         view = model.lifecycle.view()
         if len(call.body) < _LONG_TEXT:
-            reply.reply(route.tell(call, view))
+            reply.reply(route.answer(call, view))
         else:
-            reply.reply(await asyncio.get_running_loop().run_in_executor(threads, route.tell, call, view))
+            reply.reply(await asyncio.get_running_loop().run_in_executor(threads, route.answer, call, view))
 
-    wants = None if route.where is None else _Having(route.where)
+    wants = None if route.with_field is None else _Having(route.with_field)
     return Endpoint(state, route.path, answer, family.refuse, wants=wants)
 
 
-def _generating(state: AppState, family: Family, route: Generates | Forwards) -> Endpoint:
+def _generating(state: AppState, family: ContractRoutes, route: GenerationRoute | OpenAIRoute) -> Endpoint:
     models = state.models
 
     def find(scope: Scope, _: dict[bytes, bytes]) -> Model | Reply | None:
@@ -79,11 +79,11 @@ def _generating(state: AppState, family: Family, route: Generates | Forwards) ->
 
     def chosen(names: dict[str, str], named: str = "") -> Model | Reply:
         model = model_of(models, family, names, named)
-        if isinstance(route, Generates) and route.refuse_path is not None:
+        if isinstance(route, GenerationRoute) and route.refuse_path is not None:
             return route.refuse_path(names, model.lifecycle.model) or model
         return model
 
-    if isinstance(route, Generates):
+    if isinstance(route, GenerationRoute):
         queued = not route.streams_refusals
     else:
         queued = route.path.removeprefix(route.prefix) in (CHAT, COMPLETIONS)
@@ -91,10 +91,10 @@ def _generating(state: AppState, family: Family, route: Generates | Forwards) ->
     return Endpoint(state, route.path, answer, family.refuse, find=find, find_by_body=find_by_body, queued=queued)
 
 
-def _handler(route: Generates | Forwards, service: Service) -> Handler:
+def _handler(route: GenerationRoute | OpenAIRoute, service: Service) -> Handler:
     """What answers a route; raises NotServed where the model cannot."""
     handler: Handler | None
-    if isinstance(route, Generates):
+    if isinstance(route, GenerationRoute):
         handler = service.generation.get(route.path)
     else:
         handler = service.invocations if service.custom is not None and route.own_handler else service.openai
@@ -102,17 +102,17 @@ def _handler(route: Generates | Forwards, service: Service) -> Handler:
         return handler
     if service.custom is not None:
         raise NotServed(OWN_HANDLER)
-    raise NotServed(_UNUSABLE if isinstance(route, Generates) else _NOT_VLLM)
+    raise NotServed(_UNUSABLE if isinstance(route, GenerationRoute) else _NOT_VLLM)
 
 
-async def _name(family: Family, models: Models, call: Call) -> str:
+async def _name(family: ContractRoutes, models: Models, call: Call) -> str:
     """The model that the body names, where that counts."""
     if models.single or not family.body_names_model:
         return ""
     return await _named_in(call.body)
 
 
-def model_of(models: Models, family: Family, names: Mapping[str, str], named: str = "") -> Model:
+def model_of(models: Models, family: ContractRoutes, names: Mapping[str, str], named: str = "") -> Model:
     """The model that a call is for: by its path, by the name in its body, or the startup one.
 
     Raises UnknownModel where its path names another, and ModelNotNamed where there is not exactly one startup model.
@@ -154,7 +154,7 @@ async def _named_in(body: bytes) -> str:
 
 
 class _Having:
-    """Tells whether a body is a JSON object with a field."""
+    """InfoRoute whether a body is a JSON object with a field."""
 
     def __init__(self, name: str) -> None:
         self._mark = f'"{name}"'.encode()

@@ -21,8 +21,8 @@ from engines import errors
 from engines.errors import RequestError
 from engines.model_settings import ModelSettings
 from handlers.contract import Call, Reply
-from handlers.contract_routes import Family, Forwards, Operation, Route, Tells
-from handlers.contracts import FAMILIES
+from handlers.contract_routes import ContractRoutes, InfoRoute, OpenAIRoute, Operation, Route
+from handlers.contracts import CONTRACTS
 from handlers.json_schemas import OBJECT, STRING, Schema, either, struct
 from handlers.lmi import adapters as lmi_adapters
 from handlers.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
@@ -125,9 +125,9 @@ def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[
             yield "POST", path, "adapters", _with(operation, _refusals(refuse_adapter, _OF_ADAPTERS))
     for path, operation in _PAGES.items():
         yield "GET", path, "server", operation
-    for family in FAMILIES:
+    for family in CONTRACTS:
         for route in family.routes:
-            if isinstance(route, Forwards) or route.about is None:
+            if isinstance(route, OpenAIRoute) or route.about is None:
                 continue
             for method in route.methods:
                 if model.handler is None or method != "POST":  # a model's own handler answers on few of them
@@ -143,17 +143,17 @@ def _with(about: Operation, further: Answers) -> Operation:
     return replace(about, answers=answers)
 
 
-def _errors(family: Family, route: Route) -> Answers:
+def _errors(family: ContractRoutes, route: Route) -> Answers:
     """What a route may answer because of the server, the model, or a call that it cannot read."""
     meanings: Meanings = ()
-    of_model = not isinstance(route, Tells) or route.tell_all is None
+    of_model = not isinstance(route, InfoRoute) or route.answer_all is None
     if "POST" in route.methods:
         meanings += _INVALID + _UNREAD
     elif of_model and "{" in route.path:
         meanings += _INVALID
     if of_model:
         meanings += _UNSERVED
-    if not isinstance(route, Tells):
+    if not isinstance(route, InfoRoute):
         meanings += _NOT_GENERATED
     answers = _refusals(family.refuse, meanings, family.error)
     if family.not_found is None or not any(kind and kind != "path" for _, kind in _PARAMETER.findall(route.path)):
@@ -223,9 +223,9 @@ def _hoisted(content: Any, schemas: dict[str, Any]) -> Any:
 
 def _forwarded(vllm: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     paths: dict[str, dict[str, Any]] = {}
-    for family in FAMILIES:
+    for family in CONTRACTS:
         for route in family.routes:
-            if not isinstance(route, Forwards):
+            if not isinstance(route, OpenAIRoute):
                 continue
             verbs = vllm.get("paths", {}).get(route.path.removeprefix(route.prefix), {})
             for method in route.methods:

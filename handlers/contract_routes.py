@@ -96,7 +96,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generates:
+class GenerationRoute:
     """A route on which text is generated."""
 
     path: str  # With `{name}` for one segment, and `{name:int}` for one of digits.
@@ -111,39 +111,39 @@ class Generates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tells:
+class InfoRoute:
     """A route that tells something of the model, whatever its state, and generates nothing."""
 
     path: str
     # Makes the reply. May raise ContractError, which has its reply, and RequestError, which the family answers. Called
     # in a thread where the body is long.
-    tell: Callable[[Call, ModelView], Reply]
+    answer: Callable[[Call, ModelView], Reply]
     # Makes the reply where there are several models or none; None: the route is about one.
-    tell_all: Callable[[Call, Sequence[ModelView]], Reply] | None = None
+    answer_all: Callable[[Call, Sequence[ModelView]], Reply] | None = None
     methods: tuple[str, ...] = ("GET",)
-    where: str | None = None  # The route takes only bodies with this field; another family's route takes the rest.
+    with_field: str | None = None  # Takes only bodies with this field. The path's other route takes the rest.
     about: Operation | None = None
 
     @classmethod
     def of_all(
         cls,
         path: str,
-        tell_all: Callable[[Call, Sequence[ModelView]], Reply],
+        answer_all: Callable[[Call, Sequence[ModelView]], Reply],
         methods: tuple[str, ...] = ("GET",),
         about: Operation | None = None,
-    ) -> Tells:
+    ) -> InfoRoute:
         """A route about all models that there are, be it one or several."""
         return cls(
             path=path,
-            tell=lambda call, view: tell_all(call, (view,)),
-            tell_all=tell_all,
+            answer=lambda call, view: answer_all(call, (view,)),
+            answer_all=answer_all,
             methods=methods,
             about=about,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forwards:
+class OpenAIRoute:
     """A route that goes to vLLM's own OpenAI server as it is."""
 
     path: str
@@ -152,11 +152,11 @@ class Forwards:
     own_handler: bool = False  # A custom handler gets such calls as it gets those of `/invocations`.
 
 
-Route = Generates | Tells | Forwards
+Route = GenerationRoute | InfoRoute | OpenAIRoute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ContractRoutes:
     """One kind of clients."""
 
     name: str

@@ -6,10 +6,10 @@ routes, `/invocations` and `/predictions`, depends on the model's settings.
 
 from __future__ import annotations
 
-from handlers.contract_routes import Family
+from handlers.contract_routes import ContractRoutes
 from handlers.happy_vllm.routes import HAPPY_VLLM
 from handlers.openai.routes import OPENAI
 from handlers.tgi.routes import TGI
 from handlers.triton.routes import TRITON
 
-FAMILIES: tuple[Family, ...] = (TRITON, HAPPY_VLLM, TGI, OPENAI)
+CONTRACTS: tuple[ContractRoutes, ...] = (TRITON, HAPPY_VLLM, TGI, OPENAI)

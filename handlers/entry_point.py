@@ -17,8 +17,8 @@ from engines.memory_release import importing
 from engines.model_settings import ModelSettings
 from engines.statistics import StartupTimes
 from handlers.contract import Contract, Handler
-from handlers.contract_routes import ContractSetting, Generates
-from handlers.contracts import FAMILIES
+from handlers.contract_routes import ContractSetting, GenerationRoute
+from handlers.contracts import CONTRACTS
 from handlers.custom.custom_handler import CustomHandler
 from handlers.custom.formatter_thread import FormatterThread
 from handlers.custom.formatters import Formatters, ModelImports, add_packages, load_formatters
@@ -60,7 +60,7 @@ class Service:
     settings: ModelSettings
     invocations: Handler  # Answers `/invocations` and `/predictions`.
     runtime: Engine | CustomHandler | _EngineBehindHandler  # What runs it as long as it is loaded.
-    # What answers each `Generates` route of the families, by its path; empty where a custom handler generates.
+    # What answers each `GenerationRoute` route of the families, by its path; empty where a custom handler generates.
     generation: Mapping[str, Handler] = field(default_factory=dict)
     openai: OpenAIHandler | None = None  # vLLM's own OpenAI server; None where something else generates.
     queue: EngineQueue | None = None
@@ -224,8 +224,8 @@ def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handle
     """Handlers by path. A family that cannot serve this model is left out and takes no other with it."""
     setting = ContractSetting(settings=settings, model=queue.engine)
     handlers: dict[str, Handler] = {}
-    for family in FAMILIES:
-        routes = [route for route in family.routes if isinstance(route, Generates)]
+    for family in CONTRACTS:
+        routes = [route for route in family.routes if isinstance(route, GenerationRoute)]
         try:
             handlers |= {
                 route.path: EngineHandler(

@@ -60,7 +60,7 @@ if the body has to be read. May raise RequestError."""
 FindByBody = Callable[[Scope, dict[bytes, bytes], Call], Awaitable["Model | Reply | None"]]
 """The same for a whole call, where the head does not say it."""
 Wants = Callable[[bytes], Awaitable[bool]]
-"""Tells whether an endpoint is meant by a call with this body."""
+"""InfoRoute whether an endpoint is meant by a call with this body."""
 Answer = Callable[[Call, HttpReply, "Model | None"], Awaitable["Running | None"]]
 """Answers a call, for the model that was found; returns what cancels it, None if the reply is complete. May raise
 RequestError and ContractError."""

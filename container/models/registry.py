@@ -284,7 +284,7 @@ async def fetch_weights(models: Sequence[RemoteModel], seconds: float) -> None:
 
 
 class StallWatch:
-    """Tells when an engine is stalled, and logs when that begins and ends.
+    """InfoRoute when an engine is stalled, and logs when that begins and ends.
 
     It begins after `limit` seconds in which requests ran and no token came. It ends with the engine's next sign of
     life; an engine whose requests have all timed out is still stalled.

@@ -12,7 +12,7 @@ from importlib.metadata import version
 import msgspec
 
 from handlers.contract import Call, Exchange, Reply
-from handlers.contract_routes import ContractSetting, Family, Generates, ModelView, Operation, Tells
+from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, ModelView, Operation
 from handlers.happy_vllm import tokens
 from handlers.happy_vllm.answer import StreamAnswer, WholeAnswer
 from handlers.happy_vllm.errors import JSON, json_reply, refuse
@@ -118,10 +118,12 @@ def _generating(summary: str, texts: tuple[str, Mapping[str, Schema]]) -> Operat
     return Operation(summary=f"{summary} (happy_vllm)", request=_REQUEST, answers={"200": texts, **_WRONG})
 
 
-def _tells(path: str, tell: Callable[[Call, ModelView], Reply], summary: str, answer: str, **fields: Schema) -> Tells:
+def _info(
+    path: str, reply_of: Callable[[Call, ModelView], Reply], summary: str, answer: str, **fields: Schema
+) -> InfoRoute:
     """A route that generates nothing. `answer`: names of its fields. `fields`: those of the body, if it has one."""
     methods = ("POST",) if fields else ("GET",)
-    return Tells(path=path, tell=tell, methods=methods, about=_telling(summary, answer, **fields))
+    return InfoRoute(path=path, answer=reply_of, methods=methods, about=_telling(summary, answer, **fields))
 
 
 def _telling(summary: str, answer: str, **fields: Schema) -> Operation:
@@ -141,22 +143,22 @@ _METRICS = "requests_running requests_swapped requests_pending gpu_cache_usage c
 _INFO = "application version vllm_version model_name truncation_side max_length extra_information"
 _SHOWN: dict[str, Schema] = {"with_tokens_str": _FALSE, "vanilla": _TRUE}
 
-HAPPY_VLLM = Family(
+HAPPY_VLLM = ContractRoutes(
     name="happy_vllm",
     routes=(
-        Generates(
+        GenerationRoute(
             path="/v1/generate",
             contract=lambda setting: HappyVllmContract(setting, stream=False),
             about=_generating("Generate text", ("The texts", {JSON: _ANSWER})),
         ),
-        Generates(
+        GenerationRoute(
             path="/v1/generate_stream",
             contract=lambda setting: HappyVllmContract(setting, stream=True),
             about=_generating(_STREAMS, ("Lines of JSON, each a HappyVllmAnswer; it has no Content-Type", {})),
         ),
-        _tells("/v1/tokenizer", tokens.tokenizer, "Token ids of a text", _TOKENIZED, text=STRING, **_SHOWN),
-        _tells("/v1/decode", tokens.decode, "Text of token ids", _DECODED, token_ids=_IDS, **_SHOWN),
-        _tells(
+        _info("/v1/tokenizer", tokens.tokenizer, "Token ids of a text", _TOKENIZED, text=STRING, **_SHOWN),
+        _info("/v1/decode", tokens.decode, "Text of token ids", _DECODED, token_ids=_IDS, **_SHOWN),
+        _info(
             "/v2/tokenizer",
             tokens.tokenizer_v2,
             "Token ids of a prompt or a chat, as vLLM answers",
@@ -167,10 +169,10 @@ HAPPY_VLLM = Family(
             add_special_tokens={"type": "boolean"},
             add_generation_prompt=_TRUE,
         ),
-        _tells(
+        _info(
             "/v2/decode", tokens.decode_v2, "Text of token ids, as vLLM answers", "prompt", model=STRING, tokens=_IDS
         ),
-        _tells(
+        _info(
             "/v1/split_text",
             tokens.split,
             "Split a text into chunks that end at separators",
@@ -179,7 +181,7 @@ HAPPY_VLLM = Family(
             num_tokens_in_chunk={**_COUNT, "default": tokens.DEFAULT_CHUNK},
             separators={**_STRINGS, "default": tokens.DEFAULT_SEPARATORS},
         ),
-        _tells(
+        _info(
             "/v1/metadata_text",
             tokens.metadata,
             "Count a text's tokens, and show what truncation drops",
@@ -188,23 +190,23 @@ HAPPY_VLLM = Family(
             truncation_side=STRING,
             max_length=_COUNT,
         ),
-        Tells.of_all(
+        InfoRoute.of_all(
             "/v1/abort_request",
             abort_request,
             methods=("POST",),
             about=_telling("End a running request", "", request_id=STRING),
         ),
-        Tells.of_all(
+        InfoRoute.of_all(
             "/liveness",
             lambda call, views: json_reply({"alive": "ok"}),
             about=_telling("Whether the server answers", "alive"),
         ),
-        Tells.of_all(
+        InfoRoute.of_all(
             "/readiness", readiness, about=_telling("Whether the model answers; the status is always 200", "ready")
         ),
-        _tells("/v1/info", info, "The application and its model", _INFO),
-        _tells("/v1/launch_arguments", lambda call, view: json_reply({}), "The launch arguments; always empty", ""),
-        _tells("/live_metrics", live_metrics, "The scheduler's figures", _METRICS),
+        _info("/v1/info", info, "The application and its model", _INFO),
+        _info("/v1/launch_arguments", lambda call, view: json_reply({}), "The launch arguments; always empty", ""),
+        _info("/live_metrics", live_metrics, "The scheduler's figures", _METRICS),
     ),
     refuse=refuse,
     error=OBJECT,

@@ -17,7 +17,7 @@ import msgspec
 from engines import errors
 from engines.adapters import AdapterOrder
 from handlers.contract import Call, Reply
-from handlers.contract_routes import Family, Forwards, ModelView, Operation, Tells, error_body
+from handlers.contract_routes import ContractRoutes, InfoRoute, ModelView, OpenAIRoute, Operation, error_body
 from handlers.json_cost import JsonDecoder
 from handlers.json_fields import json_fault
 from handlers.json_schemas import OBJECT
@@ -226,30 +226,30 @@ _MODEL = Operation(
 )
 _VERSIONED = (
     # In LMI this is another name of /invocations.
-    Forwards(path="/v1/chat/completions", own_handler=True),
+    OpenAIRoute(path="/v1/chat/completions", own_handler=True),
     *(
-        Forwards(path=path)
+        OpenAIRoute(path=path)
         for path in (
             *("/v1/chat/completions/batch", "/v1/completions"),
             *("/v1/responses", "/v1/responses/{response_id}/cancel"),
             *("/v1/messages", "/v1/messages/count_tokens"),
         )
     ),
-    Forwards(path="/v1/responses/{response_id}", methods=("GET",)),
+    OpenAIRoute(path="/v1/responses/{response_id}", methods=("GET",)),
 )
 
-OPENAI = Family(
+OPENAI = ContractRoutes(
     name="openai",
     routes=(
         *_VERSIONED,
         *(replace(route, path=ALIASED + route.path, prefix=ALIASED) for route in _VERSIONED),
-        Tells.of_all("/v1/models", models, about=_MODELS),
-        Tells.of_all(ALIASED + "/v1/models", models, about=_MODELS),
-        Tells.of_all("/v1/models/{id:path}", model, about=_MODEL),
-        Tells.of_all(ALIASED + "/v1/models/{id:path}", model, about=_MODEL),
-        Forwards(path="/tokenize"),
-        Forwards(path="/detokenize"),
-        Forwards(path="/version", methods=("GET",)),
+        InfoRoute.of_all("/v1/models", models, about=_MODELS),
+        InfoRoute.of_all(ALIASED + "/v1/models", models, about=_MODELS),
+        InfoRoute.of_all("/v1/models/{id:path}", model, about=_MODEL),
+        InfoRoute.of_all(ALIASED + "/v1/models/{id:path}", model, about=_MODEL),
+        OpenAIRoute(path="/tokenize"),
+        OpenAIRoute(path="/detokenize"),
+        OpenAIRoute(path="/version", methods=("GET",)),
     ),
     refuse=refuse,
     error=OBJECT,

@@ -11,7 +11,7 @@ import msgspec
 from engines.errors import InvalidRequest
 from engines.request import GenerationRequest
 from handlers.contract import Call, Contract, ContractError, Exchange, Reply
-from handlers.contract_routes import ContractSetting, Family, Generates, Operation, Tells
+from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
 from handlers.tgi.answer import (
     AnswerOptions,
@@ -224,9 +224,9 @@ def _generates(
     answer: Mapping[str, Schema],
     *,
     streams_refusals: bool = False,
-) -> Generates:
+) -> GenerationRoute:
     about = _about(summary, answer, _BODY)
-    return Generates(path=path, contract=contract, streams_refusals=streams_refusals, about=about)
+    return GenerationRoute(path=path, contract=contract, streams_refusals=streams_refusals, about=about)
 
 
 _INSTANCES = {**an_array(_BODY), "description": "Requests, also chats with `messages`."}
@@ -234,7 +234,7 @@ _HEALTH = Operation(
     summary="Health (TGI)", answers={"200": ("Health", {}), "503": ("A model is not ready", {JSON: _ERROR})}
 )
 
-TGI = Family(
+TGI = ContractRoutes(
     name="tgi",
     routes=(
         _generates(
@@ -252,7 +252,7 @@ TGI = Family(
             {EVENTS: _EVENT},
             streams_refusals=True,
         ),
-        Generates(
+        GenerationRoute(
             path="/vertex",
             contract=VertexContract,
             long_body=_LONG_CHATS,
@@ -262,19 +262,19 @@ TGI = Family(
                 an_object({"instances": _INSTANCES}, "instances"),
             ),
         ),
-        Tells.of_all("/", tell_health, methods=("GET", "HEAD"), about=_HEALTH),
-        Tells.of_all("/health", tell_health, methods=("GET", "HEAD"), about=_HEALTH),
-        Tells(path="/info", tell=tell_info, about=_about("The model and its limits", {JSON: OBJECT})),
-        Tells(
+        InfoRoute.of_all("/", tell_health, methods=("GET", "HEAD"), about=_HEALTH),
+        InfoRoute.of_all("/health", tell_health, methods=("GET", "HEAD"), about=_HEALTH),
+        InfoRoute(path="/info", answer=tell_info, about=_about("The model and its limits", {JSON: OBJECT})),
+        InfoRoute(
             path="/tokenize",
-            tell=tell_tokens,
+            answer=tell_tokens,
             methods=("POST",),
-            where="inputs",
+            with_field="inputs",
             about=_about("Tokens of a text", {JSON: _TOKENS}, _BODY),
         ),
-        Tells(
+        InfoRoute(
             path="/chat_tokenize",
-            tell=tell_chat_tokens,
+            answer=tell_chat_tokens,
             methods=("POST",),
             about=_about(
                 "Prompt and tokens of a chat",

@@ -9,7 +9,7 @@ from functools import partial
 
 from engines.errors import InvalidParameter
 from handlers.contract import Answer, Call, Exchange, Reply
-from handlers.contract_routes import ContractSetting, Family, Generates, Operation, Route, Tells
+from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation, Route
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.triton import metadata as model
 from handlers.triton.answer import CollectedAnswer, EventAnswer
@@ -105,15 +105,15 @@ _INFER = Operation(summary="Tensors (KServe); refused, use generate")
 _MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:int}")
 
 
-def _of_model(path: str, tell: model.Tell, about: Operation, method: str = "GET") -> tuple[Tells, ...]:
-    return tuple(Tells(path=prefix + path, tell=tell, methods=(method,), about=about) for prefix in _MODEL_PATHS)
+def _of_model(path: str, tell: model.Tell, about: Operation, method: str = "GET") -> tuple[InfoRoute, ...]:
+    return tuple(InfoRoute(path=prefix + path, answer=tell, methods=(method,), about=about) for prefix in _MODEL_PATHS)
 
 
-def _generates(path: str, summary: str, kind: str) -> tuple[Generates, ...]:
+def _generates(path: str, summary: str, kind: str) -> tuple[GenerationRoute, ...]:
     contract = partial(TritonContract, events=kind == EVENTS)
     about = _about(summary, _RESPONSE, kind, _BODY)
     return tuple(
-        Generates(path=prefix + path, contract=contract, refuse_path=missing_model, about=about)
+        GenerationRoute(path=prefix + path, contract=contract, refuse_path=missing_model, about=about)
         for prefix in _MODEL_PATHS
     )
 
@@ -121,36 +121,36 @@ def _generates(path: str, summary: str, kind: str) -> tuple[Generates, ...]:
 _ROUTES: tuple[Route, ...] = (
     *_generates("/generate", "Generate text (Triton)", JSON),
     *_generates("/generate_stream", "Generate text as server-sent events, one for each response (Triton)", EVENTS),
-    Tells.of_all("/v2", model.server_metadata, about=_about("Server metadata (KServe)")),
-    Tells.of_all("/v2/health/live", model.live, about=_probe("Does the server live? (KServe)")),
-    Tells.of_all("/v2/health/ready", model.ready, about=_probe("Is the server ready? (KServe)")),
-    Tells.of_all("/v2/models/stats", model.statistics, about=_about("Statistics of all models (Triton)")),
+    InfoRoute.of_all("/v2", model.server_metadata, about=_about("Server metadata (KServe)")),
+    InfoRoute.of_all("/v2/health/live", model.live, about=_probe("Does the server live? (KServe)")),
+    InfoRoute.of_all("/v2/health/ready", model.ready, about=_probe("Is the server ready? (KServe)")),
+    InfoRoute.of_all("/v2/models/stats", model.statistics, about=_about("Statistics of all models (Triton)")),
     *_of_model("", model.metadata, _about("Model metadata (KServe)")),
     *_of_model("/ready", model.model_ready, _probe("Is the model ready? (KServe)")),
     *_of_model("/config", model.configuration, _about("Model configuration (Triton)")),
     *_of_model("/stats", model.model_statistics, _about("Statistics of the model (Triton)")),
     *_of_model("/infer", model.infer, _INFER, "POST"),
-    Tells.of_all(
+    InfoRoute.of_all(
         "/v2/repository/index",
         model.repository_index,
         methods=("POST",),
         about=_about("Models of this server (Triton)", an_array(OBJECT), request=_INDEX),
     ),
-    Tells(
+    InfoRoute(
         path="/v2/repository/models/{model}/load",
-        tell=model.load,
+        answer=model.load,
         methods=("POST",),
         about=_about("Load a model; the served one is loaded (Triton)", None),
     ),
-    Tells(
+    InfoRoute(
         path="/v2/repository/models/{model}/unload",
-        tell=model.unload,
+        answer=model.unload,
         methods=("POST",),
         about=_about("Unload a model; refused for the served one (Triton)", None),
     ),
 )
 
-TRITON = Family(
+TRITON = ContractRoutes(
     name="triton",
     routes=_ROUTES,
     refuse=refusal,

@@ -14,7 +14,7 @@ from engines.adapters import Adapter
 from engines.errors import RequestError, UnknownAdapter, UnknownModel
 from engines.request import GenerationRequest
 from handlers.contract import Call, Contract, ContractError
-from handlers.contract_routes import ContractSetting, Family
+from handlers.contract_routes import ContractRoutes, ContractSetting
 from handlers.happy_vllm.routes import HAPPY_VLLM
 from handlers.openai.routes import model, models, refuse
 from handlers.tgi.routes import TGI
@@ -87,7 +87,7 @@ def by_header(contract: Contract, document: dict[str, Any], name: str = "h") -> 
     return contract.parse(replace(exchange.call(document), headers=headers, path_parameters=path)).requests[0]
 
 
-def contracts(**settings: Any) -> dict[str, tuple[Contract, dict[str, Any], dict[str, Any], Family]]:
+def contracts(**settings: Any) -> dict[str, tuple[Contract, dict[str, Any], dict[str, Any], ContractRoutes]]:
     """Each contract, a request of it, one that names the adapter `a`, and the family."""
     setting = ContractSetting(settings=replace(exchange.MODEL, **settings), model=tgi_exchange.FakeModel())
     prompt = {"inputs": "x"}

@@ -20,7 +20,7 @@ from engines.model_settings import HandlerSettings
 from engines.request import Token
 from engines.tokenization import split_text as text_of_tokens
 from handlers.contract import Reply
-from handlers.contract_routes import ModelView, Tells
+from handlers.contract_routes import InfoRoute, ModelView
 from handlers.happy_vllm.routes import HAPPY_VLLM
 from handlers.happy_vllm.tokens import ids_inside
 from tests.contracts.exchange import MODEL, call
@@ -137,7 +137,7 @@ VIEW = ModelView(
     abort=lambda request_id: None,
 )
 both = pytest.mark.parametrize("model", [LIKE_GPT, LIKE_LLAMA], ids=["like_gpt", "like_llama"])
-TELLS = {route.path: route.tell for route in HAPPY_VLLM.routes if isinstance(route, Tells)}
+TELLS = {route.path: route.answer for route in HAPPY_VLLM.routes if isinstance(route, InfoRoute)}
 
 
 def reply(path: str, document: Any = b"", view: ModelView = VIEW) -> Reply:
@@ -548,7 +548,7 @@ def test_routes_on_tokens_need_a_loaded_model() -> None:
 
 
 def test_every_route_is_described() -> None:
-    assert all(not isinstance(route, Tells) or route.about is not None for route in HAPPY_VLLM.routes)
+    assert all(not isinstance(route, InfoRoute) or route.about is not None for route in HAPPY_VLLM.routes)
 
 
 @pytest.mark.parametrize("name", ["model", "tgi", "dummy", ""])

@@ -22,7 +22,7 @@ from engines.errors import (
 )
 from engines.request import Constraint, SamplingParameters
 from handlers.contract import Exchange, Reply
-from handlers.contract_routes import Generates
+from handlers.contract_routes import GenerationRoute
 from handlers.tgi.request import Parameters
 from handlers.tgi.routes import TGI
 from tests.contracts.exchange import call as posted
@@ -429,7 +429,7 @@ def test_a_refusal_of_a_full_queue_is_the_familys_wherever_no_stream_was_asked_f
     bodies: dict[str, Any] = {"/": {"inputs": "x"}, "/generate": {"inputs": "x"}, "/generate_stream": {"inputs": "x"}}
     bodies["/vertex"] = {"instances": [{"inputs": "x"}]}
     for route in TGI.routes:
-        if isinstance(route, Generates):
+        if isinstance(route, GenerationRoute):
             answer = contract(route.path).parse(posted(bodies[route.path])).answer
             assert route.streams_refusals == (route.path in ("/", "/generate_stream"))
             assert route.path == "/generate_stream" or answer.fail(full) == TGI.refuse(full)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engines.errors import BodyTooLarge, EngineDead, NotReady, NotServed, RequestError, UnknownModel
 from engines.model_settings import HandlerSettings
 from handlers.contract import Call, Reply
-from handlers.contract_routes import Generates, State, Tells
+from handlers.contract_routes import GenerationRoute, InfoRoute, State
 from handlers.triton.routes import TRITON
 from tests.contracts.triton_exchange import NAMED, LoadedText, told, view
 
@@ -211,15 +211,15 @@ def test_the_served_model_is_loaded_and_stays_so(
 
 
 def test_tensors_are_refused_with_the_routes_to_use() -> None:
-    infer = next(route for route in TRITON.routes if isinstance(route, Tells) and route.path == MODEL + "/infer")
+    infer = next(route for route in TRITON.routes if isinstance(route, InfoRoute) and route.path == MODEL + "/infer")
     call = Call(body=b"{}", request_id="r", method="POST", path="/v2/models/model/infer", path_parameters=NAMED)
-    assert parts(infer.tell(call, view())) == (
+    assert parts(infer.answer(call, view())) == (
         501,
         "application/json",
         b'{"error":"/infer is not served; use POST /v2/models/model/generate or '
         b'POST /v2/models/model/generate_stream"}',
     )
-    own = infer.tell(call, view(handler=HandlerSettings(entry_point="model.py")))
+    own = infer.answer(call, view(handler=HandlerSettings(entry_point="model.py")))
     assert own.status == 501
     assert b"/infer is not served: this model has a handler of its own; /invocations" in own.body
 
@@ -262,7 +262,7 @@ def test_a_custom_handlers_model_is_described_as_far_as_it_is_known(state: State
 
 
 def test_every_route_is_below_v2_and_leaves_happy_vllms_alone() -> None:
-    paths = [route.path for route in TRITON.routes if isinstance(route, Generates | Tells)]
+    paths = [route.path for route in TRITON.routes if isinstance(route, GenerationRoute | InfoRoute)]
     assert all(path == "/v2" or path.startswith("/v2/") for path in paths)
     assert len(set(paths)) == len(paths)
     assert not {"/v2/tokenizer", "/v2/decode"} & set(paths)

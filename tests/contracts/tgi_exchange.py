@@ -16,7 +16,7 @@ from engines.loaded_model import ModelTexts
 from engines.request import GenerationRequest, Token
 from engines.statistics import Meter
 from handlers.contract import Call, Contract, ContractError, Exchange, Reply
-from handlers.contract_routes import ContractSetting, Generates, ModelView, State, Tells
+from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute, ModelView, State
 from handlers.tgi.routes import TGI
 from tests.contracts.exchange import MODEL
 
@@ -87,7 +87,7 @@ def call(document: Any, content_type: str = "application/json") -> Call:
 
 
 def contract(path: str, **settings: Any) -> Contract:
-    route = next(route for route in TGI.routes if isinstance(route, Generates) and route.path == path)
+    route = next(route for route in TGI.routes if isinstance(route, GenerationRoute) and route.path == path)
     return route.contract(
         ContractSetting(settings=replace(MODEL, rolling_batch="lmi-dist", **settings), model=FakeModel())
     )
@@ -135,8 +135,8 @@ def view(state: State = "ready", loaded: bool = True) -> ModelView:
 
 def tell(method: str, path: str, document: Any = b"", model: ModelView | None = None) -> Reply:
     """What a route that generates nothing says."""
-    route = next(r for r in TGI.routes if isinstance(r, Tells) and r.path == path and method in r.methods)
-    teller: Callable[[Call, ModelView], Reply] = route.tell
+    route = next(r for r in TGI.routes if isinstance(r, InfoRoute) and r.path == path and method in r.methods)
+    teller: Callable[[Call, ModelView], Reply] = route.answer
     try:
         return teller(call(document), model or view())
     except ContractError as error:  # which the server answers so, for every route

@@ -11,7 +11,7 @@ from engines.errors import RequestError
 from engines.request import GenerationRequest, Token, TokenDelta
 from engines.statistics import Meter
 from handlers.contract import Call, ContractError, Exchange, Reply
-from handlers.contract_routes import ContractSetting, Generates, ModelView, State, Tells
+from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute, ModelView, State
 from handlers.triton.routes import TRITON
 from tests.contracts.exchange import MODEL
 
@@ -50,7 +50,7 @@ def parse(
     **settings: Any,
 ) -> Exchange:
     path = "/v2/models/{model}" + ("/versions/{version:int}" if "version" in names else "") + f"/{route}"
-    found = next(one for one in TRITON.routes if isinstance(one, Generates) and one.path == path)
+    found = next(one for one in TRITON.routes if isinstance(one, GenerationRoute) and one.path == path)
     model = replace(MODEL, **settings)
     if found.refuse_path is not None and (refusal := found.refuse_path(names, model)) is not None:
         raise ContractError(refusal, "the path is wrong")
@@ -107,6 +107,8 @@ def told(
     of: ModelView | None = None,
 ) -> Reply:
     """What a route that generates nothing answers; `path` as it is declared."""
-    found = next(one for one in TRITON.routes if isinstance(one, Tells) and one.path == path and method in one.methods)
+    found = next(
+        one for one in TRITON.routes if isinstance(one, InfoRoute) and one.path == path and method in one.methods
+    )
     call = Call(body=body, request_id="r", method=method, path=path, path_parameters=names or {})
-    return found.tell(call, of or view())
+    return found.answer(call, of or view())

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from handlers.contract_routes import Forwards
-from handlers.contracts import FAMILIES
+from handlers.contract_routes import OpenAIRoute
+from handlers.contracts import CONTRACTS
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import Server, hosted, records, write_model
 
@@ -339,7 +339,7 @@ def test_what_the_docs_show_is_what_is_served(server: Server) -> None:
             body = {"inputs": "x", "parameters": {"max_new_tokens": 1}} if method == "post" else None
             status = server.client.request(method, filled, json=body).status_code
             assert status not in (404, 405, 500), f"{method} {filled}: {status}"
-    forwarded = {route.path for family in FAMILIES for route in family.routes if isinstance(route, Forwards)}
+    forwarded = {route.path for family in CONTRACTS for route in family.routes if isinstance(route, OpenAIRoute)}
     assert forwarded <= document["paths"].keys()
     assert "messages" in json.dumps(document["components"]["schemas"]["ChatCompletionRequest"])
     page = server.client.get("/docs")

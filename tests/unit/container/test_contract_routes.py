@@ -17,8 +17,8 @@ from container.models.registry import Lifecycle, Model, Models
 from container.settings.settings import ServerSettings, Settings
 from engines.model_settings import ModelSettings
 from handlers.contract import Call, Reply
-from handlers.contract_routes import Family, ModelView, Tells
-from handlers.contracts import FAMILIES
+from handlers.contract_routes import ContractRoutes, InfoRoute, ModelView
+from handlers.contracts import CONTRACTS
 
 pytestmark = pytest.mark.asyncio
 
@@ -56,9 +56,9 @@ class Text:
         return Reply(200, "", b"")
 
     async def ask(self, *lengths: int) -> None:
-        family = Family(
+        family = ContractRoutes(
             name="f",
-            routes=(Tells(path="/t", tell=self.tell, methods=("POST",)),),
+            routes=(InfoRoute(path="/t", answer=self.tell, methods=("POST",)),),
             refuse=lambda error: Reply(500, "", b""),
             error={},
             wrong_method=lambda call: Reply(405, "", b""),
@@ -92,6 +92,6 @@ async def test_of_two_versions_the_one_with_the_adapter_answers_for_it() -> None
         return Model(life, "m", number, at_startup=False)
 
     models = Models([version("1"), version("2", "poet")])
-    openai = next(family for family in FAMILIES if family.body_names_model)
+    openai = next(family for family in CONTRACTS if family.body_names_model)
     assert {model_of(models, openai, {}, "poet").version for _ in range(4)} == {"2"}
     assert {model_of(models, openai, {}, "m").version for _ in range(4)} == {"1", "2"}

@@ -9,8 +9,8 @@ import pytest
 
 from container.openapi import openapi_document
 from engines.model_settings import HandlerSettings, ModelSettings
-from handlers.contract_routes import Forwards
-from handlers.contracts import FAMILIES
+from handlers.contract_routes import OpenAIRoute
+from handlers.contracts import CONTRACTS
 from tests.contracts.exchange import MODEL
 
 MODES = {
@@ -52,7 +52,7 @@ def vllms() -> dict[str, Any]:
     """vLLM's own description, as far as what matters here: a schema of its own for each route."""
     paths: dict[str, Any] = {}
     schemas: dict[str, Any] = {"Request-Input": {"type": "object", "properties": {"shared": {"type": "string"}}}}
-    for route in (route for family in FAMILIES for route in family.routes if isinstance(route, Forwards)):
+    for route in (route for family in CONTRACTS for route in family.routes if isinstance(route, OpenAIRoute)):
         path = route.path.removeprefix(route.prefix)
         name = re.sub(r"\W", "", path.title()) + "Request"
         schemas[name] = {"type": "object", "properties": {name.lower(): {"$ref": "#/components/schemas/Request-Input"}}}
@@ -81,7 +81,7 @@ def body_schemas(document: Any, path: str) -> list[str]:
 
 def test_every_route_of_every_family_is_described() -> None:
     paths = complete()["paths"]
-    for family in FAMILIES:
+    for family in CONTRACTS:
         for route in family.routes:
             path = re.sub(r":\w+}", "}", route.path)
             for method in route.methods:

@@ -24,8 +24,8 @@ from engines.interface import EngineHealth
 from engines.model_settings import HandlerSettings
 from handlers import entry_point
 from handlers.contract import Call, Contract, ReplyWriter, Running
-from handlers.contract_routes import ContractSetting, Generates, Tells
-from handlers.contracts import FAMILIES
+from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute
+from handlers.contracts import CONTRACTS
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
 from handlers.entry_point import Service
@@ -36,7 +36,7 @@ from tests.unit.handlers.test_engine_handler import ScriptedEngine
 
 pytestmark = pytest.mark.asyncio
 
-ROUTES = [(family, route, method) for family in FAMILIES for route in family.routes for method in route.methods]
+ROUTES = [(family, route, method) for family in CONTRACTS for route in family.routes for method in route.methods]
 POSTS = [
     "/v2/models/model/generate",
     "/v2/models/model/generate_stream",
@@ -106,7 +106,7 @@ def fill(path: str) -> str:
 async def test_no_two_families_declare_one_route_unless_the_body_decides() -> None:
     seen: dict[tuple[str, str], str] = {}
     for family, route, method in ROUTES:
-        if isinstance(route, Tells) and route.where is not None:
+        if isinstance(route, InfoRoute) and route.with_field is not None:
             continue
         assert (route.path, method) not in seen, (
             f"{route.path} is {seen.get((route.path, method))}'s and {family.name}'s"
@@ -229,7 +229,7 @@ async def test_a_body_that_comes_slowly_has_time_from_piece_to_piece() -> None:
 async def test_a_fault_of_our_own_is_500_without_its_traceback(path: str) -> None:
     lifecycle, client = make()
     engine = ScriptedEngine()
-    generation = {r.path: Faulty() for f in FAMILIES for r in f.routes if isinstance(r, Generates)}
+    generation = {r.path: Faulty() for f in CONTRACTS for r in f.routes if isinstance(r, GenerationRoute)}
     lifecycle.service = Service(MODEL, Faulty(), engine, engine=engine, generation=generation)
     async with client:
         response = await client.post(path, json={"inputs": "x", "prompt": "x", "text_input": "x"})
@@ -302,9 +302,11 @@ async def test_a_family_that_cannot_serve_a_model_takes_no_other_with_it(monkeyp
     def broken(_: ContractSetting) -> Contract:
         raise ValueError("a tokenizer that it cannot do with")
 
-    works = Generates(path="/works", contract=lambda _: LmiContract(MODEL))
-    families = [replace(FAMILIES[0], routes=(route,)) for route in (Generates(path="/broken", contract=broken), works)]
-    monkeypatch.setattr(entry_point, "FAMILIES", families)
+    works = GenerationRoute(path="/works", contract=lambda _: LmiContract(MODEL))
+    families = [
+        replace(CONTRACTS[0], routes=(route,)) for route in (GenerationRoute(path="/broken", contract=broken), works)
+    ]
+    monkeypatch.setattr(entry_point, "CONTRACTS", families)
     assert entry_point._generation(MODEL, EngineQueue(ScriptedEngine(), 4)).keys() == {"/works"}
 
 

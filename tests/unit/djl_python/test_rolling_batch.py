@@ -22,7 +22,7 @@ from djl_python.utils import get_input_details, rolling_batch_inference
 
 
 class Spelling(RollingBatch):
-    """Generates the prompt again, a letter at each step; the letter `!` is a failure of the engine."""
+    """GenerationRoute the prompt again, a letter at each step; the letter `!` is a failure of the engine."""
 
     def __init__(self, model: str, properties: Any) -> None:
         super().__init__(properties)
