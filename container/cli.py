@@ -18,7 +18,7 @@ from container.settings.report import startup_json, startup_text
 from container.settings.settings import SettingsError, Startup
 
 if TYPE_CHECKING:
-    from container.app import Mount
+    from container.http.router import Mount
 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -1,19 +1,19 @@
-"""Endpoints for the routes that the families of clients declare."""
+"""HTTP routes for the routes that contracts declare (`handlers.contract_routes`)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from container.http.endpoint import AppState, Endpoint, Scope, handed_to
 from container.http.reply import HttpReply
+from container.http.request_head import RequestHead
+from container.http.route import AppState, HandlerRoute, HttpRoute
 from container.models.registry import Model, Models
-from engines.errors import NotServed
+from engines.errors import NotServed, RequestError
 from handlers.contract import Call, Handler, Reply
 from handlers.contract_routes import OWN_HANDLER, ContractRoutes, GenerationRoute, InfoRoute, OpenAIRoute
 from handlers.entry_point import Service
@@ -23,99 +23,137 @@ from handlers.openai.constraints import CHAT, COMPLETIONS
 _UNUSABLE = "this contract cannot be served with this model; the server's log says why"
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"
 
-_LONG_TEXT = 4096
-"""Bytes above which a body is answered in a thread: tokenizing takes longer than reading."""
-_THREADS = 2
-"""Long bodies that are answered at a time, however many clients ask: each may take seconds, and 256 MB."""
+_LONG_TEXT = 4096  # Bytes. Longer bodies are answered in a thread: tokenizing takes longer than reading.
+_THREADS = 2  # Long bodies that are answered at a time. Each may take seconds, and 256 MB.
 
 
-def family_endpoints(state: AppState, families: Iterable[ContractRoutes]) -> dict[tuple[str, str], Endpoint]:
-    """An endpoint for each path and method. Where two routes want one, that with `where` is asked first."""
+def contract_http_routes(state: AppState, contracts: Iterable[ContractRoutes]) -> dict[tuple[str, str], HttpRoute]:
+    """Return an HTTP route for each path and method that the contracts declare."""
     threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
-    endpoints: dict[tuple[str, str], Endpoint] = {}
-    for family in families:
-        for route in family.routes:
-            for method in route.methods:
-                if isinstance(route, InfoRoute):
-                    endpoint = _telling(state, family, route, threads)
-                else:
-                    endpoint = _generating(state, family, route)
-                key = (route.path, method)
-                first = endpoints.setdefault(key, endpoint)
-                if first is not endpoint:
-                    if isinstance(route, InfoRoute) and route.with_field:
-                        endpoint.otherwise, endpoints[key] = first, endpoint
-                    else:
-                        first.otherwise = endpoint
-    return endpoints
+    routes: dict[tuple[str, str], HttpRoute] = {}
+    for contract in contracts:
+        for declared in contract.routes:
+            route: HttpRoute
+            if isinstance(declared, InfoRoute):
+                route = InfoHttpRoute(state, contract, declared, threads)
+            else:
+                route = GenerationHttpRoute(state, contract, declared)
+            for method in declared.methods:
+                key = (declared.path, method)
+                routes[key] = _shared(routes[key], route) if key in routes else route
+    return routes
 
 
-def _telling(state: AppState, family: ContractRoutes, route: InfoRoute, threads: Executor) -> Endpoint:
-    async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
-        if route.answer_all is not None and not state.models.single:
-            reply.reply(route.answer_all(call, [model.lifecycle.view() for model in state.models]))
+def _shared(first: HttpRoute, second: HttpRoute) -> HttpRoute:
+    """Return the route of a path that two contracts declare. One of them takes only bodies with a certain field."""
+    for route, other in ((first, second), (second, first)):
+        if isinstance(route, InfoHttpRoute) and route.declared.with_field is not None:
+            return SharedHttpRoute(route, route.declared.with_field, other)
+    raise AssertionError(f"two contracts declare {first.path}")
+
+
+class InfoHttpRoute(HttpRoute):
+    """A route that describes the model, or works on text without generating any."""
+
+    def __init__(self, state: AppState, contract: ContractRoutes, declared: InfoRoute, threads: Executor) -> None:
+        super().__init__(state, declared.path)
+        self.contract, self.declared, self._threads = contract, declared, threads
+
+    def refuse(self, error: RequestError) -> Reply:
+        return self.contract.refuse(error)
+
+    async def answer(self, call: Call, reply: HttpReply, _: Model | None) -> None:
+        declared, models = self.declared, self.state.models
+        if declared.answer_all is not None and not models.single:
+            reply.reply(declared.answer_all(call, [model.lifecycle.view() for model in models]))
             return
-        model = model_of(state.models, family, call.path_parameters, await _name(family, state.models, call))
-        view = model.lifecycle.view()
+        named = await _name_in_body(self.contract, models, call)
+        view = model_of(models, call.path_parameters, named).lifecycle.view()
         if len(call.body) < _LONG_TEXT:
-            reply.reply(route.answer(call, view))
+            reply.reply(declared.answer(call, view))
         else:
-            reply.reply(await asyncio.get_running_loop().run_in_executor(threads, route.answer, call, view))
-
-    wants = None if route.with_field is None else _Having(route.with_field)
-    return Endpoint(state, route.path, answer, family.refuse, wants=wants)
+            loop = asyncio.get_running_loop()
+            reply.reply(await loop.run_in_executor(self._threads, declared.answer, call, view))
 
 
-def _generating(state: AppState, family: ContractRoutes, route: GenerationRoute | OpenAIRoute) -> Endpoint:
-    models = state.models
+class GenerationHttpRoute(HandlerRoute):
+    """A route on which a model generates text."""
 
-    def find(scope: Scope, _: dict[bytes, bytes]) -> Model | Reply | None:
-        if family.body_names_model and not models.single:
+    def __init__(self, state: AppState, contract: ContractRoutes, declared: GenerationRoute | OpenAIRoute) -> None:
+        if isinstance(declared, GenerationRoute):
+            queued = not declared.streams_refusals
+        else:
+            queued = declared.path.removeprefix(declared.prefix) in (CHAT, COMPLETIONS)
+        super().__init__(state, declared.path, queued=queued)
+        self.contract, self.declared = contract, declared
+
+    def refuse(self, error: RequestError) -> Reply:
+        return self.contract.refuse(error)
+
+    def find(self, head: RequestHead) -> Model | Reply | None:
+        if self.contract.body_names_model and not self.state.models.single:
             return None
-        return chosen(scope.get("path_params", {}))
+        return self._chosen(head.path_parameters)
 
-    async def find_by_body(scope: Scope, _: dict[bytes, bytes], call: Call) -> Model | Reply:
-        return chosen(scope.get("path_params", {}), await _name(family, models, call))
+    async def find_by_body(self, head: RequestHead, call: Call) -> Model | Reply:
+        return self._chosen(head.path_parameters, await _name_in_body(self.contract, self.state.models, call))
 
-    def chosen(names: dict[str, str], named: str = "") -> Model | Reply:
-        model = model_of(models, family, names, named)
-        if isinstance(route, GenerationRoute) and route.refuse_path is not None:
-            return route.refuse_path(names, model.lifecycle.model) or model
+    def _chosen(self, names: Mapping[str, str], named: str = "") -> Model | Reply:
+        model = model_of(self.state.models, names, named)
+        if isinstance(self.declared, GenerationRoute) and self.declared.refuse_path is not None:
+            return self.declared.refuse_path(names, model.lifecycle.model) or model
         return model
 
-    if isinstance(route, GenerationRoute):
-        queued = not route.streams_refusals
-    else:
-        queued = route.path.removeprefix(route.prefix) in (CHAT, COMPLETIONS)
-    answer = handed_to(partial(_handler, route))
-    return Endpoint(state, route.path, answer, family.refuse, find=find, find_by_body=find_by_body, queued=queued)
+    def handler_of(self, service: Service) -> Handler:
+        declared = self.declared
+        handler: Handler | None
+        if isinstance(declared, GenerationRoute):
+            handler = service.generation.get(declared.path)
+        else:
+            handler = service.invocations if service.custom is not None and declared.own_handler else service.openai
+        if handler is not None:
+            return handler
+        if service.custom is not None:
+            raise NotServed(OWN_HANDLER)
+        raise NotServed(_UNUSABLE if isinstance(declared, GenerationRoute) else _NOT_VLLM)
 
 
-def _handler(route: GenerationRoute | OpenAIRoute, service: Service) -> Handler:
-    """What answers a route; raises NotServed where the model cannot."""
-    handler: Handler | None
-    if isinstance(route, GenerationRoute):
-        handler = service.generation.get(route.path)
-    else:
-        handler = service.invocations if service.custom is not None and route.own_handler else service.openai
-    if handler is not None:
-        return handler
-    if service.custom is not None:
-        raise NotServed(OWN_HANDLER)
-    raise NotServed(_UNUSABLE if isinstance(route, GenerationRoute) else _NOT_VLLM)
+class SharedHttpRoute(HttpRoute):
+    """A path of two contracts. A field of the body decides which of them is meant."""
+
+    def __init__(self, with_field: HttpRoute, field: str, without_field: HttpRoute) -> None:
+        super().__init__(with_field.state, with_field.path)
+        self._with_field, self._without_field = with_field, without_field
+        self._mark = f'"{field}"'.encode()
+        shape = msgspec.defstruct("WithField", [("field", msgspec.Raw, msgspec.Raw())], rename={"field": field})
+        self._decode = JsonDecoder[Any](shape).decode
+
+    def refuse(self, error: RequestError) -> Reply:
+        return self._with_field.refuse(error)
+
+    async def for_body(self, body: bytes) -> HttpRoute:
+        return self._with_field if await off_the_loop(body, self._has_field, body) else self._without_field
+
+    def _has_field(self, body: bytes) -> bool:
+        if self._mark not in body:
+            return False
+        try:
+            return bool(bytes(self._decode(body).field))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return False
 
 
-async def _name(family: ContractRoutes, models: Models, call: Call) -> str:
-    """The model that the body names, where that counts."""
-    if models.single or not family.body_names_model:
-        return ""
-    return await _named_in(call.body)
+def model_of(models: Models, names: Mapping[str, str], named: str = "") -> Model:
+    """Return the model of a call: the one in its path, the one that its body names, or the startup one.
 
+    Args:
+        models: The server's models.
+        names: The parameters of the path.
+        named: The name in the body, or an empty string.
 
-def model_of(models: Models, family: ContractRoutes, names: Mapping[str, str], named: str = "") -> Model:
-    """The model that a call is for: by its path, by the name in its body, or the startup one.
-
-    Raises UnknownModel where its path names another, and ModelNotNamed where there is not exactly one startup model.
+    Raises:
+        UnknownModel: The path names a model that the server does not have.
+        ModelNotNamed: Nothing names the model, and the server did not start with exactly one.
     """
     if models.single:
         return models.startup()
@@ -128,46 +166,31 @@ def model_of(models: Models, family: ContractRoutes, names: Mapping[str, str], n
 
 
 def _is_called(model: Model, name: str) -> bool:
-    """Tell whether a body may call the model so: by one of its names, or by that of an adapter."""
+    """Return True if a body may call the model so: by one of its names, or by the name of an adapter."""
     if name == model.name or name in model.lifecycle.model.served_model_names:
         return True
     service = model.lifecycle.service
     return service is not None and service.adapters is not None and name in service.adapters
 
 
-class _Naming(msgspec.Struct):
-    """A body as far as it names the model."""
+class _NamedModel(msgspec.Struct):
+    """The part of a body that names the model."""
 
     model: msgspec.Raw = msgspec.Raw()
 
 
-_decode_naming = JsonDecoder[_Naming](_Naming).decode
+_decode_name = JsonDecoder[_NamedModel](_NamedModel).decode
 
 
-async def _named_in(body: bytes) -> str:
-    """The model that a JSON object names, "" without one; whoever answers says what is wrong with the body."""
+async def _name_in_body(contract: ContractRoutes, models: Models, call: Call) -> str:
+    """Return the model that a JSON body names; an empty string if it names none, or the name does not matter.
+
+    Faults of the body are left to the route that answers the call.
+    """
+    if models.single or not contract.body_names_model:
+        return ""
     try:
-        given = bytes((await off_the_loop(body, _decode_naming, body)).model)
+        given = bytes((await off_the_loop(call.body, _decode_name, call.body)).model)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     return str(msgspec.json.decode(given)) if given.startswith(b'"') else ""
-
-
-class _Having:
-    """InfoRoute whether a body is a JSON object with a field."""
-
-    def __init__(self, name: str) -> None:
-        self._mark = f'"{name}"'.encode()
-        shape = msgspec.defstruct("Having", [("field", msgspec.Raw, msgspec.Raw())], rename={"field": name})
-        self._decode = JsonDecoder[Any](shape).decode
-
-    async def __call__(self, body: bytes) -> bool:
-        return await off_the_loop(body, self._look, body)
-
-    def _look(self, body: bytes) -> bool:
-        if self._mark not in body:
-            return False
-        try:
-            return bool(bytes(self._decode(body).field))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return False

@@ -5,7 +5,8 @@ from __future__ import annotations
 from json.encoder import encode_basestring
 
 from container.error_rates import ErrorRates
-from container.models.registry import Model, Models, State
+from container.models.life_cycle import State
+from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
 from handlers.contract import Reply
 from handlers.djl_errors import JSON

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from functools import partial
-from operator import attrgetter
 from urllib.parse import parse_qs
 
-from container.http.endpoint import AppState, Endpoint, Scope, front_end_refusal, handed_to
+from container.http.refusals import front_end_refusal
 from container.http.reply import NO_CACHE
+from container.http.request_head import RequestHead
+from container.http.route import AppState, HandlerRoute
 from container.models.registry import Model
-from handlers.contract import Call, Reply
+from engines.errors import RequestError
+from handlers.contract import Call, Handler, Reply
 from handlers.djl_errors import JSON
+from handlers.entry_point import Service
 from handlers.forms import FormError, form_fields, is_form
 from handlers.json_cost import off_the_loop
 
@@ -20,48 +22,62 @@ _CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 _NAME, _VERSION = "model_name", "model_version"
 
 
-def invocations(state: AppState, route: str) -> Endpoint:
-    """An endpoint for one of LMI's inference routes. It takes any method, as LMI does."""
-    models = state.models
+class InvocationsRoute(HandlerRoute):
+    """One of LMI's inference routes. It takes any method, as LMI does."""
 
-    def find(scope: Scope, headers: dict[bytes, bytes]) -> Model | Reply | None:
-        name, version = named_model(scope.get("path_params") or {}, scope["query_string"], headers, models)
-        if name is None and b"form" in headers.get(b"content-type", b"").lower():
+    def __init__(self, state: AppState, path: str) -> None:
+        super().__init__(state, path, headers=NO_CACHE, queued=True)
+
+    def refuse(self, error: RequestError) -> Reply:
+        settings = self.state.settings
+        return front_end_refusal(error, settings.wlm_error_http_code, settings.server_error_http_code)
+
+    def find(self, head: RequestHead) -> Model | Reply | None:
+        name, version = self._named(head)
+        if name is None and b"form" in head.headers.get(b"content-type", b"").lower():
             return None  # one of its fields may name the model
-        return chosen(scope, name, version)
+        return self._chosen(head, name, version)
 
-    async def find_by_body(scope: Scope, headers: dict[bytes, bytes], call: Call) -> Model | Reply:
-        _, version = named_model(scope.get("path_params") or {}, scope["query_string"], headers, models)
-        return chosen(scope, await off_the_loop(call.body, _named_by_form, call), version)
+    async def find_by_body(self, head: RequestHead, call: Call) -> Model | Reply:
+        _, version = self._named(head)
+        return self._chosen(head, await off_the_loop(call.body, _named_by_form, call), version)
 
-    def chosen(scope: Scope, name: str | None, version: str | None) -> Model | Reply:
+    def handler_of(self, service: Service) -> Handler:
+        return service.invocations
+
+    def _named(self, head: RequestHead) -> tuple[str | None, str | None]:
+        return named_model(head.path_parameters, head.scope["query_string"], head.headers, self.state.models)
+
+    def _chosen(self, head: RequestHead, name: str | None, version: str | None) -> Model | Reply:
+        models = self.state.models
         model = models.startup() if name is None else models.choose(name, version)
-        return Reply(200, JSON, b"{}\n") if scope["method"] == "OPTIONS" else model
-
-    answer = handed_to(attrgetter("invocations"))
-    not_ready, otherwise = state.settings.wlm_error_http_code, state.settings.server_error_http_code
-    refuse = partial(front_end_refusal, not_ready=not_ready, otherwise=otherwise)
-    return Endpoint(state, route, answer, refuse, find=find, find_by_body=find_by_body, headers=NO_CACHE, queued=True)
+        return Reply(200, JSON, b"{}\n") if head.method == "OPTIONS" else model
 
 
 def _named_by_form(call: Call) -> str | None:
-    """The model that a field of a form names; None if none does, or the body is no form."""
+    """Return the model that a field of a form names; None if none does, or the body is no form."""
     if _NAME.encode() not in call.body or not is_form(call.content_type):
         return None
     try:
         fields = form_fields(call.body, call.content_type)
     except FormError:
-        return None  # the handler says what is wrong with the form
+        return None  # the handler reports the fault
     return next((value.decode("utf-8", "replace") for name, value in fields if name == _NAME), None)
 
 
 def named_model(
     path: Mapping[str, str], query: bytes, headers: Mapping[bytes, bytes], served: Container[str]
 ) -> tuple[str | None, str | None]:
-    """Name and version of the model that a request's head names; None for what it does not say.
+    """Return the model and the version that a request's head names; None for a part that it does not name.
 
-    The path goes before the query, that before the headers `model_name` and `model_version`, those before SageMaker's
-    custom attributes, and these before its Target-Model header.
+    The order is: path, query, the headers `model_name` and `model_version`, SageMaker's custom attributes, SageMaker's
+    Target-Model header.
+
+    Args:
+        path: The parameters of the path.
+        query: The query string.
+        headers: The headers, by names in lower case.
+        served: The names of the server's models.
     """
     asked = parse_qs(query.decode("latin-1")) if query else {}
     found = {key: headers[key.encode()].decode("latin-1") for key in (_NAME, _VERSION) if key.encode() in headers}
@@ -77,8 +93,9 @@ def named_model(
 
 
 def _target_model(artifact: str, served: Container[str]) -> str | None:
-    """The model of SageMaker's Target-Model, such as `small.tar.gz`; None where none is called so: a client may send
-    the header to an endpoint that has but one model.
+    """Return the model that SageMaker's Target-Model header names, such as `small.tar.gz`.
+
+    None if the server has no such model. A client may send the header to an endpoint that has only one model.
     """
     name = artifact.rpartition("/")[2].removesuffix(".tar.gz")
     return next((known for known in (artifact, name) if known in served), None)

@@ -19,9 +19,10 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from container.http.endpoint import HttpCounts
+from container.http.route import HttpCounts
 from container.logs import dropped_lines
-from container.models.registry import Model, Models, State
+from container.models.life_cycle import State
+from container.models.registry import Model, Models
 from engines.loaded_model import EngineStatus
 from engines.statistics import Distribution, Meter
 from handlers.custom.metrics import HandlerMetrics

@@ -28,11 +28,13 @@ import psutil
 import uvicorn
 
 from container import logs
-from container.app import Application, Mount, create_app
+from container.app import create_app
 from container.event_loop import EventLoopWatch
+from container.http.router import Application, Mount
 from container.http.uvicorn_protocol import Cork, HttpProtocol, check_uvicorn
+from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
-from container.models.registry import Lifecycle, Model, Models, State
+from container.models.registry import Model, Models
 from container.settings.environment import KEY_VARIABLES
 from container.settings.load import further_settings
 from container.settings.server import address
@@ -242,7 +244,7 @@ class ModelServer:
                 lifecycle = model.lifecycle
                 stalled = lifecycle.stalled  # looked at in any case, for the log
                 failed = lifecycle.state is State.FAILED
-                if (failed or (stalled and restarts_when_stalled)) and self._registrar.restart(
+                if (failed or (stalled and restarts_when_stalled)) and self._registrar.engine_restarts.begin(
                     model, lifecycle.reason or stalled
                 ):
                     continue

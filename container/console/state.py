@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from container.console.page import HEADERS
 from container.health import ping
-from container.http.endpoint import AppState
+from container.http.route import AppState
 from container.models.registry import Model
 from container.settings.report import report_object
 from container.settings.settings import ServerReport

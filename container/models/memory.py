@@ -1,15 +1,14 @@
-"""How much memory a model needs, how much is free, and which GPUs a model is placed on."""
+"""The memory that a model needs, and the memory that is free."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 
 from container.gpus import GpusUnknown, gpu_count, gpu_memory
+from container.models.placement import gpus_of, integer, sharing_gpus
 from container.settings.settings import Settings
-from engines.choice import is_vllm
 from engines.cpu_memory import machine_limits
 from engines.model_settings import ModelSettings
 from engines.parallelism import Layout, Weights
@@ -20,8 +19,6 @@ logger = logging.getLogger(__name__)
 _MEBIBYTE = 1 << 20
 _BEYOND_FILES = 1.2
 """The memory of a loaded model, as a multiple of its weight files."""
-_ALIKE = 1 << 30
-"""GPUs whose free bytes differ by less count as equally free."""
 
 
 class OutOfMemory(Exception):
@@ -50,8 +47,8 @@ def check_room(settings: Settings, memory: Sequence[int]) -> None:
     weights it compares with what is free by itself.
     """
     name, reserved = settings.model.name, settings.reserved_memory * _MEBIBYTE
-    gpus = _gpus_of(settings.model, memory)
-    sizes, layout = _spread(settings.model, len(gpus))
+    gpus = gpus_of(settings.model, memory)
+    sizes, layout = sharing_gpus(settings.model, len(gpus))
     if not gpus:
         each, free = _needed(settings, sizes[0], layout), memory[-1]
         need = each if settings.required_memory is not None else each * layout.gpus(sizes[0])
@@ -73,69 +70,11 @@ def check_room(settings: Settings, memory: Sequence[int]) -> None:
     )
 
 
-def placed(model: ModelSettings, memory: Sequence[int]) -> ModelSettings:
-    """Return the settings with `devices` in the order in which the engine is to take them: most room first.
-
-    They stay as they are for a custom handler, whose workers have their devices already, and where the engine chooses
-    GPUs by itself, as with Ray.
-    """
-    gpus = _gpus_of(model, memory)
-    if model.handler is not None or not gpus or _chooses_itself(model):
-        return model
-    return replace(model, devices=gpus)
-
-
-def _gpus_of(model: ModelSettings, memory: Sequence[int]) -> tuple[int, ...]:
-    """Return the GPUs that a model may use, in the order in which it takes them; none: it runs in main memory."""
-    gpus = range(len(memory) - 1)
-    if model.handler is not None:
-        own = {int(index) for group in model.handler.devices for index in group.split(",")}
-        return tuple(index for index in gpus if index in own)
-    allowed = gpus if model.devices is None else [index for index in model.devices if index in gpus]
-    return tuple(sorted(allowed, key=lambda index: (-(memory[index] // _ALIKE), index)))
-
-
-def _spread(model: ModelSettings, gpus: int) -> tuple[Sequence[int], Layout]:
-    """Return the numbers of GPUs that may share each layer, ascending, and the layout of the rest.
-
-    In main memory (`gpus`: 0) it is the number of its processes.
-    """
-    if model.handler is not None:
-        workers = len(model.handler.devices) or 1
-        return ((gpus or 1) // workers or 1,), Layout(replicas=workers, replicas_here=workers)
-    if not is_vllm(model):
-        return ((gpus or 1) if "device_map" in model.engine_arguments else 1,), Layout()
-    layout = _layout(model)
-    if model.tensor_parallel_degree is not None or not gpus:
-        return (model.tensor_parallel_degree or 1,), layout
-    most = layout.most(gpus)
-    return range(most if model.tensor_parallel_max else 1, most + 1), layout
-
-
-def gpus_asked_for(model: ModelSettings) -> int:
-    """Return how many GPUs of this machine an engine takes whose layers are shared by as many as the settings say."""
-    return _layout(model).gpus(model.tensor_parallel_degree or 1)
-
-
-def _layout(model: ModelSettings) -> Layout:
-    return Layout.of({**model.engine_arguments, "pipeline_parallel_size": model.pipeline_parallel_degree})
-
-
 def _needed(settings: Settings, size: int, layout: Layout) -> int:
     if settings.required_memory is not None:
         return settings.required_memory * _MEBIBYTE
-    cache = _integer(settings.model.engine_arguments.get("kv_cache_memory_bytes", ""))
+    cache = integer(settings.model.engine_arguments.get("kv_cache_memory_bytes", ""))
     return int(_BEYOND_FILES * _loaded(settings.model, layout).each(size, layout)) + cache
-
-
-def _chooses_itself(model: ModelSettings) -> bool:
-    arguments = model.engine_arguments
-    return (
-        "device_ids" in arguments
-        or arguments.get("distributed_executor_backend", "mp") not in ("mp", "uni")
-        or arguments.get("data_parallel_backend", "mp") != "mp"
-        or _integer(arguments.get("nnodes", "1")) > 1
-    )
 
 
 def _loaded(model: ModelSettings, layout: Layout) -> Weights:
@@ -159,10 +98,6 @@ def size_of(path: str) -> int:
         files = [os.path.join(folder, name) for name in names]
         size += sum(os.path.getsize(file) for file in files if os.path.isfile(file))
     return size
-
-
-def _integer(text: str) -> int:
-    return int(text) if text.strip().isdecimal() else 0
 
 
 def _mebibytes(size: int) -> str:

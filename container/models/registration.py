@@ -10,18 +10,18 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from container.gpus import SliceNotChosen
-from container.models.memory import OutOfMemory, check_room, free_memory, placed
-from container.models.registry import AlreadyRegistered, Lifecycle, Model, Models, State, until_none
+from container.models.engine_restart import EngineRestarts
+from container.models.life_cycle import Lifecycle, State, until_none
+from container.models.loads import LoadFailed, Loads
+from container.models.memory import OutOfMemory, free_memory
+from container.models.registry import AlreadyRegistered, Model, Models
 from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value
 from container.sources.location import SETTINGS_SECONDS, name_of_url
-from engines.choice import is_vllm
 from engines.daemon_thread import in_daemon_thread
 from engines.errors import NotReady, Overloaded
 from engines.interface import EngineOutOfMemory, EngineStartError
 from engines.memory_release import release_memory
-from engines.model_settings import ModelSettings
 from engines.start_failure import failure_of
 from handlers.lmi.management import Registration
 
@@ -35,21 +35,12 @@ _MOST_LOADS = 100
 """Models that may wait to be loaded. One is loaded at a time, since each measures the free memory."""
 _READ_SECONDS = SETTINGS_SECONDS + 60.0
 """How long reading a model's settings may take, which are downloaded where the model is on S3."""
-_LONGEST_PAUSE_SECONDS = 60.0
-"""Before an engine is started again; the first pause is a second, and each further one twice as long."""
 _LEAVING_SECONDS = 5.0
 """How long the calls that were ended with a model may take to let go of it, before its memory is released."""
 _MOMENT_SECONDS = 0.2
 """How long threads that have just ended may take to let go of what they had."""
 _NO_MEMORY = re.compile(r"\bran out of memory\b|\b(OutOf)?MemoryError\b")
 """Found in a custom handler's error when memory is short. Engines raise EngineOutOfMemory."""
-
-
-class LoadFailed(Exception):
-    """A model cannot be loaded; the message says why."""
-
-
-_REFUSALS = (LoadFailed, OutOfMemory, NotReady)
 
 
 class Registrar:
@@ -65,10 +56,10 @@ class Registrar:
     ) -> None:
         """`free` returns the free memory of each device; `said` has warnings that are in the log already."""
         self._models, self._server = models, server
-        self._read_settings, self._free = read_settings, free
+        self._read_settings = read_settings
         self._said = set(said)
-        self._one_at_a_time = asyncio.Lock()
-        self._loads: dict[Model, asyncio.Task[None]] = {}
+        self._loads = Loads(free)
+        self.engine_restarts = EngineRestarts(models, server, self._loads)
         self._reads: set[asyncio.Future[Settings]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         """Registrations whose settings are being read, and unloads."""
@@ -76,14 +67,14 @@ class Registrar:
     @property
     def loading(self) -> bool:
         """Whether a model of the management API is being loaded, or an engine started again."""
-        return bool(self._loads)
+        return bool(self._loads.running)
 
     async def start(self) -> None:
         """Load the models that the server starts with, one after the other. Raises EngineStartError."""
-        async with self._one_at_a_time:
+        async with self._loads.one_at_a_time:
             for model in self._models:
                 if model.at_startup:
-                    await model.lifecycle.start(self._place)
+                    await model.lifecycle.start(self._loads.place)
 
     async def register(self, order: Registration) -> tuple[Model, asyncio.Task[None]]:
         """Register a model and begin to load it; return it, and the task that ends when it is loaded.
@@ -99,7 +90,7 @@ class Registrar:
             Overloaded: too many models wait to be loaded.
         """
         self._check_running()
-        if len(self._loads) + len(self._tasks) >= _MOST_LOADS:
+        if len(self._loads.running) + len(self._tasks) >= _MOST_LOADS:
             raise Overloaded(f"{_MOST_LOADS} models wait to be loaded already; try again later")
         return await asyncio.shield(self._begin(self._register(order)))
 
@@ -119,10 +110,7 @@ class Registrar:
                 logger.warning("model %s: %s", name, warning)
         model = Model(Lifecycle(settings), order.url, order.version, at_startup=False)
         self._models.add(model)
-        task = asyncio.create_task(self._load(model))
-        self._loads[model] = task
-        task.add_done_callback(lambda done: self._on_loaded(model, done))
-        return model, task
+        return model, self._loads.begin(model, self._load(model))
 
     async def unregister(self, model: Model) -> None:
         """Wait for the model's calls, at most `drain_timeout`, and free all that it has.
@@ -133,7 +121,7 @@ class Registrar:
             raise NotReady(f"model {model.name} is not loaded yet")
         self._models.remove(model)
         self._models.leaving.add(model)
-        if (load := self._loads.get(model)) is not None:
+        if (load := self._loads.running.get(model)) is not None:
             load.cancel()
         await asyncio.shield(self._begin(self._unload(model, load)))
 
@@ -151,45 +139,14 @@ class Registrar:
         custom.pool.scale(min_workers, max_workers)
         return min_workers, max_workers
 
-    def restart(self, model: Model, reason: str) -> bool:
-        """Begin to start a model's engine again, which has died or is stalled; it counts as failed until it is ready.
-
-        Returns False where that is not to be done, or not any more.
-        """
-        if model in self._loads:
-            return True
-        most = self._server.engine_restart
-        if model.restarts >= most or self._models.draining or not is_vllm(model.lifecycle.model):
-            return False
-        pause = min(2.0**model.restarts, _LONGEST_PAUSE_SECONDS)
-        model.restarts += 1
-        model.lifecycle.fail(f"{reason}; it is started again")
-        logger.error(
-            "model %s: %s; /ping now answers 500; the engine is started again in %g s (%d of %d)",
-            *(model.title, reason, pause, model.restarts, most),
-        )
-        task = asyncio.create_task(self._restart(model, pause))
-        self._loads[model] = task
-        task.add_done_callback(lambda done: self._on_loaded(model, done))
-        return True
-
-    async def _restart(self, model: Model, pause: float) -> None:
-        await asyncio.sleep(pause)
-        async with self._one_at_a_time:
-            try:
-                await model.lifecycle.restart(self._place)
-            except EngineStartError as error:
-                raise LoadFailed(f"model {model.name}: the engine cannot be started again: {error}") from None
-        logger.info("model %s: the engine is there again", model.title)
-
     async def stop(self) -> None:
         """Cancel what is being read or loaded, and wait for what is being unloaded."""
-        while self._loads or self._tasks:
+        while self._loads.running or self._tasks:
             for read in self._reads:
                 read.cancel()
-            for task in self._loads.values():
+            for task in self._loads.running.values():
                 task.cancel()
-            await asyncio.gather(*self._loads.values(), *self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._loads.running.values(), *self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # callbacks take them off the lists
 
     async def _read(self, name: str, order: Registration) -> Settings:
@@ -207,20 +164,6 @@ class Registrar:
         finally:
             self._reads.discard(read)
 
-    def _place(self, model: ModelSettings, check: Settings | None = None) -> ModelSettings:
-        """Return a model's settings with the GPUs that have the most room now.
-
-        `check` has all settings of the model, which then has to fit. Raises OutOfMemory where it does not, and
-        EngineStartError where the settings ask for GPUs that it cannot have.
-        """
-        try:
-            memory = self._free()
-        except SliceNotChosen as error:
-            raise EngineStartError(str(error)) from None
-        if check is not None:
-            check_room(check, memory)
-        return placed(model, memory)
-
     async def _load(self, model: Model) -> None:
         failure = await self._failure_of_load(model)
         if failure is None:
@@ -236,8 +179,8 @@ class Registrar:
         settings = model.lifecycle.settings
         try:
             await model.lifecycle.fetch()  # before the room is measured, and without keeping others from loading
-            async with self._one_at_a_time:
-                await model.lifecycle.start(partial(self._place, check=settings))
+            async with self._loads.one_at_a_time:
+                await model.lifecycle.start(partial(self._loads.place, check=settings))
         except (OutOfMemory, EngineStartError) as error:
             kind = OutOfMemory if _is_memory(error, settings) else LoadFailed
             return kind(f"model {model.name} cannot be loaded: {error}")
@@ -249,11 +192,6 @@ class Registrar:
                 return NotReady("the server is stopping")
             return LoadFailed(f"model {model.name} was unregistered while it was loaded")
         return None
-
-    def _on_loaded(self, model: Model, task: asyncio.Task[None]) -> None:
-        del self._loads[model]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s", error, exc_info=None if isinstance(error, _REFUSALS) else error)
 
     async def _unload(self, model: Model, load: asyncio.Task[None] | None) -> None:
         if load is not None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from container import cli, logs
-from container.app import Mount, Routes
+from container.http.router import Mount, Router
 from container.http.cross_site import KnownHosts
 from container.settings.values import names
 from deploy.local.errors import REGION, RuntimeApiError
@@ -102,7 +102,7 @@ async def _run(url: str, settings: LocalSettings, host: str, port: int) -> None:
 
     hosts = KnownHosts(names(os.environ.get("SERVING_ALLOWED_HOSTS", "")))
     container = RemoteContainer(url, hosts)
-    server = http_server(Routes(container, [Mount(PREFIX, RuntimeApi(settings, hosts))]))
+    server = http_server(Router(container, [Mount(PREFIX, RuntimeApi(settings, hosts))]))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, setattr, server, "should_exit", True)

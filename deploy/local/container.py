@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from container.http.cross_site import KnownHosts, passed_on
-from container.http.endpoint import disconnected
+from container.http.disconnect import disconnected
 
 logger = logging.getLogger(__name__)
 

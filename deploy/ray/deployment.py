@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from ray.serve.config import DeploymentActorConfig
 
-from container.models.memory import gpus_asked_for
+from container.models.placement import gpus_asked_for
 from container.settings.load import load_startup
 from container.settings.settings import Startup
 from deploy.ray.replica import ADAPTERS, AdapterLeader, Replica, command_line

@@ -26,9 +26,9 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from container import logs
-from container.app import Application
+from container.http.router import Application
 from container.http.cross_site import passed_on
-from container.management import Refusal, adapter_call_failed
+from container.adapter_management import Refusal, adapter_call_failed
 from container.server import ModelServer, prepared
 from container.settings.load import load_startup
 from container.settings.settings import Startup
@@ -125,13 +125,13 @@ class Replica:
         watching = asyncio.create_task(server.watch())
         self._stop.callback(watching.cancel)
         applications = server.applications
-        transport = httpx.ASGITransport(applications.routes)
+        transport = httpx.ASGITransport(applications.router)
         self._own = httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=None)
         names = {model.name for model in server.models}
         self._model = names.pop() if len(names) == 1 else ""
         self._follower = Follower(self._own, self._name, _adapters(server))
         await self._catch_up()
-        application = ReplicaApplication(self._change, self.metrics, applications.routes, startup.server)
+        application = ReplicaApplication(self._change, self.metrics, applications.router, startup.server)
         return applications.guarded(application)
 
     async def __del__(self) -> None:

@@ -13,10 +13,12 @@ import httpx
 import pytest
 
 from container.api_keys import ApiKeys, keys_in, keys_in_file
-from container.app import Applications, Mount, Routes, create_app
+from container.app import Applications, create_app
+from container.http.router import Mount, Router
 from container.logs import PlainFormatter, access_log
+from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
-from container.models.registry import Lifecycle, Model, Models, State
+from container.models.registry import Model, Models
 from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
 from container.settings.settings import ServerSettings, Settings, SettingsError
@@ -70,13 +72,13 @@ def client_of(application: Any) -> httpx.AsyncClient:
 def paths(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The paths of all routes of the applications that are made, and three that are none."""
     added: set[str] = {"/endpoints/e/invocations", "/nowhere", "/v2/nowhere"}
-    add = Routes.add
+    add = Router.add
 
-    def recorded(self: Routes, path: str, *rest: Any, **named: Any) -> None:
+    def recorded(self: Router, path: str, *rest: Any, **named: Any) -> None:
         added.add(path)
         add(self, path, *rest, **named)
 
-    monkeypatch.setattr(Routes, "add", recorded)
+    monkeypatch.setattr(Router, "add", recorded)
     return added
 
 
@@ -224,9 +226,9 @@ async def test_what_is_put_before_the_routes_is_reached_with_a_key_alone() -> No
         assert (await client.request(method, path)).status_code == 401
         assert "host: server" in (await client.request(method, path, headers=BEARER)).text
     assert "host: server" in (await client.get("/ping")).text
-    assert (await client_of(asking.routes).get("/metrics")).status_code == 200  # as the process itself calls it
+    assert (await client_of(asking.router).get("/metrics")).status_code == 200  # as the process itself calls it
     other = applications(None)
-    assert (other.main, other.guarded(mounted)) == (other.routes, mounted)
+    assert (other.main, other.guarded(mounted)) == (other.router, mounted)
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,19 @@ from typing import Any, cast
 
 import pytest
 
-from container.contract_routes import family_endpoints, model_of
-from container.http.endpoint import AppState, Endpoint, HttpCounts
-from container.models.registry import Lifecycle, Model, Models
+from container.contract_routes import contract_http_routes, model_of
+from container.http.route import AppState, HttpCounts, HttpRoute
+from container.models.life_cycle import Lifecycle
+from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings, Settings
 from engines.model_settings import ModelSettings
 from handlers.contract import Call, Reply
 from handlers.contract_routes import ContractRoutes, InfoRoute, ModelView
-from handlers.contracts import CONTRACTS
 
 pytestmark = pytest.mark.asyncio
 
 
-async def ask(endpoint: Endpoint, body: bytes) -> None:
+async def ask(route: HttpRoute, body: bytes) -> None:
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> dict[str, Any]:
@@ -34,7 +34,7 @@ async def ask(endpoint: Endpoint, body: bytes) -> None:
     async def send(message: Any) -> None: ...
 
     scope = {"headers": [], "query_string": b"", "method": "POST", "path": "/t", "raw_path": b"/t"}
-    await endpoint(scope, receive, send)
+    await route(scope, receive, send)
 
 
 class Text:
@@ -45,7 +45,7 @@ class Text:
         self.at_once = self.most_at_once = 0
         self._lock = threading.Lock()
 
-    def tell(self, call: Call, view: ModelView) -> Reply:
+    def answer(self, call: Call, view: ModelView) -> Reply:
         with self._lock:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
@@ -56,9 +56,9 @@ class Text:
         return Reply(200, "", b"")
 
     async def ask(self, *lengths: int) -> None:
-        family = ContractRoutes(
+        contract = ContractRoutes(
             name="f",
-            routes=(InfoRoute(path="/t", answer=self.tell, methods=("POST",)),),
+            routes=(InfoRoute(path="/t", answer=self.answer, methods=("POST",)),),
             refuse=lambda error: Reply(500, "", b""),
             error={},
             wrong_method=lambda call: Reply(405, "", b""),
@@ -66,8 +66,8 @@ class Text:
         model = SimpleNamespace(lifecycle=SimpleNamespace(view=lambda: None))
         models = SimpleNamespace(single=True, startup=lambda: model, open_calls=0, reading=set())
         state = AppState(cast(Models, models), ServerSettings(), HttpCounts())
-        endpoint = family_endpoints(state, [family])["/t", "POST"]
-        await asyncio.gather(*(ask(endpoint, b"x" * length) for length in lengths))
+        route = contract_http_routes(state, [contract])["/t", "POST"]
+        await asyncio.gather(*(ask(route, b"x" * length) for length in lengths))
 
 
 async def test_however_many_long_bodies_come_two_are_answered_at_a_time() -> None:
@@ -92,6 +92,5 @@ async def test_of_two_versions_the_one_with_the_adapter_answers_for_it() -> None
         return Model(life, "m", number, at_startup=False)
 
     models = Models([version("1"), version("2", "poet")])
-    openai = next(family for family in CONTRACTS if family.body_names_model)
-    assert {model_of(models, openai, {}, "poet").version for _ in range(4)} == {"2"}
-    assert {model_of(models, openai, {}, "m").version for _ in range(4)} == {"1", "2"}
+    assert {model_of(models, {}, "poet").version for _ in range(4)} == {"2"}
+    assert {model_of(models, {}, "m").version for _ in range(4)} == {"1", "2"}

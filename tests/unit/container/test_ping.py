@@ -11,7 +11,8 @@ import pytest
 
 from container.error_rates import ErrorRates
 from container.health import ping
-from container.models.registry import Model, Models, State
+from container.models.life_cycle import State
+from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
 from engines.model_settings import ModelSettings
 

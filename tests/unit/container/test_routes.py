@@ -17,8 +17,9 @@ import pytest_asyncio
 
 from container.app import create_app
 from container.logs import access_log
+from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
-from container.models.registry import Lifecycle, Model, Models, State
+from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings, Settings
 from engines.interface import EngineHealth
 from engines.model_settings import HandlerSettings

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from container import server
-from container.models.registry import Model, Models, State
+from container.models.life_cycle import State
+from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings, Startup
 from engines.model_settings import ModelSettings
 from tests.live.server import free_port

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.http.endpoint import request_id
+from container.http.request_head import request_id
 from engines.statistics import Distribution
 
 

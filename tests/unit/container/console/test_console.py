@@ -12,10 +12,12 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from container.app import Applications, Mount, create_app
+from container.app import Applications, create_app
 from container.console.page import DIRECTORY
+from container.http.router import Mount
+from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
-from container.models.registry import Lifecycle, Model, Models, State
+from container.models.registry import Model, Models
 from container.settings import server as server_module
 from container.settings.load import load_settings, load_startup
 from container.settings.settings import Settings

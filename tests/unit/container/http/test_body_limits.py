@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader
-from container.http.endpoint import AppState, Endpoint, HttpCounts
 from container.http.reply import HttpReply
-from container.models.registry import Model, Models, State
+from container.http.route import AppState, HttpCounts, HttpRoute
+from container.models.life_cycle import State
+from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
 from engines.errors import BodyTimeout, BodyTooLarge, Overloaded
 from handlers.contract import Call, Reply
+from tests.stand_ins.answering_route import AnsweringRoute
 
 pytestmark = pytest.mark.asyncio
 
@@ -131,7 +133,7 @@ class Service:
         raise Overloaded("the queue is full")
 
 
-async def post(endpoint: Endpoint, sender: Sender, length: int) -> list[dict[str, Any]]:
+async def post(route: HttpRoute, sender: Sender, length: int) -> list[dict[str, Any]]:
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
@@ -145,12 +147,12 @@ async def post(endpoint: Endpoint, sender: Sender, length: int) -> list[dict[str
         "path": "/x",
         "raw_path": b"/x",
     }
-    await endpoint(scope, sender.receive, send)
+    await route(scope, sender.receive, send)
     return sent
 
 
-def refuse(error: Any) -> Reply:
-    return Reply(getattr(error, "status", 400), "text/plain", error.message.encode())
+def status(error: Any) -> int:
+    return int(getattr(error, "status", 400))
 
 
 async def test_a_long_body_is_not_read_while_the_queue_is_full() -> None:
@@ -163,20 +165,20 @@ async def test_a_long_body_is_not_read_while_the_queue_is_full() -> None:
         answered.append(len(call.body))
         reply.reply(Reply(200, "", b""))
 
-    endpoint = Endpoint(state, "/x", answer, refuse, find=lambda *_: model, queued=True)
+    route = AnsweringRoute(state, answer, status=status, model=model, queued=True)
     unread = Sender([b"x" * PIECE, b"x"])
-    refused = await post(endpoint, unread, PIECE + 1)
+    refused = await post(route, unread, PIECE + 1)
     assert refused[0]["status"] == 503
     headers = dict(refused[0]["headers"])
     assert headers[b"connection"] == b"close"
     assert b"retry-after" in headers
     assert len(unread.pieces) == 2
-    assert (await post(endpoint, Sender([b"x"]), 1))[0]["status"] == 200
+    assert (await post(route, Sender([b"x"]), 1))[0]["status"] == 200
     assert answered == [1]
     assert life.service.asked == 1
 
 
-async def test_an_endpoint_gives_the_memory_back_when_the_reply_is_complete() -> None:
+async def test_a_route_gives_the_memory_back_when_the_reply_is_complete() -> None:
     state = AppState(Models(), ServerSettings(), HttpCounts())
     during: list[int] = []
 
@@ -184,22 +186,22 @@ async def test_an_endpoint_gives_the_memory_back_when_the_reply_is_complete() ->
         during.append(state.bodies.used)
         reply.reply(Reply(200, "", b""))
 
-    endpoint = Endpoint(state, "/x", answer, refuse)
-    await post(endpoint, Sender([b"x" * PIECE, b"y"]), PIECE + 1)
+    route = AnsweringRoute(state, answer, status=status)
+    await post(route, Sender([b"x" * PIECE, b"y"]), PIECE + 1)
     assert during == [PIECE + 1]
     assert state.bodies.used == 0
 
 
-async def test_an_endpoint_says_in_its_contract_that_there_is_no_memory() -> None:
+async def test_a_route_says_in_its_contract_that_there_is_no_memory() -> None:
     settings = ServerSettings(max_request_memory=1, max_request_size=2 * PIECE, throttle_error_http_code=429)
     state = AppState(Models(), settings, HttpCounts())
 
     async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
         raise AssertionError("it has no body")
 
-    endpoint = Endpoint(state, "/x", answer, refuse)
+    route = AnsweringRoute(state, answer, status=status)
     state.bodies.take(PIECE)
-    sent = await post(endpoint, Sender([b"x" * PIECE, b"y"], ends=False), PIECE + 1)
+    sent = await post(route, Sender([b"x" * PIECE, b"y"], ends=False), PIECE + 1)
     assert sent[0]["status"] == 429
     assert dict(sent[0]["headers"])[b"connection"] == b"close"
     assert state.bodies.used == PIECE

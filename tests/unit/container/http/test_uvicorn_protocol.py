@@ -14,14 +14,15 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from container.http.endpoint import AppState, Endpoint, HttpCounts
 from container.http.reply import HttpReply, OpenStreams, RetryAfter
+from container.http.route import AppState, HttpCounts
 from container.http.uvicorn_protocol import BREAK_OFF, Cork, CorkedTransport, HttpProtocol, check_uvicorn
 from container.models.registry import Models
 from container.server import http_server
 from container.settings.settings import ServerSettings
 from engines.errors import GenerationFailed
 from handlers.contract import Reply
+from tests.stand_ins.answering_route import AnsweringRoute
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -747,7 +748,7 @@ async def test_a_refusal_waits_for_a_client_that_has_not_taken_the_reply_before_
         raise GenerationFailed("no")
 
     state = AppState(Models(), ServerSettings(), HttpCounts())
-    refusals = Endpoint(state, "/refused", refuse_call, lambda error: Reply(424, "", error.message.encode()))
+    refusals = AnsweringRoute(state, refuse_call)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/refused":

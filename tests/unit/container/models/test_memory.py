@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from container.gpus import GpusUnknown, gpu_count
 from container.models import memory
-from container.models.memory import OutOfMemory, check_room, free_memory, placed
+from container.models.memory import OutOfMemory, check_room, free_memory
+from container.models.placement import placed
 from container.settings import model as model_fields
 from container.settings.load import load_settings
 from container.settings.settings import Settings

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from container.models.registry import Lifecycle, fetch_weights
+from container.models.life_cycle import Lifecycle, fetch_weights
 from container.settings.load import load_settings
 from container.settings.settings import Settings, SettingsError
 from container.sources.download import RemoteModel

@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from container.app import Mount, Routes
 from container.http.cross_site import KnownHosts
-from container.http.endpoint import disconnected
+from container.http.disconnect import disconnected
+from container.http.router import Mount, Router
 from container.server import http_server, listen
 from deploy.local.invocation import LocalSettings
 from deploy.local.runtime import PREFIX, RuntimeApi
@@ -96,7 +96,7 @@ async def local_endpoint(container: ScriptedContainer, **settings: Any) -> Async
     """A client of the local endpoint `e`."""
     listener: socket.socket = listen("127.0.0.1", 0)
     api = RuntimeApi(LocalSettings(endpoints=("e",), **settings), KnownHosts())
-    server = http_server(Routes(container, [Mount(PREFIX, api)]))
+    server = http_server(Router(container, [Mount(PREFIX, api)]))
     serving = asyncio.create_task(server.serve([listener]))
     base = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from container.management import Refusal, adapter_call_failed
+from container.adapter_management import Refusal, adapter_call_failed
 from container.settings.settings import ServerSettings
 from deploy.ray.asgi import ReplicaApplication
 from deploy.ray.changes import Made

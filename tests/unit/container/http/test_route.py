@@ -1,18 +1,18 @@
-"""An endpoint and a client that leaves while its call is still on the way."""
+"""A route and a client that leaves before its call reaches the engine."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from container.http.endpoint import AppState, Endpoint, HttpCounts
+from container.http.route import AppState, HttpCounts, HttpRoute
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
 from engines.errors import GenerationFailed
 from handlers.contract import Call, Reply, ReplyWriter, Running
+from tests.stand_ins.answering_route import Answering, AnsweringRoute
 
 pytestmark = pytest.mark.asyncio
 
@@ -65,13 +65,9 @@ class Generating:
         self.cancelled += 1
 
 
-Answering = Callable[[Call, ReplyWriter, Model | None], Awaitable[Running | None]]
-
-
-def endpoint(answer: Answering) -> tuple[Endpoint, Counts]:
+def route(answer: Answering) -> tuple[HttpRoute, Counts]:
     counts = Counts()
-    state = AppState(Models(), ServerSettings(), counts)
-    return Endpoint(state, "/x", answer, lambda error: Reply(424, "", error.message.encode())), counts
+    return AnsweringRoute(AppState(Models(), ServerSettings(), counts), answer), counts
 
 
 async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
@@ -85,7 +81,7 @@ async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
             cancelled.set()
         return None
 
-    client, (served, counts) = Client(), endpoint(answer)
+    client, (served, counts) = Client(), route(answer)
     serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
     await asyncio.wait_for(begun.wait(), 60)
     assert not cancelled.is_set()
@@ -105,7 +101,7 @@ async def test_a_call_that_waited_and_then_runs_is_cancelled_when_its_client_lea
         started.set()
         return running
 
-    client, (served, _) = Client(), endpoint(answer)
+    client, (served, _) = Client(), route(answer)
     serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
     await asyncio.wait_for(started.wait(), 60)
     assert running.cancelled == 0
@@ -128,7 +124,7 @@ async def test_replies_and_refusals_are_the_same_whether_or_not_a_call_waits(wai
         raise GenerationFailed("no")
 
     for answer, status, body in ((replying, 200, b"whole"), (refusing, 424, b"no")):
-        client, (served, counts) = Client(), endpoint(answer)
+        client, (served, counts) = Client(), route(answer)
         await asyncio.wait_for(served(SCOPE, client.receive, client.send), 60)
         assert (counts.statuses, client.sent[-1]["body"]) == ([status], body)
     await asyncio.sleep(0)
@@ -143,7 +139,7 @@ async def test_a_call_that_the_server_cancels_stays_cancelled() -> None:
         await asyncio.sleep(60)
         return None
 
-    client, (served, _) = Client(), endpoint(answer)
+    client, (served, _) = Client(), route(answer)
     serving = asyncio.create_task(served(SCOPE, client.receive, client.send))
     await asyncio.wait_for(begun.wait(), 60)
     serving.cancel()

@@ -19,9 +19,10 @@ import pytest
 
 from container.app import Applications, create_app
 from container.gpus import SliceNotChosen
-from container.models import registration, registry
+from container.models import life_cycle, registration
+from container.models.life_cycle import Lifecycle
 from container.models.registration import Registrar
-from container.models.registry import Lifecycle, Model, Models
+from container.models.registry import Model, Models
 from container.settings.load import further_settings
 from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value
@@ -166,7 +167,7 @@ async def test_an_engine_gets_the_gpus_with_room_and_is_507_where_too_few_have_i
         loaded.append(settings)
         raise EngineStartError("enough is known")
 
-    monkeypatch.setattr(registry, "load_service", load)
+    monkeypatch.setattr(life_cycle, "load_service", load)
     empty, full = 79 << 30, 8 << 30
     async with serving(gpus=(full, empty, full, empty)) as api:
         assert error(await api.register("a", str(tmp_path)))[:2] == (500, "EngineException")
@@ -193,7 +194,7 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
     def divided() -> tuple[int, ...]:
         raise SliceNotChosen("set CUDA_VISIBLE_DEVICES")
 
-    monkeypatch.setattr(registry, "load_service", load)
+    monkeypatch.setattr(life_cycle, "load_service", load)
     room = (1 << 30, 2 << 30, PLENTY)
     settings = further_settings(Value(str(tmp_path), "startup"), "a", {}, {})
     for free, message in ((lambda: room, "enough is known"), (divided, "set CUDA_VISIBLE_DEVICES")):
@@ -228,7 +229,7 @@ async def test_what_a_load_that_fails_has_made_is_freed_before_its_client_hears_
         made.append(weakref.ref(weights))
         raise EngineStartError("the engine started but generated nothing")
 
-    monkeypatch.setattr(registry, "load_service", failing)
+    monkeypatch.setattr(life_cycle, "load_service", failing)
     async with serving() as api:
         assert error(await api.register("a"))[:2] == (500, "EngineException")
         assert made[0]() is None

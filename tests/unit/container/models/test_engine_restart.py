@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from container.models import registration
+from container.models import engine_restart
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
@@ -38,18 +38,18 @@ class Failed:
 async def test_an_engine_is_started_again_as_often_as_it_may(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(registration, "_LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(engine_restart, "LONGEST_PAUSE_SECONDS", 0.01)
     life: Any = Failed()
     model = Model(life, "m")
     models = Models([model])
     registrar = Registrar(models, ServerSettings(engine_restart=2), Mock())
     for attempt in (1, 2):
-        assert registrar.restart(model, "the engine has died")
+        assert registrar.engine_restarts.begin(model, "the engine has died")
         assert registrar.loading
-        assert registrar.restart(model, "the engine has died"), "one at a time"
+        assert registrar.engine_restarts.begin(model, "the engine has died"), "one at a time"
         await until(lambda: not registrar.loading)
         assert life.attempts == attempt
-    assert not registrar.restart(model, "the engine has died")
+    assert not registrar.engine_restarts.begin(model, "the engine has died")
     assert life.reasons == ["the engine has died; it is started again"] * 2
     assert "the engine cannot be started again: no memory" in caplog.text
     assert "Traceback" not in caplog.text
@@ -61,11 +61,11 @@ async def test_a_server_that_stops_starts_no_engine_again(monkeypatch: pytest.Mo
     model = Model(life, "m")
     models = Models([model])
     registrar = Registrar(models, ServerSettings(engine_restart=2), Mock())
-    assert registrar.restart(model, "the engine has died")
+    assert registrar.engine_restarts.begin(model, "the engine has died")
     models.draining = True
     await registrar.stop()
     assert not registrar.loading
-    assert not registrar.restart(model, "the engine has died")
+    assert not registrar.engine_restarts.begin(model, "the engine has died")
     assert life.attempts == 0
 
 
@@ -74,5 +74,6 @@ async def test_a_server_that_stops_starts_no_engine_again(monkeypatch: pytest.Mo
 async def test_without_the_setting_no_engine_is_started_again(settings: dict[str, Any]) -> None:
     life: Any = Failed()
     model = Model(life, "m")
-    assert not Registrar(Models([model]), ServerSettings(**settings), Mock()).restart(model, "the engine has died")
+    registrar = Registrar(Models([model]), ServerSettings(**settings), Mock())
+    assert not registrar.engine_restarts.begin(model, "the engine has died")
     assert life.reasons == []

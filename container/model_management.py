@@ -1,0 +1,162 @@
+"""LMI's management API for models and their workers: `/models` and `/workflows`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+
+from container.adapter_management import MAX_BODY
+from container.gpus import gpu_count
+from container.http.reply import NO_CACHE, HttpReply
+from container.http.route import AppState, HttpRoute
+from container.models.life_cycle import State
+from container.models.loads import LoadFailed
+from container.models.memory import OutOfMemory
+from container.models.registration import Registrar
+from container.models.registry import AlreadyRegistered, Model
+from container.settings.settings import SettingsError, UrlNotFound
+from handlers.contract import Call, Reply
+from handlers.djl_errors import front_end_reply, refused
+from handlers.lmi import management as contract
+from handlers.lmi.management import Described, Listed, WorkerShown, read_page, read_registration, read_scale
+
+_COLLECTIONS = ("/models", "/workflows")
+_LIST_STATUS = {State.STARTING: "PENDING", State.READY: "READY", State.FAILED: "FAILED"}
+_STATUS = {State.STARTING: "PENDING", State.READY: "Healthy", State.FAILED: "FAILED"}
+
+_Operation = Callable[[Call], Awaitable[Reply]]
+
+
+class ModelManagementRoute(HttpRoute):
+    """A route that manages models."""
+
+    def __init__(self, state: AppState, path: str, operation: _Operation) -> None:
+        super().__init__(state, path, headers=NO_CACHE, same_site=True, max_body=MAX_BODY)
+        self._operation = operation
+
+    async def answer(self, call: Call, reply: HttpReply, _: Model | None) -> None:
+        reply.reply(await self._operation(call))
+
+
+def model_routes(state: AppState, registrar: Registrar) -> Iterator[tuple[str, str, ModelManagementRoute]]:
+    """Yield path, method and route of each operation on models."""
+    api = _Api(state, registrar)
+    for collection in _COLLECTIONS:
+        listed = api.models if collection == "/models" else api.workflows
+        tables: dict[str, dict[str, _Operation]] = {collection: {"GET": listed, "POST": api.register}}
+        for path in (f"{collection}/{{model}}", f"{collection}/{{model}}/{{version}}"):
+            tables[path] = {"GET": api.describe, "PUT": api.scale, "DELETE": api.unregister}
+        for path, table in tables.items():
+            for method, operation in table.items():
+                yield path, method, ModelManagementRoute(state, path, operation)
+
+
+def wrong_method() -> Reply:
+    """Return the reply if a path of the management API does not have the method."""
+    message = "Requested method is not allowed, please refer to API document."
+    return front_end_reply(405, "MethodNotAllowedException", message)
+
+
+# The errors of a model that cannot be registered or loaded, with status and DJL's class name.
+_REFUSALS: dict[type[Exception], tuple[int, str]] = {
+    UrlNotFound: (404, "ModelNotFoundException"),
+    AlreadyRegistered: (409, "IllegalArgumentException"),
+    SettingsError: (400, "IllegalConfigurationException"),
+    OutOfMemory: (507, "WlmOutOfMemoryException"),
+    LoadFailed: (500, "EngineException"),
+}
+
+
+class _Api:
+    """The operations. Every method may raise RequestError and ContractError."""
+
+    def __init__(self, state: AppState, registrar: Registrar) -> None:
+        self._models, self._registrar = state.models, registrar
+        self._sagemaker = state.settings.multi_model
+
+    async def models(self, call: Call) -> Reply:
+        start, limit = read_page(call)
+        make = contract.sagemaker_list if self._sagemaker else contract.model_list
+        return make([_listed(model) for model in self._models], start, limit)
+
+    async def workflows(self, call: Call) -> Reply:
+        start, limit = read_page(call)
+        return contract.workflow_list([_listed(model) for model in self._models], start, limit)
+
+    async def register(self, call: Call) -> Reply:
+        order = read_registration(call)
+        try:
+            model, loading = await self._registrar.register(order)
+            if not order.synchronous:
+                return contract.registration_scheduled(model.name)
+            # The registrar owns the load: it ends also if the client leaves.
+            await asyncio.shield(loading)
+        except tuple(_REFUSALS) as error:
+            message = "; ".join(error.problems) if isinstance(error, SettingsError) else str(error)
+            raise refused(*_REFUSALS[type(error)], message) from None
+        return contract.registered(model.name)
+
+    async def describe(self, call: Call) -> Reply:
+        models = self._named(call)
+        if self._sagemaker:
+            return contract.sagemaker_description(_listed(models[0]))
+        return contract.description([described(model) for model in models])
+
+    async def scale(self, call: Call) -> Reply:
+        models = self._named(call)
+        shown = described(models[0])
+        least, most = read_scale(call, (shown.min_workers, shown.max_workers))
+        for model in models:
+            actual = self._registrar.scale(model, least, most)
+        return contract.scaled(models[0].name, *actual)
+
+    async def unregister(self, call: Call) -> Reply:
+        models = self._named(call)
+        await asyncio.gather(*(self._registrar.unregister(model) for model in models))
+        return contract.unregistered(models[0].name)
+
+    def _named(self, call: Call) -> list[Model]:
+        names = call.path_parameters
+        return self._models.versions(names["model"], names.get("version"), exact=True)
+
+
+def _listed(model: Model) -> Listed:
+    return Listed(model.name, model.version, model.url, _LIST_STATUS.get(model.lifecycle.state, "PENDING"))
+
+
+def described(model: Model) -> Described:
+    """Describe a model with its workers. An engine is shown as one worker."""
+    lifecycle = model.lifecycle
+    settings, state, service = lifecycle.model, lifecycle.state, lifecycle.service
+    status = _STATUS.get(state, "Unhealthy")
+    if state is State.READY and lifecycle.short_of_workers:
+        status = "Unhealthy"
+    least = most = 0 if model.scaled_to_zero else 1
+    workers: list[WorkerShown] = []
+    waiting = 0
+    on_gpu = gpu_count() > 0 and settings.devices != ()
+    if settings.handler is not None:
+        least, most, on_gpu = settings.handler.min_workers, settings.handler.max_workers, bool(settings.handler.devices)
+    if service is not None and service.custom is not None:
+        pool = service.custom.pool
+        least, most, waiting = pool.min_workers, pool.max_workers, pool.queue_length
+        workers = [WorkerShown(w.id, w.started, "READY") for w in pool.workers if w.ready]
+    elif service is not None and service.engine is not None and not model.scaled_to_zero:
+        waiting = service.engine.status().waiting_requests
+        workers = [WorkerShown(1, model.registered_at, "READY")] if state is State.READY else []
+    return Described(
+        name=model.name,
+        version=model.version,
+        url=model.url,
+        batch_size=settings.batch_size,
+        max_batch_delay=settings.max_batch_delay,
+        max_idle_time=settings.handler.max_idle_time if settings.handler is not None else 60.0,
+        queue_size=lifecycle.settings.server.job_queue_size,
+        waiting=waiting,
+        status=status,
+        at_startup=model.at_startup,
+        on_gpu=on_gpu,
+        min_workers=least,
+        max_workers=most,
+        workers=workers,
+    )

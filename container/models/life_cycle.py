@@ -1,0 +1,277 @@
+"""The life cycle of one model: loaded, restarted, drained and stopped.
+
+A model is starting, ready, draining, stopped; or failed, when it cannot serve any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+
+from container.models.stall_watch import StallWatch
+from container.settings.settings import RemoteModel, Settings
+from container.sources.location import FetchTimeout, SourceError
+from engines.adapters import Adapter, AdapterOrder
+from engines.choice import running_engine
+from engines.daemon_thread import in_daemon_thread
+from engines.errors import RequestError
+from engines.interface import Engine, EngineHealth, EngineStartError, first_delta
+from engines.memory_release import collect_after_load
+from engines.model_settings import ModelSettings
+from engines.request import GenerationRequest, SamplingParameters
+from engines.statistics import StartupTimes
+from handlers.contract_routes import ModelView
+from handlers.entry_point import Limits, Service, load_service
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05
+
+
+class State(Enum):
+    """What a model can do now."""
+
+    STARTING = "starting"
+    READY = "ready"
+    FAILED = "failed"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class Lifecycle:
+    """Loads, drains and stops one model's service, and knows its state meanwhile."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.model = settings.model
+        """The settings of the model, with the GPUs that were chosen for it."""
+        self.service: Service | None = None
+        """None until the model is loaded."""
+        self._stall: StallWatch | None = None
+        self._fetched = False
+        self.startup_times = StartupTimes()
+        self.stage, self._failure = State.STARTING, ""
+        """The last step that was reached; `state` also asks the engine."""
+        self._started_at = time.time()
+        self.open_calls = 0
+        """Calls of the model that are not answered yet."""
+
+    @property
+    def state(self) -> State:
+        """The state, from the engine's latest signs of life; no other process is asked."""
+        if self.stage is State.READY and self.service is not None and not self._health(self.service).alive:
+            return State.FAILED
+        return self.stage
+
+    @property
+    def reason(self) -> str:
+        """Why the model has failed; empty if it has not."""
+        if self.stage is State.READY and self.service is not None:
+            return self._health(self.service).reason
+        return self._failure
+
+    @property
+    def stalled(self) -> str:
+        """Why the engine counts as stalled, though it is alive; empty if it does not."""
+        return self._stall.reason if self._stall is not None and self.state is State.READY else ""
+
+    def _health(self, service: Service) -> EngineHealth:
+        """Ask the engine how it is. One that cannot tell makes the model unhealthy, and never goes unnoticed."""
+        try:
+            return service.runtime.health()
+        except Exception as error:
+            logger.critical(
+                "model %s: its health cannot be told; /ping now answers 500", self.model.name, exc_info=True
+            )
+            self.fail(f"the engine's health cannot be told: {error!r}")
+            return EngineHealth(alive=False, reason=self._failure)
+
+    @property
+    def short_of_workers(self) -> bool:
+        """Whether a custom handler has fewer workers than it should, because one is being restarted."""
+        custom = self.service.custom if self.service is not None else None
+        return custom is not None and custom.pool.ready < custom.pool.min_workers
+
+    async def start(self, place: Callable[[ModelSettings], ModelSettings] | None = None) -> None:
+        """Load the model and have it generate a first token; it is ready after that.
+
+        `place` chooses the model's GPUs once its weights are here. It may block, and raise an error that refuses the
+        model. Raises EngineStartError where the model cannot be loaded, or cannot generate.
+        """
+        try:
+            await self._load(place)
+        except BaseException as error:
+            # Last: the management API takes the model off the list then, and /ping does not show it as failed.
+            if self.stage is State.STARTING:
+                self.stage, self._failure = State.FAILED, str(error)
+            raise
+        if self.stage is State.STARTING:
+            self.stage = State.READY
+
+    async def restart(self, place: Callable[[ModelSettings], ModelSettings]) -> None:
+        """Stop what there is of a model that has failed, and load it again, with the adapters that it had.
+
+        It counts as failed until it is ready. `place` and errors: as in `start`.
+        """
+        old = self.service
+        assert old is not None, "it was ready once"
+        await old.stop(self._failure)
+        self.startup_times = StartupTimes()
+        try:
+            await self._load(place)
+        except BaseException:
+            self.service = old  # it has the error that calls get
+            raise
+        if old.adapters is not None:
+            await self._register_again(old.adapters.all())
+        if self.stage is State.FAILED:
+            self.stage, self._failure = State.READY, ""
+
+    async def _register_again(self, adapters: Sequence[Adapter]) -> None:
+        registry = self.service.adapters if self.service is not None else None
+        if registry is None:
+            return
+        for adapter in adapters:
+            given = {name: getattr(adapter, name) for name in ("name", "src", "preload", "pin", "alias", "options")}
+            try:
+                if adapter.name not in registry:
+                    await registry.register(AdapterOrder(**given))
+            except RequestError as error:
+                logger.error("adapter %s is not there any more: %s", adapter.name, error.message)
+
+    async def _load(self, place: Callable[[ModelSettings], ModelSettings] | None) -> None:
+        started = time.monotonic()
+        service: Service | None = None
+        try:
+            server = self.settings.server
+            limits = Limits(
+                queue_size=server.job_queue_size,
+                overload_status=server.throttle_error_http_code,
+                unavailable_status=server.wlm_error_http_code,
+                model_aliases=server.model_aliases,
+                adapter_faults=self.settings.adapter_faults,
+                adapter_downloads=self.settings.remote_adapters,
+            )
+            await self.fetch()
+            if place is not None:
+                self.model = await asyncio.to_thread(place, self.settings.model)
+            self.service = service = await load_service(self.model, limits, self.startup_times)
+            if service.engine is not None:
+                with self.startup_times.phase("first token"):
+                    await _warm_up(service.engine, self.model)
+            self._stall = StallWatch(partial(self._health, service), server.stall_timeout)
+            await asyncio.to_thread(collect_after_load, model_is_here=service.engine is not None)
+        except BaseException:
+            if service is not None:
+                await service.stop()
+                self.let_go()
+            raise
+        seconds = time.monotonic() - started
+        logger.info("model %s is ready after %.1f s: %s", self.model.name, seconds, self.startup_times)
+
+    async def fetch(self) -> None:
+        """Download the weights that are on S3; `start` does it where it has not been done.
+
+        Raises EngineStartError where the download fails, or the secure mode refuses a file.
+        """
+        if self._fetched or not self.settings.remote_models:
+            return
+        with self.startup_times.phase("download"):
+            await fetch_weights(self.settings.remote_models, self.model.model_loading_timeout)
+        # Once more after the settings: what the secure mode forbids may have come with the weights.
+        check = self.settings.model_faults
+        if check is not None and (faults := await asyncio.to_thread(check)):
+            raise EngineStartError("; ".join(faults))
+        self._fetched = True
+
+    def view(self) -> ModelView:
+        """Return what routes that generate nothing show of the model."""
+        service = self.service if self.stage is not State.STARTING else None
+        queue = service.queue if service is not None else None
+        engine, version = running_engine(service.settings if service is not None else self.model)
+        stalled = self.stalled
+        return ModelView(
+            settings=self.model,
+            state="stalled" if stalled else self.state.value,
+            reason=stalled or self.reason,
+            started_at=self._started_at,
+            loaded=service.engine if service is not None else None,
+            engine=engine,
+            engine_version=version,
+            max_requests=queue.limit if queue is not None else self.settings.server.job_queue_size,
+            model_aliases=self.settings.server.model_aliases,
+            abort=service.abort if service is not None else lambda _: None,
+            adapters=service.adapters.all() if service is not None and service.adapters is not None else (),
+        )
+
+    def end_call(self) -> None:
+        self.open_calls -= 1
+
+    async def drain(self, limit: float) -> None:
+        self.stage = State.DRAINING
+        await until_none(lambda: self.open_calls, limit)
+        if self.open_calls:
+            logger.warning("%d requests were still running after %g s of draining; ending them", self.open_calls, limit)
+
+    async def stop(self) -> None:
+        self.stage = State.STOPPED
+        if self.service is not None:
+            await self.service.stop()
+
+    def fail(self, reason: str) -> None:
+        """Count as failed from now on; what is loaded goes on to answer."""
+        if self.stage is State.READY:
+            self.stage, self._failure = State.FAILED, reason
+
+    def let_go(self) -> None:
+        """Keep nothing of what was stopped, so that its memory can be released."""
+        self.service = self._stall = None
+
+
+async def until_none(calls: Callable[[], int], limit: float) -> None:
+    """Wait until `calls` returns 0, at most `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while calls() and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _warm_up(engine: Engine, model: ModelSettings) -> None:
+    """Generate once. Raises EngineStartError: the engine cannot."""
+    request = GenerationRequest(
+        request_id="warm-up", prompt="Hello", sampling=SamplingParameters(max_tokens=2, ignore_eos=True)
+    )
+    try:
+        first = await first_delta(engine.submit, request)
+    except RequestError as error:
+        given = f" with {model.engine_options}" if model.engine_options else ""
+        message = f"the engine started{given} but failed at its first request; the log has its error: {error.message}"
+        raise EngineStartError(message) from error
+    if not first.token_count:
+        raise EngineStartError("the engine started but generated nothing")
+
+
+async def fetch_weights(models: Sequence[RemoteModel], seconds: float) -> None:
+    """Download the weights that are not here yet, in a thread that ends when this is cancelled.
+
+    Raises EngineStartError where the download fails, or takes longer than `seconds`.
+    """
+    stop = threading.Event()
+
+    def fetch() -> None:
+        deadline = time.monotonic() + seconds
+        for model in models:
+            model.fetch_weights(max(deadline - time.monotonic(), 0.0), stop)
+
+    try:
+        await in_daemon_thread(fetch)
+    except FetchTimeout as error:
+        raise EngineStartError(f"{error}; option.model_loading_timeout sets the limit ({seconds:g} s)") from error
+    except SourceError as error:
+        raise EngineStartError(str(error)) from error
+    finally:
+        stop.set()

@@ -1,0 +1,125 @@
+"""A model that fails to load, or whose health cannot be told."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from container.error_rates import ErrorRates
+from container.health import ping
+from container.models import life_cycle
+from container.models.life_cycle import Lifecycle, State
+from container.models.registry import Model, Models
+from container.settings.settings import ServerSettings, Settings
+from engines.errors import EngineDead
+from engines.interface import EngineHealth, EngineStartError
+from engines.model_settings import ModelSettings
+from handlers.entry_point import Service
+
+
+class SlowToEnd:
+    """A service that generates nothing, and takes its time to end."""
+
+    engine: Any = object()
+
+    def __init__(self) -> None:
+        self.ending, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def stop(self) -> None:
+        self.ending.set()
+        await self.may_end.wait()
+
+
+class DeadEngine:
+    """An engine that ends with its first request."""
+
+    async def submit(self, *_: object) -> Any:
+        raise EngineDead()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_dies_of_its_first_request_names_the_options_that_were_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = SlowToEnd()
+    service.engine = DeadEngine()
+    service.may_end.set()
+
+    async def loaded(*_: object) -> Service:
+        found: Any = service
+        return found
+
+    monkeypatch.setattr(life_cycle, "load_service", loaded)
+    model = ModelSettings(name="m", model_dir=Path(), model_id="m", engine_arguments={"mamba_cache_mode": "align"})
+    life = Lifecycle(Settings(server=ServerSettings(), model=model))
+    with pytest.raises(EngineStartError) as failure:
+        await life.start()
+    assert str(failure.value) == (
+        "the engine started with option.mamba_cache_mode but failed at its first request; the log has its error: "
+        "the engine has died; the request was not completed"
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure_of_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = SlowToEnd()
+
+    async def loaded(*_: object) -> Service:
+        found: Any = service
+        return found
+
+    async def nothing(*_: object) -> None:
+        raise EngineStartError("the engine started but generated nothing")
+
+    monkeypatch.setattr(life_cycle, "load_service", loaded)
+    monkeypatch.setattr(life_cycle, "_warm_up", nothing)
+    settings = ServerSettings()
+    life = Lifecycle(Settings(server=settings, model=ModelSettings(name="m", model_dir=Path(), model_id="m")))
+    models = Models([Model(life, "m", at_startup=False)])
+    start = asyncio.create_task(life.start())
+    await service.ending.wait()
+    reply = ping(models, settings, ErrorRates({}, frozenset()))
+    assert (reply.status, life.state) == (200, State.STARTING)
+    service.may_end.set()
+    with pytest.raises(EngineStartError, match="generated nothing"):
+        await start
+    assert (life.state, life.reason) == (State.FAILED, "the engine started but generated nothing")
+
+
+class Unknowable:
+    """A service whose engine cannot tell how it is."""
+
+    custom = engine = None
+    runtime: Any
+
+    def __init__(self) -> None:
+        self.runtime = self
+
+    def health(self) -> EngineHealth:
+        raise RuntimeError("no such process")
+
+
+@pytest.mark.asyncio
+async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def loaded(*_: object) -> Service:
+        service: Any = Unknowable()
+        return service
+
+    monkeypatch.setattr(life_cycle, "load_service", loaded)
+    settings = ServerSettings()
+    life = Lifecycle(Settings(server=settings, model=ModelSettings(name="m", model_dir=Path(), model_id="m")))
+    await life.start()
+    assert life.stalled == ""
+    reply = ping(Models([Model(life, str(life.model.model_dir))]), settings, ErrorRates({}, frozenset()))
+    assert (reply.status, life.state) == (500, State.FAILED)
+    assert life.reason == "the engine's health cannot be told: RuntimeError('no such process')"
+    (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
+    assert record.message == "model m: its health cannot be told; /ping now answers 500"
+    assert record.exc_info is not None
