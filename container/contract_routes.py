@@ -16,9 +16,9 @@ from container.models.registry import Model, Models
 from engines.errors import NotServed, RequestError
 from handlers.contract import Call, Handler, Reply
 from handlers.contract_routes import OWN_HANDLER, ContractRoutes, GenerationRoute, InfoRoute, OpenAIRoute
-from handlers.entry_point import Service
 from handlers.json_cost import JsonDecoder, off_the_loop
 from handlers.openai.constraints import CHAT, COMPLETIONS
+from handlers.service import Service
 
 _UNUSABLE = "this contract cannot be served with this model; the server's log says why"
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"

@@ -1,4 +1,4 @@
-"""`/ping`: the truth about the models, at once."""
+"""`/ping`: the health of the models, from their latest signs of life."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _TEXT = {
 
 
 def ping(models: Models, settings: ServerSettings, error_rates: ErrorRates) -> Reply:
-    """LMI's body, with a `reason` where something is wrong. Unlike in LMI, 200 means that all models can serve.
+    """Return the reply to `/ping`: LMI's body, with a `reason` if something is wrong.
 
-    With `allow_multi_status` a model that is loading is 207, which some probes take for alive, instead of 503. With
-    `workers_health_check` a custom handler that is short of workers is 500, as in LMI. A stalled engine is `Unhealthy`,
-    since it may go on; `FAILED` is for good. A model that the management API loads is shown as PENDING, and leaves the
-    status as it is.
+    Unlike in LMI, 200 means that all models can serve. With `allow_multi_status` a loading model is 207 instead of 503,
+    which some probes take for alive. With `workers_health_check` a custom handler with too few workers is 500, as in
+    LMI. A stalled engine is `Unhealthy`, since it may recover. `FAILED` is final. A model that the management API loads
+    is PENDING, and does not change the status.
     """
     exceeded = error_rates.exceeded
     entries = [_entry(model, exceeded) for model in models]
@@ -35,7 +35,7 @@ def ping(models: Models, settings: ServerSettings, error_rates: ErrorRates) -> R
 
 
 def _status(models: Models, settings: ServerSettings) -> int:
-    """The first status that applies, in LMI's order."""
+    """Return the first status that applies, in LMI's order."""
     states = [(model, model.lifecycle.state) for model in models]
     if any(state is State.FAILED or model.lifecycle.stalled for model, state in states):
         return 500

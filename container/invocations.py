@@ -13,9 +13,9 @@ from container.models.registry import Model
 from engines.errors import RequestError
 from handlers.contract import Call, Handler, Reply
 from handlers.djl_errors import JSON
-from handlers.entry_point import Service
 from handlers.forms import FormError, form_fields, is_form
 from handlers.json_cost import off_the_loop
+from handlers.service import Service
 
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"
 _CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"

@@ -26,7 +26,7 @@ from container.models.registry import Model, Models
 from engines.loaded_model import EngineStatus
 from engines.statistics import Distribution, Meter
 from handlers.custom.metrics import HandlerMetrics
-from handlers.custom.pool import Pool
+from handlers.custom.worker_pool import WorkerPool
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _VERSION = "1"
@@ -107,7 +107,7 @@ class Metrics(Collector):
         yield _histogram("slipway_inter_token_seconds", "Between one token and the next.", meter.inter_token)
         yield _histogram("slipway_queue_seconds", "From submission to its first step.", meter.queue_time)
 
-    def _workers(self, pool: Pool) -> Iterable[Metric]:
+    def _workers(self, pool: WorkerPool) -> Iterable[Metric]:
         yield _gauge("slipway_workers", "Worker processes of the custom handler that can serve.", pool.ready)
         yield _gauge("slipway_workers_busy", "Worker processes that have a call.", pool.busy)
         yield _gauge("slipway_queue_length", "Calls that wait for a worker.", pool.queue_length)

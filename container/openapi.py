@@ -1,7 +1,7 @@
 """`/openapi.json`: the API description, as OpenAPI 3.1, and `/docs`: vLLM's copy of Swagger UI, which shows it.
 
 Contracts describe their routes as `Operation`s; routes that are forwarded to vLLM's front end are in vLLM's document.
-The errors that every route of a kind may have come from what words them: its family's `refuse`.
+The errors that every route of a kind may have come from what words them: its contract's `refuse`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from handlers.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
 from handlers.openai.routes import LOAD, UNLOAD, LoadOrder, UnloadOrder, refuse_adapter
 
 JSON = "application/json"
-_FOR_VLLM = ("/v1/chat/completions", "/v1/completions")
-"""vLLM's routes for bodies that LMI's routes take as well."""
+_FOR_VLLM = ("/v1/chat/completions", "/v1/completions")  # LMI's routes take the bodies of these routes as well.
 _PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _KINDS: Mapping[str, Schema] = {"int": {"type": "integer", "minimum": 0}}
 _SWAGGER = ("entrypoints", "serve", "instrumentator", "static")
@@ -38,8 +37,8 @@ _ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/cs
 _SCHEMAS = "#/components/schemas/"
 _REFERENCE = re.compile(rf'"{_SCHEMAS}([\w.-]+)"')
 
+# For each status its meaning, and the schema of the body by media type.
 Answers = Mapping[str, tuple[str, Mapping[str, Schema]]]
-"""By status: what it means, and the body's schema by media type."""
 Meanings = tuple[tuple[RequestError, str], ...]
 
 _INVALID: Meanings = ((errors.InvalidRequest(""), "The request is wrong"),)
@@ -85,9 +84,11 @@ _VLLM_ADAPTERS = {
 
 
 def openapi_document(model: ModelSettings, vllm: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The OpenAPI document of what is served with these settings.
+    """Return the OpenAPI document of the server's routes.
 
-    `vllm`: the OpenAPI document of vLLM's front end, known once the model is loaded.
+    Args:
+        model: The settings of the model.
+        vllm: The OpenAPI document of vLLM's front end. It is known when the model is loaded.
     """
     vllm = vllm or {}
     forwarded = _forwarded(vllm)
@@ -111,7 +112,10 @@ def openapi_document(model: ModelSettings, vllm: Mapping[str, Any] | None = None
 
 
 def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Operation]]:
-    """Method, path, tag and description of each route that is not forwarded; of equal ones the first counts."""
+    """Yield method, path, tag and description of each route that vLLM's document does not describe.
+
+    If several have one method and path, the first counts.
+    """
     bodies = {path: _body_schema(forwarded[path]["post"]["requestBody"]) for path in _FOR_VLLM if path in forwarded}
     invocations = invocation(model, bodies)
     for path in ("/invocations", f"/predictions/{model.name}", "/models/{model}/invoke"):
@@ -125,17 +129,17 @@ def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[
             yield "POST", path, "adapters", _with(operation, _refusals(refuse_adapter, _OF_ADAPTERS))
     for path, operation in _PAGES.items():
         yield "GET", path, "server", operation
-    for family in CONTRACTS:
-        for route in family.routes:
+    for contract in CONTRACTS:
+        for route in contract.routes:
             if isinstance(route, OpenAIRoute) or route.about is None:
                 continue
             for method in route.methods:
                 if model.handler is None or method != "POST":  # a model's own handler answers on few of them
-                    yield method, route.path, family.name, _with(route.about, _errors(family, route))
+                    yield method, route.path, contract.name, _with(route.about, _errors(contract, route))
 
 
 def _with(about: Operation, further: Answers) -> Operation:
-    """The operation with these answers as well; what it says itself of a status goes first."""
+    """Return the operation with these answers as well. Its own description of a status goes first."""
     answers = dict(about.answers)
     for status, (meaning, bodies) in further.items():
         own, described = answers.get(status, (meaning, {}))
@@ -143,8 +147,8 @@ def _with(about: Operation, further: Answers) -> Operation:
     return replace(about, answers=answers)
 
 
-def _errors(family: ContractRoutes, route: Route) -> Answers:
-    """What a route may answer because of the server, the model, or a call that it cannot read."""
+def _errors(contract: ContractRoutes, route: Route) -> Answers:
+    """Return the errors of a route: those of the server, of the model, and of a call that it cannot read."""
     meanings: Meanings = ()
     of_model = not isinstance(route, InfoRoute) or route.answer_all is None
     if "POST" in route.methods:
@@ -155,17 +159,17 @@ def _errors(family: ContractRoutes, route: Route) -> Answers:
         meanings += _UNSERVED
     if not isinstance(route, InfoRoute):
         meanings += _NOT_GENERATED
-    answers = _refusals(family.refuse, meanings, family.error)
-    if family.not_found is None or not any(kind and kind != "path" for _, kind in _PARAMETER.findall(route.path)):
+    answers = _refusals(contract.refuse, meanings, contract.error)
+    if contract.not_found is None or not any(kind and kind != "path" for _, kind in _PARAMETER.findall(route.path)):
         return answers
-    # A parameter of another kind, such as a version that is no number, makes a path that nothing serves.
+    # If a parameter has the wrong kind, such as a version that is no number, nothing serves the path.
     meaning, bodies = answers.get("404", ("There is nothing", {}))
-    unserved = family.not_found(Call(body=b"", request_id="", path=route.path))
-    return {**answers, "404": (meaning, {**bodies, **_body(unserved, family.error)})}
+    unserved = contract.not_found(Call(body=b"", request_id="", path=route.path))
+    return {**answers, "404": (meaning, {**bodies, **_body(unserved, contract.error)})}
 
 
 def _refusals(refuse: Callable[[RequestError], Reply], meanings: Meanings, schema: Schema = OBJECT) -> Answers:
-    """The answers to these errors, by status. `schema`: of their JSON objects."""
+    """Return the answers to these errors, by status. `schema` is that of their JSON objects."""
     answers: dict[str, tuple[str, Mapping[str, Schema]]] = {}
     for error, meaning in meanings:
         reply = refuse(error)
@@ -175,7 +179,7 @@ def _refusals(refuse: Callable[[RequestError], Reply], meanings: Meanings, schem
 
 
 def _body(reply: Reply, schema: Schema) -> Mapping[str, Schema]:
-    """An error's schema by its media type; empty where it has no body."""
+    """Return an error's schema by its media type. Empty if it has no body."""
     kind = reply.content_type.partition(";")[0]
     return {kind: schema if kind == JSON else STRING} if reply.body else {}
 
@@ -209,7 +213,7 @@ def _identity(method: str, path: str) -> str:
 
 
 def _hoisted(content: Any, schemas: dict[str, Any]) -> Any:
-    """The content with each schema that has a title moved into `schemas`, and a reference in its place."""
+    """Move each schema that has a title into `schemas`. Returns the content with references in their place."""
     if isinstance(content, list | tuple):
         return [_hoisted(value, schemas) for value in content]
     if not isinstance(content, Mapping):
@@ -223,21 +227,21 @@ def _hoisted(content: Any, schemas: dict[str, Any]) -> Any:
 
 def _forwarded(vllm: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     paths: dict[str, dict[str, Any]] = {}
-    for family in CONTRACTS:
-        for route in family.routes:
+    for contract in CONTRACTS:
+        for route in contract.routes:
             if not isinstance(route, OpenAIRoute):
                 continue
             verbs = vllm.get("paths", {}).get(route.path.removeprefix(route.prefix), {})
             for method in route.methods:
                 if (item := verbs.get(method.lower())) is not None:
-                    responses = _responses(_errors(family, route)) | item.get("responses", {})
-                    own = {"operationId": _identity(method, route.path), "tags": [family.name], "responses": responses}
+                    responses = _responses(_errors(contract, route)) | item.get("responses", {})
+                    own = {"operationId": _identity(method, route.path), "tags": [contract.name], "responses": responses}
                     paths.setdefault(route.path, {})[method.lower()] = {**item, **own}
     return paths
 
 
 def _joined(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """The operation of a route that two families share: it takes the bodies of both."""
+    """Return the operation of a route that two contracts share. It takes the bodies of both."""
     request = either([_body_schema(item["requestBody"]) for item in (ours, theirs)])
     answer = either([_body_schema(item["responses"]["200"]) for item in (ours, theirs)])
     responses = {**theirs["responses"], **ours["responses"]}
@@ -260,7 +264,7 @@ def _body_schema(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _referred_to(content: Any, schemas: Mapping[str, Any]) -> dict[str, Any]:
-    """The schemas to which the content refers, directly or through others."""
+    """Return the schemas to which the content refers, directly or through others."""
     found: dict[str, Any] = {}
     names = _REFERENCE.findall(msgspec.json.encode(content).decode())
     while names:
@@ -272,7 +276,7 @@ def _referred_to(content: Any, schemas: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def swagger_assets() -> dict[str, tuple[Path, str]]:
-    """Swagger UI's files and their content types by name; empty if vLLM is not installed."""
+    """Return Swagger UI's files and their content types by name. Empty if vLLM is not installed."""
     found = importlib.util.find_spec("vllm")
     directory = Path(next(iter((found and found.submodule_search_locations) or ()), "/nowhere"), *_SWAGGER)
     assets = {name: (directory / name, kind) for name, kind in _ASSETS.items()}
@@ -280,7 +284,7 @@ def swagger_assets() -> dict[str, tuple[Path, str]]:
 
 
 def swagger_page(title: str) -> str:
-    """The HTML of Swagger UI for /openapi.json; it loads nothing from other servers."""
+    """Return the HTML of Swagger UI for /openapi.json. It loads nothing from other servers."""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
 <link rel="stylesheet" href="docs/swagger-ui.css"></head><body>

@@ -1,4 +1,4 @@
-"""Answers of handlers in async mode."""
+"""Makes the answers of handlers in async mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ def create_non_stream_output(
     error: str | None = None,
     code: int | None = None,
 ) -> Output:
-    """The whole answer. A mapping is written as JSON, and a line feed added; properties become headers."""
+    """Return a whole answer.
+
+    Args:
+        data: The text, or a mapping that is written as JSON. A line feed is added.
+        properties: The headers.
+        error: The message of an error.
+        code: The status of an error.
+    """
     output = _part(data, True, error, code).add_property("Content-Type", "application/json")
     output.properties.update(properties or {})
     return output
@@ -26,7 +33,14 @@ def create_non_stream_output(
 def create_stream_chunk_output(
     data: str | Mapping[str, Any], last_chunk: bool, error: str | None = None, code: int | None = None
 ) -> Output:
-    """One chunk of an answer. A mapping is written as JSON, and a line feed added."""
+    """Return one chunk of an answer.
+
+    Args:
+        data: The text, or a mapping that is written as JSON. A line feed is added.
+        last_chunk: True for the last chunk of the answer.
+        error: The message of an error.
+        code: The status of an error.
+    """
     return _part(data, last_chunk, error, code).add_property("Content-Type", "application/jsonlines")
 
 
@@ -36,10 +50,16 @@ async def handle_streaming_response(
     accumulate_chunks: bool = False,
     **kwargs: Any,
 ) -> AsyncGenerator[Output, None]:
-    """Each chunk of `response` as an Output, up to the one that the formatter marks as the last.
+    """Yield each chunk of a response as an Output, until the formatter marks a chunk as the last one.
 
-    The formatter is called with a chunk and `kwargs` and returns `(text, last)`; with `accumulate_chunks` it also gets
-    `history` and returns `(text, last, history)`. When it fails, the last chunk is an error with status 424.
+    If the formatter raises an exception, the last chunk is an error with the status 424.
+
+    Args:
+        response: The chunks.
+        stream_output_formatter: Called with a chunk and `kwargs`. It returns `(text, last)`. With `accumulate_chunks`
+            it also gets `history`, and returns `(text, last, history)`.
+        accumulate_chunks: Pass each result's `history` to the next call.
+        kwargs: Further arguments of the formatter.
     """
     history: Any = []
     async for chunk in response:

@@ -1,4 +1,4 @@
-"""Decodes requests and encodes predictions by content type."""
+"""Decodes requests and encodes predictions by their content type."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CSV_HEADERS = ("question", "context", "inputs")
 
 
 def decode(inputs: Input, content_type: str | None, key: str | None = None, require_csv_headers: bool = True) -> Any:
-    """The request's document: JSON as it is, other content as `{"inputs": ...}`.
+    """Return the request's document: JSON unchanged, and other content as `{"inputs": ...}`.
 
     Raises:
-        KeyError: there is nothing under the key.
-        ValueError: the body is broken.
-        ImportError: the package that reads such a body is not installed.
+        KeyError: The request has no content with the key.
+        ValueError: The body is broken.
+        ImportError: The package that reads such a body is not installed.
     """
     if not content_type:
         return inputs.get_as_json(key=key) if inputs.get_as_bytes(key=key) else {"inputs": ""}
@@ -40,8 +40,12 @@ def decode(inputs: Input, content_type: str | None, key: str | None = None, requ
 
 
 def encode(outputs: Output, prediction: Any, content_type: str | None, key: str | None = None) -> None:
-    """Adds a prediction as JSON, CSV or npz if that is the content type, else as NDList. Raises ValueError, TypeError:
-    the prediction cannot be written in that form."""
+    """Add a prediction as JSON, CSV or npz if that is the content type, and otherwise as NDList.
+
+    Raises:
+        TypeError: The prediction has a type that the form does not have.
+        ValueError: The form cannot hold the prediction.
+    """
     match kind_of(content_type or _JSON):
         case "application/json":
             outputs.add_as_json(prediction, key=key)
@@ -58,11 +62,13 @@ def encode(outputs: Output, prediction: Any, content_type: str | None, key: str 
 
 
 def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = None) -> Any:
-    """CSV as `{"inputs": [...]}`; without a header, as a two-dimensional array of numbers.
+    """Return CSV as `{"inputs": [...]}`, or without a header as a two-dimensional array of numbers.
 
-    With a header, the column `inputs` alone is taken if there is one, else whole rows.
+    The inputs are the column `inputs`. If the header does not have it, they are whole rows.
 
-    Raises ValueError: the header names no column that is needed, or what should be a number is none.
+    Raises:
+        ValueError: The header has none of the columns `question`, `context` and `inputs`, or a cell of CSV without a
+            header is not a number.
     """
     text = (inputs.get_as_string(key=key) if key else inputs.get_as_string()).removeprefix("\ufeff")
     if not require_headers:
@@ -77,8 +83,11 @@ def decode_csv(inputs: Input, require_headers: bool = True, key: str | None = No
 
 
 def encode_csv(content: Any) -> str:
-    """CSV of a list of mappings, which a header with all their keys precedes, or of rows of values. Raises ValueError:
-    the content is neither."""
+    """Return CSV for a list of mappings or for rows of values. Mappings get a header with all their keys.
+
+    Raises:
+        ValueError: The content is neither.
+    """
     rows = [content] if isinstance(content, Mapping) else content.tolist() if hasattr(content, "tolist") else content
     if isinstance(rows, (str, bytes)) or not hasattr(rows, "__iter__"):
         raise ValueError(f"CSV needs rows, not {type(content).__name__}")

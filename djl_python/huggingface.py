@@ -1,4 +1,4 @@
-"""The built-in Hugging Face handler, which customers also subclass: its settings, its pipelines, its requests."""
+"""The built-in handler for Hugging Face models. Customers also subclass it."""
 
 from __future__ import annotations
 
@@ -39,13 +39,18 @@ _TASK_OF_SUFFIX = {
 
 
 def get_rolling_batch_class_from_str(rolling_batch_type: str) -> Callable[..., RollingBatch]:
-    """The class of a rolling batch, called with the model and its properties; tests put their own function here. Raises
-    ValueError: always; rolling batches run in the server's engine."""
+    """Refuse a rolling batch, because rolling batches run in the server's engine.
+
+    Tests replace this function by one that returns a class. The class is called with the model and its properties.
+
+    Raises:
+        ValueError: Always.
+    """
     raise ValueError(f"The rolling batch {rolling_batch_type!r} runs in the server's engine, not in a handler")
 
 
 class HuggingFaceService:
-    """A transformers pipeline as a handler: dynamic batches, or the stream of one request."""
+    """A handler that runs a transformers pipeline. It answers dynamic batches, or streams the answer to one request."""
 
     def __init__(self) -> None:
         self.initialized = False
@@ -54,16 +59,16 @@ class HuggingFaceService:
         self.tokenizer: Any = None
         self.rolling_batch: RollingBatch | None = None
         self.hf_configs: HuggingFaceProperties | None = None
-        # What `parse_input_with_formatter` and custom input formatters are given.
+        # Arguments of `parse_input_with_formatter` and of custom input formatters.
         self.input_format_args: dict[str, Any] = {}
 
     def initialize(self, properties: Mapping[str, Any]) -> None:
-        """Loads the model.
+        """Load the model.
 
         Raises:
-            ValueError: a property has a value that is not allowed.
+            ValueError: A property has a value that is not allowed.
             ImportError: transformers or torch is not installed.
-            OSError: the model cannot be read.
+            OSError: The model cannot be read.
         """
         from djl_python.properties_manager.hf_properties import HuggingFaceProperties
 
@@ -81,21 +86,22 @@ class HuggingFaceService:
         self.initialized = True
 
     def get_input_format_args(self) -> dict[str, Any]:
-        """What `input_format_args` is set to once the model is loaded; a subclass may add to it."""
+        """Return the value of `input_format_args` after the model is loaded. A subclass may add arguments."""
         return {"configs": self.hf_configs, "tokenizer": self.tokenizer, "rolling_batch": self.rolling_batch}
 
     def get_pipeline(self, task: str, model_id_or_path: str, kwargs: Mapping[str, Any]) -> Any:
-        """The pipeline of a task; a subclass may return its own. `kwargs` is for subclasses."""
+        """Return the pipeline of a task. A subclass may return another one, and may use `kwargs`."""
         if self.hf_configs is None:
             raise ValueError("get_pipeline belongs to initialize")
         return build_pipeline(task, self.hf_configs)
 
     def inference(self, inputs: Input) -> Output:
-        """Answers a request, or the requests of a batch.
+        """Answer a request, or the requests of a batch.
 
-        A request that cannot be parsed gets LMI's error body; a single one with status 424.
+        A request that cannot be parsed gets LMI's error body. Outside a batch the status is 424.
 
-        Raises ValueError: the requests of a batch have different parameters, or the model refuses them.
+        Raises:
+            ValueError: The requests of a batch have different parameters, or the model refuses them.
         """
         parsed = parse_input_with_formatter(inputs, **(self.input_format_args or self.get_input_format_args()))
         if self.rolling_batch is not None:
@@ -117,7 +123,7 @@ class HuggingFaceService:
         return output
 
     def _checked(self, parsed: ParsedInput) -> dict[int, TextInput]:
-        """The requests by their places, with a list as `input_text`; those that cannot be are added to the errors."""
+        """Return the requests by their index in the batch, with lists as `input_text`. Add the others to the errors."""
         generates = self.hf_pipeline is None or isinstance(self.hf_pipeline, GenerationPipeline)
         places = [index for index in range(len(parsed.batch)) if index not in parsed.errors]
         requests = {}
@@ -136,7 +142,7 @@ class HuggingFaceService:
         if not requests:
             return {}
         if isinstance(self.hf_pipeline, GenerationPipeline):
-            # All prompts of all requests as one batch.
+            # One batch holds all prompts of all requests.
             prompts, sizes, parameters, _ = get_input_details(parsed.requests, parsed.errors, parsed.batch)
             texts = iter(self.hf_pipeline(prompts, **parameters))
             return {index: [next(texts) for _ in range(sizes[index])] for index in requests}
@@ -163,8 +169,10 @@ class HuggingFaceService:
 
 
 class StopWord:
-    """A stopping criterion of transformers: the regular expression `stop_seq` is found at the end of the sequence. Only
-    the last tokens of the first sequence are looked at, as many as `stop_seq` has characters."""
+    """A stopping criterion for transformers: the regular expression `stop_seq` matches the end of the sequence.
+
+    Only the last tokens of the first sequence are checked, as many tokens as `stop_seq` has characters.
+    """
 
     def __init__(self, tokenizer: Any, stop_seq: str) -> None:
         self.tokenizer = tokenizer
@@ -188,7 +196,11 @@ def _accepted(item: Input) -> str:
 
 
 def infer_task(settings: HuggingFaceProperties) -> str:
-    """The task that the model's architecture is made for. Raises ValueError if that is not known."""
+    """Return the task of the model's architecture.
+
+    Raises:
+        ValueError: The architecture is not known.
+    """
     auto = require("transformers", _PURPOSE).AutoConfig
     config = auto.from_pretrained(settings.model_id_or_path, **settings.source)
     architecture = next(iter(config.architectures or ()), "")
@@ -199,8 +211,11 @@ def infer_task(settings: HuggingFaceProperties) -> str:
 
 
 def build_pipeline(task: str, settings: HuggingFaceProperties) -> Any:
-    """A callable `f(list of inputs, **parameters)` with attributes `model` and `tokenizer`. Raises ValueError:
-    transformers knows no such task."""
+    """Return a callable `f(list of inputs, **parameters)` with the attributes `model` and `tokenizer`.
+
+    Raises:
+        ValueError: transformers does not have the task.
+    """
     transformers = require("transformers", _PURPOSE)
     if task == TEXT_GENERATION:
         return GenerationPipeline(transformers.AutoModelForCausalLM, settings, padding_side="left")
@@ -219,7 +234,7 @@ def build_pipeline(task: str, settings: HuggingFaceProperties) -> Any:
 
 
 def load(model_class: Any, settings: HuggingFaceProperties) -> tuple[Any, Any]:
-    """The model, ready for inference on its device, and its tokenizer, which can pad."""
+    """Load the model on its device, and its tokenizer, which gets a padding token."""
     transformers = require("transformers", _PURPOSE)
     tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model_id_or_path, **settings.source)
     if tokenizer.pad_token is None:
@@ -229,7 +244,7 @@ def load(model_class: Any, settings: HuggingFaceProperties) -> tuple[Any, Any]:
 
 
 class GenerationPipeline:
-    """Text generation: all prompts as one padded batch. The text of a causal model begins with its prompt."""
+    """Text generation with all prompts in one padded batch. The text of a causal model starts with the prompt."""
 
     def __init__(self, model_class: Any, settings: HuggingFaceProperties, padding_side: str) -> None:
         self.model, self.tokenizer = load(model_class, settings)
@@ -237,7 +252,15 @@ class GenerationPipeline:
         self._stop = {"stop_strings": list(settings.stop_sequence)} if settings.stop_sequence else {}
 
     def __call__(self, prompts: Sequence[str], **parameters: Any) -> list[dict[str, str]]:
-        """One `{"generated_text": ...}` a prompt; parameters go to `generate`, which raises ValueError."""
+        """Return one `{"generated_text": ...}` for each prompt.
+
+        Args:
+            prompts: The prompts.
+            parameters: Arguments of transformers' `generate`.
+
+        Raises:
+            ValueError: `generate` refuses a parameter.
+        """
         torch = require("torch", _PURPOSE)
         encoded = self.tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side=self._padding_side).to(
             self.model.device
@@ -255,7 +278,7 @@ _service = HuggingFaceService()
 
 
 def handle(inputs: Input) -> Output | None:
-    """The handler function: the first call loads the model."""
+    """Answer a call of the server. The first call loads the model."""
     if not _service.initialized:
         _service.initialize(inputs.get_properties())
     return None if inputs.is_empty() else _service.inference(inputs)

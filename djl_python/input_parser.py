@@ -1,6 +1,6 @@
-"""Decorators for the functions of a customer's `model.py`, and the parsers of requests that handlers call.
+"""Decorators for functions of a customer's `model.py`, and parsers of requests for handlers.
 
-A decorator marks the function; `djl_python.service_loader` finds it by the mark.
+A decorator marks a function, and `djl_python.service_loader` finds the function by the mark.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from djl_python.request_io import TextInput
 # The request header that names a LoRA adapter.
 SAGEMAKER_ADAPTER_IDENTIFIER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 
-# What a chat may have, with the defaults; anything else is left out.
+# The parameters of a chat and their defaults. Other parameters are ignored.
 _CHAT_PARAMETERS: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
@@ -31,7 +31,7 @@ _CHAT_PARAMETERS: dict[str, Any] = {
     "seed": None,
     "stop": None,
 }
-# Names of a chat's parameters for the engine, where they are others.
+# The engine's names of a chat's parameters, if they differ.
 _CHAT_NAMES = {"top_logprobs": "logprobs", "max_tokens": "max_new_tokens"}
 _STREAMING_CALL = "InvokeEndpointWithResponseStream"
 
@@ -39,17 +39,17 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def input_formatter(function: _Function) -> _Function:
-    """Marks the function that makes a request of an `Input`."""
+    """Mark the function that makes a request from an `Input`."""
     return _marked(function, "is_input_formatter")
 
 
 def prediction_handler(function: _Function) -> _Function:
-    """Marks the function that runs the model."""
+    """Mark the function that runs the model."""
     return _marked(function, "is_prediction_handler")
 
 
 def init_handler(function: _Function) -> _Function:
-    """Marks the function that loads the model."""
+    """Mark the function that loads the model."""
     return _marked(function, "is_init_handler")
 
 
@@ -62,17 +62,20 @@ def _marked(function: _Function, mark: str) -> _Function:
 class ParsedInput:
     """The requests of a call."""
 
-    errors: dict[int, str] = field(default_factory=dict)  # Why a request cannot be parsed, by its place in the batch.
-    requests: list[Request] = field(default_factory=list)  # The new ones that could be parsed.
-    # All requests of the call; of a rolling batch those that it has already come first, without data.
+    errors: dict[int, str] = field(default_factory=dict)  # The parse error of a request, by its index in the batch.
+    requests: list[Request] = field(default_factory=list)  # The parsed new requests.
+    # All requests of the call. In a rolling batch the known requests come first, without data.
     batch: list[Input] = field(default_factory=list)
 
 
 def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
-    """Parses the new requests of a call, each with `configs.input_formatter` or else with `format_input`.
+    """Parse the new requests of a call, each with `configs.input_formatter` or else with `format_input`.
 
-    `configs` has the model's settings, such as a `Properties`. `rolling_batch` is needed where `configs.rolling_batch`
-    is not `disable`. These and all others (`tokenizer`, `adapter_registry`, ...) are given to the formatter.
+    Args:
+        inputs: The call.
+        kwargs: `configs`, the model's settings, such as a `Properties`. `rolling_batch`, which is required if
+            `configs.rolling_batch` is not `disable`. Other arguments, such as `tokenizer` and `adapter_registry`. The
+            formatter gets all of them.
     """
     configs = kwargs.get("configs")
     rolling_batch: Any = kwargs.get("rolling_batch")
@@ -91,15 +94,20 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
             request.tgi_compat = bool(getattr(configs, "tgi_compat", False))
             _set_server_parameters(request, item, configs, rolling)
             parsed.requests.append(Request(request))
-        except Exception as error:  # also whatever a custom formatter raises
+        except Exception as error:  # A custom formatter may raise any exception.
             logging.exception("Request %s cannot be parsed", item.get_property("requestId"))
             parsed.errors[index] = wire.sendable(f"Input Parsing failed. {error}")
     return parsed
 
 
 def format_input(input_item: Input, **kwargs: Any) -> TextInput:
-    """A request in LMI's schema, a chat, or with `configs.bedrock_compat` Amazon Bedrock's. Raises ValueError: the body
-    is malformed, or names an adapter that is not registered."""
+    """Return the request of a body in LMI's schema, in the chat schema, or in Amazon Bedrock's schema.
+
+    `configs.bedrock_compat` selects Amazon Bedrock's schema.
+
+    Raises:
+        ValueError: The body is malformed, or names an adapter that is not registered.
+    """
     document = decode(input_item, input_item.get_property("Content-Type"))
     configs = kwargs.get("configs")
     rolling = bool(kwargs.get("is_rolling_batch"))
@@ -120,8 +128,11 @@ def format_input(input_item: Input, **kwargs: Any) -> TextInput:
 
 
 def parse_lmi_default_request_rolling_batch(payload: Any) -> tuple[str, dict[str, Any]]:
-    """The prompt and the parameters of LMI's default schema. Raises ValueError: the body, `inputs` or `parameters` are
-    malformed."""
+    """Return the prompt and the parameters of a body in LMI's default schema.
+
+    Raises:
+        ValueError: The body, `inputs` or `parameters` are malformed.
+    """
     if not isinstance(payload, dict):
         raise ValueError("Request payload should be a json object specifying the 'inputs' field")
     prompt, parameters = payload.get("inputs"), payload.get("parameters") or {}
@@ -150,7 +161,7 @@ def _object(parameters: Any) -> dict[str, Any]:
 
 
 def _parse_dynamic(document: Any) -> TextInput:
-    """`inputs` and `parameters`; a document without `inputs` is the input itself."""
+    """Return the request. If the document has no `inputs`, the document without `parameters` is the input."""
     if not isinstance(document, dict):
         return TextInput(input_text=document)
     parameters = _object(document.get("parameters") or {})
@@ -202,7 +213,7 @@ def _parse_bedrock(document: Any, item: Input) -> TextInput:
 
 
 def _adapters(request: TextInput, document: Any, item: Input, registry: Mapping[str, Any]) -> Any:
-    """What the registry has of the request's adapters: one for each input, or of one alone not in a list."""
+    """Return the registry's entries for the request's adapters, one for each input. A single entry is not in a list."""
     named = document.get("adapters") if isinstance(document, dict) else None
     if item.contains_key("adapter"):
         named = item.get_as_string("adapter")

@@ -1,4 +1,4 @@
-"""The input of a handler: properties, and content that it can read in several forms, by its content type."""
+"""The input of a handler: its properties, and its content, which can be read in several forms."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _NAME = slice(10, None)
 
 
 Body = bytes | bytearray
-_MISSING_CELLS = 1_000_000  # Cells of CSV that rows may lack. Each takes memory, although nothing was sent for it.
+# Missing cells that a CSV body may have. Each of them takes memory, although the client has not sent it.
+_MISSING_CELLS = 1_000_000
 
 
-# The method of `Input` that reads each kind of content. Methods of LMI's class alone: requests may be of other classes.
+# The method that reads each kind of content. LMI's class has all of them: requests may be of other classes.
 READERS = {
     "application/json": "get_as_json",
     "text/csv": "get_as_string",
@@ -41,12 +42,12 @@ READERS = {
 
 
 def kind_of(content_type: str | None) -> str:
-    """The first key of `READERS` that a content type contains, regardless of its case; "" if it contains none."""
+    """Return the first key of `READERS` that a content type contains, or "". The case does not matter."""
     return next(kind for kind in READERS if kind in (content_type or "").lower())
 
 
 class Input:
-    """A request, several batched requests, or, when it has no content, the call that initializes a handler."""
+    """A request, or a batch of requests, or the call that initializes a handler, which has no content."""
 
     def __init__(self) -> None:
         self.function_name: str | None = None
@@ -64,7 +65,7 @@ class Input:
         return self.properties
 
     def get_property(self, key: str) -> Any:
-        """A property, whatever its case; None if there is none."""
+        """Return a property, or None. The case of the name does not matter."""
         return next((value for name, value in self.properties.items() if name.lower() == key.lower()), None)
 
     def get_content(self) -> PairList:
@@ -83,12 +84,13 @@ class Input:
         return int(self.properties.get("batch_size", 1))
 
     def get_batches(self) -> list[Input]:
-        """The requests of a batch, each as an Input of its own; `[self]` if this is no batch.
+        """Return the requests of a batch, or `[self]` if this is not a batch.
 
-        A key is `batch_NNN.name`, where any one character may stand for the dot. Properties without such a prefix
-        belong to the batch and are left out.
+        A key in a batch is `batch_NNN.name`. Any other character may be in place of the dot. Properties without this
+        prefix belong to the whole batch and are left out.
 
-        Raises ValueError: a content key has no such prefix, or a number is not below the batch size.
+        Raises:
+            ValueError: A content key does not have the prefix, or its number is not below the batch size.
         """
         if not self.is_batch():
             return [self]
@@ -110,18 +112,24 @@ class Input:
         return batch[index]
 
     def get_data(self, key: str | None = None) -> Any:
-        """The content in the form of its content type; `docs/handler_sdk.md` has the table.
+        """Return the content in the form that its content type names. `docs/handler_sdk.md` has the table.
 
         Raises:
-            KeyError: there is nothing under the key.
-            ValueError: the content is broken.
-            ImportError: the package that reads such content is not installed.
+            KeyError: The input has no content with the key.
+            ValueError: The content is broken.
+            ImportError: The package that reads such content is not installed.
         """
         return getattr(self, READERS[kind_of(self.get_property("content-type"))])(key)
 
     def get_as_bytes(self, key: str | None = None) -> Any:
-        """The bytes under the key; without a key those of `data`, else of the first entry. None without any content.
-        Raises KeyError: there is nothing under the key."""
+        """Return the bytes of a content entry, or None if the input has no content.
+
+        Args:
+            key: The entry's name. Default: `data`, or else the first entry.
+
+        Raises:
+            KeyError: The input has no content with the key.
+        """
         if self.content.is_empty():
             return None
         value = self.content.get(key or "data")
@@ -132,31 +140,68 @@ class Input:
         return self.content.value_at(0)
 
     def get_as_string(self, key: str | None = None) -> str:
-        """The content as UTF-8 text. Raises KeyError, and ValueError if there is none or it is not UTF-8."""
+        """Return the content as text.
+
+        Raises:
+            KeyError: The input has no content with the key.
+            ValueError: The input has no content, or it is not UTF-8.
+        """
         return _read_text(self._body(key))
 
     def get_as_json(self, key: str | None = None) -> Any:
-        """The content as one JSON document. Raises KeyError and ValueError."""
+        """Return the content as one JSON document.
+
+        Raises:
+            KeyError: The input has no content with the key.
+            ValueError: The content is not JSON.
+        """
         return _read_json(self._body(key))
 
     def get_as_image(self, key: str | None = None) -> Image:
-        """The content as a Pillow image, already decoded. Raises KeyError, ValueError, and ImportError."""
+        """Return the content as a decoded Pillow image.
+
+        Raises:
+            KeyError: The input has no content with the key.
+            ValueError: Pillow cannot read the content.
+            ImportError: Pillow is not installed.
+        """
         return _read_image(self._body(key))
 
     def get_as_numpy(self, key: str | None = None) -> list[NDArray[Any]]:
-        """Arrays of NDList, npz or npy content. Raises KeyError, ValueError, and ImportError without numpy."""
+        """Return the arrays of NDList, npz or npy content.
+
+        Raises:
+            KeyError: The input has no content with the key.
+            ValueError: The content is broken, or holds Python objects.
+            ImportError: numpy is not installed.
+        """
         return from_nd_list(self._body(key))
 
     def get_as_npz(self, key: str | None = None) -> list[NDArray[Any]]:
-        """Arrays of npz content, never unpickled. Raises KeyError, ValueError, and ImportError without numpy."""
+        """Return the arrays of npz content. Pickled arrays are refused.
+
+        Raises:
+            KeyError: The input has no content with the key.
+            ValueError: The content is broken, or holds Python objects.
+            ImportError: numpy is not installed.
+        """
         return from_npz(self._body(key))
 
     def get_as_csv(self, key: str | None = None) -> list[dict[str, str]]:
-        """Rows of CSV content as mappings from the header's names. Raises KeyError and ValueError."""
+        """Return the rows of CSV content as dictionaries with the header's names as keys.
+
+        Raises:
+            KeyError: The input has no content with the key.
+            ValueError: The content is not CSV.
+        """
         return read_csv_text(_read_text(self._body(key)))[1]
 
     def read(self, conn: socket) -> None:
-        """Reads LMI's wire form. Raises ValueError if the connection ends too early."""
+        """Read the input in LMI's binary form.
+
+        Raises:
+            ValueError: The connection ends too early.
+        """
         for _ in range(wire.read_integer(conn, "h")):
             name = wire.read_utf8(conn) or ""
             self.properties[name] = wire.read_utf8(conn)
@@ -200,14 +245,18 @@ def _read_json(body: Body) -> Any:
 
 
 def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
-    """The names of the header, and rows by them. A cell that a row lacks is None. Raises ValueError: it is not CSV, or
-    too many cells are missing: short rows below a long header would fill memory."""
+    """Return the header's names, and the rows as dictionaries. A missing cell is None.
+
+    Raises:
+        ValueError: The text is not CSV, or too many cells are missing. Short rows below a long header would fill the
+            memory.
+    """
     try:
         reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline=""))
         names, rows, cells = list(reader.fieldnames or ()), [], 0
         for row in reader:
             cells += len(names)
-            # Each cell that was sent has at least one character, its separator.
+            # Each cell in the text takes at least one character, its separator.
             if cells > len(text) + _MISSING_CELLS:
                 raise ValueError(f"The body is not CSV: rows lack too many of the header's {len(names)} columns")
             rows.append(row)
@@ -217,7 +266,7 @@ def read_csv_text(text: str) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _read_image(body: Body) -> Image:
-    """A Pillow image, decoded, because Pillow reports a broken image only when it decodes it."""
+    """Return a decoded Pillow image. Pillow reports a broken image only when it decodes it."""
     pillow = require("PIL.Image", "an image body", "Pillow")
     try:
         image: Image = pillow.open(io.BytesIO(body))

@@ -1,6 +1,6 @@
-"""Imports of packages that only some methods need.
+"""Imports packages that only some methods need.
 
-A handler may run under an interpreter that has none of them, so such a package is imported when the method is called.
+A handler's interpreter may not have these packages, so they are imported when such a method is called.
 """
 
 from __future__ import annotations
@@ -11,8 +11,16 @@ from typing import Any
 
 
 def require(module: str, purpose: str, package: str | None = None) -> Any:
-    """The module, imported now. Raises ImportError: it is not installed; the message names the package, and `purpose`
-    as what needs it."""
+    """Import a module and return it.
+
+    Args:
+        module: The module's name.
+        purpose: The feature that needs the module, for the error message.
+        package: The package's name, if it differs from the module's.
+
+    Raises:
+        ImportError: The package is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

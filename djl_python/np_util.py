@@ -1,7 +1,7 @@
-"""NDList, npz and npy: arrays as bytes.
+"""Converts arrays to bytes and back, in the formats NDList, npz and npy.
 
-Bodies are not trusted: arrays of Python objects are refused, since they would be unpickled, and the size that a body
-declares is checked before memory is taken for it.
+Bodies are not trusted. Arrays of Python objects are refused, because they would be unpickled. The size that a body
+declares is checked before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ if TYPE_CHECKING:
 
 MAGIC_NUMBER = "NDAR"
 VERSION = 3
-MAX_NPZ_BYTES = 1 << 30  # The most bytes that the arrays of an npz body may take once decompressed.
-_MAX_RANK = 32  # What every version of numpy can hold.
+MAX_NPZ_BYTES = 1 << 30  # The maximum size of the decompressed arrays of an npz body.
+_MAX_RANK = 32  # The highest rank that every version of numpy supports.
 _SHOWN_TEXT = 32  # Characters of a client's string that an error repeats.
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _TYPES = _INTEGERS | {"bool", "float16", "float32", "float64", "complex64", "complex128"}
 
 
 def to_nd_list(np_list: Any) -> bytearray:
-    """NDList bytes of a list of arrays, or of one array, in little-endian order. Raises ValueError: an array holds
-    something other than numbers."""
+    """Return a list of arrays, or one array, as NDList in little-endian order.
+
+    Raises:
+        ValueError: An array holds other values than numbers.
+    """
     numpy = require("numpy", "NDList")
     arrays = np_list if isinstance(np_list, (list, tuple)) else [np_list]
     encoded = bytearray(struct.pack(">i", len(arrays)))
@@ -38,8 +41,11 @@ def to_nd_list(np_list: Any) -> bytearray:
 
 
 def from_nd_list(encoded: bytes | bytearray | memoryview) -> list[NDArray[Any]]:
-    """Arrays of NDList bytes, or of an npz or npy file, told apart by how they begin. The arrays are writable. Raises
-    ValueError: the bytes are broken, or hold Python objects."""
+    """Return the writable arrays of NDList bytes, or of an npz or npy file. The first bytes decide on the format.
+
+    Raises:
+        ValueError: The bytes are broken, or hold Python objects.
+    """
     data = bytes(encoded)
     if data.startswith(b"PK"):
         return from_npz(data)
@@ -53,33 +59,41 @@ def from_nd_list(encoded: bytes | bytearray | memoryview) -> list[NDArray[Any]]:
 
 
 def from_npz(data: bytes | bytearray) -> list[NDArray[Any]]:
-    """The arrays of an npz file, in the file's order. Raises ValueError: the file is broken, holds something other than
-    arrays, or is larger than `MAX_NPZ_BYTES` once decompressed."""
+    """Return the arrays of an npz file in the file's order.
+
+    Raises:
+        ValueError: The file is broken, holds other values than arrays, or is larger than `MAX_NPZ_BYTES` when it is
+            decompressed.
+    """
     numpy = require("numpy", "an npz body")
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             _check_sizes(archive.infolist())
             return [_read_npy(numpy, archive.open(member)) for member in archive.infolist()]
-    except Exception as error:  # of a dozen kinds, from zipfile, zlib and numpy
+    except Exception as error:  # zipfile, zlib and numpy raise many types.
         raise ValueError(f"The npz body cannot be read: {error}") from error
 
 
 def _check_sizes(members: list[zipfile.ZipInfo]) -> None:
-    # Of these two kinds zipfile decompresses only what is read; of others, all that a block expands to.
+    # With these two methods zipfile decompresses only the bytes that are read. With others it expands whole blocks.
     if any(member.compress_type not in {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED} for member in members):
         raise ValueError("it is compressed in a way that numpy does not use")
-    # zipfile ends a member at the size that it declares, so this bounds what is read.
+    # zipfile reads no more than the declared size of a member, so this limits the bytes that are read.
     size = sum(member.file_size for member in members)
     if size > MAX_NPZ_BYTES:
         raise ValueError(f"its arrays take {size} bytes, and at most {MAX_NPZ_BYTES} are allowed")
 
 
 def from_npy(data: bytes | bytearray) -> NDArray[Any]:
-    """The array of an npy file. Raises ValueError."""
+    """Return the array of an npy file.
+
+    Raises:
+        ValueError: The file is broken, or holds Python objects.
+    """
     numpy = require("numpy", "an npy body")
     try:
         return _read_npy(numpy, io.BytesIO(data))
-    except Exception as error:  # also MemoryError, for what the header claims
+    except Exception as error:  # This includes MemoryError, if the header declares a huge array.
         raise ValueError(f"The npy body cannot be read: {error}") from error
 
 
@@ -89,7 +103,11 @@ def _read_npy(numpy: Any, file: IO[bytes]) -> NDArray[Any]:
 
 
 def to_npz(arrays: Any) -> bytes:
-    """An npz file of a list of arrays. Raises ValueError for an array of Python objects."""
+    """Return a list of arrays as an npz file.
+
+    Raises:
+        ValueError: An array holds Python objects.
+    """
     numpy = require("numpy", "an npz body")
     values = [numpy.asarray(array) for array in arrays]
     if any(value.dtype.hasobject for value in values):
@@ -107,7 +125,7 @@ def _encode_array(array: NDArray[Any]) -> bytes:
     return b"".join(
         (
             _short_string(MAGIC_NUMBER),
-            struct.pack(">ib", VERSION, 0),  # no name
+            struct.pack(">ib", VERSION, 0),  # 0: the array has no name.
             _short_string("default"),
             _short_string(array.dtype.name.upper()),
             struct.pack(f">i{rank}qi", rank, *array.shape, rank),
@@ -125,7 +143,7 @@ def _short_string(text: str) -> bytes:
 
 
 class _Reader:
-    """Reads bytes in order. Raises ValueError at their end."""
+    """Reads bytes in order. All methods raise ValueError if too few bytes are left."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
@@ -142,7 +160,7 @@ class _Reader:
         return int(struct.unpack(">" + code, self.take(struct.calcsize(">" + code)))[0])
 
     def string(self) -> str:
-        """The next string, which has a 16-bit length in front."""
+        """Read the next string. A 16-bit length precedes it."""
         return bytes(self.take(self.integer("h"))).decode("utf-8")
 
 
@@ -153,8 +171,8 @@ def _read_array(reader: _Reader) -> NDArray[Any]:
         shown = f"{magic[:_SHOWN_TEXT]!r} {version}"
         raise ValueError(f"NDList array begins with {shown} instead of {MAGIC_NUMBER!r} {VERSION}")
     if reader.take(1)[0] == 1:
-        reader.string()  # the name, which numpy arrays do not have
-    reader.string()  # the storage format
+        reader.string()  # The name. Arrays in numpy have no name.
+    reader.string()  # The storage format.
     name = reader.string()
     plain = "bool" if name == "BOOLEAN" else name.lower()
     if plain not in _TYPES:
@@ -180,5 +198,5 @@ def _read_shape(reader: _Reader) -> tuple[int, ...]:
     shape = struct.unpack(f">{rank}q", reader.take(8 * rank))
     if any(size < 0 for size in shape):
         raise ValueError("NDList array has an impossible shape: a dimension is negative")
-    reader.take(2 * reader.integer("i"))  # the layout
+    reader.take(2 * reader.integer("i"))  # The layout.
     return shape

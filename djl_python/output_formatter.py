@@ -1,7 +1,7 @@
-"""Output formatters: the built-in ones, the decorator for custom ones, and the choice between them.
+"""The built-in output formatters, the decorator for custom ones, and the choice between them.
 
-A formatter makes text of the tokens of a rolling-batch request: one document, JSON lines, or server-sent events. The
-built-in ones have LMI's private names, which its own tests and some customers' code import.
+A formatter turns the tokens of a rolling-batch request into text: one document, JSON lines, or server-sent events. The
+built-in formatters have LMI's private names, because LMI's tests and some customers' code import them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ERROR_CODE = 400
 
 
 def output_formatter(function: _Function) -> _Function:
-    """Marks a function of `model.py` as the output formatter."""
+    """Mark a function of `model.py` as the output formatter."""
     function.is_output_formatter = True  # type: ignore[attr-defined]
     return function
 
@@ -34,8 +34,14 @@ def output_formatter(function: _Function) -> _Function:
 def get_output_formatter(
     output_formatter: Formatter | str | None, stream: bool, tgi_compat: bool
 ) -> tuple[Formatter, str | None]:
-    """The formatter and its content type; a custom formatter has no content type. For an unknown name, which is logged,
-    and for None: JSON, or when streaming JSON lines, or events for TGI clients."""
+    """Return the formatter and its content type. The content type of a custom formatter is None.
+
+    Args:
+        output_formatter: A function, or the name of a built-in formatter. None and unknown names select the default:
+            JSON, and for a stream JSON lines, or server-sent events if `tgi_compat` is True. Unknown names are logged.
+        stream: The client wants a stream.
+        tgi_compat: The client is a TGI client.
+    """
     if callable(output_formatter):
         return output_formatter, None
     if output_formatter in _BUILT_IN:
@@ -48,17 +54,19 @@ def get_output_formatter(
 
 
 def get_generated_text(sequence: Sequence, request_output: TextGenerationOutput) -> str:
-    """A sequence's text, behind the prompt if the request wants the full text."""
+    """Return a sequence's text. It starts with the prompt if the request has `return_full_text`."""
     return _prefix(request_output) + "".join(token.text for token in sequence.tokens)
 
 
 def takes_request_output(function: Callable[..., Any]) -> bool:
-    """Whether an output formatter is called with the output; one of the legacy kind is called with single tokens.
+    """True if an output formatter is called with the output. A legacy formatter is called with single tokens.
 
-    The annotation of its first parameter decides, which may be text. A function of one parameter cannot be of the
-    legacy kind.
+    The annotation of the first parameter decides. It may be text. A function with one parameter is not a legacy
+    formatter.
 
-    Raises ValueError, TypeError: the callable has no signature.
+    Raises:
+        TypeError: The object is not callable.
+        ValueError: The callable has no signature.
     """
     parameters = list(inspect.signature(function).parameters.values())
     if len(parameters) < 2:
@@ -70,10 +78,10 @@ def takes_request_output(function: Callable[..., Any]) -> bool:
 
 
 def legacy_call_arguments(request_output: TextGenerationOutput, next_token: NextToken) -> LegacyArguments:
-    """The arguments of a legacy formatter for a token that `Sequence.advance` has returned.
+    """Return the arguments of a legacy formatter for a token that `Sequence.advance` has returned.
 
-    The details are filled if the request asks for them, or has failed. The text is that of all tokens at the last one;
-    before, it is empty, or the prompt if the request wants the full text.
+    The details are empty unless the request has `details` or has failed. The text of the last token is the text of all
+    tokens. Before the last token it is empty, or the prompt if the request has `return_full_text`.
     """
     token, _, is_first, is_last = next_token
     sequence = request_output.best_sequence
@@ -82,7 +90,7 @@ def legacy_call_arguments(request_output: TextGenerationOutput, next_token: Next
 
 
 def adapt_legacy_output_formatter(request_output: TextGenerationOutput) -> str:
-    """Calls a legacy formatter for each unread token."""
+    """Call a legacy formatter for each unread token and return all its texts."""
     request, sequence, text = request_output.input, request_output.best_sequence, ""
     while sequence.has_next_token():
         text += request.output_formatter(*legacy_call_arguments(request_output, sequence.advance()))
@@ -103,11 +111,11 @@ def _legacy_details(output: TextGenerationOutput) -> dict[str, Any]:
     }
 
 
-# LMI's own schema, and TGI's.
+# LMI's schema and TGI's schema.
 
 
 def _json_output_formatter(output: TextGenerationOutput) -> str:
-    """One document when the request has finished, else nothing."""
+    """Return one document when the request has finished, else an empty string."""
     sequence = output.best_sequence
     _read_all(sequence)
     if not output.finished:
@@ -125,7 +133,7 @@ def _json_output_formatter(output: TextGenerationOutput) -> str:
 
 
 def _jsonlines_output_formatter(output: TextGenerationOutput) -> str:
-    """The record of the next token; the last one carries the whole text. Nothing if there is no token."""
+    """Return the record of the next token, or an empty string. The last record has the whole text."""
     sequence = output.best_sequence
     token, _, _, is_last = sequence.advance()
     if token is None:
@@ -140,7 +148,7 @@ def _jsonlines_output_formatter(output: TextGenerationOutput) -> str:
 
 
 def sse_response_formatter(output: TextGenerationOutput) -> str:
-    """The record of the next token as a server-sent event."""
+    """Return the record of the next token as a server-sent event."""
     return _as_event(_jsonlines_output_formatter(output))
 
 
@@ -194,11 +202,11 @@ def _in_tgi_array(output: TextGenerationOutput, document: dict[str, Any]) -> str
     return _to_json([document] if output.input.tgi_compat else document)
 
 
-# Chat, with the oddities that LMI's clients know.
+# The chat schema, with LMI's deviations from OpenAI's schema.
 
 
 def _json_chat_output_formatter(output: TextGenerationOutput) -> str:
-    """One `chat.completion` when the request has finished, else nothing."""
+    """Return a `chat.completion` when the request has finished, else an empty string."""
     sequence = output.best_sequence
     _read_all(sequence)
     if not output.finished:
@@ -221,12 +229,12 @@ def _json_chat_output_formatter(output: TextGenerationOutput) -> str:
 
 
 def _jsonlines_chat_output_formatter(output: TextGenerationOutput) -> str:
-    """The `chat.completion.chunk` of the next token. Nothing if there is no token."""
+    """Return the `chat.completion.chunk` of the next token, or an empty string."""
     return _next_chat_chunk(output)[0]
 
 
 def _sse_chat_output_formatter(output: TextGenerationOutput) -> str:
-    """The next chunk as a server-sent event, and `[DONE]` behind the last one."""
+    """Return the next chunk as a server-sent event. The event `[DONE]` follows the last chunk."""
     chunk, is_last = _next_chat_chunk(output)
     return _as_event(chunk) + ("data: [DONE]\n\n" if is_last else "")
 
@@ -239,7 +247,7 @@ def _next_chat_chunk(output: TextGenerationOutput) -> tuple[str, bool]:
     choice = {
         "index": 0,
         "delta": delta,
-        # An array here, and a number as the alternative's text, as in LMI's tests and documentation.
+        # As in LMI's tests and documentation, this is an array, and a number is in place of the alternative's text.
         "logprobs": [{"content": [_logprob(token, token.log_prob)]}] if _wants_logprobs(output) else None,
         "finish_reason": output.best_sequence.finish_reason if is_last else None,
     }
@@ -269,7 +277,7 @@ def _logprob(token: Token, top_token: Any) -> dict[str, Any]:
 
 
 def _json_3p_output_formatter(output: TextGenerationOutput) -> str:
-    """One document when the request has finished, else nothing."""
+    """Return one document when the request has finished, else an empty string."""
     sequence = output.best_sequence
     _read_all(sequence)
     if not output.finished:
@@ -290,7 +298,7 @@ def _json_3p_output_formatter(output: TextGenerationOutput) -> str:
 
 
 def _jsonlines_3p_output_formatter(output: TextGenerationOutput) -> str:
-    """The record of the next token; the prompt is counted on the first. Nothing if there is no token."""
+    """Return the record of the next token, or an empty string. The first record has the prompt's number of tokens."""
     sequence = output.best_sequence
     token, index, is_first, is_last = sequence.advance()
     if token is None:
@@ -315,7 +323,7 @@ def _3p_error(sequence: Sequence) -> dict[str, Any]:
     return {"error": {"error_code": _ERROR_CODE, "error_msg": _error_message(sequence)}}
 
 
-# What they have in common.
+# Functions for all schemas.
 
 
 def _to_json(document: Any) -> str:
@@ -327,7 +335,7 @@ def _as_event(record: str) -> str:
 
 
 def _prefix(output: TextGenerationOutput) -> str:
-    """The prompt, if the request wants the full text."""
+    """Return the prompt if the request has `return_full_text`, else an empty string."""
     return str(output.input.input_text) if output.input.parameters.get("return_full_text") else ""
 
 
@@ -337,7 +345,7 @@ def _read_all(sequence: Sequence) -> None:
 
 
 def _error_message(sequence: Sequence) -> str | None:
-    """The message of the token that stands for a failure."""
+    """Return the error message of the last token."""
     last = sequence.get_last_token() or (sequence.tokens[-1] if sequence.tokens else None)
     return last.error_msg if last else None
 

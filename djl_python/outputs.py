@@ -18,12 +18,12 @@ StreamFormatter = Callable[[Any], Any]
 
 
 class _JsonEncoder(json.JSONEncoder):
-    """Writes dates as text, and numpy's scalars and arrays as numbers."""
+    """Encoder that writes dates as text, and numpy's scalars and arrays as numbers."""
 
     def default(self, value: Any) -> Any:
         if isinstance(value, (datetime.datetime, datetime.date)):
             return str(value)
-        # A numpy value can only exist if something has imported numpy already.
+        # A numpy value can only exist if numpy has been imported already.
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, (numpy.bool_, numpy.integer, numpy.floating, numpy.ndarray)):
             return value.tolist()
@@ -36,15 +36,20 @@ def _encode_json(value: Any) -> bytes:
 
 
 def default_stream_formatter(item: Any) -> bytes:
-    """One line of JSON, `{"outputs": <item>}`, with non-ASCII characters escaped."""
+    """Return one line of JSON, `{"outputs": <item>}`, with non-ASCII characters escaped."""
     return (json.dumps({"outputs": item}) + "\n").encode("utf-8")
 
 
 class Output:
-    """The answer of a handler. Methods that change it return it, so that calls can be chained."""
+    """The answer of a handler. Methods that change it return it, so calls can be chained."""
 
     def __init__(self, code: int = 200, message: str = "OK") -> None:
-        """`code` is the HTTP status and `message` its reason phrase."""
+        """Create an answer without content.
+
+        Args:
+            code: The HTTP status.
+            message: The reason phrase of the status.
+        """
         self.code = code
         self.message = message
         self.properties: dict[str, Any] = {}
@@ -73,29 +78,34 @@ class Output:
         return self
 
     def error(self, error: str, code: int = 424, message: str = "invoke handler failure") -> Self:
-        """Makes this an error with LMI's JSON body. Characters that UTF-8 does not have become `?`."""
+        """Make this an error with LMI's JSON body. Characters that UTF-8 does not have become `?`."""
         self.set_code(code).set_message(message)
         self.add_property("content-type", "application/json")
         return self.add_as_json({"code": code, "message": message, "error": wire.sendable(error)})
 
     def add_property(self, key: str, val: Any) -> Self:
-        """Sets a response header, which is sent as `str(val)`."""
+        """Set a response header, which is sent as `str(val)`."""
         self.properties[key] = val
         return self
 
     def get_property(self, key: str) -> Any:
-        """A header, whatever its case; None if there is none."""
+        """Return a header, or None. The case of the name does not matter."""
         return next((value for name, value in self.properties.items() if name.lower() == key.lower()), None)
 
     def get_properties(self) -> dict[str, Any]:
         return self.properties
 
     def add(self, value: Any, key: Any = None, batch_index: int | None = None) -> Self:
-        """Adds content: a string as UTF-8, bytes as they are, anything else as JSON.
+        """Add content: a string as UTF-8, bytes unchanged, other values as JSON.
 
-        `batch_index` is the request that the content answers: it goes before the key, as `batch_<i>.<key>`.
+        Args:
+            value: The content.
+            key: The content's name.
+            batch_index: The request that the content answers. The key becomes `batch_<i>.<key>`.
 
-        Raises ValueError, TypeError: the value cannot be written as JSON; NaN and infinity cannot.
+        Raises:
+            TypeError: JSON does not have the type of the value.
+            ValueError: JSON cannot hold the value. NaN and infinity are such values.
         """
         if key is not None and not isinstance(key, str):
             logging.warning("Output key should be str type, got %s", type(key))
@@ -109,33 +119,46 @@ class Output:
         return self.add(value, key, batch_index)
 
     def add_as_json(self, val: Any, key: Any = None, batch_index: int | None = None) -> Self:
-        """Adds indented JSON, also for a string. Errors as for `add`."""
+        """Add indented JSON, also for a string. This raises the same errors as `add`."""
         return self.add(_encode_json(val), key, batch_index)
 
     def add_as_numpy(self, np_list: Any, key: Any = None, batch_index: int | None = None) -> Self:
-        """Adds a list of arrays, or one, as NDList. Raises ValueError for arrays of other things than numbers."""
+        """Add a list of arrays, or one array, as NDList.
+
+        Raises:
+            ValueError: An array holds other values than numbers.
+        """
         return self.add(to_nd_list(np_list), key, batch_index)
 
     def add_as_npz(self, np_list: Any, key: Any = None, batch_index: int | None = None) -> Self:
-        """Adds a list of arrays as an npz file. Raises ValueError for arrays of Python objects."""
+        """Add a list of arrays as an npz file.
+
+        Raises:
+            ValueError: An array holds Python objects.
+        """
         return self.add(to_npz(np_list), key, batch_index)
 
     def add_stream_content(
         self, stream_content: Iterable[Any], output_formatter: StreamFormatter | None = default_stream_formatter
     ) -> Self:
-        """Streams the items as they come, each through the formatter. Without a formatter strings and bytes are sent as
-        they are, and anything else as JSON."""
+        """Stream the items of an iterable.
+
+        Args:
+            stream_content: The items.
+            output_formatter: Called with each item. Without a formatter strings and bytes are sent unchanged, and other
+                items as JSON.
+        """
         self.stream_content = stream_content
         self.stream_output_formatter = output_formatter
         return self
 
     def stream_chunks(self) -> Iterator[bytes]:
-        """The bytes of each streamed item. Raises whatever the iterator or the formatter raises."""
+        """Yield the bytes of each streamed item. Exceptions of the iterator and of the formatter pass through."""
         for item in self.stream_content or ():
             yield self.encode_value(self.stream_output_formatter(item) if self.stream_output_formatter else item)
 
     def finalize(self, finalize_function: Callable[..., Any], *args: Any) -> Self:
-        """Sets a function that is called once the answer has been sent."""
+        """Set a function that is called after the answer has been sent."""
         self.finalize_function = finalize_function
         self.finalize_args = args
         return self
@@ -144,7 +167,7 @@ class Output:
         return self.finalize_function(*(self.finalize_args or ())) if self.finalize_function else None
 
     def send(self, cl_socket: socket) -> None:
-        """Writes LMI's wire form. An error while streaming ends the stream with the error's text."""
+        """Write the answer in LMI's binary form. An error in a stream ends the stream with the error's text."""
         head = wire.int16(self.code) + wire.utf8(self.message) + wire.string_map(self.properties)
         if self.stream_content is None:
             pairs = zip(self.content.keys, self.content.values, strict=True)
@@ -165,16 +188,22 @@ class Output:
 
     @staticmethod
     def encode_value(value: Any) -> bytes:
-        """The bytes of a value: a string as UTF-8, bytes as they are, anything else as JSON. Raises ValueError,
-        TypeError: the value cannot be written as UTF-8 or as JSON."""
+        """Return the bytes of a value: a string as UTF-8, bytes unchanged, other values as JSON.
+
+        Raises:
+            TypeError: JSON does not have the type of the value.
+            ValueError: UTF-8 or JSON cannot hold the value.
+        """
         if isinstance(value, str):
             return value.encode("utf-8")
         return bytes(value) if isinstance(value, (bytes, bytearray, memoryview)) else _encode_json(value)
 
     @staticmethod
     def binary_encode(data: Mapping[Any, Any]) -> bytearray:
-        """A flat map in the binary form of rolling-batch and async answers. Values are written as `str(value)`, so a
-        flag is `True` or `False`."""
+        """Return a flat map in the binary form of rolling-batch and async answers.
+
+        Values are written as `str(value)`, so a flag becomes `True` or `False`.
+        """
         return bytearray(wire.string_map(data))
 
     @staticmethod

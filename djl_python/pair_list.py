@@ -1,4 +1,4 @@
-"""A list of key-value pairs that keeps order and allows a key more than once."""
+"""A list of key-value pairs that keeps the order and allows repeated keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PairList:
-    """Content of an `Input` or an `Output`: `keys[i]` belongs to `values[i]`."""
+    """The content of an `Input` or an `Output`: `keys[i]` belongs to `values[i]`."""
 
     def __init__(
         self,
@@ -16,7 +16,11 @@ class PairList:
         pair_list: Iterable[tuple[str | None, Any]] | None = None,
         pair_map: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes keys and values, or pairs, or a mapping. Raises ValueError: keys and values differ in length."""
+        """Create a list from keys and values, from pairs, or from a mapping.
+
+        Raises:
+            ValueError: The numbers of keys and values differ.
+        """
         self.keys: list[str | None] = list(keys or ())
         self.values: list[Any] = list(values or ())
         if len(self.keys) != len(self.values):
@@ -33,17 +37,17 @@ class PairList:
         index: int | None = None,
         pair: tuple[str | None, Any] | None = None,
     ) -> None:
-        """Adds a pair at the end, or before `index`. A value of None is ignored."""
+        """Add a pair at the end, or before `index`. A pair with the value None is ignored."""
         if pair is not None:
             key, value = pair
         if value is None:
             return
-        where = len(self.keys) if index is None else index
-        self.keys.insert(where, key)
-        self.values.insert(where, value)
+        position = len(self.keys) if index is None else index
+        self.keys.insert(position, key)
+        self.values.insert(position, value)
 
     def add_all(self, other: PairList | Mapping[str, Any] | None) -> None:
-        """Adds all pairs of another list, or of a mapping, at the end."""
+        """Add all pairs of another list or of a mapping at the end."""
         if other is None:
             return
         pairs = zip(other.keys, other.values, strict=True) if isinstance(other, PairList) else other.items()

@@ -1,4 +1,4 @@
-"""One request of a rolling batch: its input, the generated tokens, and the text to send."""
+"""A request of a rolling batch: its input, its generated tokens and the text to send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Request:
     """A request of a rolling batch."""
 
     def __init__(self, request_input: TextInput) -> None:
-        """Takes the client's parameters where a custom input formatter has set no `server_parameters`."""
+        """Prepare the request. If it has no `server_parameters`, these become a copy of the client's parameters."""
         self.id = request_input.request_id
         self.request_input = request_input
         self.input_text = request_input.input_text
@@ -24,7 +24,7 @@ class Request:
         self.parameters: dict[str, Any] = request_input.server_parameters
         name = self.parameters.pop("output_formatter", request_input.output_formatter)
         stream = bool(self.parameters.pop("stream", False))
-        # The engine has no use for the form of the answer.
+        # `details` concerns only the form of the answer, so the engine does not get it.
         self.parameters.pop("details", None)
         self.output_formatter, self.content_type = get_output_formatter(name, stream, request_input.tgi_compat)
         request_input.output_formatter = self.output_formatter
@@ -40,7 +40,7 @@ class Request:
     def set_next_token(
         self, next_token: Token | str, last_token: bool = False, finish_reason: str | None = None
     ) -> None:
-        """Adds a generated token; a string makes a token without an id."""
+        """Add a generated token. A string becomes a token with the id -1."""
         token = Token(-1, next_token) if isinstance(next_token, str) else next_token
         token.request_id = self.id
         self.request_output.set_next_token(token, is_last_token=last_token, finish_reason=finish_reason)
@@ -49,8 +49,11 @@ class Request:
             self.request_output.finished = True
 
     def get_next_token(self) -> str:
-        """The text to send now; the same until `reset_next_token`. Raises RuntimeError: a custom formatter of a
-        streamed request does not read the next token."""
+        """Return the text to send now. It stays the same until `reset_next_token`.
+
+        Raises:
+            RuntimeError: A custom formatter of a streamed request does not read the next token.
+        """
         if not self._next_text:
             self._next_text = self._format()
         return self._next_text
@@ -62,7 +65,7 @@ class Request:
         return self.last_token
 
     def get_content_type(self) -> str | None:
-        """The Content-Type header; a custom formatter has none."""
+        """Return the Content-Type header, or None for a custom formatter."""
         return self.content_type
 
     def get_error_message(self) -> str | None:
@@ -83,7 +86,7 @@ class Request:
     def _format(self) -> str:
         if self.legacy_formatter:
             return adapt_legacy_output_formatter(self.request_output)
-        if self.content_type == "application/json":  # the others make one record in each call
+        if self.content_type == "application/json":  # Other built-in formatters return one record at each call.
             return self.output_formatter(self.request_output)
         is_custom = self.content_type is None
         if is_custom and not is_streaming(self.request_input.parameters):

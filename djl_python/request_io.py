@@ -1,4 +1,4 @@
-"""Tokens, requests and outputs as custom formatters see them."""
+"""The tokens, requests and outputs that custom formatters get."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-# Environment variable: 3 makes `Sequence.get_next_token` return what LMI up to 0.31 returns.
+# An environment variable. With the value 3 `Sequence.get_next_token` returns the same tuples as in LMI up to 0.31.
 NEXT_TOKEN_ARITY = "SLIPWAY_NEXT_TOKEN_ARITY"
 
 
 class Token:
-    """One generated token, or one token of the prompt."""
+    """A generated token, or a token of the prompt."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Token:
 
 
 class NextToken(NamedTuple):
-    """A token and its place in its sequence."""
+    """A token and its position in the sequence."""
 
     token: Token | None
     position: int
@@ -58,7 +58,7 @@ class NextToken(NamedTuple):
 
 @dataclass
 class Sequence:
-    """One generated sequence, whose tokens are read once, from the first to the last."""
+    """A generated sequence. Its tokens are read once, from the first to the last."""
 
     tokens: list[Token] = field(default_factory=list)
     top_tokens: list[list[Token]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Sequence:
         return self._next_top_tokens < len(self.top_tokens)
 
     def advance(self) -> NextToken:
-        """Reads the next token; without one, the token is None and the rest is 0 and False."""
+        """Read the next token. If all tokens have been read, return None, 0, False and False."""
         if not self.has_next_token():
             return NextToken(None, 0, False, False)
         index = self._next_token
@@ -96,11 +96,14 @@ class Sequence:
         return NextToken(self.tokens[index], index, index == 0, index == self._last_token_index)
 
     def get_next_token(self) -> tuple[Any, ...]:
-        """Reads the next token: `(token, index, is_first, is_last)`.
+        """Read the next token.
 
-        With `SLIPWAY_NEXT_TOKEN_ARITY=3` in the environment, `(token, is_first, is_last)` as in LMI up to 0.31.
+        Returns:
+            `(token, index, is_first, is_last)`. With `SLIPWAY_NEXT_TOKEN_ARITY=3` in the environment,
+            `(token, is_first, is_last)` as in LMI up to 0.31.
 
-        Raises ValueError: the environment variable is neither 3 nor 4.
+        Raises:
+            ValueError: The environment variable is neither 3 nor 4.
         """
         arity = os.environ.get(NEXT_TOKEN_ARITY, "4")
         if arity not in {"3", "4"}:
@@ -109,11 +112,11 @@ class Sequence:
         return tuple(following) if arity == "4" else (following.token, following.is_first, following.is_last)
 
     def get_last_token(self) -> Token | None:
-        """The token that was set as the last one; None before."""
+        """Return the token that was set as the last one, or None before that."""
         return None if self._last_token_index is None else self.tokens[self._last_token_index]
 
     def get_next_top_tokens(self) -> list[Token] | None:
-        """Reads the alternatives of the next token; None if all have been read."""
+        """Read the alternatives of the next token. Return None if all have been read."""
         if not self.has_next_top_tokens():
             return None
         self._next_top_tokens += 1
@@ -122,23 +125,24 @@ class Sequence:
 
 @dataclass
 class RequestInput:
-    """The fields of every request; `parameters` are the client's, `server_parameters` the engine's."""
+    """The fields of every request."""
 
     request_id: Any = None
     client_request_id: str | None = None
     output_formatter: Callable[..., str] | str | None = None
-    parameters: dict[str, Any] = field(default_factory=dict)
-    server_parameters: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)  # The client's parameters.
+    server_parameters: dict[str, Any] = field(default_factory=dict)  # The engine's parameters.
     tgi_compat: bool = False
 
 
 @dataclass
 class TextInput(RequestInput):
-    """A request for text generation. `input_ids` is only counted, where the prompt's own tokens are not known."""
+    """A request for text generation."""
 
     input_text: Any = None
     adapters: Any = None
     tokenizer: Any = None
+    # Only the number of these tokens is used, and only if the tokens of the prompt are not known.
     input_ids: list[int] = field(default_factory=list)
 
 
@@ -153,7 +157,7 @@ class RequestOutput:
 
 @dataclass
 class TextGenerationOutput(RequestOutput):
-    """Generated sequences by index; the best one exists from the beginning."""
+    """The generated sequences by their index. The best sequence always exists."""
 
     sequences: dict[int, Sequence] = field(default_factory=dict)
     best_sequence_index: int = 0
@@ -170,7 +174,7 @@ class TextGenerationOutput(RequestOutput):
     def set_next_token(
         self, token: Token, sequence_index: int = 0, is_last_token: bool = False, finish_reason: str | None = None
     ) -> None:
-        """Adds a token to a sequence, which begins with it if need be."""
+        """Add a token to a sequence. Create the sequence if it does not exist."""
         sequence = self._sequence(sequence_index)
         sequence.set_next_token(token, is_last_token)
         if finish_reason:

@@ -16,7 +16,7 @@ from typing import Any
 from djl_python.inputs import Input
 
 MODEL_FILE = "model.py"
-# For each mark the function of SageMaker's script mode, and the parameter names that it may have.
+# For each decorator's mark: the function of SageMaker's script mode, and its allowed lists of parameter names.
 _SAGEMAKER_FUNCTIONS = {
     "is_init_handler": ("model_fn", [["model_dir"]]),
     "is_input_formatter": (
@@ -29,19 +29,23 @@ _SAGEMAKER_FUNCTIONS = {
 
 
 class ModelService:
-    """A loaded module, and the directory of its model."""
+    """A loaded module and the directory of its model."""
 
     def __init__(self, module: ModuleType, model_dir: str | None) -> None:
         self.module = module
         self.model_dir = model_dir
 
     def invoke_handler(self, function_name: str, inputs: Input) -> Any:
-        """Calls a handler. Raises AttributeError if there is none, and whatever it raises."""
+        """Call a handler function. Its exceptions pass through.
+
+        Raises:
+            AttributeError: The module does not have the function.
+        """
         inputs.properties["model_dir"] = self.model_dir
         return getattr(self.module, function_name)(inputs)
 
     async def invoke_handler_async(self, function_name: str, inputs: Input) -> Any:
-        """Calls a handler of async mode; what it returns may be an async generator."""
+        """Call a handler function of async mode. The result may be an async generator."""
         called = self.invoke_handler(function_name, inputs)
         return await called if inspect.isawaitable(called) else called
 
@@ -49,14 +53,20 @@ class ModelService:
 def load_model_service(
     model_dir: str, entry_point: str, device_id: Any = "-1", namespace: str | None = None
 ) -> ModelService:
-    """Runs the entry point: a file, or the name of an installed module. A file is run anew each time.
+    """Load the entry point. A file is run again at each call.
 
-    `namespace` keeps apart the modules of adapters. A file can import from its own directory only if that directory is
-    on `sys.path`, where the process that serves the model puts it.
+    A file can import modules from its directory only if the directory is on `sys.path`. The process that serves the
+    model puts it there.
+
+    Args:
+        model_dir: The model's directory.
+        entry_point: A file in that directory, or the name of an installed module.
+        device_id: Not used.
+        namespace: A name that keeps the modules of several adapters apart.
 
     Raises:
-        ValueError: there is no such file, or the model is a TorchServe archive.
-        Exception: whatever the file raises while it is run.
+        ValueError: The file does not exist, or the model is a TorchServe archive.
+        Exception: The file has raised this exception.
     """
     if os.path.exists(os.path.join(model_dir, "MAR-INF", "MANIFEST.json")):
         raise ValueError(f"{model_dir} is a TorchServe archive, which is not supported")
@@ -69,13 +79,17 @@ def load_model_service(
 
 
 def has_function_in_module(module: Any, function_name: str) -> bool:
-    """Whether a module has such a function."""
+    """True if a module has a function with this name."""
     return callable(getattr(module, function_name, None))
 
 
 def find_decorated_function(module: Any, decorator_attribute: str) -> Callable[..., Any] | None:
-    """The first callable of an imported module, in the order of names, that a decorator has marked.
-    `decorator_attribute` is the mark, such as `is_output_formatter`."""
+    """Return the first callable of a module, in the order of names, that a decorator has marked, or None.
+
+    Args:
+        module: The imported module.
+        decorator_attribute: The decorator's mark, such as `is_output_formatter`.
+    """
     found = (getattr(module, name) for name in dir(module))
     return next((each for each in found if callable(each) and getattr(each, decorator_attribute, None) is True), None)
 
@@ -83,11 +97,14 @@ def find_decorated_function(module: Any, decorator_attribute: str) -> Callable[.
 def get_annotated_function(
     model_dir: str, decorator_attribute: str, namespace: str | None = None
 ) -> Callable[..., Any] | None:
-    """The function of `model.py` that a decorator has marked, else its SageMaker counterpart, else None.
+    """Return the function of `model.py` that a decorator has marked, or the function of SageMaker's script mode.
 
-    No `model.py` means no function. A counterpart whose parameters are not named as they must be is none.
+    Returns:
+        The function. None if the model has no `model.py` or no such function, or if the parameters of SageMaker's
+        function have other names than SageMaker's.
 
-    Raises Exception: whatever the file raises while it is run.
+    Raises:
+        Exception: The file has raised this exception.
     """
     path = os.path.abspath(os.path.join(model_dir, MODEL_FILE))
     if not os.path.isfile(path):
@@ -102,12 +119,16 @@ def get_annotated_function(
 
 
 def run_file(path: str, name: str) -> ModuleType:
-    """Run a file as the module `name`. Raises ValueError if it is no Python file, and whatever it raises."""
+    """Run a file as the module `name`. Exceptions of the file pass through.
+
+    Raises:
+        ValueError: The file is not a Python file.
+    """
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look a module up by its name while it is being run.
+    # Dataclasses and pickle look up the module by its name while it runs.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""A client's session: values that stay on disk between requests."""
+"""A client's session: values on disk that stay between requests."""
 
 from __future__ import annotations
 
@@ -15,24 +15,33 @@ from djl_python.lazy_import import require
 if TYPE_CHECKING:
     import numpy as np
 
-EXPIRATION = ".expiration_ts"  # The key under which a session's end is kept, in seconds since the epoch.
-PARTIAL = ".put-"  # Prefix of the files in which a value is being written.
-# An array may hold a client's bytes. Arrays have an ending of their own, so that they are never unpickled.
+EXPIRATION = ".expiration_ts"  # The key of the time at which a session ends, in seconds since the epoch.
+PARTIAL = ".put-"  # The prefix of files with a value that is not complete yet.
+# An array may hold a client's bytes, so it must never be unpickled. Therefore files of arrays have another ending.
 _VALUE, _ARRAY = ".value", ".array"
 
 
 class Session:
-    """A directory with one file for each key: `<key>.value`, or `<key>.array` for an array. Values are pickled, so only
-    the handler itself may write into the directory. A value and an array may have the same key."""
+    """A directory with one file for each key: `<key>.value`, or `<key>.array` for an array.
+
+    Values are pickled, so only the handler may write to the directory. A value and an array may have the same key.
+    """
 
     def __init__(self, session_id: str, session_root: str, expiration_ts: float | None = None) -> None:
-        """`expiration_ts` is in seconds since the epoch; by default, it is read from the directory."""
+        """Open a session.
+
+        Args:
+            session_id: The name of the session's directory.
+            session_root: The directory of all sessions.
+            expiration_ts: The time at which the session ends, in seconds since the epoch. Default: the time in the
+                session's directory.
+        """
         self.session_id = session_id
         self.files_path = os.path.join(session_root, session_id)
         self.expiration_ts: float | None = self._kept_expiration() if expiration_ts is None else expiration_ts
 
     def put(self, key: str, value: Any) -> None:
-        """Keeps a value. Other processes see the old value or the new one, never a part of it."""
+        """Store a value. Other processes see the old value or the whole new value."""
         path = self._path(key, _VALUE)
         with tempfile.NamedTemporaryFile(dir=self.files_path, prefix=PARTIAL, delete=False) as file:
             try:
@@ -44,7 +53,7 @@ class Session:
                 raise
 
     def get(self, key: str, d: Any = None) -> Any:
-        """The value under the key; `d` if there is none."""
+        """Return the value of a key, or `d` if the session does not have it."""
         try:
             with open(self._path(key, _VALUE), "rb") as file:
                 return pickle.load(file)
@@ -54,8 +63,11 @@ class Session:
     def get_as_numpy(
         self, key: str, shape: int | Sequence[int], dtype: Any = "float32", create: bool = False
     ) -> np.memmap[Any, Any]:
-        """An array that lives in the key's file; what is written to it is kept. Raises FileNotFoundError: there is
-        none, and `create` is not set."""
+        """Return an array that is mapped to the key's file. Changes of the array are stored.
+
+        Raises:
+            FileNotFoundError: The session does not have the array, and `create` is False.
+        """
         numpy = require("numpy", "Session.get_as_numpy")
         size = tuple(shape) if isinstance(shape, Sequence) else shape
         array: np.memmap[Any, Any] = numpy.memmap(
@@ -64,7 +76,11 @@ class Session:
         return array
 
     def remove(self) -> bool:
-        """Deletes the session's directory. Raises ValueError if there is none."""
+        """Delete the session's directory.
+
+        Raises:
+            ValueError: The directory does not exist.
+        """
         try:
             shutil.rmtree(self.files_path)
         except FileNotFoundError:
@@ -76,8 +92,8 @@ class Session:
         try:
             expiration_ts = self.get(EXPIRATION)
             return None if expiration_ts is None else float(expiration_ts)
-        except Exception as error:  # a broken pickle can raise anything
-            logging.warning("When session %s ends cannot be read, so it has ended: %r", self.session_id, error)
+        except Exception as error:  # A broken pickle can raise any exception.
+            logging.warning("The session %s counts as expired: cannot read its end: %r", self.session_id, error)
             return 0.0
 
     def _path(self, key: str, kind: str) -> str:

@@ -1,6 +1,6 @@
 """Sessions that clients create, use and close, and their copies in S3.
 
-The disk has the only state: several worker processes share the directory.
+All state is on the disk, because several worker processes share the directory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from djl_python.lazy_import import require
 from djl_python.session import EXPIRATION, PARTIAL, Session
 
-NEW_SESSION = "NEW_SESSION"  # The session id that a client without a session sends.
+NEW_SESSION = "NEW_SESSION"  # A client without a session sends this session id.
 _DEFAULT_EXPIRATION_S = 1200
 _UNFINISHED = ".new-"
-_ABANDONED_S = 3600  # Age at which an unfinished directory is taken to belong to a process that was killed.
+_ABANDONED_S = 3600  # An unfinished directory of this age belongs to a process that was killed.
 _OTHERS_MAY_WRITE = 0o022
-# A session id comes from the client and becomes the name of a directory.
+# A session id comes from the client and becomes a directory's name.
 _SESSION_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _INTERVAL_S = 3.0
 _Files = dict[str, tuple[int, int]]
@@ -39,12 +39,15 @@ class SessionManager:
     """All sessions under one directory."""
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
-        """Takes `sessions_path`, `sessions_expiration` (seconds, 1200) and `sessions_s3url`.
+        """Create the directory of the sessions if it does not exist.
+
+        Args:
+            properties: `sessions_path`, `sessions_expiration` in seconds (default 1200), and `sessions_s3url`.
 
         Raises:
-            ValueError: the expiration is no number, `sessions_s3url` names no bucket, or another user can write to
+            ValueError: The expiration is not a number, `sessions_s3url` names no bucket, or another user can write to
                 the directory.
-            ImportError: there is a `sessions_s3url`, and boto3 is not installed.
+            ImportError: `sessions_s3url` is set, and boto3 is not installed.
         """
         self.expiration = int(properties.get("sessions_expiration") or _DEFAULT_EXPIRATION_S)
         self.sessions_path = str(properties.get("sessions_path") or _default_path())
@@ -53,18 +56,19 @@ class SessionManager:
         self._backup = SessionBackup(self.sessions_s3url, self.sessions_path) if self.sessions_s3url else None
 
     def make_directory(self) -> None:
-        """Makes `sessions_path` if it is missing: a server that ends removes the directory if it is empty.
+        """Create `sessions_path` if it does not exist. A server that stops removes the directory if it is empty.
 
-        Raises ValueError: another user can write to it.
+        Raises:
+            ValueError: Another user can write to the directory.
         """
         _make_own_directory(self.sessions_path)
 
     def create_session(self) -> Session:
-        """A new session; those that have expired are removed."""
+        """Create a session. Remove expired sessions."""
         self.make_directory()
         self.remove_expired()
         session_id, ends = str(uuid.uuid4()), time.time() + self.expiration
-        # Renamed once complete, so that no other process sees it without its expiration.
+        # The complete directory is renamed, so that no other process sees a session without its expiration.
         unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.sessions_path)
         Session(os.path.basename(unfinished), self.sessions_path, ends).put(EXPIRATION, ends)
         os.rename(unfinished, os.path.join(self.sessions_path, session_id))
@@ -73,14 +77,22 @@ class SessionManager:
         return Session(session_id, self.sessions_path, ends)
 
     def get_session(self, session_id: str | None) -> Session | None:
-        """A session; None for no id, for `NEW_SESSION`, and for a session that has expired. Raises ValueError: there is
-        no such session."""
+        """Return a session, or None if it has expired, or if the id is empty or `NEW_SESSION`.
+
+        Raises:
+            ValueError: The session does not exist.
+        """
         if not session_id or session_id == NEW_SESSION:
             return None
         session = self._find(session_id)
         return None if session.expiration_ts is not None and time.time() > session.expiration_ts else session
 
     def close_session(self, session_id: str | None) -> None:
+        """Delete a session and its copy in S3.
+
+        Raises:
+            ValueError: The session does not exist.
+        """
         if not session_id:
             raise ValueError(f"invalid session_id: {session_id}")
         session = self._find(session_id)
@@ -89,15 +101,15 @@ class SessionManager:
         session.remove()
 
     def remove_expired(self) -> None:
-        """Removes expired sessions, and what killed processes have left behind."""
+        """Remove expired sessions and unfinished directories of killed processes."""
         with os.scandir(self.sessions_path) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # another worker has renamed or removed it
+                with contextlib.suppress(FileNotFoundError):  # Another worker has renamed or removed the directory.
                     if self._is_over(entry):
                         shutil.rmtree(entry, ignore_errors=True)
 
     def close(self) -> None:
-        """Saves changed sessions to S3, and ends the background thread. May take minutes."""
+        """Save changed sessions to S3 and end the background thread. This may take minutes."""
         if self._backup:
             self._backup.close()
 
@@ -115,14 +127,14 @@ class SessionManager:
         if not self._backup:
             return False
         target = os.path.join(self.sessions_path, session_id)
-        # Renamed once complete, so that no other process sees a part of it.
+        # The complete directory is renamed, so that no other process sees only a part of the session.
         unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.sessions_path)
         try:
             if not self._backup.restore(session_id, unfinished):
                 return False
             os.rename(unfinished, target)
         except OSError:
-            # Another worker may have been faster; then its directory is used.
+            # Another worker may have been faster. Then its directory is used.
             if not os.path.isdir(target):
                 raise
         finally:
@@ -139,7 +151,7 @@ class SessionManager:
 
 
 def _make_own_directory(path: str) -> None:
-    """Make the directory, and check that nobody else can write to it: what is written there is unpickled."""
+    """Create the directory and check that no other user can write to it, because its files are unpickled."""
     os.makedirs(path, mode=0o700, exist_ok=True)
     status = os.stat(path)
     if status.st_uid != os.geteuid() or status.st_mode & _OTHERS_MAY_WRITE:
@@ -155,11 +167,24 @@ def _default_path() -> str:
 
 
 class SessionBackup:
-    """Copies of the sessions that this process uses, in S3, made by a thread soon after they have changed. At its end a
-    process has only a few seconds, too few to copy many sessions; so only the last changes are saved then."""
+    """A thread that copies the sessions of this process to S3, soon after they have changed.
+
+    A process that is stopped has only a few seconds. That is too short to copy many sessions, so it then saves only the
+    last changes.
+    """
 
     def __init__(self, url: str, sessions_path: str, interval_s: float = _INTERVAL_S) -> None:
-        """Raises ValueError if the URL names no bucket, and ImportError if boto3 is not installed."""
+        """Start the thread.
+
+        Args:
+            url: The bucket and the prefix of the copies, `s3://<bucket>/<prefix>`.
+            sessions_path: The directory of all sessions.
+            interval_s: Seconds between two checks for changes.
+
+        Raises:
+            ValueError: The URL names no bucket.
+            ImportError: boto3 is not installed.
+        """
         self._bucket, _, prefix = url.removeprefix("s3://").strip("/").partition("/")
         if not self._bucket or not url.startswith("s3://"):
             raise ValueError(f"sessions_s3url must be s3://<bucket>/<prefix>, not {url!r}")
@@ -175,21 +200,21 @@ class SessionBackup:
         atexit.register(self.close)
 
     def watch(self, session_id: str) -> None:
-        """Save the session from now on, until its directory is removed."""
+        """Copy the session to S3 from now on, until its directory is removed."""
         self._saved.setdefault(session_id, {})
 
     def restore(self, session_id: str, directory: str) -> bool:
-        """Copy one session from S3 into a directory; whether it was there. A failure is logged."""
+        """Copy a session from S3 to a directory. Return True if S3 has it. A failure is logged."""
         try:
             for key in self._keys(session_id):
                 self._client.download_file(self._bucket, key, os.path.join(directory, os.path.basename(key)))
-        except Exception as error:  # of botocore's many kinds
+        except Exception as error:  # botocore raises many types.
             logging.warning("Session %s cannot be restored from S3: %s", session_id, error)
             return False
         return bool(os.listdir(directory))
 
     def delete(self, session_id: str) -> None:
-        """Delete the copy of a session, so that it cannot be restored once it is closed. A failure is logged."""
+        """Delete the copy of a closed session, so that it cannot be restored. A failure is logged."""
         with self._saving:
             self._saved.pop(session_id, None)
             try:
@@ -204,9 +229,14 @@ class SessionBackup:
         self._thread.join()
 
     def save(self, path: str) -> None:
-        """Copy one file of a session to S3. Raises OSError, and botocore's errors."""
+        """Copy one file of a session to S3.
+
+        Raises:
+            OSError: The file cannot be read.
+            Exception: The upload failed. botocore raises many types.
+        """
         with open(path, "rb") as file:
-            # `upload_file` would need new threads, which a process that ends cannot start.
+            # `upload_file` starts threads, but a process that is ending cannot start threads.
             key = self._prefix + os.path.relpath(path, self._sessions_path)
             self._client.put_object(Bucket=self._bucket, Key=key, Body=file)
 
@@ -219,7 +249,7 @@ class SessionBackup:
     def _watch(self) -> None:
         ended = False
         while not ended:
-            # One more round after `close` has set the event.
+            # The loop runs once more after `close` has set the event.
             ended = self._ends.wait(self._interval_s)
             for session_id in list(self._saved):
                 self._save_changes(session_id)
@@ -230,15 +260,15 @@ class SessionBackup:
             if not os.path.isdir(directory):
                 self._saved.pop(session_id, None)
             saved = self._saved.get(session_id)
-            if saved is None:  # closed or removed meanwhile
+            if saved is None:  # The session has been closed or removed.
                 return
             try:
-                # Taken before the copy, so that changes during the copy are copied next time.
+                # The states are read before the copy, so that changes during the copy are copied the next time.
                 files = _files(directory)
                 for name in files:
                     if files[name] != saved.get(name):
                         self.save(os.path.join(directory, name))
-            except Exception as error:  # also botocore's
+            except Exception as error:  # OSError, and many types from botocore.
                 logging.warning("Session %s cannot be saved to S3: %s", session_id, error)
             else:
                 self._saved[session_id] = files

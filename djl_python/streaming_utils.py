@@ -1,4 +1,4 @@
-"""Token streaming of a transformers model for dynamic-batch handlers."""
+"""Token streaming of a transformers model, for handlers with dynamic batches."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from typing import Any
 from djl_python.lazy_import import require
 
 DEFAULT_MAX_NEW_TOKENS = 50
-# What each sampling parameter is where a request has another one.
+# Values of the sampling parameters that a request leaves out, if it has at least one of them.
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "typical_p": 1.0}
 
 
 class StreamingUtils:
-    """The functions, as customers' handlers import them."""
+    """The names under which customers' handlers import the functions."""
 
     DEFAULT_MAX_NEW_TOKENS = DEFAULT_MAX_NEW_TOKENS
 
     @staticmethod
     def get_stream_generator(execution_engine: str) -> Callable[..., Iterator[list[str]]]:
-        """`f(model, tokenizer, inputs, device, **parameters)`, which yields the texts of each step, one a prompt.
-        Raises ValueError: the engine is not `Accelerate`."""
+        """Return a function `f(model, tokenizer, inputs, device, **parameters)`.
+
+        The function yields a list of texts at each step, one text for each prompt.
+
+        Raises:
+            ValueError: The engine is not `Accelerate`.
+        """
         if execution_engine != "Accelerate":
             raise ValueError(f"{execution_engine} engine is not supported for streaming")
         return stream_tokens
@@ -31,19 +36,27 @@ class StreamingUtils:
     def use_hf_default_streamer(
         model: Any, tokenizer: Any, inputs: str | list[str], device: Any = None, **kwargs: Any
     ) -> Iterator[list[str]]:
-        """As `get_stream_generator("Accelerate")`, but `kwargs` are those of `generate`, and the prompts come first."""
+        """Yield the prompts, and then the texts of each step. `kwargs` are arguments of transformers' `generate`."""
         return _generate(model, tokenizer, inputs, device, kwargs, skip_special_tokens=True)
 
 
 def stream_tokens(
     model: Any, tokenizer: Any, inputs: str | list[str], device: Any = None, **parameters: Any
 ) -> Iterator[list[str]]:
-    """Texts of each step, one for each prompt; a prompt that has finished continues with the padding token's text.
+    """Yield a list of texts at each step, one text for each prompt.
 
-    Takes `max_new_tokens` (50), `do_sample`, `temperature`, `top_k`, `top_p`, `typical_p`, `repetition_penalty` and
-    `manual_seed`.
+    A finished prompt gets the padding token's text until all prompts have finished.
 
-    Raises ValueError: there are no prompts, or a parameter is out of its range.
+    Args:
+        model: The transformers model.
+        tokenizer: The model's tokenizer.
+        inputs: The prompt or the prompts.
+        device: The device of the encoded prompts. Default: the model's device.
+        parameters: `max_new_tokens` (default 50), `do_sample`, `temperature`, `top_k`, `top_p`, `typical_p`,
+            `repetition_penalty` and `manual_seed`.
+
+    Raises:
+        ValueError: `inputs` is empty, or a parameter is out of its range.
     """
     if parameters.get("manual_seed") is not None:
         require("torch", "manual_seed").manual_seed(int(parameters["manual_seed"]))
@@ -56,12 +69,12 @@ def stream_tokens(
         **_sampling(parameters),
     }
     steps = _generate(model, tokenizer, inputs, device, arguments, skip_special_tokens=False)
-    next(steps)  # the prompts
+    next(steps)  # Skip the prompts.
     yield from steps
 
 
 def _sampling(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The likeliest tokens, unless the request has a parameter of sampling."""
+    """Return the arguments for sampling. Without a sampling parameter the likeliest token is chosen."""
     given = {name: parameters[name] for name in _NEUTRAL if parameters.get(name) is not None}
     if given.get("temperature") == 0 or not (given or parameters.get("do_sample")):
         return {"do_sample": False}
@@ -69,7 +82,7 @@ def _sampling(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Streamer:
-    """The streamer for `generate`; those of transformers take only one prompt."""
+    """A streamer for `generate`. The streamers of transformers support only one prompt."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -77,7 +90,7 @@ class _Streamer:
         self.texts: SimpleQueue[list[str] | Exception | None] = SimpleQueue()
 
     def put(self, value: Any) -> None:
-        """The prompts' tokens first, then one token of each."""
+        """Take the prompts' tokens in the first call, and one token of each prompt in later calls."""
         rows = value if value.dim() > 1 else value[:, None]
         self.texts.put(self._tokenizer.batch_decode(rows, skip_special_tokens=self._skip_special_tokens))
 
@@ -93,7 +106,7 @@ def _generate(
     arguments: Mapping[str, Any],
     skip_special_tokens: bool,
 ) -> Iterator[list[str]]:
-    """The prompts, and then the texts of each step of `generate`, which runs in a thread."""
+    """Yield the prompts, and then the texts of each step of `generate`, which runs in a thread."""
     prompts = [inputs] if isinstance(inputs, str) else list(inputs)
     if not prompts:
         raise ValueError("Streaming needs at least one prompt")
@@ -115,7 +128,7 @@ def _generate(
                 streamer=streamer,
                 stopping_criteria=[stop_when_abandoned],
             )
-        except Exception as error:  # raised again where the stream is read
+        except Exception as error:  # The thread that reads the stream raises it again.
             streamer.texts.put(error)
 
     threading.Thread(target=generate, name="generate", daemon=True).start()

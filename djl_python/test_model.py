@@ -1,4 +1,4 @@
-"""Runs a handler without a server, from the command line or from tests."""
+"""Runs a handler without a server, from the command line or in tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SEED_LIMIT = 2**31
 
 
 def load_properties(properties_dir: str | None) -> dict[str, str]:
-    """The directory's `serving.properties`, the prefix `option.` taken off; nothing if there is no such file."""
+    """Return the directory's `serving.properties` without the prefix `option.`, or an empty dictionary."""
     path = os.path.join(properties_dir or "", "serving.properties")
     if not properties_dir or not os.path.isfile(path):
         return {}
@@ -51,7 +51,7 @@ def load_properties(properties_dir: str | None) -> dict[str, str]:
 
 
 def update_properties_with_env_vars(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Adds `HF_MODEL_ID` as `model_id`, and each `OPTION_*`, where there is no such property yet."""
+    """Add `HF_MODEL_ID` as `model_id`, and each `OPTION_*` variable. Existing properties do not change."""
     for name, value in os.environ.items():
         if name == "HF_MODEL_ID":
             kwargs.setdefault("model_id", value)
@@ -62,18 +62,25 @@ def update_properties_with_env_vars(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class TestHandler:
-    """A handler as the server would call it: one call to initialize it, then requests."""
+    """A handler that is called as the server calls it: one call that initializes it, and then requests."""
 
     __test__ = False
 
     def __init__(self, entry_point: str | ModuleType, model_dir: str | None = None) -> None:
-        """Takes a module, or a file in the model directory, which becomes the working directory. Raises ValueError:
-        there is no such file, or no model directory for it."""
+        """Load the handler.
+
+        Args:
+            entry_point: A module, or a file in the model directory.
+            model_dir: The model directory. For a file it becomes the working directory.
+
+        Raises:
+            ValueError: The file does not exist, or a file is given without a model directory.
+        """
         self.serving_properties = update_properties_with_env_vars({}) | load_properties(model_dir)
         self._initialized = False
         if not isinstance(entry_point, str):
             self.service = ModelService(entry_point, model_dir)
-            # Another test may have used the module already.
+            # Another test may have initialized the module already.
             if hasattr(entry_point, "_service"):
                 entry_point._service.initialized = False
             return
@@ -86,12 +93,12 @@ class TestHandler:
         self.service = load_model_service(model_dir, entry_point)
 
     def inference(self, inputs: Input) -> Output | None:
-        """The handler's answer. The chunks of an async generator become one Output with a stream.
+        """Return the handler's answer. The chunks of an async generator become one Output with a stream.
 
         Raises:
-            RuntimeError: the handler could not be initialized.
-            TypeError: it returned something other than an Output or None.
-            Exception: whatever the handler raises.
+            RuntimeError: The handler could not be initialized.
+            TypeError: The handler returned a value that is neither an Output nor None.
+            Exception: The handler raised this exception.
         """
         function_name = inputs.get_function_name() or "handle"
         inputs.properties = {**self.serving_properties, **inputs.properties}
@@ -112,11 +119,12 @@ class TestHandler:
         properties: Sequence[Mapping[str, Any]] | None = None,
         serving_properties: Mapping[str, Any] | None = None,
     ) -> dict[int, str]:
-        """Calls a rolling-batch handler until all requests have finished; the whole text of each.
+        """Call a rolling-batch handler until all requests have finished, and return the whole text of each.
 
-        After the first call requests come without data and properties, as the server sends them.
+        After the first call the requests have no data and no properties, as when the server sends them.
 
-        Raises RuntimeError: the handler failed, or answered another number of requests.
+        Raises:
+            RuntimeError: The handler failed, or its output has another number of answers than the call has requests.
         """
         texts = dict.fromkeys(range(len(inputs)), "")
         active = list(texts)
@@ -159,7 +167,7 @@ class TestHandler:
 
 
 async def _completed(answer: Any) -> Any:
-    """The answer of a handler in async mode; its chunks as one, with the first one's headers and the text of all."""
+    """Return the answer of a handler in async mode. Chunks become one Output with all texts and the first headers."""
     if inspect.isawaitable(answer):
         answer = await answer
     if not isinstance(answer, AsyncIterator):
@@ -175,12 +183,17 @@ async def _completed(answer: Any) -> Any:
 
 
 def create_request(input_files: Sequence[str], parameters: Iterable[str] | None = None) -> Input:
-    """A request from `[key=]file-or-text` entries and `k=v` properties.
+    """Return a request with content from files or texts.
 
-    The content type is that of the entry `data`, or else of the first: by the file's extension; text in braces is JSON,
-    and other text is plain.
+    The request has the content type of the entry `data`, or else of the first entry. The extension of a file decides on
+    its type. Text in braces is JSON, and other text is plain text.
 
-    Raises ValueError: a property has no `=`.
+    Args:
+        input_files: Entries `[key=]<file or text>`.
+        parameters: Properties `k=v`.
+
+    Raises:
+        ValueError: A property has no `=`.
     """
     request = _request(None)
     for parameter in parameters or ():
@@ -202,27 +215,27 @@ def create_request(input_files: Sequence[str], parameters: Iterable[str] | None 
 
 
 def create_json_request(json_data: Any, key: str | None = None) -> Input:
-    """A request with a JSON document."""
+    """Return a request with a JSON document."""
     return _request(_JSON, Output().add_as_json(json_data).content.value_at(0), key)
 
 
 def create_text_request(text: str, key: str | None = None) -> Input:
-    """A request with plain text."""
+    """Return a request with plain text."""
     return _request(_TEXT, text.encode("utf-8"), key)
 
 
 def create_numpy_request(list: Any, key: str | None = None) -> Input:
-    """A request with arrays as NDList."""
+    """Return a request with arrays as NDList."""
     return _request("tensor/ndlist", to_nd_list(list), key)
 
 
 def create_npz_request(list: Any, key: str | None = None) -> Input:
-    """A request with arrays as npz."""
+    """Return a request with arrays as npz."""
     return _request("tensor/npz", to_npz(list), key)
 
 
 def create_3p_request(json_data: Any, stream: bool = False, key: str | None = None) -> Input:
-    """A Bedrock-compatible request."""
+    """Return a Bedrock-compatible request."""
     request = create_json_request(json_data, key)
     request.properties["X-Amzn-SageMaker-Forwarded-Api"] = (
         "InvokeEndpointWithResponseStream" if stream else "InvokeEndpoint"
@@ -235,8 +248,13 @@ def create_concurrent_batch_request(
     properties: Sequence[Mapping[str, Any]] | None = None,
     serving_properties: Mapping[str, Any] | None = None,
 ) -> Input:
-    """Several requests as one Input: a JSON document, or bytes as they are, for each, and its properties. A request
-    that has data also gets a seed. Properties of the server belong to the whole batch."""
+    """Return several requests as one Input. A request with data also gets a seed.
+
+    Args:
+        inputs: The data of each request: bytes, or a JSON document.
+        properties: The properties of each request.
+        serving_properties: Properties of the whole batch.
+    """
     request = Input()
     request.properties = {**(serving_properties or {}), "batch_size": len(inputs)}
     request.function_name = request.properties.get("handler", "handle")
@@ -252,34 +270,57 @@ def create_concurrent_batch_request(
 
 
 def extract_output_as_input(outputs: Output) -> Input:
-    """An answer as an `Input`, whose methods read its content."""
+    """Return an answer as an `Input`, which has methods to read its content."""
     inputs = Input()
     inputs.properties, inputs.content = outputs.properties, outputs.content
     return inputs
 
 
 def extract_output_as_bytes(outputs: Output, key: str | None = None) -> Any:
-    """An answer's content as bytes. Raises KeyError."""
+    """Return an answer's content as bytes.
+
+    Raises:
+        KeyError: The answer has no content with the key.
+    """
     return extract_output_as_input(outputs).get_as_bytes(key)
 
 
 def extract_output_as_numpy(outputs: Output, key: str | None = None) -> list[NDArray[Any]]:
-    """An answer's content as arrays of NDList. Raises KeyError and ValueError."""
+    """Return the arrays of an answer's content in NDList.
+
+    Raises:
+        KeyError: The answer has no content with the key.
+        ValueError: The content is broken.
+    """
     return extract_output_as_input(outputs).get_as_numpy(key)
 
 
 def extract_output_as_npz(outputs: Output, key: str | None = None) -> list[NDArray[Any]]:
-    """An answer's content as arrays of npz. Raises KeyError and ValueError."""
+    """Return the arrays of an answer's content in npz.
+
+    Raises:
+        KeyError: The answer has no content with the key.
+        ValueError: The content is broken.
+    """
     return extract_output_as_input(outputs).get_as_npz(key)
 
 
 def extract_output_as_string(outputs: Output, key: str | None = None) -> str:
-    """An answer's content as text. Raises KeyError and ValueError."""
+    """Return an answer's content as text.
+
+    Raises:
+        KeyError: The answer has no content with the key.
+        ValueError: The answer has no content, or it is not UTF-8.
+    """
     return extract_output_as_input(outputs).get_as_string(key)
 
 
 def decode_encoded_output_binary(binary: bytes | bytearray) -> dict[str, str]:
-    """The map that `Output.binary_encode` has encoded, with text values. Raises ValueError if the bytes are broken."""
+    """Decode a map that `Output.binary_encode` has encoded. All values are text.
+
+    Raises:
+        ValueError: The bytes are broken.
+    """
     return wire.read_string_map(binary)[0]
 
 
@@ -301,7 +342,7 @@ def _read(source: str) -> tuple[bytes, str]:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """The command `djl-test-model`: one request to a handler; prints the answer, and each chunk of a stream."""
+    """Run the command `djl-test-model`: send one request to a handler, and print the answer and a stream's chunks."""
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
     parser = argparse.ArgumentParser(prog="djl-test-model", description="Calls a handler without a server")
     parser.add_argument("--model-dir", default=".", help="the model directory")

@@ -1,4 +1,4 @@
-"""Small functions that LMI's handlers import from this module."""
+"""Small functions that handlers for LMI import from this module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FAILURE_CODE = 424
 
 
 class IdCounter:
-    """Counts up from 0 and starts again at `MAX_ID`."""
+    """A counter that starts at 0, and starts again before `MAX_ID`."""
 
     MAX_ID = 999999
 
@@ -35,8 +35,15 @@ class IdCounter:
 
 
 def find_model_file(model_dir: str, extensions: Iterable[str]) -> str | None:
-    """The path of the one file with such an extension (given without its dot); None if there is none. Raises
-    ValueError: there are several."""
+    """Return the path of the only file with one of the extensions, or None.
+
+    Args:
+        model_dir: The directory to search.
+        extensions: The extensions without the dot.
+
+    Raises:
+        ValueError: The directory has several such files.
+    """
     suffixes = {f".{extension}" for extension in extensions}
     found = sorted(str(path) for path in Path(model_dir).glob("*") if path.suffix in suffixes)
     if len(found) > 1:
@@ -45,13 +52,21 @@ def find_model_file(model_dir: str, extensions: Iterable[str]) -> str | None:
 
 
 def profile_objects(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """The function itself: LMI's decorator, which counts objects, has no effect here."""
+    """Return the function unchanged. In LMI this decorator counts objects."""
     return function
 
 
 def rolling_batch_inference(parsed_input: Any, inputs: Input, outputs: Output, rolling_batch: Any) -> Output:
-    """Runs one step of a rolling batch for what `parse_input_with_formatter` has parsed; returns `outputs`. A request
-    that could not be parsed gets an error of its own; the others continue."""
+    """Run one step of a rolling batch, add the results to `outputs` and return it.
+
+    A request that could not be parsed gets an error. The other requests continue.
+
+    Args:
+        parsed_input: The result of `parse_input_with_formatter`.
+        inputs: The call.
+        outputs: The output to fill.
+        rolling_batch: The rolling batch.
+    """
     if inputs.get_property("reset_rollingbatch") and rolling_batch.active_requests:
         rolling_batch.reset()
     results = iter(rolling_batch.inference(parsed_input.requests))
@@ -64,10 +79,14 @@ def rolling_batch_inference(parsed_input: Any, inputs: Input, outputs: Output, r
 def get_input_details(
     requests: Sequence[Any], errors: Mapping[int, str], batch: Sequence[Input]
 ) -> tuple[list[Any], list[int], dict[str, Any], list[Any] | None]:
-    """A dynamic batch: all inputs, how many of them each request has (0 where it could not be parsed), the parameters,
-    and the adapters, None where no request has any. Makes a list of each request's `input_text`.
+    """Return the inputs of a dynamic batch. Turn each request's `input_text` into a list.
 
-    Raises ValueError: the requests have different parameters.
+    Returns:
+        All inputs; the number of inputs of each request, 0 if it could not be parsed; the parameters; and the adapters,
+        or None if no request has an adapter.
+
+    Raises:
+        ValueError: The requests have different parameters.
     """
     parameters: dict[str, Any] = requests[0].request_input.server_parameters
     inputs: list[Any] = []
@@ -87,27 +106,27 @@ def get_input_details(
 
 
 def is_best_of(parameters: Mapping[str, Any]) -> bool:
-    """Whether the best of several sequences is requested."""
+    """True if the request wants the best of several sequences."""
     return _above_one(parameters, "best_of")
 
 
 def is_beam_search(parameters: Mapping[str, Any]) -> bool:
-    """Whether beam search is requested."""
+    """True if the request wants beam search."""
     return _above_one(parameters, "num_beams")
 
 
 def is_multiple_sequences(parameters: Mapping[str, Any]) -> bool:
-    """Whether several sequences are requested."""
+    """True if the request wants several sequences."""
     return _above_one(parameters, "n")
 
 
 def is_streaming(parameters: Mapping[str, Any]) -> bool:
-    """Whether token streaming is requested."""
+    """True if the request wants token streaming."""
     return bool(parameters.get("stream"))
 
 
 def wait_till_generation_finished(parameters: Mapping[str, Any]) -> bool:
-    """Whether no text can be sent before all sequences have finished."""
+    """True if no text can be sent before all sequences have finished."""
     return is_best_of(parameters) or is_multiple_sequences(parameters) or is_beam_search(parameters)
 
 

@@ -1,6 +1,6 @@
-"""The binary form in which LMI's server and its Python workers exchange requests and answers.
+"""The binary form of requests and answers between LMI's server and its Python workers.
 
-All integers are big-endian. A string is an int32 byte length, -1 for None, and UTF-8.
+All integers are big-endian. A string is an int32 length in bytes and UTF-8. None is the length -1.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from typing import Any
 
 MORE_CHUNKS = b"\1"
 LAST_CHUNK = b"\0"
-STREAMED_CONTENT = -1  # In place of the number of content entries: chunks follow.
+STREAMED_CONTENT = -1  # In place of the number of content entries. Chunks follow.
 
 
 def read_exactly(connection: socket, size: int) -> bytearray:
-    """The next `size` bytes. Raises ValueError if the connection ends first."""
+    """Read the next `size` bytes.
+
+    Raises:
+        ValueError: The connection ends first.
+    """
     data = bytearray()
     while len(data) < size:
         part = connection.recv(size - len(data))
@@ -27,18 +31,22 @@ def read_exactly(connection: socket, size: int) -> bytearray:
 
 
 def read_integer(connection: socket, code: str) -> int:
-    """A signed integer; `code` is `h` for 16 bits or `i` for 32."""
+    """Read a signed integer. `code` is `h` for 16 bits or `i` for 32 bits."""
     return int(struct.unpack(f">{code}", read_exactly(connection, struct.calcsize(f">{code}")))[0])
 
 
 def read_utf8(connection: socket) -> str | None:
-    """A length-prefixed string."""
+    """Read a string, or None."""
     length = read_integer(connection, "i")
     return None if length < 0 else read_exactly(connection, length).decode("utf-8")
 
 
 def int16(value: int) -> bytes:
-    """A status or a number of entries. Raises ValueError if it does not fit."""
+    """Encode a status or a number of entries.
+
+    Raises:
+        ValueError: The value does not fit into 16 bits.
+    """
     try:
         return struct.pack(">h", value)
     except struct.error as error:
@@ -46,28 +54,34 @@ def int16(value: int) -> bytes:
 
 
 def utf8(text: str | None) -> bytes:
-    """A string with its length in front; None is a length of -1."""
+    """Encode a string or None, with the length in front."""
     return struct.pack(">i", -1) if text is None else sized(text.encode("utf-8"))
 
 
 def sendable(text: str) -> str:
-    """The text with `?` for lone surrogates, which UTF-8 cannot encode and a client's JSON may contain."""
+    """Replace lone surrogates with `?`. A client's JSON may contain them, and UTF-8 cannot encode them."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def sized(data: bytes | bytearray) -> bytes:
-    """Bytes with their length in front."""
+    """Return the bytes with their length in front."""
     return struct.pack(">i", len(data)) + data
 
 
 def string_map(entries: Mapping[Any, Any]) -> bytes:
-    """A count, then keys and values as `str()` writes them."""
+    """Encode a map as the number of entries, and the `str()` of each key and value."""
     return int16(len(entries)) + b"".join(utf8(str(key)) + utf8(str(value)) for key, value in entries.items())
 
 
 def read_string_map(data: bytes | bytearray) -> tuple[dict[str, str], int]:
-    """The map that `string_map` has encoded, None as an empty string, and the number of its bytes. Raises ValueError:
-    the bytes end too early, or are not UTF-8."""
+    """Decode a map that `string_map` has encoded. None becomes an empty string.
+
+    Returns:
+        The map, and the number of its bytes.
+
+    Raises:
+        ValueError: The bytes end too early, or are not UTF-8.
+    """
     texts: list[str] = []
     try:
         (count,), at = struct.unpack_from(">h", data), 2

@@ -1,8 +1,8 @@
-"""What contracts and handlers are.
+"""The interfaces of contracts and handlers.
 
-A contract is pure: no I/O, no engine, no HTTP server. `Contract.parse` makes an `Exchange` of a call. The exchange's
-`Answer` turns what the engine pushes into the bytes of the reply. A handler answers calls by pushing such bytes into a
-`ReplyWriter`, without waiting for the client.
+A contract is pure: it does no I/O and knows no engine and no HTTP server. `Contract.parse` turns a call into an
+`Exchange`. The exchange's `Answer` turns the engine's deltas into the bytes of the reply. A handler answers a call by
+writing such bytes to a `ReplyWriter`, without waiting for the client.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from djl_python.input_parser import SAGEMAKER_ADAPTER_IDENTIFIER_HEADER
 from engines.errors import RequestError
 from engines.request import GenerationRequest, TokenDelta
 
-WITHOUT_BODY = frozenset({204, 304})  # RFC 9110, 8.6: statuses that have neither body nor length.
+WITHOUT_BODY = frozenset({204, 304})  # Statuses with neither body nor length (RFC 9110, section 8.6).
 _TRACE_HEADERS = ("Traceparent", "Tracestate")
-LONG_BODY = 256 * 1024  # Bytes above which a body is read in a thread, so that nothing else waits for it.
+LONG_BODY = 256 * 1024  # Bytes. Longer bodies are decoded in a thread, so that no other request waits for them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +27,21 @@ class Call:
     """An HTTP request with its whole body."""
 
     body: bytes
-    content_type: str = ""  # As sent, parameters included; empty if absent.
+    content_type: str = ""  # With its parameters. Empty if absent.
     request_id: str
-    # All request headers, names in canonical case (`X-Amzn-SageMaker-Session-Id`); later duplicates count.
+    # All headers, with names in canonical case (`X-Amzn-SageMaker-Session-Id`). The last of several counts.
     headers: tuple[tuple[str, str], ...] = ()
     query: tuple[tuple[str, str], ...] = ()  # Query parameters, decoded, in order.
     method: str = "POST"
-    path: str = ""  # As it came in, decoded, without the query.
-    # The parts of the path that `{name}` stands for in the route.
+    path: str = ""  # Decoded, without the query.
+    # The variable parts of the path, by the names that the route gives them.
     path_parameters: Mapping[str, str] = field(default_factory=dict)
+    # The fields of a JSON object, each still encoded. None if the body was not split into its fields yet.
+    fields: Mapping[str, msgspec.Raw] | None = None
 
     @property
     def trace_context(self) -> dict[str, str]:
-        """The headers that name the client's trace (W3C Trace Context); empty without them."""
+        """The headers of the client's trace (W3C Trace Context). Empty if it sent none."""
         return {name.lower(): value for name, value in self.headers if name in _TRACE_HEADERS}
 
 
@@ -48,19 +50,19 @@ class Reply:
     """A whole HTTP reply."""
 
     status: int
-    content_type: str  # Empty: the reply has no such header.
+    content_type: str  # If it is empty, the reply has no such header.
     body: bytes
-    # Further response headers, valid ones in Latin-1; they go before what the server sends with every reply.
+    # Further headers, in Latin-1. They replace the headers that the server sends with every reply.
     headers: tuple[tuple[str, str], ...] = ()
 
 
 class ContractError(Exception):
-    """A call that is answered without inference, with the contract's own error body."""
+    """A call was refused. The error holds the reply, in the form of the contract."""
 
     def __init__(self, reply: Reply, reason: str) -> None:
         super().__init__(reason)
         self.reply = reply
-        self.reason = reason  # For the log; says what was wrong, without the prompt.
+        self.reason = reason  # For the log. It never holds the prompt.
 
 
 class Answer(Protocol):
@@ -70,44 +72,51 @@ class Answer(Protocol):
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """Further headers of the reply; read when it begins."""
+        """Further headers of the reply. They are read when it begins."""
         return ()
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The bytes that this delta adds to the body; empty if there is nothing to send yet. Raises RequestError: the
-        call ends here, with this error."""
+        """Return the bytes that a delta adds to the body. They may be empty.
+
+        Args:
+            prompt: The position of the delta's request in `Exchange.requests`.
+            delta: The delta.
+
+        Raises:
+            RequestError: The call ends with this error.
+        """
 
     def fail(self, error: RequestError) -> Reply:
-        """The reply when nothing has been sent yet."""
+        """Return the reply if nothing has been sent yet."""
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """The last bytes of a body that has begun under status 200; for one that is sent whole there are none."""
+        """Return the last bytes of a body that has begun with status 200. A body that is sent whole has none."""
         return b""
 
 
 class CumulativeAnswer(Answer, Protocol):
-    """An answer whose every part repeats all before it: a client that lags needs only the latest."""
+    """An answer whose parts each repeat all before them. A client that lags needs only the latest part."""
 
     def add(self, prompt: int, delta: TokenDelta) -> bool:
-        """Take a delta, without making bytes. Returns whether there is anything new to tell."""
+        """Take a delta without encoding it. Returns True if it changes the answer."""
 
     def latest(self) -> bytes:
-        """The part with all that was added."""
+        """Return the part with everything that was added."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A call as its contract understands it: requests for the engine, and the answer that they make."""
+    """A parsed call: requests for the engine, and the answer that their deltas make."""
 
-    requests: tuple[GenerationRequest, ...]  # One for each prompt; `Answer.feed` names them by their place here.
+    requests: tuple[GenerationRequest, ...]  # One for each prompt. `Answer.feed` gets their positions.
     answer: Answer
-    notes: tuple[str, ...] = ()  # For the log: parameters that were ignored.
-    # What the stream sends while it has nothing to say. A stream with a comment begins before its first token.
+    notes: tuple[str, ...] = ()  # Log lines about ignored parameters.
+    # The stream sends this comment if no token comes for a while. It begins before its first token then.
     comment: bytes = b""
-    cumulative: CumulativeAnswer | None = None  # `answer`, where it is cumulative; there is no `comment` then.
+    cumulative: CumulativeAnswer | None = None  # The same object as `answer` if that is cumulative. Excludes `comment`.
 
     def traced_as(self, call: Call) -> Exchange:
-        """Return the same, as part of the call's trace."""
+        """Return the exchange with the call's trace context in its requests."""
         if not (context := call.trace_context):
             return self
         requests = [msgspec.structs.replace(request, trace_context=context) for request in self.requests]
@@ -118,55 +127,71 @@ class Contract(Protocol):
     """One wire format."""
 
     def parse(self, call: Call) -> Exchange:
-        """Understand a call. Raises ContractError: it is answered without inference; RequestError: likewise, with the
-        reply of the family's `refuse`."""
+        """Parse a call.
+
+        Raises:
+            ContractError: The call is refused with the reply in the error.
+            RequestError: The call is refused. `ContractRoutes.refuse` words the reply.
+        """
 
 
 class ReplyWriter(Protocol):
-    """Where one reply goes. No method blocks; a slow client makes the writer merge what it is given. A client that has
-    the writer hold too much loses its connection, and the call is cancelled."""
+    """Takes one reply. No method blocks: the writer holds and merges the parts for a slow client.
+
+    If it would have to hold too much, it closes the connection, and the call is cancelled.
+    """
 
     def reply(self, reply: Reply) -> None:
         """Send a whole reply."""
 
     def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """Begin a reply whose length is not known; an empty content type is left out."""
+        """Begin a reply of unknown length. An empty content type is left out."""
 
     def write(self, data: bytes) -> None:
         """Add a part to the body."""
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
-        """Add what `part` gives, at once or when the client has taken what came before.
+        """Add the result of `part`, now or when the client has taken the parts before.
 
-        For replies each part of which repeats all before it: of parts that wait, only the latest is asked for, and none
-        once the reply ends. Not to be mixed with `write`.
+        It is for answers whose parts each repeat all before them. Of several waiting parts only the latest is called,
+        and none once the reply ends. Do not mix it with `write`.
         """
 
     def end(self, data: bytes) -> None:
-        """Finish it with these last bytes, which may be empty."""
+        """Finish the reply with these last bytes, which may be empty."""
 
     async def drain(self) -> None:
-        """Wait until the client has taken most of what was written; at once where it keeps up or has gone."""
+        """Wait until the client has taken most of the reply. Returns at once if it keeps up or has left."""
 
 
 class Handler(Protocol):
     """Answers the calls of one route."""
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
-        """Answer a call through `writer`; returns what cancels it, None if the reply is complete. Raises ContractError:
-        the call was refused before inference; the error holds the reply."""
+        """Answer a call through `writer`.
+
+        Returns:
+            The running call, or None if the reply is complete.
+
+        Raises:
+            ContractError: The call is refused with the reply in the error.
+        """
 
 
 class Running(Protocol):
-    """Handle of a call whose reply is still coming."""
+    """A call whose reply is not complete."""
 
     def cancel(self) -> None:
-        """Stop: the client has gone. Harmless when the reply is complete."""
+        """Stop, because the client has left. Does nothing if the reply is complete."""
 
 
 _HEADER = SAGEMAKER_ADAPTER_IDENTIFIER_HEADER.lower()
 
 
 def adapter_header(call: Call) -> str | None:
-    """The adapter that SageMaker's header names: "" for the model itself, None without the header; the last counts."""
+    """Return the adapter that SageMaker's header names.
+
+    Returns:
+        The name, an empty string for the model itself, or None without the header. The last of several headers counts.
+    """
     return next((value.strip() for name, value in reversed(call.headers) if name.lower() == _HEADER), None)

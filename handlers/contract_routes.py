@@ -1,6 +1,7 @@
-"""A family of clients: its routes and its error bodies, declared in the package of its wire contract.
+"""The declaration of a contract's routes and error bodies.
 
-All families are registered in `handlers.contracts`; `container` makes an HTTP endpoint of each route.
+Each contract's package declares them in `routes.py`. `handlers.contracts` lists all contracts. `container` serves an
+HTTP route for each declared route.
 """
 
 from __future__ import annotations
@@ -19,38 +20,41 @@ from engines.model_settings import ModelSettings
 from handlers.contract import LONG_BODY, Call, Contract, Reply, adapter_header
 from handlers.json_schemas import Schema
 
-# What the routes of all families say where a custom handler runs the model.
+# The error on routes that a model with a custom handler does not serve.
 OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
-# Stalled: the engine has requests and makes no progress; it may recover.
+# Stalled: the engine has requests and makes no progress. It may recover.
 State = Literal["starting", "ready", "stalled", "failed", "draining", "stopped"]
 
 
 def error_body(message: str, kind: str, code: int, parameter: str | None = None) -> bytes:
-    """vLLM's error object. `kind`: such as "BadRequestError"."""
+    """Return vLLM's error object. `kind` is a name such as "BadRequestError"."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": parameter, "code": code}})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """The model at this moment, as a route that generates nothing sees it."""
+    """The state of a model at one moment, for routes that generate nothing."""
 
     settings: ModelSettings
     state: State
-    reason: str  # Why it has failed or is stalled; empty if neither.
-    started_at: float  # When the server was started, in seconds since the epoch.
-    loaded: LoadedModel | None  # None until it is loaded, and where a custom handler generates.
-    engine: str  # What runs it: "vllm", "dynamic_batch" or "python".
+    reason: str  # The reason if it has failed or is stalled, else empty.
+    started_at: float  # The time at which the server was started, in seconds since the epoch.
+    loaded: LoadedModel | None  # None until it is loaded, and if a custom handler generates.
+    engine: str  # The runtime: "vllm", "dynamic_batch" or "python".
     engine_version: str
     max_requests: int  # Sequences that may run or wait at a time.
-    # Further names of the model, for clients that must name one; the empty one is among them.
-    model_aliases: tuple[str, ...]
-    # Ends the call with this request id, the latest if there are several; its client gets an aborted answer.
+    model_aliases: tuple[str, ...]  # Further names of the model, among them the empty one.
+    # Ends the call with this request id, the latest of several. Its client gets an aborted answer.
     abort: Callable[[str], None]
-    adapters: tuple[Adapter, ...] = ()  # Those that are registered.
+    adapters: tuple[Adapter, ...] = ()  # The registered adapters.
 
     def text(self) -> LoadedModel:
-        """The loaded model. Raises NotReady: it is not loaded; NotServed: it has a custom handler, whose tokenizer is
-        not known."""
+        """Return the loaded model, for its tokenizer.
+
+        Raises:
+            NotReady: The model is not loaded yet.
+            NotServed: The model has a custom handler, whose tokenizer is not known.
+        """
         if self.loaded is not None:
             return self.loaded
         if self.settings.handler is not None:
@@ -58,22 +62,21 @@ class ModelView:
         raise NotReady(f"model {self.settings.name} is not loaded yet")
 
 
-NO_ADAPTERS = "cannot be used: this server has no adapters"
-"""Follows the name of a parameter or header that names one."""
+NO_ADAPTERS = "cannot be used: this server has no adapters"  # Follows the name of a parameter or header.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContractSetting:
-    """The arguments of a contract."""
+    """The arguments with which a contract is created for a model."""
 
     settings: ModelSettings
     model: LoadedModel
 
     def adapter_of(self, call: Call, named: str | None) -> str | None:
-        """Return the adapter that SageMaker's header names, or else `named`; None for the model itself.
+        """Return the adapter that SageMaker's header names, or else `named`. None is the model itself.
 
         Raises:
-            InvalidParameter: The header names one, and the server has no adapters.
+            InvalidParameter: The header names an adapter, and the server has none.
         """
         header = adapter_header(call)
         if header is None:
@@ -85,13 +88,13 @@ class ContractSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What a route does, as /openapi.json and /docs show it."""
+    """The description of a route, for `/openapi.json` and `/docs`."""
 
     summary: str
-    request: Schema | None = None  # The body's schema; None: there is no body.
+    request: Schema | None = None  # The schema of the body. None if the request has no body.
     request_type: str = "application/json"
-    # By status: what it means, and the body's schema by media type. Errors that the family's `refuse` words, and whose
-    # meaning needs no more words, are left out.
+    # For each status its meaning, and the schema of the body by media type. Errors that `ContractRoutes.refuse` words
+    # are left out unless they need more words.
     answers: Mapping[str, tuple[str, Mapping[str, Schema]]] = field(default_factory=dict)
 
 
@@ -99,26 +102,25 @@ class Operation:
 class GenerationRoute:
     """A route on which text is generated."""
 
-    path: str  # With `{name}` for one segment, and `{name:int}` for one of digits.
+    path: str  # `{name}` is one segment, `{name:int}` one of digits.
     contract: Callable[[ContractSetting], Contract]
     methods: tuple[str, ...] = ("POST",)
-    long_body: int = LONG_BODY  # Bytes above which a body is parsed in a thread.
-    # Whether a refusal is an event where a stream was asked for, and not the family's `refuse`.
-    streams_refusals: bool = False
-    # The reply to a path whose parameters alone are wrong, whatever the model's state; None if they are not.
+    long_body: int = LONG_BODY  # Bytes. Longer bodies are parsed in a thread.
+    streams_refusals: bool = False  # A call that asks for a stream is refused with an event.
+    # Returns the refusal of wrong path parameters, which does not depend on the model's state. None if they are right.
     refuse_path: Callable[[Mapping[str, str], ModelSettings], Reply | None] | None = None
     about: Operation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfoRoute:
-    """A route that tells something of the model, whatever its state, and generates nothing."""
+    """A route that describes the model, in any state, or works on text without generating any."""
 
     path: str
-    # Makes the reply. May raise ContractError, which has its reply, and RequestError, which the family answers. Called
-    # in a thread where the body is long.
+    # Returns the reply. It may raise ContractError, which holds a reply, and RequestError, which
+    # `ContractRoutes.refuse` words. It is called in a thread if the body is long.
     answer: Callable[[Call, ModelView], Reply]
-    # Makes the reply where there are several models or none; None: the route is about one.
+    # Returns the reply if the server has several models or none. None if the route is about one model.
     answer_all: Callable[[Call, Sequence[ModelView]], Reply] | None = None
     methods: tuple[str, ...] = ("GET",)
     with_field: str | None = None  # Takes only bodies with this field. The path's other route takes the rest.
@@ -132,7 +134,7 @@ class InfoRoute:
         methods: tuple[str, ...] = ("GET",),
         about: Operation | None = None,
     ) -> InfoRoute:
-        """A route about all models that there are, be it one or several."""
+        """Create a route about all models of the server."""
         return cls(
             path=path,
             answer=lambda call, view: answer_all(call, (view,)),
@@ -144,12 +146,12 @@ class InfoRoute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIRoute:
-    """A route that goes to vLLM's own OpenAI server as it is."""
+    """A route of OpenAI's API, for `handlers.openai.handler`."""
 
     path: str
     methods: tuple[str, ...] = ("POST",)
-    prefix: str = ""  # The part of `path` that vLLM's own path does not have.
-    own_handler: bool = False  # A custom handler gets such calls as it gets those of `/invocations`.
+    prefix: str = ""  # The first part of `path`, which vLLM's path does not have.
+    own_handler: bool = False  # A custom handler answers the route if the model has one.
 
 
 Route = GenerationRoute | InfoRoute | OpenAIRoute
@@ -157,38 +159,46 @@ Route = GenerationRoute | InfoRoute | OpenAIRoute
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContractRoutes:
-    """One kind of clients."""
+    """The routes of a contract and the forms of its errors."""
 
     name: str
     routes: tuple[Route, ...]
-    # Its error reply for anything in `engines.errors`, on routes of all kinds.
+    # Returns the error reply for each error of `engines.errors`.
     refuse: Callable[[RequestError], Reply]
-    error: Schema  # Of an error's JSON object.
-    # The reply where the path is one of the family's, but not with this method; the server adds `allow`.
+    error: Schema  # The schema of an error's JSON object.
+    # Returns the reply if the path has no such method. The server adds the header `allow`.
     wrong_method: Callable[[Call], Reply]
-    body_names_model: bool = False  # The bodies of its calls may name the model, in `model`.
-    prefix: str | None = None  # Unknown paths below it belong to the family, too.
-    not_found: Callable[[Call], Reply] | None = None  # The reply to those.
+    body_names_model: bool = False  # Bodies may name the model in `model`.
+    prefix: str | None = None  # Unknown paths below it belong to the contract too.
+    not_found: Callable[[Call], Reply] | None = None  # Returns the reply to such a path.
 
 
-# Of a text that is only tokenized, in UTF-8: about 300,000 tokens of English. A tokenizer takes up to 200 bytes of
-# memory and 2 µs for each byte. Where text is generated, the model's context bounds the prompt.
+# The largest text in UTF-8 that is only tokenized: about 300,000 tokens of English. A tokenizer takes up to 200 bytes
+# of memory and 2 µs for each byte. On generating routes the model's context bounds the prompt.
 MOST_BYTES = 1 << 20
-# The same where the answer gives each token's place: that takes more memory and twice the time.
+# The same if the answer has the position of each token, which takes more memory and twice the time.
 PLACED_BYTES = MOST_BYTES // 2
 MOST_IDS = 1 << 19
-# Bytes of a body: the longest text, and as many ids, with all characters beyond ASCII escaped.
+# The largest body in bytes: the longest text, or as many ids, with all characters beyond ASCII escaped.
 MOST_BODY = 4 * MOST_BYTES
 
 
 def check_body(call: Call) -> None:
-    """Raise InvalidRequest if a body is too long to hold an allowed text; called before it is read."""
+    """Check the length of a body before it is decoded.
+
+    Raises:
+        InvalidRequest: The body is too long to hold an allowed text.
+    """
     if len(call.body) > MOST_BODY:
         raise InvalidRequest(f"the body has {len(call.body)} bytes; this route takes at most {MOST_BODY}")
 
 
 def check_text(name: str, text: str, most: int = MOST_BYTES) -> str:
-    """The text, which is the parameter `name` or made of it. Raises InvalidParameter: it is too long."""
+    """Return a text that came in the parameter `name`.
+
+    Raises:
+        InvalidParameter: The text has more than `most` bytes.
+    """
     size = len(text) if len(text) > most or text.isascii() else len(text.encode("utf-8", "surrogatepass"))
     if size > most:
         raise InvalidParameter(name, f"may have at most {most} bytes of text, got {size}")

@@ -1,18 +1,18 @@
-"""From a model's settings to the service that answers its calls."""
+"""The entry point: loads a model with the handler and the engine that its settings ask for."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from engines.adapters import AdapterDownloads, AdapterHost, AdapterRegistry
+from engines.adapters import AdapterHost, AdapterRegistry
 from engines.choice import begin_import, choose_engine, engine_factory, is_vllm
 from engines.errors import RequestError
-from engines.interface import Engine, EngineHealth, EngineStartError
+from engines.interface import Engine, EngineStartError
 from engines.memory_release import importing
 from engines.model_settings import ModelSettings
 from engines.statistics import StartupTimes
@@ -20,9 +20,10 @@ from handlers.contract import Contract, Handler
 from handlers.contract_routes import ContractSetting, GenerationRoute
 from handlers.contracts import CONTRACTS
 from handlers.custom.custom_handler import CustomHandler
+from handlers.custom.engine_call import EngineLoader
 from handlers.custom.formatter_thread import FormatterThread
-from handlers.custom.formatters import Formatters, ModelImports, add_packages, load_formatters
-from handlers.custom.worker import LoadedEngine
+from handlers.custom.formatters import Formatters, load_formatters
+from handlers.custom.model_imports import ModelImports, add_packages
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
 from handlers.lmi.asynchronous import LmiAsyncContract
@@ -36,71 +37,22 @@ from handlers.lmi.rolling_batch import LmiContract
 from handlers.lmi.sessions import Sessions, load_sessions
 from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
 from handlers.queue import EngineQueue
+from handlers.service import EngineBehindHandler, Limits, Service
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the server sets for every model."""
-
-    queue_size: int  # Requests that may wait beyond those that run.
-    overload_status: int  # What a client gets beyond that.
-    unavailable_status: int  # What a client gets while no worker of a custom handler lives.
-    model_aliases: tuple[str, ...] = ()  # Names that stand for the model on OpenAI's routes, beside its own.
-    # Why a directory may not be that of an adapter; may block. None: any may.
-    adapter_faults: Callable[[Path], Sequence[str]] | None = None
-    adapter_downloads: AdapterDownloads | None = None  # Fetches adapters from S3; None: they are refused.
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """A loaded model."""
-
-    settings: ModelSettings
-    invocations: Handler  # Answers `/invocations` and `/predictions`.
-    runtime: Engine | CustomHandler | _EngineBehindHandler  # What runs it as long as it is loaded.
-    # What answers each `GenerationRoute` route of the families, by its path; empty where a custom handler generates.
-    generation: Mapping[str, Handler] = field(default_factory=dict)
-    openai: OpenAIHandler | None = None  # vLLM's own OpenAI server; None where something else generates.
-    queue: EngineQueue | None = None
-    engine: Engine | None = None  # None where a custom handler generates.
-    custom: CustomHandler | None = None
-    adapters: AdapterRegistry | None = None  # None where `option.enable_lora` is off.
-    held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)  # Frees what loading has taken.
-
-    @property
-    def running_engine(self) -> Engine | None:
-        """The engine, also one that a custom handler has loaded with one of its calls."""
-        behind = self.runtime.service if isinstance(self.runtime, _EngineBehindHandler) else None
-        return behind.engine if behind is not None else self.engine
-
-    async def stop(self, why: str = "the server is stopping") -> None:
-        """Free the engine or end the workers. Requests that still run on the engine end with an error that says why."""
-        if self.adapters is not None:
-            await self.adapters.stop()
-        if self.engine is not None:
-            await self.engine.stop(why)
-        await self.held.aclose()
-
-    def check_place(self) -> None:
-        """Raise Overloaded or ContractError if no further call would get a place now."""
-        if self.custom is not None:
-            self.custom.pool.check_place()
-        elif self.queue is not None:
-            self.queue.check_place()
-
-    def abort(self, request_id: str) -> None:
-        """End the calls with this id, if there are any; their clients get an aborted answer."""
-        if self.queue is not None:
-            self.queue.abort(request_id)
-        if self.openai is not None:
-            self.openai.abort(request_id)
-
-
 async def load_service(settings: ModelSettings, limits: Limits, times: StartupTimes | None = None) -> Service:
-    """Choose the handler and the engine that the settings ask for, and load the model; `times` takes each phase. Raises
-    EngineStartError: the model cannot be loaded."""
+    """Load a model with the handler and the engine that its settings ask for.
+
+    Args:
+        settings: The model's settings.
+        limits: The server's settings that hold for every model.
+        times: Takes the duration of each phase.
+
+    Raises:
+        EngineStartError: The model cannot be loaded.
+    """
     times = times or StartupTimes()
     async with contextlib.AsyncExitStack() as held:
         if settings.handler_before_engine is not None:
@@ -154,7 +106,7 @@ async def _serving(
     held.callback(thread.stop)
 
     def formatted(given: Formatters | None) -> Handler:
-        """What answers `/invocations` with these formatters, which are the model's or an adapter's."""
+        """Return the handler of `/invocations` with the formatters of the model or of an adapter."""
         contract = _contract(settings, engine)
         lmi, formatting = EngineHandler(queue, contract, refuse_unread=overloaded), None
         if given is not None and isinstance(contract, LmiAsyncContract):
@@ -221,102 +173,49 @@ async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) 
 
 
 def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handler]:
-    """Handlers by path. A family that cannot serve this model is left out and takes no other with it."""
+    """Return the handler of each generating route by its path. A contract that cannot serve the model is left out."""
     setting = ContractSetting(settings=settings, model=queue.engine)
     handlers: dict[str, Handler] = {}
-    for family in CONTRACTS:
-        routes = [route for route in family.routes if isinstance(route, GenerationRoute)]
+    for contract in CONTRACTS:
+        routes = [route for route in contract.routes if isinstance(route, GenerationRoute)]
         try:
             handlers |= {
                 route.path: EngineHandler(
                     queue,
                     route.contract(setting),
                     long_body=route.long_body,
-                    refuse_unread=None if route.streams_refusals else family.refuse,
+                    refuse_unread=None if route.streams_refusals else contract.refuse,
                 )
                 for route in routes
             }
         except Exception:
-            logger.exception("the %s routes cannot be served with this model", family.name)
+            logger.exception("the %s routes cannot be served with this model", contract.name)
     return handlers
 
 
-def _custom_handler(settings: ModelSettings, limits: Limits, engine: LoadedEngine | None = None) -> CustomHandler:
+def _custom_handler(settings: ModelSettings, limits: Limits, load_engine: EngineLoader | None = None) -> CustomHandler:
     return CustomHandler(
         settings,
-        # LMI counts a place for the call that is handed to a worker.
+        # LMI counts a place for the call that a worker has.
         queue_size=limits.queue_size - 1,
         overload_status=limits.overload_status,
         unavailable_status=limits.unavailable_status,
-        engine=engine,
+        load_engine=load_engine,
     )
-
-
-class _EngineBehindHandler:
-    """The engine of a model whose `handle` comes first, and that handler: the model's `runtime`. The engine is loaded
-    when the handler first calls it: with a handler that has a model of its own there would not be room for both."""
-
-    def __init__(self, settings: ModelSettings, limits: Limits, times: StartupTimes) -> None:
-        self._engine = replace(settings, handler_before_engine=None)
-        self._limits, self._times = limits, times
-        self._loading: asyncio.Task[Service] | None = None
-        self.handler_settings = replace(settings, handler=settings.handler_before_engine)
-        self.custom = _custom_handler(self.handler_settings, limits, self._invocations)
-
-    async def start(self) -> Service | None:
-        """Start the handler; returns the engine's service if the handler's first call has loaded it. Raises
-        EngineStartError: the handler or the engine cannot be loaded."""
-        try:
-            await self.custom.start()
-        except EngineStartError:
-            if self._loading is not None and self._loading.done():
-                await self._loading  # its error says more
-            raise
-        return self.service
-
-    @property
-    def service(self) -> Service | None:
-        loading = self._loading
-        if loading is None or not loading.done() or loading.cancelled() or loading.exception() is not None:
-            return None
-        return loading.result()
-
-    async def _invocations(self) -> Handler:
-        """What answers a call with the engine alone. A failure to load it is final."""
-        if self._loading is None:
-            self._loading = asyncio.create_task(load_service(self._engine, self._limits, self._times))
-        return (await asyncio.shield(self._loading)).invocations
-
-    def health(self) -> EngineHealth:
-        """The handler's where it has failed, else the engine's if a call has needed it."""
-        health = self.custom.health()
-        if not health.alive:
-            return health
-        if self.service is not None:
-            return self.service.runtime.health()
-        loading = self._loading
-        if loading is not None and loading.done() and not loading.cancelled():
-            return EngineHealth(False, f"the engine that the handler calls cannot be loaded: {loading.exception()}")
-        return health
-
-    async def stop(self) -> None:
-        await self.custom.stop()
-        if self._loading is None:
-            return
-        self._loading.cancel()
-        await asyncio.wait({self._loading})
-        if self.service is not None:
-            await self.service.stop()
 
 
 async def _load_handler_before_engine(
     settings: ModelSettings, limits: Limits, times: StartupTimes, held: contextlib.AsyncExitStack
 ) -> Service:
-    both = _EngineBehindHandler(settings, limits, times)
+    engine_settings = replace(settings, handler_before_engine=None)
+    handler_settings = replace(settings, handler=settings.handler_before_engine)
+    both = EngineBehindHandler(
+        partial(_custom_handler, handler_settings, limits), partial(load_service, engine_settings, limits, times)
+    )
     held.push_async_callback(both.stop)
     engine = await both.start()
     if engine is None:
-        return Service(both.handler_settings, both.custom, both, custom=both.custom)
+        return Service(handler_settings, both.custom, both, custom=both.custom)
     return replace(engine, invocations=both.custom, runtime=both, custom=both.custom)
 
 

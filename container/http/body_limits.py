@@ -15,11 +15,9 @@ from handlers.contract import LONG_BODY
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
-LEAST_RATE = 1024
-"""The lowest average rate of a body after `GRACE_SECONDS`, in bytes a second."""
+LEAST_RATE = 1024  # The lowest average rate of a body after `GRACE_SECONDS`, in bytes per second.
 GRACE_SECONDS = 60.0
-UNCOUNTED = 64 * 1024
-"""Bodies of up to this many bytes are not counted in `BodyMemory`."""
+UNCOUNTED = 64 * 1024  # Bodies of up to this many bytes are not counted in `BodyMemory`.
 
 
 class BodyMemory:
@@ -63,8 +61,7 @@ class BodyReader:
         """`memory`: the budget, or None not to count this body."""
         self._memory = memory
         self._held = 0
-        self.complete = False
-        """True once the whole body has been read."""
+        self.complete = False  # The whole body has been read.
 
     async def read(
         self,

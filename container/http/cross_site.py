@@ -12,13 +12,12 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 
+# Headers that browsers send and API clients do not.
 BROWSER_HEADERS = (b"sec-fetch-site", b"origin", b"accept-language")
-"""Headers that browsers send and API clients do not."""
+# Values of Sec-Fetch-Site: the server's own page sent the request, or the user typed the address.
 _OWN = (b"same-origin", b"none")
-"""Values of Sec-Fetch-Site: the server's own page sent the request, or the user typed the address."""
 _PORT = re.compile(r":[0-9]*$")
-_SHOWN = 200
-"""Characters of a header that a message repeats."""
+_SHOWN = 200  # Characters of a header that a message repeats.
 
 
 class KnownHosts:
@@ -33,7 +32,7 @@ class KnownHosts:
         self._names = frozenset(name.lower() for name in (*names, "localhost", socket.gethostname()))
 
     def fault(self, headers: Mapping[bytes, bytes]) -> str:
-        """Say why a request is refused; "" if an API client has sent it, or a page of this server."""
+        """Return the reason why a request is refused. Empty if an API client or a page of this server has sent it."""
         if not _is_browsers(headers):
             return ""
         site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")

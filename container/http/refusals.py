@@ -1,4 +1,4 @@
-"""Replies to requests that the server itself refuses, in the form of LMI's front end."""
+"""Replies to requests that the server refuses, in the form of DJL Serving's front end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from handlers.djl_errors import JSON, front_end_reply
 
 
 def front_end_refusal(error: RequestError, not_ready: int = 503, otherwise: int = 500) -> Reply:
-    """Return the error of LMI's front end for a request that it could not read, or give to a model.
+    """Return the front end's reply to a request that it could not read or give to a model.
 
     Args:
         error: The reason.

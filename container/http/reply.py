@@ -1,4 +1,4 @@
-"""The HTTP reply to one request, pushed: a part is sent as it is written, without a task or a wait."""
+"""The HTTP reply to one request. Each part is sent at once when it is written, without a task or a wait."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 Headers = list[tuple[bytes, bytes]]
 
+# Bytes of a stream that may wait for its client. The connection holds as many again. A single part may be larger.
 MAX_UNSENT = 16 * 1024 * 1024
-"""Bytes of a stream that wait for its client, beside as many in the connection; a single part may be larger."""
 
 _LATER = (429, 503)
-_COME_AGAIN = 64
-"""Refused clients that are to come again in each second. More of them take time from the engine."""
+_COME_AGAIN = 64  # Refused clients that may retry in each second. More would take time from the engine.
 _MOST_SECONDS = 30
 
 NO_CACHE: Headers = [
@@ -35,14 +34,14 @@ NO_CACHE: Headers = [
 
 
 class RetryAfter:
-    """When a refused client is to come again: in a second, or later where a crowd is refused."""
+    """The time after which a refused client may retry: a second, or more if many clients are refused."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seconds, self._refused, self._since = 1, 0, clock()
 
     def header(self) -> tuple[bytes, bytes]:
-        """Count a refusal; returns its header. A crowd that does as it is told comes once in that many seconds."""
+        """Count a refusal and return its `retry-after` header."""
         now = self._clock()
         if (passed := now - self._since) >= self._seconds:
             crowd = self._refused * self._seconds / passed
@@ -53,28 +52,28 @@ class RetryAfter:
 
 
 class OpenStreams(Cork):
-    """How many streams are open, and the cork of those that are in a crowd.
+    """The number of open streams, and the cork that joins their parts if there are many.
 
-    In a crowd, what one turn of the event loop writes to a stream is sent as one part. A turn has several parts for a
-    stream only where the engine's steps come faster than they are sent; then fewer and larger parts save time. Nothing
-    waits for a clock.
+    With many open streams, the parts that one turn of the event loop writes to a stream are sent as one. A turn has
+    several parts for a stream only if the engine's steps come faster than they are sent. Fewer and larger parts save
+    time then. Nothing waits for a clock.
     """
 
     def __init__(self, crowd: int = 32) -> None:
-        """`crowd`: how many open streams are a crowd; 0: no number is."""
+        """`crowd` is the number of open streams from which parts are joined. 0 disables it."""
         super().__init__()
         self._crowd = crowd
         self.count = 0
         self.crowded = False
 
     def count_up(self, streams: int) -> None:
-        """Count streams that have been opened, or, below 0, closed."""
+        """Count opened streams. A negative number counts closed ones."""
         self.count += streams
         self.crowded = 0 < self._crowd <= self.count
 
 
 class HttpReply:
-    """Implements `ReplyWriter` on ASGI's `send`."""
+    """A `ReplyWriter` on ASGI's `send`."""
 
     def __init__(
         self,
@@ -84,22 +83,26 @@ class HttpReply:
         retry_after: RetryAfter,
         break_off: Callable[[], None] | None = None,
     ) -> None:
-        """`headers`: beside those that a reply brings, which go before. `break_off`: drops the connection."""
+        """Create the writer.
+
+        Args:
+            send: ASGI's callable.
+            headers: Headers of every reply. A reply's headers replace those of the same name.
+            streams: Counts the open streams of the server.
+            retry_after: Makes the `retry-after` headers of the server.
+            break_off: Drops the connection at once.
+        """
         self._send, self.headers, self._streams, self._break_off = send, headers, streams, break_off
         self._retry_after = retry_after
         self._held: list[bytes] = []
         self._streaming = self._broken = False
-        self.on_close: Callable[[], None] | None = None
-        """Called once, when the reply is closed."""
-        self._resuming: asyncio.Task[None] | None = None
-        """Sends the backlog; None while the client keeps up."""
+        self.on_close: Callable[[], None] | None = None  # Called once, when the reply is closed.
+        self._resuming: asyncio.Task[None] | None = None  # Sends the backlog. None while the client keeps up.
         self._backlog = bytearray()
         self._backlog_last = False
         self._latest: Callable[[], bytes] | None = None
-        self.status = 0
-        """0 until the reply has begun."""
-        self.finished = False
-        """All of it has been written."""
+        self.status = 0  # 0 until the reply has begun.
+        self.finished = False  # The whole reply has been written.
         self.bytes_sent = 0
 
     def reply(self, reply: Reply) -> None:
@@ -109,12 +112,12 @@ class HttpReply:
                 framing.append((b"content-type", reply.content_type.encode("latin-1")))
             framing.append((b"content-length", str(len(reply.body)).encode()))
         if reply.status in _LATER and not any(name == b"retry-after" for name, _ in self.headers):
-            self.headers = [*self.headers, self._retry_after.header()]  # a handler's own goes before
+            self.headers = [*self.headers, self._retry_after.header()]  # unless a handler has set one
         self._start(reply.status, framing, reply.headers)
         self.end(b"" if reply.status in WITHOUT_BODY else reply.body)
 
     def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """Begin a reply whose length is not known; it goes out in chunks."""
+        """Begin a reply of unknown length. It is sent in chunks."""
         self._start(status, [(b"content-type", content_type.encode("latin-1"))] if content_type else [], headers)
         self._streaming = True
         self._streams.count_up(1)
@@ -129,8 +132,8 @@ class HttpReply:
         self._push({"type": "http.response.start", "status": status, "headers": [*framing, *headers]})
 
     def write(self, data: bytes, last: bool = False) -> None:
-        """Add a part to the body; `last`: it is the end."""
-        # What is held goes first, also when the crowd has thinned. What waits for the client is joined anyway.
+        """Add a part to the body. `last` marks the last part."""
+        # Held parts are sent first, even if fewer streams are open now. The backlog is joined in any case.
         if self._held or (self._streams.crowded and self._resuming is None):
             if not last:
                 if not self._held:
@@ -148,21 +151,21 @@ class HttpReply:
             self._keep(data, last)
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
-        """Add what `part` gives, once there is room for it."""
+        """Add the result of `part` when the client has taken the parts before."""
         if self._resuming is None:
             self.write(part())
         else:
             self._latest = part
 
     def end(self, data: bytes) -> None:
-        """Finish it with these last bytes."""
+        """Finish the reply with these last bytes."""
         self._latest = None
         self.finished = not self._broken
         self.write(data, last=True)
         self._close_stream()
 
     def close(self) -> None:
-        """Send what is held; nothing more comes. Called once the request is over, however it ended."""
+        """Send the held parts. Called when the request has ended, for any reason."""
         self.flush()
         self._close_stream()
         if self.on_close is not None:
@@ -176,7 +179,7 @@ class HttpReply:
             self._streams.count_up(-1)
 
     async def drain(self) -> None:
-        """Wait until no more than what the connection itself holds is unsent."""
+        """Wait until only the connection holds unsent bytes."""
         self.flush()
         while self._resuming is not None and not self._resuming.done():
             await asyncio.wait({self._resuming})
@@ -189,7 +192,7 @@ class HttpReply:
             self._push({"type": "http.response.body", "body": data, "more_body": True})
 
     def _push(self, message: Message) -> None:
-        """Send a message now, without a task, or have a task go on where the server waits for its client."""
+        """Send a message now, without a task. If the server has to wait for its client, a task sends the rest."""
         sending = self._send(message)
         try:
             waiting_for = sending.send(None)
@@ -206,7 +209,7 @@ class HttpReply:
         self._backlog_last = last
 
     async def _resume(self, sending: Awaitable[None]) -> None:
-        """Send what waits, until the client keeps up again."""
+        """Send the backlog until the client keeps up again."""
         try:
             await sending
             last = False
@@ -224,7 +227,7 @@ class HttpReply:
         self._resuming = None
 
     def _give_up(self) -> None:
-        """Break the connection off; the request's own task then finds that its client has left."""
+        """Drop the connection. The request's task then finds that its client has left."""
         self.finished, self._broken = False, True
         self._backlog.clear()
         self._latest = None
@@ -234,6 +237,6 @@ class HttpReply:
 
 @types.coroutine
 def _rest(steps: Coroutine[Any, Any, None], waiting_for: Any) -> Generator[Any, Any, None]:
-    """The rest of a coroutine whose first step ended by waiting for a future; for the one task that goes on with it."""
+    """Return the rest of a coroutine whose first step waits for a future. A task awaits it."""
     yield waiting_for
     yield from steps.__await__()

@@ -63,9 +63,9 @@ class RequestHead:
 
 
 def request_id(header: bytes | None) -> str:
-    """Return the client's id, or a new UUID if there is none that is safe in headers and logs.
+    """Return the client's id, or a new UUID if the client sent no safe id.
 
-    Safe ids have 1 to 128 characters of visible ASCII.
+    Safe ids have 1 to 128 characters of visible ASCII. They are written into headers and logs.
     """
     if header is not None and _ACCEPTABLE(header):
         return header.decode("ascii")

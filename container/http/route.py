@@ -25,7 +25,7 @@ from container.settings.settings import ServerSettings
 from engines.errors import BodyTimeout, CrossSite, InternalError, NotReady, RequestError, Unauthorized
 from engines.statistics import Distribution
 from handlers.contract import Call, ContractError, Handler, Reply, Running
-from handlers.entry_point import Service
+from handlers.service import Service
 
 logger = logging.getLogger("slipway.access")
 

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol with what it lacks: limits, joined writes, HTTP/1.0, protocol offers, half-closed clients.
+"""Extends uvicorn's HTTP protocol: limits, joined writes, HTTP/1.0, protocol offers, half-closed clients.
 
-The one module that touches uvicorn's internals. It was run with uvicorn 0.54.0; `check_uvicorn` refuses other releases
-when the server starts, and tests/live/test_uvicorn_seam.py fails where one of these has moved:
+No other module touches uvicorn's internals. This one was run with uvicorn 0.54.0. `check_uvicorn` refuses other
+releases when the server starts. tests/live/test_uvicorn_internals.py fails if one of these names has moved:
 
 - `HttpToolsProtocol`: the callbacks of httptools' parser, of the transport and of the server that are overridden below,
   and its fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`; `scope`
@@ -25,18 +25,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 logger = logging.getLogger(__name__)
 
-UVICORN = "0.54."
-"""How the versions of uvicorn begin that this module is written for."""
+UVICORN = "0.54."  # The beginning of the versions for which this module is written.
+# In `scope["extensions"]`: a function that drops the connection at once, with everything that waits to be sent.
 BREAK_OFF = "slipway.break_off"
-"""In `scope["extensions"]`: a function that drops the connection at once, with all that waits in it."""
 
-_TCP_CLOSE = 7
-"""The state of a TCP connection that is reset, as the first byte of TCP_INFO has it."""
+_TCP_CLOSE = 7  # The state of a reset TCP connection in the first byte of TCP_INFO.
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-_LEADING_ZERO = b"0"
-"""Of the size of the chunk that comes next."""
-_LOOKS_WITH_PROBE = (0, 3)
-"""The second is for a proxy that has taken the first, and only then finds that its client has left."""
+_LEADING_ZERO = b"0"  # Begins the size of the next chunk.
+_LOOKS_WITH_PROBE = (0, 3)  # A proxy may have taken the first probe before it found that its client has left.
 
 _OVERRIDDEN = (
     *("on_headers_complete", "on_body", "on_response_complete", "_should_upgrade", "_start_asgi_task"),
@@ -49,7 +45,7 @@ def check_uvicorn() -> None:
     """Refuse to serve with a uvicorn whose internals may have moved.
 
     Raises:
-        RuntimeError: its version is another, or a method is missing.
+        RuntimeError: uvicorn has another version, or lacks a method.
     """
     if not uvicorn.__version__.startswith(UVICORN):
         raise RuntimeError(f"Slipway needs uvicorn {UVICORN}x, and uvicorn {uvicorn.__version__} is installed")
@@ -58,7 +54,7 @@ def check_uvicorn() -> None:
 
 
 class Cork:
-    """Has everything flushed that was written in one turn of the event loop, in one call at its end.
+    """Calls flush functions at the end of a turn of the event loop, so that the writes of the turn are sent together.
 
     A cork belongs to one server, and so to one event loop.
     """
@@ -67,7 +63,7 @@ class Cork:
         self._waiting: list[Callable[[], None]] = []
 
     def add(self, flush: Callable[[], None]) -> None:
-        """Have `flush` called at the end of this turn."""
+        """Call `flush` at the end of this turn."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush_all)
         self._waiting.append(flush)
@@ -77,16 +73,16 @@ class Cork:
         for flush in waiting:
             try:
                 flush()
-            except Exception:  # of one connection; the others have theirs to send
+            except Exception:  # the other connections must be flushed too
                 logger.exception("a reply cannot be sent")
 
 
 class CorkedTransport:
-    """A transport that sends what is written in one turn of the event loop as one piece.
+    """A transport that joins the writes of one turn of the event loop.
 
-    Where a client may be sending still, `close` ends our side only. The connection is closed when the
-    client has ended its own side, or `linger_seconds` later: a client that sends before it reads would lose its reply
-    otherwise.
+    If the client may still be sending, `close` ends only the server's side. The connection is closed when the client
+    ends its side, or after `linger_seconds`. Otherwise a client that reads only after it has sent everything would lose
+    its reply.
     """
 
     def __init__(
@@ -97,13 +93,20 @@ class CorkedTransport:
         closing: Callable[[], None] = lambda: None,
         linger_seconds: float = 0.0,
     ) -> None:
-        """`still_sends`: whether the client may be sending. `closing`: called when it is closed."""
+        """Create the transport.
+
+        Args:
+            transport: The transport to write to.
+            cork: The cork of the server.
+            still_sends: Returns True if the client may still be sending.
+            closing: Called when the transport is closed.
+            linger_seconds: The longest time for which the client may send after that.
+        """
         self._transport, self._cork = transport, cork
         self._still_sends, self._closing, self._linger_seconds = still_sends, closing, linger_seconds
         self._pieces: list[bytes] = []
         self._end: asyncio.TimerHandle | None = None
-        self.lingering = False
-        """Our side is ended; what comes from the client now is for nobody."""
+        self.lingering = False  # The server's side has ended. Further data of the client is dropped.
 
     def is_closing(self) -> bool:
         return self.lingering or self._transport.is_closing()
@@ -115,7 +118,7 @@ class CorkedTransport:
         self._pieces.append(data)
 
     def flush(self) -> None:
-        """Hand over what was written. A connection that does not take it is broken off."""
+        """Pass the held writes on. The connection is dropped if that fails."""
         pieces = self._pieces
         if not pieces:
             return
@@ -129,7 +132,7 @@ class CorkedTransport:
             self._transport.abort()
 
     def close(self) -> None:
-        """Close once all is sent, and the client has had time to read it."""
+        """Close when everything is sent and the client has had time to read it."""
         if self.is_closing():
             return
         self.flush()
@@ -143,7 +146,7 @@ class CorkedTransport:
         self._closing()
 
     def closed(self) -> None:
-        """The connection is gone."""
+        """Note that the connection is closed."""
         if self._end is not None:
             self._end.cancel()
 
@@ -151,68 +154,67 @@ class CorkedTransport:
         return getattr(self._transport, name)
 
 
-class _AnyLength(int):
-    """The length that uvicorn is to expect of a body that ends with its connection: whatever comes fits."""
+def _ended_by_close(application: Any, cycle: RequestResponseCycle) -> Any:
+    """Return an application whose body may have any length: the end of the connection ends it."""
 
-    def __lt__(self, length: int) -> bool:
-        return False
+    async def unbounded(scope: Any, receive: Any, send: Any) -> None:
+        async def send_part(message: Any) -> None:
+            cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
 
-    def __sub__(self, length: int) -> _AnyLength:
-        return self
+        await application(scope, receive, send_part)
+
+    return unbounded
 
 
 class _Refused(Exception):
-    """A request that cannot be served, though httptools can read it; the message is for the client."""
+    """A request that httptools can read but the server refuses. The message is for the client."""
 
 
 def _new_parser(protocol: HttpProtocol) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(protocol)
-    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # like uvicorn
     return parser
 
 
 class HttpProtocol(HttpToolsProtocol):
     """One connection.
 
-    Beyond uvicorn's protocol it limits heads, pipelined requests, and the time in which a client says nothing or takes
-    nothing; it ends replies without a length with the connection for clients of HTTP/1.0, which know no chunks (nginx's
-    `proxy_pass` is one by default); it serves requests that offer another protocol as plain HTTP; it refuses what it
-    cannot read only after it has answered what came before; and every request hears that its client has left.
+    It differs from uvicorn's protocol in these points:
 
-    A client that ends its own side (RFC 9112, section 9.6) and one that leaves look the same until they are sent
-    something: the system of the one that has left answers with a reset. Where the reply is not complete within
-    `LOOK_SECONDS`, both are therefore sent what any client of HTTP/1.1 has to understand and ignore: an interim reply
-    or, in the middle of a stream, a leading zero of a chunk's size. HTTP/1.0 has neither, so its clients count as gone.
+    - It limits heads, pipelined requests, and the time in which a client sends or takes nothing.
+    - Clients of HTTP/1.0 know no chunks (nginx's `proxy_pass` is one by default). The end of the connection ends
+      replies without a length for them.
+    - A request that offers another protocol is served as plain HTTP.
+    - Unreadable data is refused only after the requests before it were answered.
+    - Every request is told when its client has left.
+
+    A client that has ended its side of the connection (RFC 9112, section 9.6) looks like one that has left. They differ
+    when something is sent to them: the system of the one that left answers with a reset. If the reply is not complete
+    after `LOOK_SECONDS`, both get bytes that clients of HTTP/1.1 have to ignore: an interim reply, or a leading zero of
+    the next chunk's size in the middle of a stream. HTTP/1.0 has neither, so its clients count as gone.
     """
 
-    MAX_HEAD = 256 * 1024
-    """Bytes of request line and headers, or of trailers."""
-    HEAD_SECONDS = 60.0
-    """From a head's first bytes to its last."""
-    SEND_SECONDS = 120.0
-    """Time in which a client has to take something of what waits for it."""
-    LINGER_SECONDS = 10.0
-    """Time in which a refused client may go on sending its body and read its reply."""
+    MAX_HEAD = 256 * 1024  # Bytes of request line and headers, or of trailers.
+    HEAD_SECONDS = 60.0  # From the first byte of a head to its last.
+    SEND_SECONDS = 120.0  # A client has to take a part of the waiting data within this time.
+    LINGER_SECONDS = 10.0  # A refused client may send its body and read its reply for so long.
+    # The time before the server first looks if a client that has ended its side has left. Each further look takes twice
+    # the time, up to a second.
     LOOK_SECONDS = 0.02
-    """After which it is looked whether a client that has ended its own side has left; each further look, in twice the
-    time of the one before, in a second at most."""
-    MAX_PIPELINED = 100
-    """Requests of a connection that may wait for the one before them; uvicorn has no limit."""
+    MAX_PIPELINED = 100  # Requests of a connection that may wait for the one before them. uvicorn has no limit.
 
     def __init__(self, *args: Any, cork: Cork | None = None, **keywords: Any) -> None:
-        """`cork`: of all connections of a server; each has its own otherwise."""
+        """Create the protocol of a connection. `cork` is shared by all connections of a server."""
         super().__init__(*args, **keywords)
         self._cork = cork or Cork()
         self.parser = _new_parser(self)
-        self._overhead = 0
-        """Bytes since the last of a body, or since the last head."""
+        self._overhead = 0  # Bytes since the last head, or the last part of a body.
         self._head_limit: asyncio.TimerHandle | None = None
         self._send_limit: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
-        self._unreadable = ""
-        """What is wrong with what came after all requests so far; nothing more is read then."""
-        self._look: asyncio.TimerHandle | None = None
-        """Set once the client has ended its own side."""
+        self._unreadable = ""  # The fault of unreadable data. Nothing more is read after it.
+        self._look: asyncio.TimerHandle | None = None  # Set when the client has ended its side.
 
     # The transport's callbacks.
 
@@ -220,7 +222,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._connection = CorkedTransport(
             transport, self._cork, self._still_sends, self._limit_sending, self.LINGER_SECONDS
         )
-        # ASGI has no way to break a connection off whose client does not take what was sent.
+        # ASGI has no way to drop the connection of a client that does not read.
         self._extensions = {BREAK_OFF: transport.abort}
         super().connection_made(self._connection)  # type: ignore[arg-type]
         self._limit_idleness()
@@ -233,7 +235,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_send_limit()
         if self._look is not None:
             self._look.cancel()
-        # uvicorn tells the request that was read last, which may not have begun yet.
+        # uvicorn tells only the request that was read last, which may not have begun yet.
         self.pipeline.clear()
         running = self._answering
         if running is not None and not running.response_complete:
@@ -264,10 +266,10 @@ class HttpProtocol(HttpToolsProtocol):
             if self._head_limit is None:
                 self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
         elif self.cycle is None or self.cycle.response_complete:
-            self._limit_idleness()  # uvicorn does so after each reply, and takes it back at any byte that comes
+            self._limit_idleness()  # uvicorn does so after each reply, and cancels it when any byte comes
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client has ended its side. Keep the connection where a whole request is still to be answered."""
+        """Keep the connection if the client has ended its side and a whole request has no complete answer yet."""
         self._connection.flush()  # a reply may have been written in this turn
         unfinished = self._unfinished()
         if self.pipeline and self.pipeline[0][0] is unfinished:
@@ -289,17 +291,17 @@ class HttpProtocol(HttpToolsProtocol):
     # The parser, and its callbacks.
 
     def _should_upgrade(self) -> bool:
-        """Whether the request that stops the parser offers another protocol; uvicorn then takes nothing of it.
+        """Return True if the request that stopped the parser offers another protocol. uvicorn then leaves it alone.
 
-        CONNECT stops the parser as well, but it is no offer; uvicorn refuses it.
+        CONNECT stops the parser as well. It is no offer, and uvicorn refuses it.
         """
         return bool(self.parser.get_method() != b"CONNECT")
 
     def _without_offer(self, rest: bytes) -> bytes:
-        """The request that is being read, without the protocol that it offers, for a parser that has not stopped.
+        """Return the current request without the protocol that it offers, for a new parser.
 
-        Such a request is plain HTTP (RFC 9110, section 7.8). httptools stops at the end of its head, and `rest` is what
-        has come after that. Java's HttpClient offers HTTP/2 with the first request of each connection.
+        Without the offer the request is plain HTTP (RFC 9110, section 7.8). httptools stops at the end of its head, and
+        `rest` follows that. Java's HttpClient offers HTTP/2 with the first request of each connection.
         """
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
@@ -316,7 +318,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.should_upgrade():
             return
-        # Trailers come by the same callback. They are no headers (RFC 9110, section 6.5.1), and nobody reads them.
+        # Trailers come through the same callback. They are no headers (RFC 9110, section 6.5.1) and are not used.
         self.headers = []
         if len(self.pipeline) > self.MAX_PIPELINED:
             self._connection.abort()
@@ -340,21 +342,22 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         if cycle.scope["http_version"] < "1.1":
-            cycle.chunked_encoding, cycle.expected_content_length = False, _AnyLength()
-            cycle.waiting_for_100_continue = False  # such a client does not know what that is (RFC 9110, 10.1.1)
+            cycle.chunked_encoding = False
+            app = _ended_by_close(app, cycle)
+            cycle.waiting_for_100_continue = False  # HTTP/1.0 does not have it (RFC 9110, section 10.1.1)
         super()._start_asgi_task(cycle, app)
 
     def _still_sends(self) -> bool:
-        """Whether a reply is out and its request is not all in, or it cannot be told where that ends."""
+        """Return True if a reply is complete before its request, or the end of the request is not known."""
         answered = self._answering is not None and self._answering.response_complete
         return bool(self._unreadable) or (answered and self._unfinished() is not None)
 
     def _answers(self) -> bool:
-        """Whether a request is being answered."""
+        """Return True if a request is being answered."""
         return self._answering is not None and not self._answering.response_complete
 
     def _unfinished(self) -> RequestResponseCycle | None:
-        """The request whose body is not all in."""
+        """Return the request whose body is not complete."""
         return self.cycle if self.cycle is not None and self.cycle.more_body else None
 
     def on_response_complete(self) -> None:
@@ -367,7 +370,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._connection.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what cannot be read, after all that came before it; its own reply may have begun: then close."""
+        """Refuse unreadable data after the requests before it are answered. Close if its own reply has begun."""
         unfinished = self._unfinished()
         if self.pipeline and self.pipeline[0][0] is unfinished:
             self.pipeline.popleft()
@@ -383,7 +386,7 @@ class HttpProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def _look_for_client(self, looks: int) -> None:
-        """Break the connection off if the client has left, and not just ended its own side."""
+        """Drop the connection if the client has left, and not only ended its side."""
         answering = self._answering
         if answering is None or answering.response_complete or self._connection.is_closing():
             return
@@ -399,14 +402,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._look = self.loop.call_later(seconds, self._look_for_client, looks + 1)
 
     def _is_reset(self) -> bool:
-        """Whether the client's system has answered with a reset; only Linux tells before the next write."""
+        """Return True if the client's system answered with a reset. Only Linux shows that before the next write."""
         if not hasattr(socket, "TCP_INFO"):
             return False
         connection = self._connection.get_extra_info("socket")
         return bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE)
 
     def shutdown(self) -> None:
-        """End with the server. A request that is not all here yet is not waited for."""
+        """End with the server, without waiting for the rest of an incomplete request."""
         super().shutdown()
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
@@ -419,7 +422,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._head_limit = None
-        if self.cycle is not None and not self.cycle.response_complete:  # its reply is not to be cut off
+        if self.cycle is not None and not self.cycle.response_complete:  # do not cut off its reply
             self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
         else:
             self._connection.close()
@@ -430,7 +433,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._head_limit = None
 
     def _limit_sending(self) -> None:
-        """Watch what waits to be sent. Nothing is added to it while writing is paused, or the connection closes."""
+        """Watch the data that waits to be sent. None is added while writing is paused or the connection closes."""
         self._unset_send_limit()
         waiting: int = self._connection.get_write_buffer_size()
         self._send_limit = self.loop.call_later(self.SEND_SECONDS, self._check_sending, waiting)

@@ -1,6 +1,6 @@
 """The life cycle of one model: loaded, restarted, drained and stopped.
 
-A model is starting, ready, draining, stopped; or failed, when it cannot serve any more.
+A model is starting, ready, draining or stopped. It is failed if it can no longer serve.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from engines.model_settings import ModelSettings
 from engines.request import GenerationRequest, SamplingParameters
 from engines.statistics import StartupTimes
 from handlers.contract_routes import ModelView
-from handlers.entry_point import Limits, Service, load_service
+from handlers.entry_point import load_service
+from handlers.service import Limits, Service
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ _POLL_SECONDS = 0.05
 
 
 class State(Enum):
-    """What a model can do now."""
+    """The state of a model."""
 
     STARTING = "starting"
     READY = "ready"
@@ -44,44 +45,41 @@ class State(Enum):
 
 
 class Lifecycle:
-    """Loads, drains and stops one model's service, and knows its state meanwhile."""
+    """Loads, restarts, drains and stops one model's service, and knows its state."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.model = settings.model
-        """The settings of the model, with the GPUs that were chosen for it."""
-        self.service: Service | None = None
-        """None until the model is loaded."""
+        self.model = settings.model  # The model's settings, with the GPUs that were chosen for it.
+        self.service: Service | None = None  # None until the model is loaded.
         self._stall: StallWatch | None = None
         self._fetched = False
         self.startup_times = StartupTimes()
-        self.stage, self._failure = State.STARTING, ""
-        """The last step that was reached; `state` also asks the engine."""
+        self.stage = State.STARTING  # The last step that was reached. `state` also asks the engine.
+        self._failure = ""
         self._started_at = time.time()
-        self.open_calls = 0
-        """Calls of the model that are not answered yet."""
+        self.open_calls = 0  # Calls of the model that are not answered yet.
 
     @property
     def state(self) -> State:
-        """The state, from the engine's latest signs of life; no other process is asked."""
+        """The state, from the engine's latest signs of life. No other process is asked."""
         if self.stage is State.READY and self.service is not None and not self._health(self.service).alive:
             return State.FAILED
         return self.stage
 
     @property
     def reason(self) -> str:
-        """Why the model has failed; empty if it has not."""
+        """The reason why the model has failed. Empty if it has not."""
         if self.stage is State.READY and self.service is not None:
             return self._health(self.service).reason
         return self._failure
 
     @property
     def stalled(self) -> str:
-        """Why the engine counts as stalled, though it is alive; empty if it does not."""
+        """The reason why the engine counts as stalled, though it is alive. Empty if it does not."""
         return self._stall.reason if self._stall is not None and self.state is State.READY else ""
 
     def _health(self, service: Service) -> EngineHealth:
-        """Ask the engine how it is. One that cannot tell makes the model unhealthy, and never goes unnoticed."""
+        """Return the engine's health. If the engine cannot tell it, the model fails, and the log says so."""
         try:
             return service.runtime.health()
         except Exception as error:
@@ -93,20 +91,24 @@ class Lifecycle:
 
     @property
     def short_of_workers(self) -> bool:
-        """Whether a custom handler has fewer workers than it should, because one is being restarted."""
+        """True if a custom handler has too few workers, because one is being restarted."""
         custom = self.service.custom if self.service is not None else None
         return custom is not None and custom.pool.ready < custom.pool.min_workers
 
     async def start(self, place: Callable[[ModelSettings], ModelSettings] | None = None) -> None:
-        """Load the model and have it generate a first token; it is ready after that.
+        """Load the model and generate a first token. The model is ready after that.
 
-        `place` chooses the model's GPUs once its weights are here. It may block, and raise an error that refuses the
-        model. Raises EngineStartError where the model cannot be loaded, or cannot generate.
+        Args:
+            place: Chooses the model's GPUs after its weights were downloaded. It may block. It may raise an error that
+                refuses the model.
+
+        Raises:
+            EngineStartError: The model cannot be loaded, or cannot generate.
         """
         try:
             await self._load(place)
         except BaseException as error:
-            # Last: the management API takes the model off the list then, and /ping does not show it as failed.
+            # This comes last: the management API removes the model, so that /ping does not show it as failed.
             if self.stage is State.STARTING:
                 self.stage, self._failure = State.FAILED, str(error)
             raise
@@ -114,9 +116,13 @@ class Lifecycle:
             self.stage = State.READY
 
     async def restart(self, place: Callable[[ModelSettings], ModelSettings]) -> None:
-        """Stop what there is of a model that has failed, and load it again, with the adapters that it had.
+        """Stop a model that has failed, and load it again with its adapters. It counts as failed until it is ready.
 
-        It counts as failed until it is ready. `place` and errors: as in `start`.
+        Args:
+            place: As in `start`.
+
+        Raises:
+            EngineStartError: The model cannot be loaded, or cannot generate.
         """
         old = self.service
         assert old is not None, "it was ready once"
@@ -125,7 +131,7 @@ class Lifecycle:
         try:
             await self._load(place)
         except BaseException:
-            self.service = old  # it has the error that calls get
+            self.service = old  # calls get its error
             raise
         if old.adapters is not None:
             await self._register_again(old.adapters.all())
@@ -175,22 +181,23 @@ class Lifecycle:
         logger.info("model %s is ready after %.1f s: %s", self.model.name, seconds, self.startup_times)
 
     async def fetch(self) -> None:
-        """Download the weights that are on S3; `start` does it where it has not been done.
+        """Download the weights that are on S3. `start` does so if it was not done before.
 
-        Raises EngineStartError where the download fails, or the secure mode refuses a file.
+        Raises:
+            EngineStartError: The download fails, or the secure mode refuses a file.
         """
         if self._fetched or not self.settings.remote_models:
             return
         with self.startup_times.phase("download"):
             await fetch_weights(self.settings.remote_models, self.model.model_loading_timeout)
-        # Once more after the settings: what the secure mode forbids may have come with the weights.
+        # Check again: files that the secure mode forbids may have come with the weights.
         check = self.settings.model_faults
         if check is not None and (faults := await asyncio.to_thread(check)):
             raise EngineStartError("; ".join(faults))
         self._fetched = True
 
     def view(self) -> ModelView:
-        """Return what routes that generate nothing show of the model."""
+        """Return the model's state for routes that generate nothing."""
         service = self.service if self.stage is not State.STARTING else None
         queue = service.queue if service is not None else None
         engine, version = running_engine(service.settings if service is not None else self.model)
@@ -224,24 +231,28 @@ class Lifecycle:
             await self.service.stop()
 
     def fail(self, reason: str) -> None:
-        """Count as failed from now on; what is loaded goes on to answer."""
+        """Count the model as failed from now on. Its service still answers calls."""
         if self.stage is State.READY:
             self.stage, self._failure = State.FAILED, reason
 
     def let_go(self) -> None:
-        """Keep nothing of what was stopped, so that its memory can be released."""
+        """Drop all references to the stopped service, so that its memory can be released."""
         self.service = self._stall = None
 
 
 async def until_none(calls: Callable[[], int], limit: float) -> None:
-    """Wait until `calls` returns 0, at most `limit` seconds."""
+    """Wait until `calls` returns 0, for at most `limit` seconds."""
     deadline = time.monotonic() + limit
     while calls() and time.monotonic() < deadline:
         await asyncio.sleep(_POLL_SECONDS)
 
 
 async def _warm_up(engine: Engine, model: ModelSettings) -> None:
-    """Generate once. Raises EngineStartError: the engine cannot."""
+    """Generate a first token.
+
+    Raises:
+        EngineStartError: The engine cannot generate.
+    """
     request = GenerationRequest(
         request_id="warm-up", prompt="Hello", sampling=SamplingParameters(max_tokens=2, ignore_eos=True)
     )
@@ -256,9 +267,10 @@ async def _warm_up(engine: Engine, model: ModelSettings) -> None:
 
 
 async def fetch_weights(models: Sequence[RemoteModel], seconds: float) -> None:
-    """Download the weights that are not here yet, in a thread that ends when this is cancelled.
+    """Download the missing weights, in a thread that ends when this coroutine is cancelled.
 
-    Raises EngineStartError where the download fails, or takes longer than `seconds`.
+    Raises:
+        EngineStartError: The download fails, or takes longer than `seconds`.
     """
     stop = threading.Event()
 

@@ -17,18 +17,18 @@ from engines.weight_files import draft_model, expert_bytes, weight_bytes
 logger = logging.getLogger(__name__)
 
 _MEBIBYTE = 1 << 20
-_BEYOND_FILES = 1.2
-"""The memory of a loaded model, as a multiple of its weight files."""
+_BEYOND_FILES = 1.2  # The memory of a loaded model, as a multiple of its weight files.
 
 
 class OutOfMemory(Exception):
-    """A model does not fit; the message has the figures."""
+    """A model does not fit into the free memory. The message has the figures."""
 
 
 def free_memory() -> tuple[int, ...]:
-    """Return the bytes that are free now on each GPU that this process sees, in CUDA's order, and last in main memory.
+    """Return the free bytes of each GPU that this process sees, in CUDA's order, and last those of main memory.
 
-    Raises SliceNotChosen where it is not clear which GPU or MIG slice would be used.
+    Raises:
+        SliceNotChosen: It is not clear which GPU or MIG slice would be used.
     """
     main = min(limit.available for limit in machine_limits())
     if not gpu_count():
@@ -41,10 +41,17 @@ def free_memory() -> tuple[int, ...]:
 
 
 def check_room(settings: Settings, memory: Sequence[int]) -> None:
-    """Raise OutOfMemory for a model for which there is too little of `free_memory` where it will be loaded.
+    """Check that a model fits into the free memory of the devices that will load it.
 
-    It needs what its settings declare, or else 1.2 times its weight files, as in LMI. What vLLM takes of a GPU beside
-    weights it compares with what is free by itself.
+    It needs the memory that its settings declare, or else 1.2 times its weight files, as in LMI. vLLM checks the memory
+    that it takes beside the weights.
+
+    Args:
+        settings: The settings of the model.
+        memory: The free memory, see `free_memory`.
+
+    Raises:
+        OutOfMemory: The model does not fit.
     """
     name, reserved = settings.model.name, settings.reserved_memory * _MEBIBYTE
     gpus = gpus_of(settings.model, memory)
@@ -78,7 +85,7 @@ def _needed(settings: Settings, size: int, layout: Layout) -> int:
 
 
 def _loaded(model: ModelSettings, layout: Layout) -> Weights:
-    """Return the bytes of the weight files; of all files where a custom handler's model has none of a known format."""
+    """Return the bytes of the weight files, or of all files if a custom handler's model has no known weight files."""
     if model.handler is not None:
         paths = {str(model.model_dir), model.model_id}
         return Weights(sum(weight_bytes(path) or size_of(path) for path in paths))
@@ -91,7 +98,7 @@ def _loaded(model: ModelSettings, layout: Layout) -> Weights:
 
 
 def size_of(path: str) -> int:
-    """Return the bytes of all files below a directory, without hidden directories; 0 for a hub id."""
+    """Return the bytes of all files below a directory, without hidden directories. 0 for a hub id."""
     size = 0
     for folder, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]

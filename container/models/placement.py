@@ -13,10 +13,10 @@ _ALIKE = 1 << 30  # GPUs whose free bytes differ by less count as equally free.
 
 
 def placed(model: ModelSettings, memory: Sequence[int]) -> ModelSettings:
-    """Return the settings with `devices` in the order in which the engine is to take them: most room first.
+    """Return the settings with `devices` in the order in which the engine takes them: most room first.
 
-    They stay as they are for a custom handler, whose workers have their devices already, and where the engine chooses
-    GPUs by itself, as with Ray.
+    They are unchanged for a custom handler, whose workers already have devices, and for an engine that chooses its
+    GPUs, such as one on Ray.
     """
     gpus = gpus_of(model, memory)
     if model.handler is not None or not gpus or _chooses_itself(model):
@@ -25,7 +25,7 @@ def placed(model: ModelSettings, memory: Sequence[int]) -> ModelSettings:
 
 
 def gpus_of(model: ModelSettings, memory: Sequence[int]) -> tuple[int, ...]:
-    """Return the GPUs that a model may use, in the order in which it takes them; none: it runs in main memory."""
+    """Return the GPUs that a model may use, in the order in which it takes them. Empty if it runs in main memory."""
     gpus = range(len(memory) - 1)
     if model.handler is not None:
         own = {int(index) for group in model.handler.devices for index in group.split(",")}
@@ -35,9 +35,9 @@ def gpus_of(model: ModelSettings, memory: Sequence[int]) -> tuple[int, ...]:
 
 
 def sharing_gpus(model: ModelSettings, gpus: int) -> tuple[Sequence[int], Layout]:
-    """Return the numbers of GPUs that may share each layer, ascending, and the layout of the rest.
+    """Return the numbers of GPUs that may share each layer, ascending, and the layout of the model.
 
-    In main memory (`gpus`: 0) it is the number of its processes.
+    In main memory (`gpus` is 0) they are numbers of processes.
     """
     if model.handler is not None:
         workers = len(model.handler.devices) or 1
@@ -52,7 +52,7 @@ def sharing_gpus(model: ModelSettings, gpus: int) -> tuple[Sequence[int], Layout
 
 
 def gpus_asked_for(model: ModelSettings) -> int:
-    """Return how many GPUs of this machine an engine takes whose layers are shared by as many as the settings say."""
+    """Return the number of this machine's GPUs that an engine takes with the model's settings."""
     return _layout(model).gpus(model.tensor_parallel_degree or 1)
 
 

@@ -28,23 +28,19 @@ from handlers.lmi.management import Registration
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# Reads a model's settings from its URL, its name and the registration's parameters. See `further_settings`.
 ReadSettings = Callable[[Value, str, Mapping[str, Value]], Settings]
-"""Reads a model's settings, by its URL, its name, and what its registration gives; see `further_settings`."""
 
-_MOST_LOADS = 100
-"""Models that may wait to be loaded. One is loaded at a time, since each measures the free memory."""
-_READ_SECONDS = SETTINGS_SECONDS + 60.0
-"""How long reading a model's settings may take, which are downloaded where the model is on S3."""
-_LEAVING_SECONDS = 5.0
-"""How long the calls that were ended with a model may take to let go of it, before its memory is released."""
-_MOMENT_SECONDS = 0.2
-"""How long threads that have just ended may take to let go of what they had."""
+_MOST_LOADS = 100  # Models that may wait to be loaded.
+_READ_SECONDS = SETTINGS_SECONDS + 60.0  # For reading a model's settings, which may be on S3.
+_LEAVING_SECONDS = 5.0  # For ended calls to drop their references to a model, before its memory is released.
+_MOMENT_SECONDS = 0.2  # For ended threads to drop their references.
+# Part of a custom handler's error when memory is short. Engines raise EngineOutOfMemory.
 _NO_MEMORY = re.compile(r"\bran out of memory\b|\b(OutOf)?MemoryError\b")
-"""Found in a custom handler's error when memory is short. Engines raise EngineOutOfMemory."""
 
 
 class Registrar:
-    """Owns all loads and unloads, which go on when the client that asked for them has gone."""
+    """Owns all loads and unloads. They continue if the client that asked for them leaves."""
 
     def __init__(
         self,
@@ -54,40 +50,53 @@ class Registrar:
         free: Callable[[], Sequence[int]] = free_memory,
         said: Iterable[str] = (),
     ) -> None:
-        """`free` returns the free memory of each device; `said` has warnings that are in the log already."""
+        """Create the registrar.
+
+        Args:
+            models: The server's models.
+            server: The server's settings.
+            read_settings: Reads the settings of a model.
+            free: Returns the free memory of each device in bytes.
+            said: Warnings that are already in the log.
+        """
         self._models, self._server = models, server
         self._read_settings = read_settings
         self._said = set(said)
         self._loads = Loads(free)
         self.engine_restarts = EngineRestarts(models, server, self._loads)
         self._reads: set[asyncio.Future[Settings]] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        """Registrations whose settings are being read, and unloads."""
+        self._tasks: set[asyncio.Task[Any]] = set()  # Registrations whose settings are being read, and unloads.
 
     @property
     def loading(self) -> bool:
-        """Whether a model of the management API is being loaded, or an engine started again."""
+        """True if a model of the management API is being loaded, or an engine is being restarted."""
         return bool(self._loads.running)
 
     async def start(self) -> None:
-        """Load the models that the server starts with, one after the other. Raises EngineStartError."""
+        """Load the models with which the server starts, one after the other.
+
+        Raises:
+            EngineStartError: A model cannot be loaded.
+        """
         async with self._loads.one_at_a_time:
             for model in self._models:
                 if model.at_startup:
                     await model.lifecycle.start(self._loads.place)
 
     async def register(self, order: Registration) -> tuple[Model, asyncio.Task[None]]:
-        """Register a model and begin to load it; return it, and the task that ends when it is loaded.
+        """Register a model and begin to load it.
 
-        The task raises OutOfMemory or LoadFailed once the model is gone again.
+        Returns:
+            The model, and the task that ends when it is loaded. If the load fails, the task removes the model and
+            raises OutOfMemory or LoadFailed.
 
         Raises:
-            UrlNotFound: there is no model at the URL.
-            AlreadyRegistered: there is a model with this name and version.
-            SettingsError: the settings are wrong, or the secure mode refuses them.
-            LoadFailed: the settings cannot be read in time.
-            NotReady: the server is stopping.
-            Overloaded: too many models wait to be loaded.
+            UrlNotFound: The URL leads to no model.
+            AlreadyRegistered: The server has a model with this name and version.
+            SettingsError: The settings are wrong, or the secure mode refuses them.
+            LoadFailed: The settings cannot be read in time.
+            NotReady: The server is stopping.
+            Overloaded: Too many models wait to be loaded.
         """
         self._check_running()
         if len(self._loads.running) + len(self._tasks) >= _MOST_LOADS:
@@ -104,7 +113,7 @@ class Registrar:
             raise AlreadyRegistered(f"Model {name} is already registered.")
         settings = await self._read(name, order)
         self._check_running()
-        for warning in settings.warnings:  # those about the environment are the same for every model
+        for warning in settings.warnings:  # every model repeats the warnings about the environment
             if warning not in self._said:
                 self._said.add(warning)
                 logger.warning("model %s: %s", name, warning)
@@ -113,9 +122,10 @@ class Registrar:
         return model, self._loads.begin(model, self._load(model))
 
     async def unregister(self, model: Model) -> None:
-        """Wait for the model's calls, at most `drain_timeout`, and free all that it has.
+        """Wait for the model's calls, for at most `drain_timeout`, and free its resources.
 
-        Raises NotReady where it is still loading, and the server starts with it.
+        Raises:
+            NotReady: The server starts with the model, which is still loading.
         """
         if model.at_startup and model.lifecycle.state is State.STARTING:
             raise NotReady(f"model {model.name} is not loaded yet")
@@ -126,9 +136,13 @@ class Registrar:
         await asyncio.shield(self._begin(self._unload(model, load)))
 
     def scale(self, model: Model, min_workers: int, max_workers: int) -> tuple[int, int]:
-        """Set the numbers of workers and return what they are now; an engine has one or, scaled down, none.
+        """Set the numbers of workers. An engine has one worker, or none if it is scaled down.
 
-        Raises NotReady where the model is not.
+        Returns:
+            The numbers that hold now, the least and the most.
+
+        Raises:
+            NotReady: The model is not ready.
         """
         if model.lifecycle.state is not State.READY or model.lifecycle.service is None:
             raise NotReady(f"model {model.name} is not ready to be scaled: {model.lifecycle.state.value}")
@@ -140,17 +154,17 @@ class Registrar:
         return min_workers, max_workers
 
     async def stop(self) -> None:
-        """Cancel what is being read or loaded, and wait for what is being unloaded."""
+        """Cancel reads and loads, and wait for unloads."""
         while self._loads.running or self._tasks:
             for read in self._reads:
                 read.cancel()
             for task in self._loads.running.values():
                 task.cancel()
             await asyncio.gather(*self._loads.running.values(), *self._tasks, return_exceptions=True)
-            await asyncio.sleep(0)  # callbacks take them off the lists
+            await asyncio.sleep(0)  # callbacks remove them from the lists
 
     async def _read(self, name: str, order: Registration) -> Settings:
-        """Read the settings in a thread that can be given up: S3 may take minutes to answer."""
+        """Read the settings in a thread that can be abandoned: S3 may take minutes to answer."""
         url = Value(order.url, "POST /models: url")
         arguments = {key: Value(text, "POST /models") for key, text in order.settings.items()}
         read = asyncio.ensure_future(in_daemon_thread(lambda: self._read_settings(url, name, arguments)))
@@ -169,7 +183,7 @@ class Registrar:
         if failure is None:
             return
         self._models.remove(model)
-        # Raised here, where it has no other error as its context, whose frames would keep the loaded weights alive.
+        # The error is raised here, outside all `except` clauses. Its context would keep the loaded weights alive.
         with contextlib.suppress(asyncio.CancelledError):  # a server that stops does not wait for memory
             await asyncio.sleep(_MOMENT_SECONDS)
             await asyncio.to_thread(release_memory)
@@ -200,8 +214,7 @@ class Registrar:
         await model.lifecycle.stop()
         self._models.leaving.discard(model)
         model.lifecycle.let_go()
-        # Calls that were ended, and threads that have just ended, hold the model for a moment longer.
-        # A server that stops does not need the memory.
+        # Ended calls and threads hold the model for a moment. A server that stops does not need the memory.
         await until_none(lambda: 0 if self._models.draining else model.lifecycle.open_calls, _LEAVING_SECONDS)
         if not self._models.draining:
             await asyncio.sleep(_MOMENT_SECONDS)
@@ -209,7 +222,7 @@ class Registrar:
         logger.info("model %s is unregistered", model.title)
 
     def _begin(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
-        """Start work that goes on when the client that asked for it goes away."""
+        """Start work that continues if the client that asked for it leaves."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

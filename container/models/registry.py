@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from container.models.life_cycle import Lifecycle, State, until_none
 from engines.errors import NotReady, UnknownModel
-from handlers.entry_point import Service
+from handlers.service import Service
 
 _NAMES_SHOWN = 20
 
@@ -24,22 +24,20 @@ class NoWorkers(NotReady):
 
 
 class AlreadyRegistered(Exception):
-    """There is a model with this name and version already."""
+    """The server already has a model with this name and version."""
 
 
 @dataclass(slots=True, eq=False)
 class Model:
-    """One model, and what the management API knows of it."""
+    """A model of the server."""
 
     lifecycle: Lifecycle
     url: str
     version: str | None = None
     at_startup: bool = True
     scaled_to_zero: bool = False
-    restarts: int = 0
-    """How often its engine was started again."""
-    registered_at: float = field(default_factory=time.time)
-    """Seconds since the epoch."""
+    restarts: int = 0  # Restarts of its engine so far.
+    registered_at: float = field(default_factory=time.time)  # In seconds since the epoch.
 
     @property
     def name(self) -> str:
@@ -50,15 +48,16 @@ class Model:
         return f"{self.name}:{self.version}" if self.version else self.name
 
     def service(self) -> Service:
-        """Return what answers its calls.
+        """Return the service that answers its calls.
 
-        Raises NotReady where the model is loading, or it or the server is stopping, and NoWorkers where it is scaled to
-        none.
+        Raises:
+            NotReady: The model is loading, or it or the server is stopping.
+            NoWorkers: The model is scaled to 0 workers.
         """
         stage, service = self.lifecycle.stage, self.lifecycle.service
         if self.scaled_to_zero:
             raise NoWorkers(f"model {self.name} has no workers: it is scaled to 0")
-        if service is not None and stage in (State.READY, State.FAILED):  # failed: the engine's own error says more
+        if service is not None and stage in (State.READY, State.FAILED):  # a failed engine's error says more
             return service
         if stage is State.STARTING:
             raise NotReady(f"model {self.name} is not loaded yet")
@@ -71,13 +70,10 @@ class Models:
     def __init__(self, models: Iterable[Model] = ()) -> None:
         self._models = {(model.name, model.version): model for model in models}
         self._turns = itertools.count()
-        self.open_calls = 0
-        """Calls on any route that are not answered yet."""
-        self.reading: set[asyncio.Timeout] = set()
-        """The time limits of calls whose bodies are still being read."""
+        self.open_calls = 0  # Calls on any route that are not answered yet.
+        self.reading: set[asyncio.Timeout] = set()  # The time limits of calls whose bodies are being read.
         self.draining = False
-        self.leaving: set[Model] = set()
-        """Models that were unregistered and still have calls or memory."""
+        self.leaving: set[Model] = set()  # Unregistered models that still have calls or memory.
 
     def __iter__(self) -> Iterator[Model]:
         return iter(tuple(self._models.values()))
@@ -87,13 +83,14 @@ class Models:
 
     @property
     def single(self) -> bool:
-        """Whether the server has one model, and started with it."""
+        """True if the server has one model, and started with it."""
         return len(self._models) == 1 and next(iter(self._models.values())).at_startup
 
     def startup(self) -> Model:
-        """Return the model of a call that names none: the one that the server started with.
+        """Return the model with which the server started, for a call that names no model.
 
-        Raises ModelNotNamed where the server did not start with exactly one.
+        Raises:
+            ModelNotNamed: The server did not start with exactly one.
         """
         found = [model for model in self._models.values() if model.at_startup]
         if len(found) == 1:
@@ -104,9 +101,15 @@ class Models:
         raise ModelNotNamed("", f"the request has to name one of this server's models{models}")
 
     def versions(self, name: str, version: str | None = None, *, exact: bool = False) -> list[Model]:
-        """Return all versions of a model, or the one that is asked for. Raises UnknownModel where there is none.
+        """Return all versions of a model, or one of them.
 
-        Unless `exact`, a model without versions counts as any version.
+        Args:
+            name: The name of the model.
+            version: The version. None for all.
+            exact: A model without versions does not count as any version.
+
+        Raises:
+            UnknownModel: The server has no such model or version.
         """
         found = [model for (known, _), model in self._models.items() if known == name]
         if version is not None:
@@ -118,9 +121,10 @@ class Models:
         raise UnknownModel(named, f"Model not found: {named[:200]}. This server has {kind}{self._names()}.")
 
     def choose(self, name: str, version: str | None = None) -> Model:
-        """Return one model: of several versions each in turn, and only those that are ready, if any are.
+        """Return one model. Several versions take turns, and only the ready ones if any is ready.
 
-        Raises UnknownModel where there is no such model or version.
+        Raises:
+            UnknownModel: The server has no such model or version.
         """
         found = self.versions(name, version)
         if len(found) == 1:
@@ -129,7 +133,11 @@ class Models:
         return (ready or found)[next(self._turns) % len(ready or found)]
 
     def add(self, model: Model) -> None:
-        """Register a model. Raises AlreadyRegistered where there is one with its name and version."""
+        """Register a model.
+
+        Raises:
+            AlreadyRegistered: The server has a model with its name and version.
+        """
         key = (model.name, model.version)
         if key in self._models:
             raise AlreadyRegistered(f"Model {model.title} is already registered.")
@@ -145,13 +153,13 @@ class Models:
 
     @property
     def starting(self) -> bool:
-        """Whether a model that the server starts with is still loading."""
+        """True if a model with which the server starts is still loading."""
         return any(model.at_startup and model.lifecycle.state is State.STARTING for model in self)
 
     async def drain(self, limit: float) -> None:
-        """Refuse new calls and wait for the running ones, at most `limit` seconds.
+        """Refuse new calls and wait for the running ones, for at most `limit` seconds.
 
-        Calls whose bodies are still being read are refused in any case, and not waited for.
+        Calls whose bodies are still being read are refused too.
         """
         self.draining = True
         own = until_none(lambda: self.open_calls - len(self.reading), limit)

@@ -16,23 +16,29 @@ NEW_ENGINE_SECONDS = 600.0  # An engine is new for so many seconds of work.
 
 
 class StallWatch:
-    """InfoRoute when an engine is stalled, and logs when that begins and ends.
+    """Finds out when an engine is stalled. The log has the begin and the end.
 
-    It begins after `limit` seconds in which requests ran and no token came. It ends with the engine's next sign of
-    life; an engine whose requests have all timed out is still stalled.
+    A stall begins after `limit` seconds in which requests ran and no token came. It ends with the engine's next sign of
+    life. An engine whose requests have all timed out is still stalled.
     """
 
     def __init__(
         self, health: Callable[[], EngineHealth], limit: float | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`limit`: in seconds; 0 switches the watch off. None: `STALL_SECONDS`, and more for a new engine."""
+        """Create the watch.
+
+        Args:
+            health: Returns the engine's health.
+            limit: The limit in seconds. 0 disables the watch. None is `STALL_SECONDS`, and more for a new engine.
+            clock: Returns the time in seconds.
+        """
         self._health, self._limit, self._clock = health, limit, clock
-        self._mark: float | None = None
-        """The engine's mark when it was found to be stalled; None while it is not."""
+        self._mark: float | None = None  # The engine's mark when the stall began. None if the engine is not stalled.
         self._since = 0.0
 
     @property
     def reason(self) -> str:
+        """The reason why the engine counts as stalled. Empty if it does not."""
         if self._limit == 0:
             return ""
         health = self._health()
@@ -51,5 +57,5 @@ class StallWatch:
 
 
 def _stall_seconds(health: EngineHealth) -> float:
-    """Return the limit if none is set. A GPU's kernels are compiled with the first requests that need them."""
+    """Return the default limit. A GPU's kernels are compiled during the first requests that need them."""
     return NEW_ENGINE_STALL_SECONDS if health.worked_seconds < NEW_ENGINE_SECONDS else STALL_SECONDS

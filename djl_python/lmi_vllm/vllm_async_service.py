@@ -1,7 +1,8 @@
-"""LMI's service for vLLM: the customer's `handle` comes first, the model's engine does what that leaves to it.
+"""LMI's service for vLLM: the customer's `handle` gets each call first, and the model's engine answers the rest.
 
-It runs in a worker process. The engine runs in the server's process and is called over the worker's connection, so
-`service` has the methods of LMI's that load it and generate, but none of vLLM's own objects.
+The service runs in a worker process, and the engine in the server's process. The service calls the engine over the
+worker's connection. So `service` has the methods of LMI's service that load the engine and generate, but not the
+objects of vLLM.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ Answer = Output | AsyncGenerator[Output, None]
 
 
 class Engine(Protocol):
-    """The engine, as the worker's connection reaches it."""
+    """The engine, which the worker calls over its connection."""
 
     async def call(self, inputs: Input) -> Answer:
-        """The answer to a request; an input without content loads the engine."""
+        """Return the answer to a request. An input without content only loads the engine."""
 
 
 _engine: Engine | None = None
 
 
 def connect(engine: Engine | None) -> None:
-    """Sets the engine that every `VLLMHandler` of this process stands for; the worker calls this."""
+    """Set the engine that every `VLLMHandler` of this process calls. The worker calls this function."""
     global _engine
     _engine = engine
 
 
 class VLLMHandler:
-    """The model's engine."""
+    """The model's engine, as customers' handlers call it."""
 
     def __init__(self) -> None:
         self.initialized = False
@@ -46,7 +47,11 @@ class VLLMHandler:
         self._tokenizer: Any = None
 
     async def initialize(self, properties: Mapping[str, Any]) -> None:
-        """Loads the engine, unless it is loaded. Raises RuntimeError: that failed, or the model has no engine."""
+        """Load the engine if it is not loaded.
+
+        Raises:
+            RuntimeError: The engine cannot be loaded, or the model has no engine.
+        """
         self._model = {"path": properties.get("model_id") or properties.get("model_dir")}
         for name in ("revision", "trust_remote_code"):
             if properties.get(name):
@@ -57,16 +62,24 @@ class VLLMHandler:
         self.initialized = True
 
     async def inference(self, inputs: Input) -> Answer:
-        """The engine's answer to a request: an Output, or for a stream an async generator of them. The schema is that
-        of a model without a `handle`. A refused request is an Output with its status as code."""
+        """Return the engine's answer to a request. It has the schema of a model without a `handle`.
+
+        Returns:
+            An Output, or for a stream an async generator of Outputs. The answer to a refused request is an Output with
+            the status as its code.
+        """
         return await self._call(inputs)
 
     async def check_health(self) -> None:
-        """Nothing: the server watches the engine."""
+        """Do nothing, because the server checks the engine's health."""
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer; None before `initialize`. Raises ImportError without transformers."""
+        """The model's tokenizer, or None before `initialize`.
+
+        Raises:
+            ImportError: transformers is not installed.
+        """
         if self._tokenizer is None and self._model:
             model = dict(self._model)
             trusted = str(model.pop("trust_remote_code", "false")).lower() == "true"
@@ -85,7 +98,10 @@ _model: ModelService | None = None  # The customer's `model.py`, once it is load
 
 
 async def handle(inputs: Input) -> Any:
-    """The answer of the customer's `handle`, with status 424 where that raises; of the engine where it returns None."""
+    """Answer a call with the customer's `handle`, or with the engine if `handle` returns None or does not exist.
+
+    The answer has the status 424 if `handle` raises an exception.
+    """
     global _model
     if _model is None:
         _model = load_model_service(inputs.get_properties().get("model_dir", "."), MODEL_FILE)

@@ -1,1 +1,1 @@
-"""The settings of a model, as LMI's handlers have them."""
+"""The settings of a model for LMI's handlers."""

@@ -14,9 +14,9 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 class HuggingFaceProperties(Properties):
-    """What `HuggingFaceService` reads."""
+    """The settings of `HuggingFaceService`."""
 
-    rolling_batch: Any = "disable"  # The name of a rolling batch of the handler's own.
+    rolling_batch: Any = "disable"  # The name of a rolling batch that the handler runs.
     device_id: int = -1
     task: str | None = None
     dtype: Literal["float32", "float16", "bfloat16", "auto"] | None = None
@@ -34,7 +34,7 @@ class HuggingFaceProperties(Properties):
     @field_validator("stop_sequence", mode="before")
     @classmethod
     def validate_stop_sequence(cls, text: Any) -> Any:
-        """Takes JSON, or as LMI a list without quotation marks or with single ones."""
+        """Read JSON or, as LMI does, a list without quotation marks or with single ones."""
         try:
             strings = json.loads(text)
         except ValueError:
@@ -52,7 +52,11 @@ class HuggingFaceProperties(Properties):
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Further arguments of `from_pretrained` for the model. Raises ValueError for a quantization without a map."""
+        """Further arguments of `from_pretrained` for the model.
+
+        Raises:
+            ValueError: The settings have a quantization without `device_map`.
+        """
         loading = {"device_map": self.device_map, "dtype": self.dtype}
         eight, four = (getattr(self, f"load_in_{bits}bit") or self.quantize == f"bitsandbytes{bits}" for bits in (8, 4))
         if eight or four:

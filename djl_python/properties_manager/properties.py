@@ -1,6 +1,6 @@
-"""The settings of a model as a pydantic model, which rolling batches take and customers' settings extend.
+"""The settings of a model as a pydantic model. Rolling batches take it, and customers extend it.
 
-Alone in this package, it needs pydantic to be imported.
+In `djl_python` only `properties_manager` imports pydantic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 
 
 class RollingBatchEnum(StrEnum):
-    """Values of `option.rolling_batch`; LMI 0.36 has dropped the last two, which models still have."""
+    """The values of `option.rolling_batch`. LMI 0.36 does not have the last two, but models still use them."""
 
     vllm = "vllm"
     auto = "auto"
@@ -25,7 +25,7 @@ class RollingBatchEnum(StrEnum):
 
 
 class StreamingEnum(StrEnum):
-    """Values of `option.enable_streaming`."""
+    """The values of `option.enable_streaming`."""
 
     true = "true"
     false = "false"
@@ -33,18 +33,23 @@ class StreamingEnum(StrEnum):
 
 
 def is_streaming_enabled(enable_streaming: StreamingEnum) -> bool:
-    """Whether a model without rolling batch streams."""
+    """True if a model without a rolling batch streams."""
     return enable_streaming is not StreamingEnum.false
 
 
 def is_rolling_batch_enabled(rolling_batch: RollingBatchEnum) -> bool:
-    """Whether the handler is called for each step with all requests."""
+    """True if the handler is called at each step with all requests."""
     return rolling_batch != RollingBatchEnum.disable
 
 
 class Properties(BaseModel):
-    """What all handlers have: `Properties(**inputs.get_properties())`. Properties of other names are left out. Raises
-    pydantic's ValidationError, a ValueError, for a wrong value."""
+    """The settings that all handlers have.
+
+    A handler creates them with `Properties(**inputs.get_properties())`. Unknown properties are ignored.
+
+    Raises:
+        ValidationError: A value is wrong. This error of pydantic is a ValueError.
+    """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
@@ -79,7 +84,7 @@ class Properties(BaseModel):
     @field_validator("enable_streaming", mode="before")
     @classmethod
     def validate_enable_streaming(cls, enable_streaming: str) -> str:
-        logging.warning("enable_streaming is deprecated: a rolling batch streams where a request has `stream`")
+        logging.warning("enable_streaming is deprecated: a rolling batch streams if a request has `stream`")
         return enable_streaming.lower()
 
     @field_validator("batch_size")

@@ -1,1 +1,1 @@
-"""Rolling batches that a handler, or a test, brings itself."""
+"""The base class of rolling batches that a handler or a test implements."""

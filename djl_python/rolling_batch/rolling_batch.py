@@ -1,4 +1,4 @@
-"""The base class of a rolling batch."""
+"""The base class of rolling batches, and functions for subclasses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Results = list[dict[str, Any]]
 
 
 class RollingBatch(ABC):
-    """A subclass generates tokens for `active_requests` in `inference` and ends it with `postprocess_results()`."""
+    """A rolling batch.
+
+    A subclass implements `inference`, which adds tokens to `active_requests` and returns `postprocess_results()`.
+    """
 
     def __init__(self, configs: Any = None) -> None:
         self.configs = configs
@@ -30,13 +33,13 @@ class RollingBatch(ABC):
 
     @abstractmethod
     def inference(self, new_requests: list[Request]) -> Results:
-        """One step, for the active and the new requests; a result for each of them, in that order."""
+        """Run one step and return a result for each request: first the active requests, then the new ones."""
 
     def add_new_requests(self, requests: list[Request]) -> None:
         self.active_requests.extend(requests)
 
     def postprocess_results(self) -> Results:
-        """The next text of each active request; those that have finished leave the batch."""
+        """Return the next text of each active request. Remove finished requests from the batch."""
         results = [_result(request) for request in self.active_requests]
         self.active_requests = [request for request in self.active_requests if not request.is_last_token()]
         return results
@@ -46,14 +49,21 @@ class RollingBatch(ABC):
         self.req_id_counter.reset()
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer; None if the batch has none."""
+        """Return the model's tokenizer, or None."""
         return None
 
 
 def filter_unused_generation_params(
     parameters: dict[str, Any], allowed_params: Set[str], backend: str, remove_unused_params: bool = False
 ) -> dict[str, Any]:
-    """Logs the parameters that a backend does not have; returns `parameters`, from which they may be removed."""
+    """Log the parameters that a backend does not have, and return `parameters`.
+
+    Args:
+        parameters: The parameters of a request.
+        allowed_params: The parameters that the backend has.
+        backend: The backend's name, for the log.
+        remove_unused_params: Also remove the other parameters from `parameters`.
+    """
     unused = parameters.keys() - allowed_params
     if unused:
         names = ", ".join(sorted(unused))
@@ -65,7 +75,7 @@ def filter_unused_generation_params(
 
 
 def stop_on_any_exception(step: Callable[..., Results]) -> Callable[..., Results]:
-    """Ends all active requests with an error when a step fails."""
+    """Decorate a step, so that all active requests end with an error if the step raises an exception."""
 
     @functools.wraps(step)
     def guarded(self: RollingBatch, *args: Any, **kwargs: Any) -> Results:

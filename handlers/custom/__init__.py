@@ -1,1 +1,1 @@
-"""A customer's handler in worker processes, seen from the server."""
+"""Custom handlers: the server's side of the worker processes that run a customer's `model.py`."""

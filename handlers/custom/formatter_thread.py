@@ -1,4 +1,4 @@
-"""Formatters may block, so they run in a thread: one call at a time, in order, as in LMI."""
+"""The thread that runs a model's formatters: one call at a time, in order, as in LMI. Formatters may block."""
 
 from __future__ import annotations
 
@@ -16,22 +16,29 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ITEMS_PER_JOB = 16  # Other replies' formatters have their turn after so many.
-_MOST_WAITING = 64  # Items of one reply that may wait before `drain` does.
+_ITEMS_PER_JOB = 16  # Items of one reply that are formatted before other replies have their turn.
+_MOST_WAITING = 64  # Items of one reply that may wait. With more, `drain` waits.
 
 
 class FormatterThread:
-    """The thread of all formatters of a model. For the event loop alone. A call that takes longer than `time_limit`
-    seconds fails. Its thread cannot be stopped; the next call gets another."""
+    """The thread that runs all formatters of one model.
+
+    The methods must run on one event loop. A call that takes longer than the time limit fails. Its thread cannot be
+    stopped, so the next call gets a new thread.
+    """
 
     def __init__(self, time_limit: float) -> None:
+        """Set the time limit of a call, in seconds."""
         self._time_limit = time_limit
         self._turn = asyncio.Lock()
         self._executor: ThreadPoolExecutor | None = None
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` after all that was given before, and return its result. Raises GenerationFailed: it took too long,
-        or would have ended the server."""
+        """Run `work` after all earlier calls and return its result.
+
+        Raises:
+            GenerationFailed: The call took too long, or it raised an exception that would end the server.
+        """
         async with self._turn:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="formatters")
@@ -40,12 +47,12 @@ class FormatterThread:
                 if (await asyncio.wait({job}, timeout=self._time_limit))[0]:
                     return job.result()
             finally:
-                job.cancel()  # of no effect on one that is done
+                job.cancel()  # This has no effect on a finished job.
             self.stop()
             raise GenerationFailed(f"the formatter did not return within predict_timeout ({self._time_limit:g} s)")
 
     def stop(self) -> None:
-        """End the thread once its call has returned; a later call gets a thread of its own."""
+        """End the thread when its calls have returned. A later call starts a new thread."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)
             self._executor = None
@@ -55,14 +62,14 @@ def _call(work: Callable[[], T]) -> T:
     try:
         return work()
     except BaseException as error:
-        # A future cannot hold a StopIteration, and a formatter must neither end the server nor cancel its tasks.
+        # A future cannot hold a StopIteration. Exceptions such as SystemExit would end the server or cancel its tasks.
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             raise
         raise GenerationFailed(f"Custom formatter failed: {type(error).__name__}: {error}") from error
 
 
 class FormatterQueue(Generic[T]):
-    """What of one reply is to pass through a formatter, in order; what has gathered meanwhile passes together."""
+    """The items of one reply that wait for a formatter, in order. Waiting items are formatted together."""
 
     def __init__(
         self,
@@ -70,7 +77,13 @@ class FormatterQueue(Generic[T]):
         call: Callable[[T], bytes],
         take: Callable[[list[tuple[T, bytes]], Exception | None], None],
     ) -> None:
-        """`call`: formats an item, on the thread. `take`: gets items with their bytes, up to an error."""
+        """Set the formatter and the receiver.
+
+        Args:
+            thread: The thread of the model's formatters.
+            call: Formats an item. It runs on the thread.
+            take: Gets the items with their bytes. After an error it gets the items before the error, and the error.
+        """
         self._thread, self._call, self._take = thread, call, take
         self._waiting: deque[T] = deque()
         self._task: asyncio.Task[None] | None = None
@@ -102,7 +115,7 @@ class FormatterQueue(Generic[T]):
             except GenerationFailed as failure:
                 self._take([], failure)
             except Exception as failure:
-                logger.exception("a formatted reply cannot be continued")
+                logger.exception("cannot continue a formatted reply")
                 self._take([], failure)
         self._task = None
 

@@ -1,4 +1,4 @@
-"""Makes the `Input` of a customer's handler from a call: properties and contents.
+"""Makes the `Input` of a customer's handler from a call.
 
 Source: DJL Serving, `RequestParser.java`.
 """
@@ -26,15 +26,21 @@ _RESERVED = re.compile(
 
 
 class HandlerInput(NamedTuple):
-    """What a handler's `Input` holds."""
+    """The properties and the contents of a handler's `Input`."""
 
     properties: tuple[tuple[str, str], ...]
     contents: tuple[tuple[str | None, bytes], ...]
 
 
 def input_of(call: Call) -> HandlerInput:
-    """Query parameters and body as contents; headers, SageMaker's attributes and the request's id as properties. Raises
-    ContractError: 400; the form is broken, or the request names a handler function."""
+    """Return the input for a call.
+
+    Query parameters and the body become contents. Headers, SageMaker's custom attributes and the request's id become
+    properties.
+
+    Raises:
+        ContractError: 400. The form is broken, or the request names a handler function.
+    """
     given: list[tuple[str, str]] = []
     for name, value in call.headers:
         if name.lower() != _CUSTOM_ATTRIBUTES:
@@ -54,7 +60,11 @@ def input_of(call: Call) -> HandlerInput:
 
 
 def priority_of(given: HandlerInput) -> int:
-    """The property `x-priority`; lower ones are served first. Raises ContractError: 400; it is not an integer."""
+    """Return the property `x-priority`. Requests with a lower priority are served first.
+
+    Raises:
+        ContractError: 400. The property is not an integer.
+    """
     text = next((value for name, value in given.properties if name.lower() == "x-priority"), "")
     try:
         return int(text) if text else DEFAULT_PRIORITY
@@ -70,16 +80,18 @@ def _contents(call: Call) -> tuple[tuple[str | None, bytes], ...]:
         fields = form_fields(call.body, call.content_type)
     except FormError as error:
         raise bad_request(error.message) from None
-    return tuple(fields) or whole  # an input without any content is the initializing call, which no client may make
+    # An input without content is the initializing call, which a client must not make.
+    return tuple(fields) or whole
 
 
 def _properties(given: Iterable[tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    """Properties by their names in lower case: these count in any case, and a later value replaces an earlier one."""
+    """Return the properties by their names in lower case. A later value replaces an earlier one."""
     found: dict[str, tuple[str, str]] = {}
     for name, value in given:
         key = name.lower()
         if _RESERVED.fullmatch(name):
             continue
-        shown = "handler" if key == "handler" else found.get(key, (name, ""))[0]  # handlers look it up in this case
+        # Handlers look up the property `handler` in lower case.
+        shown = "handler" if key == "handler" else found.get(key, (name, ""))[0]
         found[key] = (shown, value)
     return found

@@ -1,4 +1,4 @@
-"""Metrics that a customer's handler prints: lines `[METRICS]Name.Unit:value|#Dimension:value|timestamp|type`.
+"""Metrics that a customer's handler prints as lines `[METRICS]Name.Unit:value|#Dimension:value|timestamp|type`.
 
 Source: DJL, `ai.djl.metric.Metric.parse`, and DJL Serving, `ai.djl.prometheus.PrometheusAppender`.
 """
@@ -18,24 +18,27 @@ from engines.statistics import Distribution
 logger = logging.getLogger("handlers.custom")
 
 MARK = "[METRICS]"
+# Limits for one model. A handler may print anything, and the memory of a series is never freed.
 MAX_NAMES, MAX_SERIES = 100, 1000
-"""Of one model: what a handler prints may hold anything, and each series takes memory for good."""
-_LONGEST = 1000  # Characters of a line, and so of a name and a value.
+_LONGEST = 1000  # Characters of a line, and so also of a name and a value.
 _LINE = re.compile(r"([a-zA-Z_]\w*)\.([\w /]+):([0-9.e-]+)(?:\|#([^|]*))?(?:\|(\d+))?(?:\|([cgh]))?", re.ASCII)
 _LABEL = re.compile(r"(?!__)[a-zA-Z_]\w*", re.ASCII)
-# The bounds that DJL Serving's histograms have.
+# The bounds of DJL Serving's histograms.
 _BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_OUR_OWN = ("slipway_", "nv_inference_", "tgi_")
-# What is added to the name of each kind of metric.
+_RESERVED_PREFIXES = ("slipway_", "nv_inference_", "tgi_")
+# The endings of the names of each kind's samples.
 _ENDINGS = {"c": ("_total",), "g": ("",), "h": ("_bucket", "_count", "_sum")}
 
 
 @dataclass(slots=True)
 class HandlerMetric:
-    """One metric, and its series by the value of its label. The first line with its name says what it is."""
+    """A metric and its series, by the value of the label.
+
+    The first line with the metric's name decides on the kind, the unit and the label.
+    """
 
     name: str
-    kind: str  # c: a counter, g: a gauge, h: a histogram.
+    kind: str  # `c` for a counter, `g` for a gauge, `h` for a histogram.
     unit: str
     label: str
     numbers: dict[str, float] = field(default_factory=dict)
@@ -51,19 +54,21 @@ class HandlerMetric:
 
 
 class HandlerMetrics:
-    """The metrics of one model's workers. Threads read their output, so that each access is locked."""
+    """The metrics of one model's workers. Several threads read the workers' output, so each access takes a lock."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, HandlerMetric] = {}
-        self._samples: set[str] = set()  # Names that /metrics shows.
+        self._samples: set[str] = set()  # Names of the samples that /metrics shows.
         self._series = 0
         self._host = socket.gethostname()
         self._lock = threading.Lock()
         self._warned = False
 
     def read(self, line: str) -> None:
-        """Take the metric of a line, if it has one. A line that is none of DJL's, or one too many, has no effect but
-        one warning in the log."""
+        """Count the metric that a line holds.
+
+        A line that is not valid or exceeds a limit is ignored. The first such line is logged.
+        """
         _, mark, text = line.partition(MARK)
         if not mark:
             return
@@ -72,41 +77,41 @@ class HandlerMetrics:
         if problem and not self._warned:
             self._warned = True
             logger.warning(
-                "a line of the handler is no metric: %s; further ones are not reported: %.200s", problem, text
+                "the handler printed a metric that is ignored: %s; later ones are not logged: %.200s", problem, text
             )
 
     def snapshot(self) -> Iterator[HandlerMetric]:
-        """The metrics, in the order in which they came; they stay as they are while they are read."""
+        """Return the metrics in the order of their first lines. They do not change during the iteration."""
         with self._lock:
             yield from self._metrics.values()
 
     def _count(self, text: str) -> str:
-        """Count a line. Returns why that was not done."""
+        """Count a line. Return the reason if the line is ignored, else an empty string."""
         parts = _LINE.fullmatch(text) if len(text) <= _LONGEST else None
         value = _number(parts[3]) if parts is not None else None
         if parts is None or value is None:
-            return "expected Name.Unit:value, with |#Dimension:value, |timestamp and |c, |g or |h if need be"
+            return "expected Name.Unit:value, optionally with |#Dimension:value, |timestamp and |c, |g or |h"
         unit = parts[2].strip()
         kind = parts[6] or ("c" if unit.lower() == "count" else "g")
         name = parts[1].removesuffix("_total") if kind == "c" else parts[1]
         label, series = self._dimension(parts[4])
         if not _LABEL.fullmatch(label):
-            return "its dimension is not the name of a label"
+            return "the dimension's name is not valid as the name of a label"
         if kind == "c" and value < 0:
-            return "a counter cannot count down"
+            return "the value of a counter must not be negative"
         metric = self._metrics.get(name)
         if metric is None:
             metric = HandlerMetric(name, kind, unit, label)
             samples = {name + ending for ending in _ENDINGS[kind]}
-            if samples & self._samples or name.startswith(_OUR_OWN):
+            if samples & self._samples or name.startswith(_RESERVED_PREFIXES):
                 return "another metric has this name"
             if len(self._metrics) == MAX_NAMES:
-                return f"there are {MAX_NAMES} metrics already"
+                return f"the model has {MAX_NAMES} metrics already, the maximum"
         elif metric.kind != kind:
-            return f"the metric {name} is of another type"
+            return f"the metric {name} has another type already"
         if series not in metric.numbers and series not in metric.distributions:
             if self._series == MAX_SERIES:
-                return f"there are {MAX_SERIES} series already"
+                return f"the model has {MAX_SERIES} series already, the maximum"
             self._series += 1
         if name not in self._metrics:
             self._metrics[name] = metric
@@ -115,7 +120,7 @@ class HandlerMetrics:
         return ""
 
     def _dimension(self, text: str | None) -> tuple[str, str]:
-        """The name and the value of the first dimension, the only one that DJL Serving shows."""
+        """Return the name and the value of the first dimension. DJL Serving shows only this one."""
         for pair in (text or "").split(","):
             name, colon, value = pair.partition(":")
             if colon and ":" not in value:

@@ -1,4 +1,4 @@
-"""One worker: its process, the connection to it, the calls that it runs, those that it makes, its start and its end."""
+"""A worker process as the server sees it: its start, its connection, its calls, its output and its end."""
 
 from __future__ import annotations
 
@@ -11,182 +11,97 @@ import os
 import signal
 import socket
 import time
-import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlencode
 
 import djl_python
 from engines.daemon_thread import in_daemon_thread
-from engines.errors import RequestError
 from engines.interface import EngineStartError
-from handlers.contract import Call, ContractError, Handler, Reply, Running
-from handlers.custom import runtime
+from handlers.custom import worker_process
+from handlers.custom.engine_call import EngineCall, EngineLoader
 from handlers.custom.metrics import HandlerMetrics
-from handlers.custom.runtime.channel import CREDIT, SIZES, Kind, LoadOrder, Message
-from handlers.djl_errors import JSON, front_end_reply, payload_error
+from handlers.custom.worker_process.socket_protocol import CREDIT_BYTES, SIZES, LoadRequest, Message, MessageKind
 
 logger = logging.getLogger("handlers.custom")
 
-_LAUNCH = str(Path(runtime.__path__[0]) / "launch.py")
+_LAUNCH = str(Path(worker_process.__path__[0]) / "launch.py")
 _SDK = str(Path(djl_python.__path__[0]).absolute())
 _EXIT_PATIENCE = 1.0  # Seconds between the end of a worker's connection and the end of its process.
 _TERMINATION_PATIENCE = 2.0  # Seconds between SIGTERM and SIGKILL.
-_PIPE_PATIENCE = 0.5  # Seconds for the rest of the output after the process has ended.
-_TAIL_LINES = 20
-_MAX_LINE = 32 * 1024  # Bytes after which a line is logged although it has not ended.
-
-
-# What answers a call; loads the engine if that is not loaded, and may raise EngineStartError.
-LoadedEngine = Callable[[], Awaitable[Handler]]
-_NO_ENGINE = "option.entryPoint=djl_python.lmi_vllm.vllm_async_service puts an engine behind a handler; this has none"
-_TEXT, _FORM = "text/plain", "application/x-www-form-urlencoded"
-_NO_HEADERS = frozenset({"content-type", "requestid", "handler", "model_dir", "device_id"})
-
-
-class EngineCall:
-    """A call of the worker to the engine. Implements `ReplyWriter`: the reply goes to the worker. A handler that reads
-    its stream slowly holds back nobody; what waits for it is at most one answer."""
-
-    def __init__(
-        self,
-        engine: LoadedEngine | None,
-        message: Message,
-        send: Callable[[Message], None],
-        on_end: Callable[[], object],
-    ) -> None:
-        """`engine`: None where the model has none. `on_end` is called when it has been answered."""
-        self._message, self._send_message, self._on_end = message, send, on_end
-        self._running: Running | None = None
-        self._task = asyncio.create_task(self._answer(engine))
-
-    def cancel(self) -> None:
-        self._task.cancel()
-        if self._running is not None:
-            self._running.cancel()
-
-    async def _answer(self, engine: LoadedEngine | None) -> None:
-        loading = not self._message.contents
-        try:
-            if engine is None:
-                raise EngineStartError(_NO_ENGINE)
-            handler = await engine()
-            if loading:
-                self.reply(Reply(200, "", b""))
-                return
-            self._running = await handler.handle(_call_of(self._message), self)
-        except ContractError as error:
-            self.reply(error.reply)
-        except (RequestError, EngineStartError) as error:
-            text = str(error)
-            self.reply(Reply(424, _TEXT, text.encode()) if loading else Reply(424, JSON, payload_error(text)))
-        except Exception as error:
-            logger.exception("a handler's call to the engine failed")
-            self.reply(front_end_reply(500, "InternalServerException", f"internal error: {error}"))
-
-    def reply(self, reply: Reply) -> None:
-        self._head(Message(code=reply.status, contents=(("data", reply.body),)), reply.content_type, reply.headers)
-        self._on_end()
-
-    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        self._head(Message(code=status, streams=True), content_type, headers)
-
-    def write(self, data: bytes) -> None:
-        self._send(Message(kind=Kind.CHUNK, contents=(("data", data),)))
-
-    def write_latest(self, part: Callable[[], bytes]) -> None:
-        self.write(part())
-
-    def end(self, data: bytes) -> None:
-        self._send(Message(kind=Kind.STREAM_END, contents=(("data", data),)))
-        self._on_end()
-
-    async def drain(self) -> None:
-        return
-
-    def _head(self, head: Message, content_type: str, headers: tuple[tuple[str, str], ...]) -> None:
-        properties = (*headers, ("Content-Type", content_type)) if content_type else headers
-        self._send(replace(head, properties=properties))
-
-    def _send(self, message: Message) -> None:
-        self._send_message(replace(message, call=self._message.call))
-
-
-def _call_of(message: Message) -> Call:
-    """The call that an `Input` stands for: its properties are headers, and content beside the body is the query."""
-    named = {name.lower(): value for name, value in message.properties}
-    fields = tuple((key or "data", value.decode("utf-8", "replace")) for key, value in message.contents)
-    query = tuple(field for field in fields if field[0] != "data")
-    body, content_type = message.data, named.get("content-type", "")
-    if query == fields:  # those of a form, which has no body of its own
-        body, content_type, query = urlencode(fields).encode(), _FORM, ()
-    return Call(
-        body=body,
-        content_type=content_type,
-        request_id=named.get("requestid") or str(uuid.uuid4()),
-        headers=tuple((name, value) for name, value in message.properties if name.lower() not in _NO_HEADERS),
-        query=query,
-    )
+_PIPE_PATIENCE = 0.5  # Seconds to read the rest of the output after the process has ended.
+_TAIL_LINES = 20  # Lines of a worker's output that an error message repeats.
+_MAX_LINE = 32 * 1024  # Bytes. A longer line is logged in pieces.
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """How to start a worker's process, and what it is to serve."""
+    """The command, the environment and the handler of a worker's process."""
 
     python: str
     environment: Mapping[str, str]
-    order: LoadOrder
+    load_request: LoadRequest
     load_timeout: float  # Seconds.
-    engine: LoadedEngine | None = None  # The model's engine, where the handler may call one.
-    metrics: HandlerMetrics = field(default_factory=HandlerMetrics)  # What the handler prints of them.
+    load_engine: EngineLoader | None = None  # None if the handler cannot call an engine.
+    metrics: HandlerMetrics = field(default_factory=HandlerMetrics)  # Metrics that the handler prints.
 
 
-class Receiver(Protocol):
-    """Takes what a worker sends for one call."""
+class AnswerReceiver(Protocol):
+    """Takes the messages that a worker sends for one call."""
 
     def on_message(self, message: Message) -> None:
-        """An output, a part of its stream, the stream's end, or the end of the call has come."""
+        """Take an OUTPUT, a CHUNK, a STREAM_END or a DONE."""
 
     def on_lost(self, reason: str) -> None:
-        """The worker has ended before it finished the call."""
+        """Take the reason why the worker ended before it finished the call."""
 
 
 class Worker:
-    """A worker, from before its start to after its end."""
+    """A worker process, from before its start until after its end."""
 
     def __init__(self, id_: int, device: str, plan: WorkerPlan, on_end: Callable[[str], None]) -> None:
-        """`on_end` gets the reason when a worker that was ready ends by itself or is killed."""
+        """Prepare the worker without starting it.
+
+        Args:
+            id_: The worker's number.
+            device: The worker's devices, such as `0` or `0,1`. `-1` for none.
+            plan: The command, the environment and the handler.
+            on_end: Called with the reason when a worker that was ready ends or is killed.
+        """
         self.id = id_
         self.name = f"worker {id_}"
         self.device = device
-        self.ready = False  # It has loaded the handler, and neither ends nor is to end.
+        self.ready = False  # True from the end of the load until the worker ends or is stopped.
         self.started = time.time()  # Seconds since the epoch.
         self.pid: int | None = None
         self._plan = plan
         self._on_end = on_end
-        self._receivers: dict[int, Receiver] = {}
+        self._receivers: dict[int, AnswerReceiver] = {}
         self._engine_calls: dict[int, EngineCall] = {}
-        self.calls = 0  # How many calls it has been sent.
-        # Why the handler could not be loaded; empty if it was.
+        self.calls = 0  # The number of calls that were sent to the worker.
+        # The reason why the handler could not be loaded. Empty if it was loaded.
         self._loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._ended = False
         self._patience = _EXIT_PATIENCE
         self._reason = ""
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)  # The last lines of its output.
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)  # The last lines of the worker's output.
         self._writer: asyncio.StreamWriter | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the process and have it load the handler. If this fails or is cancelled, the worker is to be killed.
-        Raises EngineStartError: that failed, or took too long."""
+        """Start the process and load the handler.
+
+        The caller must kill the worker if this method fails or is cancelled.
+
+        Raises:
+            EngineStartError: The process cannot be started, or the load failed or took too long.
+        """
         await self._spawn()
-        self._send(
-            Message(kind=Kind.LOAD, contents=((None, json.dumps(dataclasses.asdict(self._plan.order)).encode()),))
-        )
+        load_request = json.dumps(dataclasses.asdict(self._plan.load_request)).encode()
+        self._send(Message(kind=MessageKind.LOAD, contents=((None, load_request),)))
         await asyncio.wait({self._loaded}, timeout=self._plan.load_timeout)
         if not self._loaded.done():
             seconds = f"{self._plan.load_timeout:g} seconds (model_loading_timeout)"
@@ -196,20 +111,20 @@ class Worker:
         self.ready = True
 
     async def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
+        server_end, worker_end = socket.socketpair()
         output, pipe = os.pipe()
-        # A thread reads it, as asyncio would wait for the end of all that the handler has started.
+        # A thread reads the pipe. asyncio would wait until all processes that the handler started have closed it.
         log = asyncio.ensure_future(in_daemon_thread(partial(self._log_output, output)))
         try:
-            reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=CREDIT)
+            reader, self._writer = await asyncio.open_unix_connection(sock=server_end, limit=CREDIT_BYTES)
             process = await asyncio.create_subprocess_exec(
-                *(self._plan.python, "-u", "-X", "faulthandler", _LAUNCH, str(theirs.fileno()), _SDK),
+                *(self._plan.python, "-u", "-X", "faulthandler", _LAUNCH, str(worker_end.fileno()), _SDK),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=pipe,
                 stderr=pipe,
-                cwd=self._plan.order.model_dir,
+                cwd=self._plan.load_request.model_dir,
                 env=dict(self._plan.environment),
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(worker_end.fileno(),),
                 start_new_session=True,
             )
         except OSError as error:
@@ -219,43 +134,45 @@ class Worker:
             self._close_connection()
             raise
         finally:
-            theirs.close()
+            worker_end.close()
             os.close(pipe)
         self.pid = process.pid
         self._watching = asyncio.create_task(self._watch(process, reader, log))
 
-    def call(self, message: Message, receiver: Receiver) -> int:
+    def call(self, message: Message, receiver: AnswerReceiver) -> int:
+        """Send a call to the worker and return the call's number. The answer goes to `receiver`."""
         self.calls += 1
         self._receivers[self.calls] = receiver
-        self._send(replace(message, kind=Kind.CALL, call=self.calls))
+        self._send(replace(message, kind=MessageKind.CALL, call=self.calls))
         return self.calls
 
     def credit(self, call: int) -> None:
-        """Allow the worker to send CREDIT more bytes of a call's answer."""
-        self._send(Message(kind=Kind.CREDIT, call=call))
+        """Allow the worker to send CREDIT_BYTES more of a call's answer."""
+        self._send(Message(kind=MessageKind.CREDIT, call=call))
 
     def cancel(self, call: int) -> None:
-        """Cancel a call; DONE follows as soon as the handler ends it."""
-        self._send(Message(kind=Kind.CANCEL, call=call))
+        """Cancel a call. DONE follows when the handler has ended it."""
+        self._send(Message(kind=MessageKind.CANCEL, call=call))
 
     def end(self, reason: str) -> None:
-        """Kill the process and all that it started; its receivers and `on_end` are called soon after."""
+        """Kill the process and all processes that it started. The receivers and `on_end` are called soon after."""
         self._reason = self._reason or reason
         self._signal_group(signal.SIGKILL)
 
     async def kill(self, reason: str) -> None:
+        """Kill the process and wait for its end."""
         self.end(reason)
         if self._watching is not None:
             await asyncio.shield(self._watching)
 
     async def stop(self, grace: float) -> None:
-        """Let the worker finish its calls for up to `grace` seconds, then end it."""
+        """Give the worker up to `grace` seconds to finish its calls, then end it."""
         if self._watching is None or self._watching.done():
             return
         self.ready = False
         self._reason = "was stopped"
         self._patience = grace + _EXIT_PATIENCE
-        self._send(Message(kind=Kind.STOP))
+        self._send(Message(kind=MessageKind.STOP))
         await asyncio.wait({self._watching}, timeout=grace)
         if not self._watching.done():
             self._signal_group(signal.SIGTERM)
@@ -270,23 +187,25 @@ class Worker:
                 try:
                     self._on_message(message)
                 except Exception:
-                    # Our own mistake: it must not end the connection, and with it all calls of the worker.
-                    logger.exception("%s: an answer could not be passed on", self.name, extra={"worker": self.name})
+                    # An error in the server must not close the connection: that would end all calls of the worker.
+                    logger.exception(
+                        "%s: cannot handle a message of the worker", self.name, extra={"worker": self.name}
+                    )
                     self.cancel(message.call)
         except (asyncio.IncompleteReadError, OSError):
-            return  # the connection is closed
+            return  # The connection is closed.
 
     def _on_message(self, message: Message) -> None:
-        if message.kind is Kind.LOADED:
+        if message.kind is MessageKind.LOADED:
             self._settle_load(message.error or "")
-        elif message.kind is Kind.CALL:
+        elif message.kind is MessageKind.CALL:
             on_end = partial(self._engine_calls.pop, message.call, None)
-            self._engine_calls[message.call] = EngineCall(self._plan.engine, message, self._send, on_end)
-        elif message.kind is Kind.CANCEL:
+            self._engine_calls[message.call] = EngineCall(self._plan.load_engine, message, self._send, on_end)
+        elif message.kind is MessageKind.CANCEL:
             if (call := self._engine_calls.pop(message.call, None)) is not None:
                 call.cancel()
         elif (receiver := self._receivers.get(message.call)) is not None:
-            if message.kind is Kind.DONE:
+            if message.kind is MessageKind.DONE:
                 del self._receivers[message.call]
             receiver.on_message(message)
 
@@ -299,7 +218,7 @@ class Worker:
             self._writer.transport.abort()
 
     def _signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to the process and to all that it started and that stayed in its group."""
+        """Send a signal to the worker's process group: the process and its children that have not left the group."""
         if self.pid is not None and not self._ended:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
@@ -311,16 +230,16 @@ class Worker:
     async def _watch(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, log: asyncio.Future[None]
     ) -> None:
-        """Wait until the process has ended or closed its connection, clean up, and report."""
+        """Wait until the process has ended or closed its connection, clean up, and report the end."""
         exit_ = asyncio.create_task(process.wait())
         reading = asyncio.create_task(self._read(reader))
         await asyncio.wait({exit_, reading}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({exit_}, timeout=self._patience)
-        self._signal_group(signal.SIGKILL)  # what it started must not outlive it
+        self._signal_group(signal.SIGKILL)  # Child processes must end with the worker.
         code = await exit_
-        await asyncio.wait({reading}, timeout=_EXIT_PATIENCE)  # its last answers may still be unread
+        await asyncio.wait({reading}, timeout=_EXIT_PATIENCE)  # The socket may still hold the last answers.
         reading.cancel()
-        # A process that has left the group may still hold the pipe.
+        # A child process that has left the group may keep the pipe open.
         await asyncio.wait({log}, timeout=_PIPE_PATIENCE)
         self._close_connection()
         self._finish(f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}")
@@ -334,7 +253,7 @@ class Worker:
         )
         if was_ready:
             logger.error("%s (pid %s) %s", self.name, self.pid, reason, extra={"worker": self.name})
-            self._on_end(reason)  # first, so that this worker gets no more requests
+            self._on_end(reason)  # This comes first, so that the worker gets no more requests.
         for call in self._engine_calls.values():
             call.cancel()
         receivers, self._receivers = self._receivers, {}
@@ -342,7 +261,7 @@ class Worker:
             receiver.on_lost(reason)
 
     def _log_output(self, pipe: int) -> None:
-        """Log what the worker prints, by line. It is always read, so that printing never blocks it for good."""
+        """Log the worker's output line by line until the pipe is closed. A full pipe would block the worker."""
         with open(pipe, "rb") as stream:
             while line := stream.readline(_MAX_LINE):
                 text = line.decode("utf-8", "replace").rstrip("\r\n")

@@ -15,8 +15,8 @@ from engines.daemon_thread import in_daemon_thread
 from engines.errors import AdapterFailed
 from engines.interface import EngineAdapters
 from handlers.contract import Call, Handler, ReplyWriter, Running
-from handlers.custom.formatters import Formatters, formatters_of, kind_fault
-from handlers.custom.runtime.main import described
+from handlers.custom.formatters import Formatters, formatters_of, signature_fault
+from handlers.custom.worker_process.load_error import describe_error
 from handlers.json_cost import off_the_loop
 from handlers.lmi.adapters import named_adapter
 
@@ -110,7 +110,7 @@ class AdapterFormatters:
         if module is None:
             return None
         own = formatters_of(module)
-        fault = kind_fault(own, async_mode=self._async_mode)
+        fault = signature_fault(own, async_mode=self._async_mode)
         if fault or own.input is own.output is None:
             sys.modules.pop(module.__name__, None)
             if fault:
@@ -139,4 +139,4 @@ def _run(adapter: Adapter) -> ModuleType | None:
         return load_model_service(directory, MODEL_FILE, namespace=f"{adapter.name}_{adapter.id}").module
     except BaseException as error:
         logger.exception("%s of the adapter %s cannot be run", MODEL_FILE, adapter.name)
-        raise AdapterFailed(f"{MODEL_FILE} of the adapter cannot be run: {described(error, directory)}") from error
+        raise AdapterFailed(f"{MODEL_FILE} of the adapter cannot be run: {describe_error(error, directory)}") from error

@@ -1,9 +1,10 @@
-"""`/invocations`: what kind of call a body is, and which handler answers it."""
+"""`/invocations`: finds out which kind of call a body is, and gives the call to the handler for that kind."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,7 +14,7 @@ from handlers.contract import Call, ContractError, Handler, ReplyWriter, Running
 from handlers.djl_errors import FAILED_DEPENDENCY, JSON, unknown_adapter
 from handlers.forms import media_type
 from handlers.json_cost import JsonDecoder, off_the_loop
-from handlers.lmi.adapters import adapter_query, adapters_in, adapters_of
+from handlers.lmi.adapters import adapter_query, adapters_of
 from handlers.lmi.chat import AsyncShape, LmiChatShape, Shape
 from handlers.lmi.errors import payload_refused
 from handlers.lmi.formatted_reply import FormattedReply, Formatting, ShapedReply
@@ -24,58 +25,71 @@ from handlers.openai.handler import OpenAIHandler
 Kind = Literal["chat", "completion", "lmi", "session"]
 Table = tuple[tuple[str, Kind], ...]
 
-# The first of these fields that a body has says what it is; a body with none of them is LMI's, which says so.
+# The first of these fields that a body has decides its kind. A body without any of them is LMI's, which refuses it.
 ROLLING_BATCH: Table = (("messages", "chat"), ("prompt", "completion"), ("inputs", "lmi"), ("requestType", "session"))
 # The same, in the order of LMI's asynchronous handler.
 ASYNCHRONOUS: Table = (("prompt", "completion"), ("inputs", "lmi"), ("messages", "chat"), ("requestType", "session"))
 
-# A body without any of them is LMI's for certain; nothing is decoded to find that out.
+# A body without any of these is LMI's. It is not decoded to find that out.
 _MARKS = tuple(f'"{field}"'.encode() for field, kind in ROLLING_BATCH if kind != "lmi")
-# Content types beside those that say JSON with which LMI takes JSON; the last is what curl sets by default.
+# LMI takes JSON with these content types too. curl sends the last one by default.
 _JSON_TYPES = frozenset({"", "application/octet-stream", "application/x-www-form-urlencoded"})
 _PATHS = {"chat": CHAT, "completion": COMPLETIONS}
 _NULL = b"null"
 
 
-_decode = JsonDecoder(dict[str, msgspec.Raw]).decode
+_split = JsonDecoder(dict[str, msgspec.Raw]).decode
 _decode_ids = JsonDecoder(list[int]).decode
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
-    """What a body was found to be."""
+class InvocationBody:
+    """A body of `/invocations`, read as far as needed to choose its handler."""
 
     kind: Kind
-    field: str = ""  # The field that says so.
-    has_inputs: bool = True
-    stop_token_ids: frozenset[int] = frozenset()
+    field: str = ""  # The field that decides the kind.
+    fields: Mapping[str, msgspec.Raw] | None = None  # All fields; None if the body was not split.
+
+    def given(self, name: str) -> msgspec.Raw | None:
+        """Return a field, still encoded. A field that is null counts as absent."""
+        value = (self.fields or {}).get(name)
+        return None if value is None or bytes(value) == _NULL else value
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        given = self.given("stop_token_ids")
+        try:
+            return frozenset(_decode_ids(given)) if given is not None else frozenset()
+        except msgspec.DecodeError:
+            return frozenset()  # vLLM reports the fault
+
+    @property
+    def adapters(self) -> Any:
+        given = self.given("adapters")
+        try:
+            return msgspec.json.decode(given) if given is not None else None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None  # vLLM reports the fault
 
 
-_LMI = Body("lmi")
+_LMI = InvocationBody("lmi")
 
 
-def read_body(body: bytes, table: Table) -> Body:
-    """What a JSON body is. A field that is null is absent; what is no JSON object is LMI's, which refuses it."""
+def read_body(body: bytes, table: Table) -> InvocationBody:
+    """Find out the kind of a JSON body."""
     try:
-        fields = _decode(body)
+        fields = _split(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _LMI
-    given = {name for name, value in fields.items() if bytes(value) != _NULL}
+        return _LMI  # LMI's contract reports the fault
     for field, kind in table:
-        if field in given:
-            return Body(kind, field, "inputs" in given, _stop_token_ids(fields.get("stop_token_ids")))
+        found = InvocationBody(kind, field, fields)
+        if found.given(field) is not None:
+            return found
     return _LMI
 
 
-def _stop_token_ids(given: msgspec.Raw | None) -> frozenset[int]:
-    try:
-        return frozenset(_decode_ids(given)) if given is not None else frozenset()
-    except msgspec.DecodeError:
-        return frozenset()  # vLLM says what is wrong with it
-
-
 class InvocationsHandler:
-    """Implements `Handler`: hands a call to the handler that its body asks for."""
+    """Gives each call to the handler for the kind of its body."""
 
     def __init__(
         self,
@@ -86,8 +100,17 @@ class InvocationsHandler:
         overload_status: int = 503,
         formatting: Formatting | None = None,
     ) -> None:
-        """`lmi`: answers bodies with `inputs`. `openai`: None where the engine has no chat. `formatting`: where it has
-        an output formatter, vLLM's front end answers bodies with `inputs`, too."""
+        """Create the handler.
+
+        Args:
+            lmi: Answers bodies with `inputs`.
+            openai: Answers chats and completions. None if the engine is not vLLM.
+            settings: The model's settings.
+            sessions: Answers `requestType`.
+            overload_status: The status of a reply if the queue is full.
+            formatting: The formatters of LMI's asynchronous mode. If there is an output formatter, vLLM's front end
+                answers bodies with `inputs` too.
+        """
         self._lmi, self._openai, self._settings, self._formatting = lmi, openai, settings, formatting
         self._sessions, self._overload_status = sessions, overload_status
         self._table = ASYNCHRONOUS if settings.async_mode else ROLLING_BATCH
@@ -107,7 +130,7 @@ class InvocationsHandler:
         if body.kind == "lmi":
             return await self._lmi.handle(call, writer)
         if self._openai is None:
-            if body.has_inputs:
+            if body.given("inputs") is not None:
                 return await self._lmi.handle(call, writer)
             raise payload_refused(
                 f"`{body.field}` needs vLLM as the engine (option.rolling_batch=vllm); send `inputs` instead"
@@ -115,35 +138,39 @@ class InvocationsHandler:
         shape = self._shape(body)
         return await self._begin(self._openai, body, call, writer if shape is None else ShapedReply(writer, shape))
 
-    async def _formatted(self, formatting: Formatting, body: Body, call: Call, writer: ReplyWriter) -> Running:
-        """Answer a call by vLLM's front end and the model's output formatter."""
+    async def _formatted(
+        self, formatting: Formatting, body: InvocationBody, call: Call, writer: ReplyWriter
+    ) -> Running | None:
+        """Answer a call with vLLM's front end and the model's output formatter."""
         assert self._openai is not None, "the model has not loaded without it"
         shape = AsyncShape(self._overload_status)
         if body.kind == "lmi":
             call = await formatting.of_call(formatting.formatters.as_completion, call)
-            body = Body("completion")
+            body = InvocationBody("completion", fields=await off_the_loop(call.body, _split, call.body))
             shape = AsyncShape(self._overload_status, FAILED_DEPENDENCY)
         reply = FormattedReply(writer, formatting, shape, _PATHS[body.kind])
         reply.running = running = await self._begin(self._openai, body, call, reply)
         return running
 
-    async def _begin(self, openai: OpenAIHandler, body: Body, call: Call, writer: ReplyWriter) -> Running:
+    async def _begin(
+        self, openai: OpenAIHandler, body: InvocationBody, call: Call, writer: ReplyWriter
+    ) -> Running | None:
         try:
             return await openai.begin(
-                replace(call, method="POST", content_type=JSON, query=()),
+                replace(call, method="POST", content_type=JSON, query=(), fields=body.fields),
                 writer,
                 _PATHS[body.kind],
                 any_model=True,
-                adapter=await off_the_loop(call.body, self._adapter, call),
+                adapter=self._adapter(call, body),
             )
         except UnknownAdapter as error:
             raise ContractError(unknown_adapter(error), error.message) from None
 
-    def _adapter(self, call: Call) -> str | None:
-        """The adapter that header, body or query names; None if none does, or the model has no adapters."""
+    def _adapter(self, call: Call, body: InvocationBody) -> str | None:
+        """Return the adapter that header, body or query names. None if none does, or the model has no adapters."""
         if not self._settings.enable_lora:
             return None
-        given = adapters_in(call.body)
+        given = body.adapters
         if (adapter_header(call), given, adapter_query(call)) == (None, None, None):
             return None
         try:
@@ -151,7 +178,7 @@ class InvocationsHandler:
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
 
-    def _read(self, call: Call) -> Body:
+    def _read(self, call: Call) -> InvocationBody:
         if not any(mark in call.body for mark in _MARKS):
             return _LMI
         kind = media_type(call.content_type)
@@ -159,8 +186,8 @@ class InvocationsHandler:
             return _LMI
         return read_body(call.body, self._table)
 
-    def _shape(self, body: Body) -> Shape | None:
-        """None: vLLM's bytes as they are."""
+    def _shape(self, body: InvocationBody) -> Shape | None:
+        """Return LMI's form of vLLM's answer; None if the client gets vLLM's bytes."""
         if self._settings.async_mode:
             return AsyncShape(self._overload_status)
         if body.kind == "completion" or self._settings.chat_format == "openai":

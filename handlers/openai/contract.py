@@ -1,7 +1,7 @@
-"""Completions and chats as this server serves them by itself, and the one decision which of them it serves.
+"""Slipway's contract for completions and chats. It also decides which of them it serves.
 
-Everything else is left to vLLM's serving classes: fields that are not in `body`, values that vLLM would convert or
-refuse, models whose answers are parsed. So a request means the same and gets the same bytes on either way.
+All others are left to vLLM's serving classes: requests with fields that `body` does not have or values that vLLM would
+convert or refuse, and models whose answers are parsed. A request gets the same bytes either way.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from handlers.openai.body import (
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.vllm_parameters import GREEDY_BELOW
 
-# Request headers that vLLM's serving classes follow.
+# Request headers that change the answer of vLLM's serving classes.
 _STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority", "endpoint-load-metrics-format"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontEnd:
-    """What the front end of a model was started with, as far as requests and answers show it."""
+    """The settings of vLLM's front end that the contract needs."""
 
-    model: str  # Its name in answers.
-    accepts: Callable[[str], bool]  # Says of a name whether it is the model's.
-    adapters: Collection[str]  # Names; adapters come and go.
+    model: str  # The model's name in answers.
+    accepts: Callable[[str], bool]  # Returns True if a name is the model's.
+    adapters: Collection[str]  # The names of the adapters. They change as adapters are loaded and unloaded.
     fingerprint: str | None  # `system_fingerprint` of answers.
-    role: str  # Whose turn an answer is in a chat.
-    default_sampling: Mapping[str, Any]  # The model's own sampling parameters, by vLLM's names.
-    most_new_tokens: int | None  # Whatever a request asks for.
-    max_model_len: int
+    role: str  # The role of answers in a chat.
+    default_sampling: Mapping[str, Any]  # The model's default sampling parameters, by vLLM's names.
+    most_new_tokens: int | None  # A limit that no request can raise.
+    max_model_len: int  # In tokens.
     most_prompts: int  # In the body of a completion.
     most_sequences: int  # For each prompt.
     most_stop_strings: int
-    # Makes a prompt of messages. None: vLLM's serving classes answer all chats.
+    # Makes a prompt from messages. None: vLLM's serving classes answer all chats.
     render: Callable[[list[dict[str, Any]]], str] | None
 
 
@@ -64,8 +64,17 @@ class OpenAIContract:
         self._front_end = front_end
 
     def parse(self, call: Call, path: str, *, any_model: bool = False, adapter: str | None = None) -> Exchange | None:
-        """Understand a call as one to `path`; None if it is left to vLLM's serving classes. `any_model`: no `model` in
-        the body is refused. `adapter`: takes its place; "" is the model itself."""
+        """Parse a call.
+
+        Args:
+            call: The call.
+            path: The path of OpenAI's API that the call is for.
+            any_model: Accept every `model` in the body.
+            adapter: Replaces the `model` in the body. An empty string is the model itself.
+
+        Returns:
+            The exchange, or None if the call is left to vLLM's serving classes.
+        """
         if call.content_type.partition(";")[0].lower() != "application/json":
             return None
         if any(name.lower() in _STEERING for name, _ in call.headers):
@@ -122,7 +131,7 @@ class OpenAIContract:
         options = self._options(body, f"chatcmpl-{call.request_id}", request)
         try:
             prompt = self._front_end.render([_message(message) for message in body.messages])
-        except Exception as error:  # a template is the model's own code, and may raise anything
+        except Exception as error:  # a template is the model's code, and may raise anything
             raise LeftToVllm(str(error)) from None
         request = msgspec.structs.replace(request, request_id=options.id, prompt=prompt, add_special_tokens=False)
         return Exchange((request,), (ChatStream if body.stream else ChatDocument)(options))
@@ -138,7 +147,7 @@ class OpenAIContract:
     def _request(
         self, body: Body, sequences: int, max_tokens: int | None, adapter: str | None, logprobs: int | None
     ) -> GenerationRequest:
-        """The request for a prompt, without its id and the prompt."""
+        """Return the request for a prompt, without the id and the prompt."""
         front_end = self._front_end
         if max_tokens is not None and max_tokens > front_end.max_model_len:
             raise LeftToVllm("max_tokens")
@@ -155,7 +164,7 @@ class OpenAIContract:
             raise LeftToVllm("n")
         return GenerationRequest(
             sampling=sampling,
-            # Several sequences come in their order, where the engine would otherwise sort them by probability.
+            # Streamed sequences keep their order. The engine would sort others by probability.
             stream=bool(body.stream) or sequences > 1,
             sequences=sequences,
             candidates=sequences,

@@ -1,6 +1,6 @@
-"""OpenAI's routes: our own contract for what is common, and for all else vLLM's front end around our engine.
+"""The handler of OpenAI's routes: Slipway's contract answers common calls, vLLM's front end all others.
 
-vLLM's front end also answers what our contract understands but the engine refuses, so that errors are vLLM's.
+vLLM's front end also answers the calls that the contract understands and the engine refuses, so that errors are vLLM's.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,13 +27,14 @@ from handlers.openai.vllm_call import VllmApp, VllmCall, check_body
 from handlers.queue import EngineQueue
 from handlers.running_call import RunningCall
 
-_LONG_CHAT = 16 * 1024  # Bytes; a template may be slow, so that longer ones are parsed in a thread.
-_PREFIXES = ("chatcmpl-", "cmpl-")  # Before the HTTP request's id in those of vLLM's answers.
-_ONE_OF_MANY = re.compile(r"[-_]\d+$")  # After it, in the requests of an answer to several prompts or conversations.
+_LONG_CHAT = 16 * 1024  # Bytes. Longer chats are parsed in a thread, since their templates may be slow.
+# An answer's id is a prefix and the HTTP request's id. A number follows if the answer has several prompts.
+_PREFIXES = ("chatcmpl-", "cmpl-")
+_ONE_OF_MANY = re.compile(r"[-_]\d+$")
 
 
 def import_front_end(settings: ModelSettings) -> None:
-    """Import vLLM's front end where it will serve the model; takes a second, and not of the event loop's time."""
+    """Import vLLM's front end if it is going to serve the model. Call it in a thread: it takes a second."""
     if is_vllm(settings):
         from handlers.openai import engine_client, vllm_app  # noqa: F401
 
@@ -40,8 +42,19 @@ def import_front_end(settings: ModelSettings) -> None:
 
 
 async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: Sequence[str]) -> OpenAIHandler | None:
-    """What serves OpenAI's routes for a loaded model; None where the engine is not vLLM. `aliases`: further names that
-    a request may call the model by. Raises EngineStartError: vLLM's front end refuses an option of the model."""
+    """Create the handler for a loaded model.
+
+    Args:
+        queue: The queue of the model's engine.
+        settings: The model's settings.
+        aliases: Further names by which a request may call the model.
+
+    Returns:
+        The handler, or None if the engine is not vLLM.
+
+    Raises:
+        EngineStartError: vLLM's front end refuses an option of the model.
+    """
     if not is_vllm(settings):
         return None
     from handlers.openai.engine_client import EngineClient
@@ -67,7 +80,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
 
 
 class OpenAIHandler:
-    """Implements `Handler`: answers common calls by our contract, and hands the others to vLLM's front end."""
+    """Answers common calls with Slipway's contract, and gives the others to vLLM's front end."""
 
     def __init__(
         self,
@@ -77,28 +90,37 @@ class OpenAIHandler:
         model: str = "",
         adapters: Collection[str] = (),
     ) -> None:
-        """`contract`: None: everything goes to vLLM's front end. `model`, `adapters`: names in bodies; adapters come
-        and go."""
+        """Create the handler.
+
+        Args:
+            vllm: vLLM's front end.
+            queue: The queue of the model's engine.
+            contract: Slipway's contract. None: vLLM's front end answers all calls.
+            model: The model's name in bodies.
+            adapters: The names of adapters in bodies. The collection changes as adapters are loaded and unloaded.
+        """
         self._vllm, self._queue, self._contract, self._model, self._adapters = vllm, queue, contract, model, adapters
         # One long body at a time: vLLM's renderer copies its tokenizer for each thread that uses it.
         self._long = asyncio.Lock()
         self._aborting: set[asyncio.Task[None]] = set()
 
     def openapi(self) -> dict[str, Any]:
-        """vLLM's own description of its routes, as an OpenAPI document."""
+        """Return vLLM's description of its routes, as an OpenAPI document."""
         document: dict[str, Any] = self._vllm.app.openapi()
         return document
 
     def abort(self, request_id: str) -> None:
-        """End the requests whose answer (`chatcmpl-...`) or HTTP request has this id. Their clients get what there is
-        of the answer, with the finish reason `abort`."""
+        """End the requests whose answer (`chatcmpl-...`) or HTTP request has this id.
+
+        Their clients get the answer so far, with the finish reason `abort`.
+        """
         ids = [known for known in self._vllm.llm.output_processor.external_req_ids if _belongs(known, request_id)]
         if ids and not self._vllm.llm.errored:
             task = asyncio.create_task(self._vllm.llm.abort(ids))
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)
 
-    async def handle(self, call: Call, writer: ReplyWriter) -> Running:
+    async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
         path = call.path.removeprefix(ALIASED)
         if path in (CHAT, COMPLETIONS):
             self._queue.check_place()
@@ -106,11 +128,31 @@ class OpenAIHandler:
 
     async def begin(
         self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
-    ) -> Running:
-        """Answer the call as one to `path`. `any_model`: no `model` in its body is refused. `adapter`: takes the place
-        of that `model`; "" is the model itself. Raises UnknownAdapter: it is not registered."""
+    ) -> Running | None:
+        """Begin to answer a call.
+
+        Args:
+            call: The call.
+            writer: Takes the reply.
+            path: The path of OpenAI's API that the call is for. `/invocations` passes its calls on with other paths.
+            any_model: Accept every `model` in the body.
+            adapter: Replaces the `model` in the body. An empty string is the model itself.
+
+        Returns:
+            The running call, or None if the reply is complete.
+
+        Raises:
+            UnknownAdapter: The adapter is not registered.
+        """
         if adapter and call.body and adapter not in self._adapters:
             raise UnknownAdapter(adapter)
+        if len(call.body) >= LONG_BODY:
+            try:
+                async with self._long:
+                    await asyncio.to_thread(check_body, call.body, path, self._queue.engine.max_model_len)
+            except InvalidRequest as error:
+                writer.reply(refuse(error))
+                return None
         if (exchange := await self._understood(call, path, any_model, adapter)) is not None:
             running = RunningCall(self._queue, exchange, writer, call.request_id)
             try:
@@ -118,37 +160,28 @@ class OpenAIHandler:
                 return running
             except Overloaded as full:
                 self._queue.engine.meter.calls.count(0.0, failed=True)
-                writer.reply(refuse(full))  # not raised: `/invocations` has a writer that gives it LMI's form
+                writer.reply(refuse(full))  # not raised: the writer of `/invocations` gives it LMI's form
                 return running
             except RequestError:
-                pass  # vLLM's front end says why
+                pass  # vLLM's front end refuses it in vLLM's words
         model = (adapter or self._model) if adapter is not None and call.body else None
         return VllmCall(self._vllm, OpenAICall(self._queue, any_model, self._vllm.media), call, writer, path, model)
 
     async def _understood(self, call: Call, path: str, any_model: bool, adapter: str | None) -> Exchange | None:
         if self._contract is None:
             return None
-        contract = self._contract
-
-        def parsed() -> Exchange | None:
-            if len(call.body) >= LONG_BODY:
-                try:
-                    check_body(call.body, path, self._queue.engine.max_model_len)
-                except InvalidRequest:
-                    return None  # it is refused where it would go to vLLM
-            return contract.parse(call, path, any_model=any_model, adapter=adapter)
-
+        parse = partial(self._contract.parse, call, path, any_model=any_model, adapter=adapter)
         if len(call.body) < (_LONG_CHAT if path == CHAT else LONG_BODY):
-            exchange = parsed()
+            exchange = parse()
         else:
             async with self._long:
-                exchange = await asyncio.to_thread(parsed)
+                exchange = await asyncio.to_thread(parse)
         if exchange is None or len(exchange.requests) == 1:
             return exchange
         return await self._tokenized(exchange)
 
     async def _tokenized(self, exchange: Exchange) -> Exchange | None:
-        """The same with token ids for prompts; None if one is refused, which must show before another has begun."""
+        """Replace the prompts by their token ids. Returns None if a prompt is refused: no other may have begun then."""
         tokenize = self._queue.engine.prompt_token_ids
         try:
             prompts = [tuple(await tokenize(request)) for request in exchange.requests]
@@ -160,6 +193,6 @@ class OpenAIHandler:
 
 
 def _belongs(known: str, request_id: str) -> bool:
-    """Whether vLLM's id of a request is of the answer with this id; many prompts and conversations have one each."""
+    """Return True if vLLM's id `known` is one of an answer's requests. Each prompt of an answer has a request."""
     names = (known, _ONE_OF_MANY.sub("", known))
     return known.startswith(_PREFIXES) and any(request_id in (name, name.partition("-")[2]) for name in names)

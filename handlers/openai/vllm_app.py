@@ -381,7 +381,7 @@ def answer_stumbling_readers(app: FastAPI) -> None:
             modules.pop()
         if _reads_body(modules):
             error = VLLMValidationError(f"the body has a value that cannot be used: {error}")
-        elif not _is_clients(error) or modules[-1].startswith("handlers."):
+        elif not _is_clients(error) or modules[-1].startswith(("handlers.", "engines.")):
             raise error
         refusal = create_error_response(error)
         return JSONResponse(refusal.model_dump(), refusal.error.code)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
@@ -25,21 +25,21 @@ from handlers.openai.routes import error_reply, refuse
 logger = logging.getLogger(__name__)
 
 _EVENTS = "text/event-stream"
-# Request headers that are written anew for the application.
+# Request headers that are replaced for the application.
 _OURS = frozenset({b"content-length", b"content-type", b"transfer-encoding", b"x-request-id"})
 _FRAMING = frozenset({"content-type", "content-length"})
 
 _CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES})
-# vLLM's front end reads bodies on the event loop. Pydantic tries out each kind that an item of `input` may be, which
-# takes 0.1 ms; a message takes a tenth of that.
+# vLLM's front end reads bodies on the event loop. Pydantic tries all types that an item of `input` may have, which
+# takes 0.1 ms. A message takes a tenth of that.
 _MOST_GROUPS, _MOST_GROUPS_OF_RESPONSES = 10_000, 2_500  # Objects and arrays.
-_MOST_ESCAPES = 2_000_000  # Backslashes, with which Python's `json` takes its time.
-# What is between the parts of a document. Texts have them too, one to a token at most, but for a few odd ones.
+_MOST_ESCAPES = 2_000_000  # Backslashes. Python's `json` reads them slowly.
+# Characters between the parts of a document. Texts have at most one of them for each token, with few exceptions.
 _MARKS = (b"{", b"[", b",")
 _MARKS_PER_TOKEN, _FURTHER_MARKS = 4, 10_000
-_MARKS_OF_PROMPTS = 2_000_000  # Token ids of many prompts; these cost a tenth of what messages do.
+_MARKS_OF_PROMPTS = 2_000_000  # Token ids of many prompts cost a tenth of messages.
 
-_decode = JsonDecoder(dict[str, msgspec.Raw]).decode
+_split = JsonDecoder(dict[str, msgspec.Raw]).decode
 _decode_messages = JsonDecoder(list[dict[str, msgspec.Raw]]).decode
 
 
@@ -48,16 +48,15 @@ class VllmApp:
     """vLLM's front end of a model."""
 
     app: Any  # FastAPI's application.
-    llm: Any  # vLLM's engine, which knows requests by the ids of their answers.
+    llm: Any  # vLLM's engine. It knows requests by the ids of their answers.
     parses_tools: bool = False  # The model has a parser of tool calls.
     media: MediaMemory | None = None  # The images, sounds and videos of its requests.
-    # The answer to an exception of the application; None if it is none of the client's.
+    # Returns the reply to an exception of the application; None if the client did not cause it.
     refusal: Callable[[BaseException], Reply | None] = lambda _: None
 
 
 class VllmCall:
-    """One call in vLLM's front end, as a task of its own, which gets `_receive` and `_send` as any ASGI application.
-    Implements `Running`."""
+    """A running call in vLLM's front end. A task runs the front end as an ASGI application."""
 
     def __init__(
         self, vllm: VllmApp, held: OpenAICall, call: Call, writer: ReplyWriter, path: str, model: str | None
@@ -72,7 +71,7 @@ class VllmCall:
         self._task = asyncio.create_task(self._run())
 
     def cancel(self) -> None:
-        """Tell the front end, which ends its tasks; the engine aborts then. What it sends from now on is dropped."""
+        """Tell the front end that the client has left. It ends its tasks, and its further output is dropped."""
         self._gone.set()
 
     async def _run(self) -> None:
@@ -87,7 +86,7 @@ class VllmCall:
         except UnicodeEncodeError:
             self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
         except Exception as error:
-            # Where the engine has failed, vLLM stumbles over that in some of its streams.
+            # If the engine has failed, some of vLLM's streams raise other errors because of that.
             if not self._held.failed:
                 if (refused := self._vllm.refusal(error)) is not None:
                     self._finish(refused)
@@ -102,9 +101,14 @@ class VllmCall:
                     self._held.engine.meter.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
 
     def _read(self) -> Call:
-        """The call for vLLM. Raises InvalidRequest."""
+        """Return the call for vLLM.
+
+        Raises:
+            InvalidRequest: The call is refused.
+        """
         call, held = self._call, self._held
-        check_body(call.body, self._path, held.engine.max_model_len)
+        if len(call.body) < LONG_BODY:  # `OpenAIHandler` has checked longer ones
+            check_body(call.body, self._path, held.engine.max_model_len)
         return for_vllm(call, self._path, held, model=self._model, parses_tools=self._vllm.parses_tools)
 
     async def _receive(self) -> dict[str, Any]:
@@ -115,7 +119,7 @@ class VllmCall:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
-        """Pass on what the application sends. A reply begins with its first bytes: they show whether it streams."""
+        """Pass the application's messages on. A reply begins with its first bytes, which show if it is a stream."""
         if self._gone.is_set():
             return
         if message["type"] == "http.response.start":
@@ -129,7 +133,7 @@ class VllmCall:
 
     def _pass_on(self, data: bytes, *, last: bool) -> None:
         writer = self._writer
-        if self._held.failed and data.startswith(b"event: error\n"):  # vLLM's would say how it stumbled over that
+        if self._held.failed and data.startswith(b"event: error\n"):  # vLLM's event has another reason
             data = _last_events(self._path, error_reply(self._held.failed, "InternalServerError", 500))
         if last and not self._started:
             writer.reply(Reply(self._status, self._content_type, data, self._headers))
@@ -155,7 +159,7 @@ class VllmCall:
 
 
 def _last_events(path: str, reply: Reply) -> bytes:
-    """What ends a stream with an error, as vLLM's own streams on this path do."""
+    """Return the events with which vLLM ends a failed stream on this path."""
     message = msgspec.json.decode(reply.body)["error"]["message"]
     if path == MESSAGES:
         error = {"type": "error", "error": {"type": "internal_error", "message": message}}
@@ -164,7 +168,7 @@ def _last_events(path: str, reply: Reply) -> bytes:
 
 
 def scope(call: Call, path: str) -> dict[str, Any]:
-    """The call as an ASGI scope. The application sees our id of the request, and so gives it to its answer."""
+    """Return the call as an ASGI scope. The application uses the request's id in its answer."""
     headers = [(name.lower().encode("latin-1"), value.encode("latin-1", "replace")) for name, value in call.headers]
     headers = [(name, value) for name, value in headers if name not in _OURS]
     if call.content_type:
@@ -175,8 +179,8 @@ def scope(call: Call, path: str) -> dict[str, Any]:
     ]
     return {
         "type": "http",
-        # Before 2.4 an application listens for a disconnect while it streams; later ones wait for `send` to fail,
-        # which ours never does.
+        # Before version 2.4 an application listens for a disconnect while it streams. Later versions wait for `send` to
+        # fail, and `VllmCall._send` never does.
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
         "method": call.method,
@@ -193,10 +197,13 @@ def scope(call: Call, path: str) -> dict[str, Any]:
 
 
 def check_body(body: bytes, path: str, max_model_len: int) -> None:
-    """Raise InvalidRequest for a body that would hold up the event loop, or that has more parts than the model's
-    context could hold."""
+    """Check that vLLM's front end can read a body without holding up the event loop for long.
+
+    Raises:
+        InvalidRequest: Reading it would take too long, or it has more parts than the model's context can hold.
+    """
     most = _MOST_GROUPS_OF_RESPONSES if path == RESPONSES else _MOST_GROUPS
-    # Brackets in texts do not count; they are left out where there are so many that it takes a closer look.
+    # Brackets in texts do not count. They are left out only if the total is too large.
     if body.count(b"{") + body.count(b"[") > most and (groups := groups_in(body)) > most:
         raise InvalidRequest(f"the body has {groups} objects and arrays; this route takes at most {most}")
     try:
@@ -215,24 +222,31 @@ def check_body(body: bytes, path: str, max_model_len: int) -> None:
 
 
 def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = None, parses_tools: bool = False) -> Call:
-    """The call as vLLM's serving classes are to read it; a body that is no JSON is left to them to refuse.
+    """Translate a call for vLLM's serving classes. They refuse a body that is no JSON.
 
-    `model` takes the place of the body's. Constraints get the form in which vLLM enforces them, and `held` the name of
-    the one that the text is to have, for the engine's refusals. Null fields of a chat's messages are absent: TGI's
-    Python client sends every field, and TGI takes null for absent, as our contracts do.
+    Constraints get the form in which vLLM enforces them. Null fields of a chat's messages are removed: TGI's Python
+    client sends every field, and TGI and Slipway's contracts take null for absent.
 
-    Raises InvalidRequest: only vLLM can read the body, so that it cannot be translated. Raises InvalidParameter: vLLM
-    would not enforce one of the constraints.
+    Args:
+        call: The call.
+        path: The path of OpenAI's API that the call is for.
+        held: Gets the name of the body's constraint, for the engine's refusals.
+        model: Replaces the `model` of the body.
+        parses_tools: The model has a parser of tool calls.
+
+    Raises:
+        InvalidRequest: Only vLLM can read the body, so that it cannot be translated.
+        InvalidParameter: vLLM would not enforce one of the constraints.
     """
     try:
-        document = _decode(call.body)
+        document = _split(call.body) if call.fields is None else call.fields
         given = {name: msgspec.json.decode(document[name]) for name in FIELDS.intersection(document)}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if _is_read_by_python(call.body):
             raise InvalidRequest(f"the body is not JSON in UTF-8 (RFC 8259): {json_fault(call.body, error)}") from None
         return call
     if len(call.body) >= LONG_BODY and bytes(document.get("messages", b"")).startswith(b'"'):
-        raise InvalidParameter("messages", "must be an array, got a string")  # vLLM would look at each character
+        raise InvalidParameter("messages", "must be an array, got a string")  # vLLM would read each character as a message
     changes: dict[str, Any] = {} if model is None else {"model": model}
     if given := {name: value for name, value in given.items() if value is not None}:
         changes |= enforceable(given, path, parses_tools=parses_tools)
@@ -241,21 +255,23 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
         changes |= _without_nulls(document)
     if not changes:
         return call
-    fields = {name: value for name, value in (document | changes).items() if value is not None}
-    return replace(call, body=msgspec.json.encode(fields))
+    fields = {name: value for name, value in {**document, **changes}.items() if value is not None}
+    return replace(call, body=msgspec.json.encode(fields), fields=None)
 
 
 def _is_read_by_python(body: bytes) -> bool:
-    """Tell whether vLLM, which reads bodies with Python's `json`, reads this one: that takes NaN, half surrogate pairs,
-    a byte order mark, UTF-16 and UTF-32 as well."""
+    """Return True if vLLM can read a body that is no strict JSON in UTF-8.
+
+    vLLM uses Python's `json`, which takes NaN, half surrogate pairs, a byte order mark, UTF-16 and UTF-32 as well.
+    """
     try:
         return isinstance(json.loads(body), dict)
     except (ValueError, RecursionError):
         return False
 
 
-def _without_nulls(document: dict[str, msgspec.Raw]) -> dict[str, Any]:
-    """The field to replace; a null `content` stays, since a message with tool calls may have it."""
+def _without_nulls(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    """Return `messages` without null fields. A null `content` stays: a message with tool calls may have it."""
     try:
         messages = _decode_messages(document["messages"])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from handlers.contract import Call, ContractError
 from handlers.custom.handler_input import input_of, priority_of
-from handlers.custom.reply import response_headers
+from handlers.custom.handler_reply import response_headers
 
 FORM = "application/x-www-form-urlencoded"
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.live.lora import make_adapter
 from tests.live.server import Server, records, serving
-from tests.s3 import BUCKET, CREDENTIALS, moto, put
+from tests.stand_ins.s3 import BUCKET, CREDENTIALS, moto, put
 
 PROMPTS = ("The capital of France is", "Once upon a time", "def add(a, b):", "Water boils at")
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"

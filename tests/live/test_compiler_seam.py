@@ -32,7 +32,7 @@ def test_without_a_compiler_torch_compiles_nothing_and_the_log_says_so(
         assert go_without_compiler(environ)
         assert not go_without_compiler(environ)
     assert environ["TORCH_COMPILE_DISABLE"] == "1"
-    (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("handlers")]
+    (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("engines")]
     assert "no C++ compiler (g++)" in message
 
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.live.server import START_SECONDS, Server
-from tests.s3 import BUCKET, CREDENTIALS, gate_to, held, moto, put, refuse
+from tests.stand_ins.s3 import BUCKET, CREDENTIALS, gate_to, held, moto, put, refuse
 from tests.waiting import wait_until
 
 PROPERTIES = b"option.dtype=fp32\noption.kv_cache_memory_bytes=536870912\n"
@@ -190,7 +190,7 @@ def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path
 
 def test_a_read_only_model_directory_without_a_home_is_served(small_options: dict[str, object], tmp_path: Path) -> None:
     """With a requirements.txt beside it, whose package a formatter imports."""
-    from tests.unit.handlers.custom.test_packages import make_wheel
+    from tests.unit.handlers.custom.test_requirements import make_wheel
 
     model = tmp_path / "model"
     model.mkdir()

@@ -19,7 +19,7 @@ from engines.interface import EngineStartError
 from engines.request import BeamSearch, Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from engines.statistics import Meter
 from engines.vllm.seam import check_release
-from tests.recorder import Recorder
+from tests.stand_ins.recorder import Recorder
 
 
 class Failing(Recorder):

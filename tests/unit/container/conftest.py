@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.s3 import BUCKET, CREDENTIALS, Gate, gate_to, moto, put
+from tests.stand_ins.s3 import BUCKET, CREDENTIALS, Gate, gate_to, moto, put
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,9 @@ from container.gpus import (
     gpu_memory,
     visible_memory,
 )
-from handlers.custom.pool import least_used, on_device
-from handlers.custom.runtime.channel import LoadOrder
 from handlers.custom.worker import WorkerPlan
+from handlers.custom.worker_pool import least_used, on_device
+from handlers.custom.worker_process.socket_protocol import LoadRequest
 
 
 @pytest.mark.parametrize(
@@ -213,12 +213,12 @@ def test_workers_are_spread_over_the_devices_also_after_some_have_ended(
 
 def test_a_worker_is_told_its_device_and_sees_only_its_own_of_several() -> None:
     assert least_used((), []) == "-1"
-    order = LoadOrder(model_dir="/m", entry_point="x", function="handle", async_mode=False, properties={})
-    plan = WorkerPlan(python="python", environment={"A": "1"}, order=order, load_timeout=1)
-    assert on_device(plan, "2").order.device_id == "2"
+    request = LoadRequest(model_dir="/m", entry_point="x", function="handle", async_mode=False, properties={})
+    plan = WorkerPlan(python="python", environment={"A": "1"}, load_request=request, load_timeout=1)
+    assert on_device(plan, "2").load_request.device_id == "2"
     assert on_device(plan, "2").environment == {"A": "1"}
     several = on_device(plan, "2,3")
     assert several.environment == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
-    assert several.order.device_id == "0"
+    assert several.load_request.device_id == "0"
     hidden = replace(plan, environment={"CUDA_VISIBLE_DEVICES": "4, 5,GPU-a,GPU-b"})
     assert on_device(hidden, "2,3").environment == {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}

@@ -29,11 +29,11 @@ from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute
 from handlers.contracts import CONTRACTS
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
-from handlers.entry_point import Service
 from handlers.lmi.rolling_batch import LmiContract
 from handlers.queue import EngineQueue
+from handlers.service import Service
 from tests.contracts.exchange import MODEL
-from tests.unit.handlers.test_engine_handler import ScriptedEngine
+from tests.stand_ins.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.asyncio
 

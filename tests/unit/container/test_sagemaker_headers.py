@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from container.invocations import named_model
-from handlers.custom.reply import response_headers
+from handlers.custom.handler_reply import response_headers
 from tests.unit.container.test_routes import make, with_engine
 
 SERVED = frozenset({"small", "big.tar.gz"})

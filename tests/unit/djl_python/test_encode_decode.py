@@ -65,7 +65,7 @@ def test_arrays_are_the_inputs(content_type: str) -> None:
 def test_a_request_of_another_class_is_read_by_lmis_methods(
     content_type: str | None, method: str, answer: Any, decoded: Any
 ) -> None:
-    given = Mock(spec=["get_as_bytes", method])  # any other method is an AttributeError
+    given = Mock(spec=["get_as_bytes", method])  # A call of any other method raises an AttributeError.
     getattr(given, method).return_value = answer
     assert decode(given, content_type) == decoded
 

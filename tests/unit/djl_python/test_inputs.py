@@ -28,7 +28,7 @@ def request(content_type: str | None = None, data: Any = None, key: str | None =
 
 
 def message(properties: dict[str, str], content: list[tuple[str | None, bytes]]) -> bytes:
-    """LMI's wire form, written down independently of the package."""
+    """Return the input in LMI's binary form, encoded without the package."""
 
     def text(value: str | None) -> bytes:
         encoded = (value or "").encode()
@@ -42,7 +42,7 @@ def message(properties: dict[str, str], content: list[tuple[str | None, bytes]])
 
 
 def connection(data: bytes) -> socket.socket:
-    """Hands out a few bytes at a time, as sockets may."""
+    """A socket that returns a few bytes at a time."""
     file = io.BytesIO(data)
     return Mock(socket.socket, recv=lambda size: file.read(min(size, 3)))
 

@@ -237,7 +237,7 @@ def archive_of(member: bytes, compression: int = zipfile.ZIP_DEFLATED) -> bytes:
 
 
 def claiming(archive: bytes, size: int) -> bytes:
-    """The archive, with another size of its only member in both headers."""
+    """Return the archive with another size of its only member in both headers."""
     changed = bytearray(archive)
     struct.pack_into("<I", changed, 22, size)
     struct.pack_into("<I", changed, archive.index(b"PK\x01\x02") + 24, size)
@@ -263,7 +263,7 @@ def test_the_sizes_of_all_arrays_of_an_archive_count(monkeypatch: pytest.MonkeyP
 
 
 def peak_of_refused(archive: bytes, message: str) -> int:
-    """Bytes of memory that were taken until the archive was refused."""
+    """Return the number of bytes that were allocated until the archive was refused."""
     tracemalloc.start()
     with pytest.raises(ValueError, match=message):
         from_npz(archive)

@@ -19,7 +19,7 @@ from djl_python.test_model import decode_encoded_output_binary
 
 
 def parts(output: Output) -> list[bytes]:
-    """What is sent, one item for each `sendall`."""
+    """Return the sent bytes, one item for each `sendall`."""
     connection = Mock(socket.socket)
     output.send(connection)
     return [call.args[0] for call in connection.sendall.call_args_list]

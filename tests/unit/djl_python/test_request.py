@@ -14,7 +14,7 @@ def request(formatter: Any = None, **parameters: Any) -> Request:
 
 
 def steps(made: Request, *texts: str) -> list[str]:
-    """What is sent after each token, as a rolling batch reads it."""
+    """Return the texts that a rolling batch sends after each token."""
     sent = []
     for index, text in enumerate(texts):
         last = index == len(texts) - 1

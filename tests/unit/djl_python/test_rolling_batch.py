@@ -22,7 +22,7 @@ from djl_python.utils import get_input_details, rolling_batch_inference
 
 
 class Spelling(RollingBatch):
-    """GenerationRoute the prompt again, a letter at each step; the letter `!` is a failure of the engine."""
+    """A rolling batch that repeats the prompt, one letter at each step. It fails at the letter `!`."""
 
     def __init__(self, model: str, properties: Any) -> None:
         super().__init__(properties)
@@ -148,7 +148,7 @@ def test_stream_in_the_body_wins_over_the_parameters() -> None:
 
 
 class Service:
-    """A handler with a rolling batch of its own, written as LMI's handlers are."""
+    """A handler that runs a rolling batch, as LMI's handlers do."""
 
     def __init__(self, **properties: Any) -> None:
         configs = Properties(**{"model_dir": "/m", **properties})

@@ -20,7 +20,7 @@ import pytest
 
 from djl_python import Session, SessionManager
 from djl_python.session_manager import SessionBackup
-from tests.s3 import BUCKET, CREDENTIALS, gate_to, held, moto, put
+from tests.stand_ins.s3 import BUCKET, CREDENTIALS, gate_to, held, moto, put
 from tests.waiting import wait_until
 
 
@@ -139,7 +139,7 @@ def s3_address() -> Iterator[str]:
 
 @pytest.fixture
 def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """S3, as the environment names it, and a prefix of the bucket that is nobody else's."""
+    """Set the environment's variables for S3 and return a bucket with a new prefix."""
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_address)
@@ -176,7 +176,7 @@ CREATE = "session = sessions.create_session(); session.put('k', 'kept'); print(s
 
 
 def with_sessions_in_s3(s3: Bucket, path: Path, code: str) -> str:
-    """What code prints in a process of its own, which saves its sessions when it ends."""
+    """Run code in a new process, which saves its sessions when it ends, and return its output."""
     setup = "import sys; from djl_python import SessionManager\n"
     setup += f"sessions = SessionManager({{'sessions_path': sys.argv[1], 'sessions_s3url': {s3.url!r}}})\n"
     done = subprocess.run([sys.executable, "-c", setup + code, str(path)], timeout=60, capture_output=True, text=True)
@@ -186,7 +186,7 @@ def with_sessions_in_s3(s3: Bucket, path: Path, code: str) -> str:
 
 @contextmanager
 def saving(s3: Bucket, path: Path) -> Iterator[SessionBackup]:
-    """A backup that looks often."""
+    """Create a backup that checks for changes often."""
     backup = SessionBackup(s3.url, str(path), interval_s=0.02)
     yield backup
     backup.close()
@@ -259,7 +259,7 @@ def test_a_session_that_is_being_restored_is_seen_complete_or_not_at_all(
 
         values = [pool.submit(kept, worker) for worker in workers]
         wait_until(lambda: any(name.startswith(".new-") for name in os.listdir(second)))
-        # Removes what has expired, or has no end.
+        # Removes expired sessions and sessions without an end.
         new = manager(second).create_session()
         assert not (second / created).exists()
         may_come.set()
@@ -285,7 +285,7 @@ def test_a_session_whose_end_cannot_be_read_has_ended(
     session = sessions.create_session()
     (Path(session.files_path) / ".expiration_ts.value").write_bytes(broken)
     assert sessions.get_session(session.session_id) is None
-    assert f"When session {session.session_id} ends cannot be read" in caplog.text
+    assert f"The session {session.session_id} counts as expired: cannot read its end" in caplog.text
     other = sessions.create_session()
     assert os.listdir(tmp_path) == [other.session_id]
 
@@ -294,7 +294,7 @@ def test_the_bytes_of_an_array_are_never_unpickled(tmp_path: Path) -> None:
     session = manager(tmp_path).create_session()
     for key in ("k", "k.value"):
         array = session.get_as_numpy(key, 64, dtype="uint8", create=True)
-        harmful = b"cos\nabort\n(tR."  # would end this process
+        harmful = b"cos\nabort\n(tR."  # This would end the process of the tests.
         array[: len(harmful)] = np.frombuffer(harmful, "uint8")
         array.flush()
         assert session.get(key) is None

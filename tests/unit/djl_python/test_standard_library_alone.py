@@ -11,7 +11,7 @@ ROOT = Path(djl_python.__file__).parent
 
 
 def isolated(code: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in an interpreter that has the standard library and this package only."""
+    """Run code in an interpreter that has only the standard library and this package."""
     setup = f"import sys; sys.path.append({str(ROOT.parent)!r}); "
     return subprocess.run(
         [sys.executable, "-I", "-S", "-c", setup + code], capture_output=True, text=True, timeout=60, cwd="/"
@@ -20,7 +20,7 @@ def isolated(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_module_can_be_imported_without_any_other_package() -> None:
     names = [module.name for module in pkgutil.walk_packages([str(ROOT)], "djl_python.")]
-    for name in ("properties", "hf_properties"):  # their classes are pydantic's
+    for name in ("properties", "hf_properties"):  # Their classes are pydantic models.
         names.remove(f"djl_python.properties_manager.{name}")
     assert {"djl_python.inputs", "djl_python.huggingface", "djl_python.rolling_batch.rolling_batch"} <= set(names)
     done = isolated("import importlib; " + "; ".join(f"importlib.import_module({name!r})" for name in names))

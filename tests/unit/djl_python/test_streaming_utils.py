@@ -40,7 +40,7 @@ def stream(loaded: tuple[Any, Any], prompts: Any, **parameters: Any) -> list[lis
 
 
 def generated(loaded: tuple[Any, Any], prompts: list[str], **parameters: Any) -> list[list[str]]:
-    """What transformers' own `generate` says, token by token."""
+    """Return the texts of the tokens that transformers' `generate` returns."""
     model, tokenizer = loaded
     encoded = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
     encoded.pop("token_type_ids", None)

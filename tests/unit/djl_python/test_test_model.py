@@ -139,7 +139,7 @@ def test_a_module_that_was_initialized_before_begins_anew() -> None:
 
 
 class Countdown:
-    """A rolling batch as the server would call it: each request counts its own number down."""
+    """A handler with a rolling batch, in which each request counts its number down."""
 
     def __init__(self) -> None:
         self.left: list[int] = []

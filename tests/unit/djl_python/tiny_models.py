@@ -1,11 +1,11 @@
-"""Models of a few thousand random weights, made on the spot: real transformers models that need no download."""
+"""Creates transformers models with a few thousand random weights, so that tests need no download."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-# transformers tries a tokenizer out with the word "abcdef" before it looks for stop strings.
+# transformers tests the tokenizer with the word "abcdef" before it searches for stop strings.
 WORDS = [
     "abcdef",
     "the",
@@ -27,7 +27,7 @@ SPECIAL = ["<unk>", "<pad>", "<s>", "</s>", "<mask>"]
 
 
 def save_tokenizer(directory: Path) -> int:
-    """A tokenizer of whole words. Its number of tokens."""
+    """Save a tokenizer with whole words as tokens. Return its number of tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -50,7 +50,7 @@ def save_tokenizer(directory: Path) -> int:
 
 
 def save_model(directory: Path, architecture: str) -> str:
-    """A model with its tokenizer. Its directory."""
+    """Save a model with its tokenizer. Return the directory."""
     import torch
     import transformers
 

@@ -7,7 +7,7 @@ import pytest
 from engines.errors import GenerationFailed
 from engines.interface import SequenceGroup, Watchdog
 from engines.request import FinishReason, Token, TokenDelta
-from tests.recorder import Recorder
+from tests.stand_ins.recorder import Recorder
 
 
 def finished(sequence: int, text: str, logprob: float, prompt_tokens: list[Token] | None = None) -> TokenDelta:

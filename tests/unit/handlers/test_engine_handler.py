@@ -1,4 +1,4 @@
-"""The handler's own book-keeping, against an engine that does what no real one can be made to do on demand."""
+"""The handler that calls an engine: its places, its replies and its counts, with an engine that the test scripts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from engines.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
-from engines.interface import EngineHealth, Generation, Sink
-from engines.loaded_model import EngineStatus
+from engines.interface import Generation, Sink
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
-from engines.statistics import Meter
 from handlers.contract import LONG_BODY, Call, ContractError, Exchange, Reply
 from handlers.contract_routes import ContractSetting
 from handlers.custom.formatter_thread import FormatterThread
@@ -29,6 +26,8 @@ from handlers.lmi.rolling_batch import LmiContract
 from handlers.queue import EngineQueue
 from handlers.triton.routes import TritonContract
 from tests.contracts.exchange import MODEL, call
+from tests.stand_ins.collected_reply import CollectedReply
+from tests.stand_ins.scripted_engine import ScriptedEngine
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -39,102 +38,6 @@ class Commenting(LmiContract):
 
     def parse(self, call: Call) -> Exchange:
         return replace(super().parse(call), comment=b":\n\n")
-
-
-class Running:
-    """Aborts as an engine does that has made one token and handed over nothing of it."""
-
-    def __init__(self, request: GenerationRequest, sink: Sink) -> None:
-        self.cancelled = self.aborted = False
-        self._request, self._sink = request, sink
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    def abort(self) -> None:
-        self.aborted = True
-        for sequence in range(self._request.sequences):
-            last = sequence == self._request.sequences - 1
-            self._sink.on_delta(TokenDelta("!", [], sequence, FinishReason.ABORT, 3, 1, last=last))
-
-
-class ScriptedEngine:
-    """Keeps its sinks for the test to push into; may fail in submit."""
-
-    max_model_len = 100
-    max_top_tokens = 20
-    eos_token_ids = frozenset({0})
-    tokenizer = None
-    adapters = None
-
-    def __init__(self) -> None:
-        self.meter = Meter()
-        self.sinks: list[Sink] = []
-        self.running: list[Running] = []
-        self.failures: dict[int, Exception] = {}
-
-    async def start(self) -> None: ...
-
-    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        if (failure := self.failures.get(len(self.sinks))) is not None:
-            if isinstance(failure, EngineDead):
-                self.sinks[0].on_error(failure)
-            raise failure
-        self.sinks.append(sink)
-        self.running.append(Running(request, sink))
-        return self.running[-1]
-
-    async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
-        return [1]
-
-    def tokenize(self, text: str) -> Sequence[int]:
-        return [1]
-
-    def detokenize(
-        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
-    ) -> list[Token]:
-        return []
-
-    def health(self) -> EngineHealth:
-        return EngineHealth(True)
-
-    def status(self) -> EngineStatus:
-        return EngineStatus(0, 0, 0.0)
-
-    async def stop(self) -> None: ...
-
-
-class Writer:
-    def __init__(self) -> None:
-        self.replies: list[Reply] = []
-        self.started: list[tuple[int, str]] = []
-        self.written: list[bytes] = []
-        self.ended: list[bytes] = []
-
-    def reply(self, reply: Reply) -> None:
-        self.replies.append(reply)
-
-    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        self.started.append((status, content_type))
-
-    def write(self, data: bytes) -> None:
-        self.written.append(data)
-
-    def write_latest(self, part: Callable[[], bytes]) -> None:
-        self.written.append(part())
-
-    def end(self, data: bytes) -> None:
-        self.ended.append(data)
-
-    async def drain(self) -> None: ...
-
-    @property
-    def finished(self) -> bool:
-        return bool(self.replies or self.ended)
-
-    @property
-    def body(self) -> bytes:
-        return b"".join([*(reply.body for reply in self.replies), *self.written, *self.ended])
 
 
 def last(text: str) -> TokenDelta:
@@ -155,25 +58,28 @@ CONTRACT = LmiContract(MODEL)
 
 
 async def test_a_place_is_taken_while_a_call_runs_and_free_after(queue: EngineQueue, engine: ScriptedEngine) -> None:
-    writer = Writer()
+    writer = CollectedReply()
     running = await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x"}), writer)
     assert running is not None
     assert queue.open_sequences == 1
     engine.sinks[0].on_delta(last("y"))
     running.cancel()
     assert queue.open_sequences == 0
-    assert [reply.body for reply in writer.replies] == [b'{"generated_text": "y"}']
+    assert writer.whole is not None
+    assert writer.whole.body == b'{"generated_text": "y"}'
 
 
 async def test_sequences_count_and_what_does_not_fit_is_refused(queue: EngineQueue) -> None:
     sampling = {"do_sample": True}
-    await EngineHandler(queue, CONTRACT).handle(call({"inputs": ["a", "b", "c"]}), Writer())
+    await EngineHandler(queue, CONTRACT).handle(call({"inputs": ["a", "b", "c"]}), CollectedReply())
     with pytest.raises(ContractError) as full:
-        await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x", "parameters": sampling | {"n": 2}}), Writer())
+        await EngineHandler(queue, CONTRACT).handle(
+            call({"inputs": "x", "parameters": sampling | {"n": 2}}), CollectedReply()
+        )
     assert full.value.reply.status == 503
     with pytest.raises(ContractError) as never:
         await EngineHandler(queue, CONTRACT).handle(
-            call({"inputs": ["a", "b"], "parameters": sampling | {"n": 3}}), Writer()
+            call({"inputs": ["a", "b"], "parameters": sampling | {"n": 3}}), CollectedReply()
         )
     assert never.value.reply.status == 424
     assert "at most 4 can be served" in never.value.reason
@@ -182,11 +88,11 @@ async def test_sequences_count_and_what_does_not_fit_is_refused(queue: EngineQue
 
 async def test_where_no_place_is_left_a_call_is_refused_before_its_body_is_understood(queue: EngineQueue) -> None:
     handler = EngineHandler(queue, CONTRACT, refuse_unread=overloaded)
-    await handler.handle(call({"inputs": ["a", "b", "c", "d"]}), Writer())
+    await handler.handle(call({"inputs": ["a", "b", "c", "d"]}), CollectedReply())
     with pytest.raises(ContractError) as full:
-        await handler.handle(call(b"{"), Writer())
+        await handler.handle(call(b"{"), CollectedReply())
     with pytest.raises(ContractError) as understood:
-        await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x", "stream": True}), Writer())
+        await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x", "stream": True}), CollectedReply())
     assert full.value.reply == understood.value.reply
     assert full.value.reply.status == 503
     assert queue.engine.meter.calls.failed == 2
@@ -198,7 +104,7 @@ async def test_a_submit_that_fails_frees_every_place_and_cancels_the_others(
 ) -> None:
     engine.failures[1] = failure
     with pytest.raises((ContractError, ZeroDivisionError)):
-        await EngineHandler(queue, CONTRACT).handle(call({"inputs": ["a", "b"]}), Writer())
+        await EngineHandler(queue, CONTRACT).handle(call({"inputs": ["a", "b"]}), CollectedReply())
     assert queue.open_sequences == 0
     assert [running.cancelled for running in engine.running] == [True]
 
@@ -213,13 +119,13 @@ class Eager(ScriptedEngine):
 
 
 async def test_a_prompt_that_is_refused_once_the_stream_has_begun_ends_it_with_the_error() -> None:
-    engine, writer = Eager(), Writer()
+    engine, writer = Eager(), CollectedReply()
     engine.failures[1] = InvalidRequest("the prompt is too long")
     queue = EngineQueue(engine, limit=4)
     contract = LmiDynamicContract(replace(MODEL, rolling_batch="disable", enable_streaming="huggingface"))
     running = await EngineHandler(queue, contract).handle(call({"inputs": ["x", "y"]}), writer)
-    assert writer.replies == []
-    assert writer.started == [(200, "application/jsonlines")]
+    assert writer.whole is None
+    assert (writer.status, writer.content_type) == (200, "application/jsonlines")
     records = [json.loads(line) for line in writer.body.splitlines()]
     assert records[0] == {"outputs": ["x", "y"]}
     assert records[1:] == [
@@ -232,7 +138,7 @@ async def test_a_prompt_that_is_refused_once_the_stream_has_begun_ends_it_with_t
 
 
 async def test_an_aborted_stream_ends_as_aborted_with_what_there_is(queue: EngineQueue, engine: ScriptedEngine) -> None:
-    writer = Writer()
+    writer = CollectedReply()
     body = {"inputs": "x", "stream": True, "parameters": {"details": True}}
     await EngineHandler(queue, CONTRACT).handle(call(body), writer)
     engine.sinks[0].on_delta(TokenDelta("y", [Token(7, "y", -0.5)], token_count=1))
@@ -242,28 +148,29 @@ async def test_an_aborted_stream_ends_as_aborted_with_what_there_is(queue: Engin
     assert b'"generated_text": "y!"' in writer.body
     assert b'"finish_reason": "abort", "generated_tokens": 1' in writer.body
     queue.abort("r")
-    assert len(writer.ended) == 1
+    assert writer.body.count(b'"abort"') == 1
 
 
 async def test_a_stream_with_a_comment_begins_at_once_and_comments_while_it_is_idle(
     queue: EngineQueue, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("handlers.running_call.KEEP_ALIVE_SECONDS", 0.05)
-    writer = Writer()
+    writer = CollectedReply()
     await EngineHandler(queue, Commenting(MODEL)).handle(call({"inputs": "x", "stream": True}), writer)
-    assert writer.started == [(200, "application/jsonlines")]
+    assert (writer.status, writer.content_type) == (200, "application/jsonlines")
     assert writer.body == b""
-    await until(lambda: len(writer.written) > 1)
-    assert set(writer.written) == {b":\n\n"}
+    await until(lambda: len(writer.parts) > 1)
+    assert set(writer.parts) == {b":\n\n"}
     engine.sinks[0].on_delta(TokenDelta("y", [Token(7, "y", -0.5)], finish_reason=FinishReason.EOS, last=True))
-    told = len(writer.written)
+    assert writer.ended
+    assert b'"generated_text": "y"' in writer.parts[-1]
+    sent = len(writer.parts)
     await asyncio.sleep(0.1)
-    assert len(writer.written) == told
-    assert b'"generated_text": "y"' in writer.ended[0]
+    assert len(writer.parts) == sent
 
 
 async def test_an_aborted_batch_ends_every_sequence_that_is_open(queue: EngineQueue, engine: ScriptedEngine) -> None:
-    writer = Writer()
+    writer = CollectedReply()
     await EngineHandler(queue, CONTRACT).handle(call({"inputs": ["a", "b"], "parameters": {"details": True}}), writer)
     engine.sinks[1].on_delta(last("done"))
     queue.abort("no such call")
@@ -279,13 +186,13 @@ async def test_calls_are_counted_as_succeeded_or_failed_and_not_when_the_client_
     queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
     calls = engine.meter.calls
-    await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x"}), Writer())
+    await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x"}), CollectedReply())
     engine.sinks[0].on_delta(last("y"))
     assert (calls.succeeded, calls.failed) == (1, 0)
-    await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x"}), Writer())
+    await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x"}), CollectedReply())
     engine.sinks[1].on_error(GenerationFailed("no"))
     assert (calls.succeeded, calls.failed) == (1, 1)
-    running = await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x"}), Writer())
+    running = await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x"}), CollectedReply())
     running.cancel()
     assert (calls.succeeded, calls.failed) == (1, 1)
     assert calls.succeeded_seconds > 0
@@ -296,21 +203,23 @@ async def test_a_call_is_answered_once_when_the_engine_dies_while_it_is_submitte
     queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
     engine.failures[1] = EngineDead()
-    writer = Writer()
+    writer = CollectedReply()
     await EngineHandler(queue, CONTRACT).handle(call({"inputs": ["a", "b"]}), writer)
-    assert [reply.status for reply in writer.replies] == [500]
+    assert writer.whole is not None
+    assert writer.whole.status == 500
     assert queue.open_sequences == 0
 
 
 async def test_one_failed_prompt_fails_its_call_and_cancels_its_mates(
     queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
-    writer = Writer()
+    writer = CollectedReply()
     await EngineHandler(queue, CONTRACT).handle(call({"inputs": ["a", "b"]}), writer)
     engine.sinks[0].on_delta(last("done"))
     engine.sinks[1].on_error(GenerationFailed("it broke"))
     engine.sinks[1].on_delta(last("late"))
-    assert [json.loads(reply.body)["error"] for reply in writer.replies] == ["it broke"]
+    assert writer.whole is not None
+    assert json.loads(writer.whole.body)["error"] == "it broke"
     assert all(running.cancelled for running in engine.running)
     assert queue.open_sequences == 0
 
@@ -318,13 +227,15 @@ async def test_one_failed_prompt_fails_its_call_and_cancels_its_mates(
 async def test_a_stream_that_fails_midway_ends_with_the_error_record(
     queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
-    writer = Writer()
+    writer = CollectedReply()
     await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x", "stream": True}), writer)
     engine.sinks[0].on_delta(TokenDelta(" a", [Token(7, " a", -0.5)], token_count=1))
     engine.sinks[0].on_error(GenerationFailed("it broke"))
-    assert writer.started == [(200, "application/jsonlines")]
-    assert writer.written == [b'{"token": {"id": 7, "text": " a", "log_prob": -0.5}}\n']
-    assert json.loads(writer.ended[0])["details"]["finish_reason"] == "error"
+    assert (writer.status, writer.content_type) == (200, "application/jsonlines")
+    token, end = writer.parts
+    assert token == b'{"token": {"id": 7, "text": " a", "log_prob": -0.5}}\n'
+    assert writer.ended
+    assert json.loads(end)["details"]["finish_reason"] == "error"
 
 
 class Shouting:
@@ -362,8 +273,8 @@ class ShoutingContract:
         return Reply(424, "", error.message.encode())
 
 
-async def shout(queue: EngineQueue, engine: ScriptedEngine, *deltas: TokenDelta) -> Writer:
-    writer = Writer()
+async def shout(queue: EngineQueue, engine: ScriptedEngine, *deltas: TokenDelta) -> CollectedReply:
+    writer = CollectedReply()
     contract = FormattingHandler(queue, ShoutingContract(), FormatterThread(5))
     await contract.handle(Call(body=b"", request_id="r"), writer)
     for delta in deltas:
@@ -395,7 +306,7 @@ async def test_a_formatter_that_fails_ends_its_request_and_frees_its_place(
 async def test_a_refusal_by_a_contract_that_may_block_is_a_refusal(queue: EngineQueue) -> None:
     contract = FormattingHandler(queue, ShoutingContract(), FormatterThread(5))
     with pytest.raises(ContractError):
-        await contract.handle(Call(body=b"refuse", request_id="r"), Writer())
+        await contract.handle(Call(body=b"refuse", request_id="r"), CollectedReply())
 
 
 @pytest.mark.parametrize(("body", "reason"), [(b"hang", "did not return"), (b"leave", "SystemExit: 1")])
@@ -404,13 +315,13 @@ async def test_a_contract_that_hangs_or_exits_while_it_reads_refuses_its_call(
 ) -> None:
     contract = FormattingHandler(queue, ShoutingContract(), FormatterThread(0.2))
     with pytest.raises(ContractError, match=reason) as refused:
-        await contract.handle(Call(body=body, request_id="r"), Writer())
+        await contract.handle(Call(body=body, request_id="r"), CollectedReply())
     assert refused.value.reply.status == 424
 
 
 async def test_nothing_more_is_formatted_for_a_client_that_has_gone(queue: EngineQueue, engine: ScriptedEngine) -> None:
     contract = FormattingHandler(queue, ShoutingContract(), FormatterThread(5))
-    gone = await contract.handle(Call(body=b"", request_id="r"), Writer())
+    gone = await contract.handle(Call(body=b"", request_id="r"), CollectedReply())
     for _ in range(6000):
         engine.sinks[-1].on_delta(TokenDelta("x"))
     gone.cancel()
@@ -427,7 +338,7 @@ async def test_a_body_that_takes_long_to_read_is_read_in_a_thread(queue: EngineQ
 
     threads: list[threading.Thread] = []
     for body in (b"", b" " * LONG_BODY):
-        await EngineHandler(queue, Slow()).handle(Call(body=body, request_id="r"), Writer())
+        await EngineHandler(queue, Slow()).handle(Call(body=body, request_id="r"), CollectedReply())
     assert threads[0] is threading.main_thread()
     assert threads[1] is not threading.main_thread()
 
@@ -437,7 +348,7 @@ async def test_an_answer_that_has_room_for_one_response_ends_the_call_at_the_sec
 ) -> None:
     setting = ContractSetting(settings=MODEL, model=engine)
     body = b'{"text_input": "x", "stream": true}'
-    writer = Writer()
+    writer = CollectedReply()
     generate = TritonContract(setting, events=False)
     await EngineHandler(queue, generate).handle(
         Call(body=body, request_id="r", path_parameters={"model": MODEL.name}), writer
@@ -445,15 +356,15 @@ async def test_an_answer_that_has_room_for_one_response_ends_the_call_at_the_sec
     engine.sinks[0].on_delta(TokenDelta("y", token_count=1))
     assert not writer.finished
     engine.sinks[0].on_delta(TokenDelta("z", token_count=2))
-    assert [reply.status for reply in writer.replies] == [400]
+    assert writer.whole is not None
+    assert writer.whole.status == 400
     assert engine.running[0].cancelled
     assert (queue.open_sequences, engine.meter.calls.failed) == (0, 1)
-    engine.sinks[0].on_delta(last("!"))
-    assert len(writer.replies) == 1
+    engine.sinks[0].on_delta(last("!"))  # The writer would refuse a second reply.
 
 
-async def cumulative(queue: EngineQueue, sequences: int) -> Writer:
-    writer = Writer()
+async def cumulative(queue: EngineQueue, sequences: int) -> CollectedReply:
+    writer = CollectedReply()
     body = {"prompt": "x", "n": sequences, "temperature": 1.0}
     setting = ContractSetting(settings=MODEL, model=queue.engine)
     await EngineHandler(queue, HappyVllmContract(setting, stream=True)).handle(call(body), writer)
@@ -468,13 +379,13 @@ async def test_a_cumulative_answer_has_a_line_for_an_engine_step_and_not_for_eac
         for sequence in range(3):
             engine.sinks[0].on_delta(TokenDelta("y", sequence=sequence, token_count=step + 1))
         await asyncio.sleep(0)
-    assert [json.loads(line)["responses"] for line in writer.written] == [["y"] * 3, ["yy"] * 3]
+    assert [json.loads(line)["responses"] for line in writer.parts] == [["y"] * 3, ["yy"] * 3]
     for sequence in range(3):
         end = TokenDelta("!", [], sequence, FinishReason.EOS, token_count=3, last=sequence == 2)
         engine.sinks[0].on_delta(end)
     await asyncio.sleep(0)
-    assert len(writer.written) == 2
-    assert [json.loads(line)["responses"] for line in writer.ended] == [["yy!"] * 3]
+    assert writer.ended
+    assert [json.loads(line)["responses"] for line in writer.parts[2:]] == [["yy!"] * 3]
     assert queue.open_sequences == 0
 
 
@@ -483,16 +394,17 @@ async def test_a_single_cumulative_sequence_is_told_at_once_and_long_ones_less_o
 ) -> None:
     writer = await cumulative(queue, 1)
     engine.sinks[0].on_delta(TokenDelta("y" * 400_000, token_count=1))
-    assert len(writer.written) == 1
+    assert len(writer.parts) == 1
     for count in range(100):
         engine.sinks[0].on_delta(TokenDelta("z", token_count=count))
         await asyncio.sleep(0)
-    assert len(writer.written) < 50
+    assert len(writer.parts) < 50
     engine.sinks[0].on_delta(last("!"))
-    assert json.loads(writer.ended[0])["responses"] == ["y" * 400_000 + "z" * 100 + "!"]
-    sent = len(writer.written)
+    assert json.loads(writer.parts[-1])["responses"] == ["y" * 400_000 + "z" * 100 + "!"]
+    sent = len(writer.parts)
     await asyncio.sleep(0.05)
-    assert len(writer.written) == sent
+    assert writer.ended
+    assert len(writer.parts) == sent
 
 
 async def test_a_part_that_cannot_be_made_between_two_steps_ends_the_reply_and_is_logged(

@@ -17,7 +17,7 @@ from container.settings.settings import ServerSettings, Settings
 from engines.errors import EngineDead
 from engines.interface import EngineHealth, EngineStartError
 from engines.model_settings import ModelSettings
-from handlers.entry_point import Service
+from handlers.service import Service
 
 
 class SlowToEnd:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.s3 import CREDENTIALS, Gate, held, put, refuse
+from tests.stand_ins.s3 import CREDENTIALS, Gate, held, put, refuse
 from tests.unit.container.test_model_management import ECHO, error, serving
 
 pytestmark = pytest.mark.asyncio

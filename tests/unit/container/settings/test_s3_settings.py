@@ -13,7 +13,7 @@ from container.settings.load import load_settings
 from container.settings.settings import Settings, SettingsError
 from container.sources.download import RemoteModel
 from engines.interface import EngineStartError
-from tests.s3 import Gate, put, refuse
+from tests.stand_ins.s3 import Gate, put, refuse
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from container.sources import s3
 from container.sources.download import LocalCopy, open_model
 from container.sources.location import FetchTimeout, S3Url, SourceError
-from tests.s3 import Gate, alter, cut_short, delete, held, put, refuse, slow
+from tests.stand_ins.s3 import Gate, alter, cut_short, delete, held, put, refuse, slow
 from tests.waiting import wait_until
 
 WEIGHTS = bytes(range(256)) * 4096 * 3  # 3 MiB

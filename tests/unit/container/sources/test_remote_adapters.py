@@ -10,7 +10,7 @@ import pytest
 
 from container.sources.download import RemoteAdapters
 from engines.errors import AdapterFailed, InvalidParameter
-from tests.s3 import Gate, held, put, refuse
+from tests.stand_ins.s3 import Gate, held, put, refuse
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

@@ -43,7 +43,7 @@ from engines.transformers.model import TransformersModel, load_model
 from tests import waiting
 from tests.freed import when_freed
 from tests.generation import generate
-from tests.recorder import Recorder
+from tests.stand_ins.recorder import Recorder
 
 until = partial(waiting.until, seconds=10.0)
 

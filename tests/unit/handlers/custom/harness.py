@@ -1,4 +1,4 @@
-"""A writer that keeps what it is given, and a custom handler with real workers."""
+"""Helpers of the tests: a custom handler with real workers, and a writer that records the reply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 
 class Recorder:
-    """Implements `ReplyWriter`. `taking` is cleared for a client that does not read."""
+    """Implements `ReplyWriter`. A test clears `taking` for a client that does not read."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -73,7 +73,7 @@ class Recorder:
 
 
 class Client:
-    """Sends calls to a handler."""
+    """A client that sends calls to a handler."""
 
     def __init__(self, handler: CustomHandler) -> None:
         self.handler = handler
@@ -98,7 +98,7 @@ class Client:
         return writer, await self.handler.handle(call, writer)
 
     async def ask(self, body: bytes | str = b"", **more: Any) -> Recorder:
-        """Send a call and wait for its whole answer."""
+        """Send a call, wait for its whole answer and return it."""
         writer, _ = await self.send(body, **more)
         return await writer.done()
 
@@ -108,7 +108,7 @@ class Client:
 
 
 def settings_for(model: str | Path, **more: Any) -> ModelSettings:
-    """Fields of HandlerSettings go there, all others into ModelSettings."""
+    """Return the settings of a model. Fields of `HandlerSettings` go there, and other fields to `ModelSettings`."""
     model_dir = MODELS / model
     own = {field.name for field in dataclasses.fields(HandlerSettings)}
     entry_point = str(model_dir / "model.py")
@@ -125,7 +125,7 @@ def settings_for(model: str | Path, **more: Any) -> ModelSettings:
 async def serving(
     model: str | Path, *, queue_size: int = 100, grace: float = 2.0, **more: Any
 ) -> AsyncIterator[Client]:
-    """A started handler; afterwards none of its processes may be left."""
+    """Start a handler and stop it afterwards. Check that all its processes have ended."""
     handler = CustomHandler(
         settings_for(model, **more),
         queue_size=queue_size,
@@ -144,7 +144,7 @@ async def serving(
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for does not."""
+    """True if a process runs. A zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -95,7 +95,7 @@ async def test_a_slow_client_holds_up_neither_others_nor_memory() -> None:
         assert all(len(answer.body.splitlines()) == 5 for answer in quick)
         held = 0
         async with asyncio.timeout(60):
-            while len(slow.body) > held:  # what is on its way arrives, and then no more
+            while len(slow.body) > held:  # Sent data arrives, and then no more follows.
                 held = len(slow.body)
                 await asyncio.sleep(0.3)
         assert held < 600_000
@@ -167,10 +167,10 @@ async def test_calls_cancelled_before_they_begin_leave_nothing_behind() -> None:
             _, running = await client.send(json.dumps({"do": "echo", "text": "x"}))
             running.cancel()
         assert (await blocking).body == b"blocked"
-        await asyncio.sleep(3.5)  # beyond predict_timeout
+        await asyncio.sleep(3.5)  # Longer than predict_timeout.
         assert (await ask(client, do="echo", text="on")).body == b"on"
         assert client.handler.pool.failures == 0
-        # The word that a call has ended comes after its last bytes.
+        # The message that a call has ended comes after the last bytes of the call.
         await until(lambda: not client.handler.pool.busy)
 
 

@@ -1,4 +1,4 @@
-"""Whatever is sent at the same time, each client gets the answer to what it sent itself."""
+"""Many requests at the same time: each client gets the answer to its own request."""
 
 from __future__ import annotations
 

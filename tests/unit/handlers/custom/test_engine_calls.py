@@ -1,4 +1,4 @@
-"""A `handle` beside LMI's service for vLLM: it comes first, and the engine does what it leaves to it."""
+"""A `handle` before the engine: it gets each request first, and may call the engine or leave the request to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINES = "application/jsonlines"
 
 
 class Engine:
-    """Implements `Handler`: repeats what it is asked."""
+    """Implements `Handler`: answers with the request."""
 
     def __init__(self) -> None:
         self.loads = 0
@@ -66,7 +66,7 @@ async def before_engine(
 ) -> AsyncIterator[Client]:
     settings = settings_for(MODELS / model, entry_point=SERVICE, async_mode=True, properties=properties)
     handler = CustomHandler(
-        settings, queue_size=100, overload_status=529, grace=2, engine=engine.load if engine is not None else None
+        settings, queue_size=100, overload_status=529, grace=2, load_engine=engine.load if engine is not None else None
     )
     await handler.start()
     try:

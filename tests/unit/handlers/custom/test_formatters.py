@@ -1,23 +1,20 @@
+"""The formatters of a customer's `model.py`, and the imports of its modules and packages."""
+
 from __future__ import annotations
 
-import asyncio
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engines.errors import GenerationFailed
 from engines.interface import EngineStartError
-from handlers.custom.formatter_thread import FormatterThread
-from handlers.custom.formatters import Formatters, ModelImports, add_packages, kind_fault, load_formatters
+from handlers.custom.formatters import Formatters, load_formatters, signature_fault
+from handlers.custom.model_imports import ModelImports, add_packages
 from tests.contracts.exchange import MODEL
-from tests.unit.handlers.custom.test_packages import make_wheel
-from tests.waiting import until
+from tests.unit.handlers.custom.test_requirements import make_wheel
 
 OUTPUT = """
 from djl_python.output_formatter import output_formatter
@@ -38,7 +35,7 @@ def read(given, **keywords):
 
 @pytest.fixture(autouse=True)
 def unchanged_imports() -> Iterator[None]:
-    """What the models of a test import from; nothing of it is left afterwards."""
+    """Check that a test leaves `sys.path` unchanged, and remove the modules that it imported."""
     path, modules = list(sys.path), set(sys.modules)
     IMPORTS.clear()
     yield
@@ -142,14 +139,14 @@ BOTH, ASYNCHRONOUS, ROLLING, NEITHER = {True, False}, {True}, {False}, set[bool]
 
 
 def modes_of(signature: str, kind: str) -> set[bool]:
-    """The values of `async_mode` with which a formatter with such a signature is taken."""
+    """Return the values of `async_mode` that accept a formatter with this signature."""
     modes = set()
     for code in (SIGNATURES, SIGNATURES.replace("from __future__ import annotations", "")):
         module: dict[str, Any] = {}
         exec(code.format(signature), module)
         formatters = Formatters(**{"input": None, "output": None, kind: module["f"]})
-        modes.add(frozenset(mode for mode in BOTH if not kind_fault(formatters, async_mode=mode)))
-    (found,) = modes  # the same whether annotations are evaluated or not
+        modes.add(frozenset(mode for mode in BOTH if not signature_fault(formatters, async_mode=mode)))
+    (found,) = modes  # Both forms of annotations give the same modes.
     return set(found)
 
 
@@ -233,7 +230,7 @@ def answer(formatters: Formatters) -> str:
 
 
 def model_with_module(directory: Path, answer: str) -> Path:
-    """A model directory with a module that is called as that of any other."""
+    """Create a model directory with a module `beside`, a name that all models share."""
     directory.mkdir()
     (directory / "beside.py").write_text(f"ANSWER = '{answer}'\n")
     return directory
@@ -284,85 +281,6 @@ def test_a_directory_of_two_models_stays_until_both_are_unloaded(tmp_path: Path)
 
 def test_packages_and_the_servers_own_modules_are_never_forgotten(tmp_path: Path) -> None:
     imports, before = ModelImports(), dict(sys.modules)
-    imports.add_own(Path(__file__).parents[4])  # where the server itself may be
+    imports.add_own(Path(__file__).parents[4])  # The server's code may be in this directory.
     imports.remove()
     assert dict(sys.modules) == before
-
-
-def boom() -> str:
-    raise KeyError("x")
-
-
-@pytest.mark.asyncio
-async def test_work_runs_off_the_event_loop_in_order() -> None:
-    thread, seen, threads = FormatterThread(5), [], set()
-
-    def work(number: int) -> None:
-        seen.append(number)
-        threads.add(threading.current_thread())
-
-    await asyncio.gather(*(thread.run(partial(work, number)) for number in range(100)))
-    assert seen == list(range(100))
-    assert len(threads) == 1
-    assert threading.main_thread() not in threads
-
-
-@pytest.mark.asyncio
-async def test_an_error_reaches_the_one_who_waits() -> None:
-    with pytest.raises(KeyError):
-        await FormatterThread(5).run(boom)
-
-
-@pytest.mark.asyncio
-async def test_a_formatter_that_exits_fails_alone() -> None:
-    thread = FormatterThread(5)
-
-    def leave() -> None:
-        raise SystemExit(3)
-
-    with pytest.raises(GenerationFailed, match="SystemExit: 3"):
-        await thread.run(leave)
-    assert await thread.run(lambda: "on") == "on"
-
-
-@pytest.mark.asyncio
-async def test_a_formatter_that_hangs_fails_and_the_next_one_goes_on() -> None:
-    thread, release = FormatterThread(0.2), threading.Event()
-    hanging = asyncio.ensure_future(thread.run(release.wait))
-    following = [asyncio.ensure_future(thread.run(lambda number=number: number)) for number in range(3)]
-    with pytest.raises(GenerationFailed, match="did not return within predict_timeout"):
-        await hanging
-    assert await asyncio.gather(*following) == [0, 1, 2]
-    release.set()
-    assert await thread.run(lambda: "on") == "on"
-
-
-@pytest.mark.asyncio
-async def test_who_waits_may_go_away() -> None:
-    thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
-    waiting: asyncio.Future[Any] = asyncio.ensure_future(thread.run(lambda: begun.set() or release.wait()))
-    await until(begun.is_set)
-    waiting.cancel()
-    release.set()
-    assert await thread.run(lambda: "on") == "on"
-
-
-@pytest.mark.asyncio
-async def test_a_thread_that_is_stopped_does_what_waits_and_ends() -> None:
-    thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
-
-    def work() -> threading.Thread:
-        begun.set()
-        release.wait()
-        return threading.current_thread()
-
-    first = asyncio.ensure_future(thread.run(work))
-    second = asyncio.ensure_future(thread.run(lambda: "waited"))
-    await until(begun.is_set)
-    thread.stop()
-    release.set()
-    worked = await first
-    assert await second == "waited"
-    await asyncio.to_thread(worked.join, 5)
-    assert not worked.is_alive()
-    assert await thread.run(lambda: "later") == "later"

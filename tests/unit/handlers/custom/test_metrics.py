@@ -1,4 +1,4 @@
-"""Metrics that a handler prints, from its lines to /metrics."""
+"""Metrics that a handler prints: the lines, and the samples in /metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Collector(Collector):
 
 
 def shown(*lines: str, metrics: HandlerMetrics | None = None) -> dict[tuple[str, str, str], float]:
-    """Values by name, label and its value, as Prometheus reads them."""
+    """Return the samples that Prometheus reads, by their name, label and label value."""
     metrics = metrics or HandlerMetrics()
     for line in lines:
         metrics.read(line)
@@ -101,7 +101,7 @@ def test_a_name_keeps_its_type_and_no_two_metrics_share_a_series(caplog: pytest.
     assert set(kept) == {("a_total", "Host", HOST), ("b_count", "Host", HOST), ("b_sum", "Host", HOST)}
     assert kept["a_total", "Host", HOST] == 1.0
     assert len(caplog.records) == 1
-    assert "the metric a is of another type" in caplog.text
+    assert "the metric a has another type already" in caplog.text
 
 
 def test_a_handler_cannot_make_metrics_without_end() -> None:

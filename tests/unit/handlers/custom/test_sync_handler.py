@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from handlers.contract import ContractError
-from handlers.custom import batching
+from handlers.custom import dynamic_batching
 from tests.unit.handlers.custom.harness import MODELS, Recorder, serving
 from tests.waiting import until
 
@@ -182,7 +182,7 @@ async def test_a_slow_client_stops_the_generator_instead_of_filling_memory(tmp_p
     async with serving("echo", predict_timeout=1.5) as client:
         _, running = await client.send(query={"endless": "100000", "journal": str(journal)}, writer=writer)
         await until(writer.progress.is_set)
-        await asyncio.sleep(3.0)  # twice the predict timeout, which does not count here
+        await asyncio.sleep(3.0)  # Twice the predict timeout, which does not count here.
         assert len(writer.body) <= 600_000
         assert not writer.finished.is_set()
         held = int(journal.read_text())
@@ -223,7 +223,7 @@ async def test_a_hundred_clients_that_leave_mid_stream_leave_nothing_running(tmp
 async def test_a_client_that_takes_nothing_for_too_long_frees_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batching, "CLIENT_PATIENCE", 0.5)
+    monkeypatch.setattr(dynamic_batching, "CLIENT_PATIENCE", 0.5)
     async with serving("echo") as client:
         stalled = Recorder()
         stalled.taking.clear()
@@ -285,7 +285,7 @@ async def test_a_client_cannot_make_its_request_look_like_a_batch_or_the_initial
 
 
 async def test_a_stalled_client_does_not_hide_a_handler_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "CLIENT_PATIENCE", 0.3)
+    monkeypatch.setattr(dynamic_batching, "CLIENT_PATIENCE", 0.3)
     async with serving("stalling", predict_timeout=3) as client:
         stalled = Recorder()
         stalled.taking.clear()

@@ -20,7 +20,7 @@ from handlers.lmi.formatters import PayloadFormatters
 from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.sessions import Sessions
 from tests.contracts.exchange import MODEL, call
-from tests.unit.collected_reply import CollectedReply
+from tests.stand_ins.collected_reply import CollectedReply
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

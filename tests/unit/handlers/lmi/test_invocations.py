@@ -14,7 +14,7 @@ from handlers.lmi.chat import AsyncShape, LmiChatShape
 from handlers.lmi.formatted_reply import ShapedReply
 from handlers.lmi.invocations import ASYNCHRONOUS, ROLLING_BATCH, InvocationsHandler, Table, read_body
 from handlers.lmi.sessions import Sessions
-from tests.unit.collected_reply import CollectedReply
+from tests.stand_ins.collected_reply import CollectedReply
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

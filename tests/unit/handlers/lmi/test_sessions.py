@@ -18,7 +18,7 @@ from djl_python.session_manager import Session, SessionBackup, SessionManager
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
 from handlers.contract import Call, ContractError, Reply
-from handlers.entry_point import Limits, load_service
+from handlers.entry_point import load_service
 from handlers.lmi.sessions import (
     CLOSED_SESSION_ID,
     NEW_SESSION_ID,
@@ -27,6 +27,7 @@ from handlers.lmi.sessions import (
     load_sessions,
     remove_sessions,
 )
+from handlers.service import Limits
 from tests.contracts.exchange import call
 from tests.waiting import until
 

@@ -5,7 +5,7 @@ import json
 from handlers.contract import Reply
 from handlers.lmi.chat import LmiChatShape
 from handlers.lmi.formatted_reply import ShapedReply
-from tests.unit.collected_reply import CollectedReply
+from tests.stand_ins.collected_reply import CollectedReply
 
 
 def event(document: dict[str, object]) -> bytes:

@@ -18,7 +18,7 @@ from handlers.openai.handler import OpenAIHandler
 from handlers.openai.routes import error_reply
 from handlers.openai.vllm_call import VllmApp
 from handlers.queue import EngineQueue
-from tests.unit.collected_reply import CollectedReply
+from tests.stand_ins.collected_reply import CollectedReply
 from tests.waiting import until
 
 
@@ -47,7 +47,8 @@ async def served(app: Any, call: Call = CALL, limit: int = 4) -> tuple[Collected
     running = await OpenAIHandler(VllmApp(app, None), handler).handle(call, writer)
     await until(lambda: writer.whole is not None or writer.ended)
     await asyncio.sleep(0)
-    running.cancel()
+    if running is not None:
+        running.cancel()
     return writer, handler
 
 

@@ -12,7 +12,7 @@ from handlers.openai.current_call import OpenAICall
 from handlers.openai.vllm_call import for_vllm
 from handlers.queue import EngineQueue
 from tests.contracts.exchange import call
-from tests.unit.handlers.test_engine_handler import ScriptedEngine
+from tests.stand_ins.scripted_engine import ScriptedEngine
 
 CHAT = "/v1/chat/completions"
 

@@ -13,7 +13,7 @@ from handlers.contract import Call
 from handlers.openai.current_call import OpenAICall
 from handlers.openai.vllm_call import for_vllm
 from handlers.queue import EngineQueue
-from tests.unit.handlers.test_engine_handler import ScriptedEngine
+from tests.stand_ins.scripted_engine import ScriptedEngine
 
 BODY = {"prompt": "Once", "guided_regex": "[0-9]{3}", "max_tokens": 8}
 TEXT = json.dumps(BODY)

@@ -14,8 +14,8 @@ from handlers.openai.handler import OpenAIHandler
 from handlers.openai.vllm_call import VllmApp
 from handlers.queue import EngineQueue
 from tests.contracts.test_openai_contract import FRONT_END
-from tests.unit.collected_reply import CollectedReply
-from tests.unit.handlers.test_engine_handler import ScriptedEngine
+from tests.stand_ins.collected_reply import CollectedReply
+from tests.stand_ins.scripted_engine import ScriptedEngine
 from tests.waiting import until
 
 COMPLETION, CHAT = "/v1/completions", "/openai/v1/chat/completions"

@@ -1,4 +1,4 @@
-"""What is left of a worker when the server is killed: nothing, not even what the worker has started."""
+"""The end of workers and their child processes when the server is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages of a model's own, and interpreters other than ours."""
+"""The installation of a model's `requirements.txt`, and other interpreters than the server's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from engines.interface import EngineStartError
 from engines.model_settings import HandlerSettings
 from handlers.custom.custom_handler import CustomHandler
-from handlers.custom.packages import prepare_interpreter, requirements_dir
+from handlers.custom.requirements import prepare_interpreter, requirements_dir
 from tests.unit.handlers.custom.harness import MODELS, serving, settings_for
 from tests.waiting import until
 
@@ -135,7 +135,7 @@ async def test_another_interpreter_sees_the_sdk_and_its_own_packages_but_none_of
         "def handle(inputs):\n"
         "    if inputs.is_empty():\n"
         "        return None\n"
-        "    names = ['djl_python', 'handlers', 'container', 'msgspec', 'pytest', 'launch', 'channel']\n"
+        "    names = ['djl_python', 'handlers', 'container', 'msgspec', 'pytest', 'launch', 'socket_protocol']\n"
         "    found = [name for name in names if name in sys.modules or importlib.util.find_spec(name)]\n"
         "    return Output().add(json.dumps([sys.prefix, found]))\n"
     )

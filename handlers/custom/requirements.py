@@ -1,7 +1,7 @@
-"""The packages of a model's `requirements.txt`, in an environment of the model's own.
+"""Installs a model's `requirements.txt` into a virtual environment.
 
-LMI installs them into the server's interpreter. Here the server's packages never change: each set of requirements has
-a virtual environment, which falls back to the interpreter's packages.
+LMI installs the packages into the server's interpreter. Slipway never changes the server's packages: each set of
+requirements has a virtual environment, which falls back to the interpreter's packages.
 """
 
 from __future__ import annotations
@@ -29,33 +29,40 @@ logger = logging.getLogger("handlers.custom")
 
 REQUIREMENTS = "requirements.txt"
 
-# Variables that would lead another interpreter to our packages, or away from its own.
-_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+# With these variables another interpreter would import the server's packages, or would not find its own.
+_SERVER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 _PIP_VARIABLES = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", "PIP_NO_INPUT": "1"}
 _DESCRIBE = (
     "import json, sys; "
     "print(json.dumps([sys.executable, sys.version, [p for p in sys.path if p.endswith('-packages')]]))"
 )
-_COMPLETE = "complete"
+_COMPLETE = "complete"  # A file that marks a finished environment.
+# Files with these endings count for the key of the environment: pip may read them.
 _PIP_FILES = frozenset({".txt", ".whl", ".gz", ".zip", ".toml"})
-_LAST_LINES = 5  # Of pip's output, in the error message.
+_LAST_LINES = 5  # Lines of pip's output that the error message repeats.
 
 
-def variables_of(settings: HandlerSettings) -> Mapping[str, str]:
-    """Our variables and those of `option.env`; another interpreter gets none that concern our packages."""
+def environment_variables(settings: HandlerSettings) -> Mapping[str, str]:
+    """Return the server's variables and those of `option.env`.
+
+    Another interpreter does not get the variables that concern the server's packages.
+    """
     foreign = settings.python_executable is not None
-    inherited = {name: value for name, value in os.environ.items() if not (foreign and name in _OURS)}
+    inherited = {name: value for name, value in os.environ.items() if not (foreign and name in _SERVER_VARIABLES)}
     return inherited | dict(settings.environment)
 
 
 def needs_packages(model_dir: Path, settings: HandlerSettings) -> bool:
-    """Whether anything is to be installed for the model."""
+    """True if packages have to be installed for the model."""
     return settings.install_requirements and (bool(settings.pip_arguments) or os.path.isfile(model_dir / REQUIREMENTS))
 
 
 def requirements_dir(model_dir: Path, settings: HandlerSettings) -> Path:
-    """Where `requirements.txt` is: in the model's directory, or where only that has one, in that of the handler's file,
-    such as SageMaker's `code/`."""
+    """Return the directory of `requirements.txt`.
+
+    This is the model's directory. If only the directory of the handler's file has a `requirements.txt`, it is that
+    directory, such as SageMaker's `code/`.
+    """
     own = Path(settings.entry_point).parent
     elsewhere = (
         os.path.isabs(own) and os.path.isfile(own / REQUIREMENTS) and not os.path.isfile(model_dir / REQUIREMENTS)
@@ -64,12 +71,15 @@ def requirements_dir(model_dir: Path, settings: HandlerSettings) -> Path:
 
 
 async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str:
-    """The interpreter for the model's workers. Installs the requirements, unless that has been done before. Raises
-    EngineStartError: the interpreter cannot be run, or cannot make an environment, or pip fails."""
+    """Return the interpreter for the model's workers. Install the requirements if that has not been done yet.
+
+    Raises:
+        EngineStartError: The interpreter cannot be run or cannot create an environment, or pip fails.
+    """
     python = settings.python_executable or sys.executable
     if not settings.enable_venv and not needs_packages(model_dir, settings):
         return python
-    variables = {**variables_of(settings), **_PIP_VARIABLES}
+    variables = {**environment_variables(settings), **_PIP_VARIABLES}
     answer = await _run([python, "-c", _DESCRIBE], model_dir, variables)
     if answer.returncode:
         raise EngineStartError(f"{python} cannot be used for the handler: {answer.stdout}")
@@ -80,7 +90,7 @@ async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise EngineStartError(f"there is no place for the handler's packages: {error}") from None
+        raise EngineStartError(f"cannot create a directory for the handler's packages: {error}") from None
     own_python = str(folder / "bin" / "python")
     async with AsyncFileLock(f"{folder}.lock"):
         if (folder / _COMPLETE).is_file():
@@ -88,7 +98,7 @@ async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str
         await asyncio.to_thread(shutil.rmtree, folder, True)
         made = await _run([python, "-m", "venv", "--without-pip", str(folder)], model_dir, variables)
         if made.returncode:
-            raise EngineStartError(f"{python} cannot make an environment for the handler's packages: {made.stdout}")
+            raise EngineStartError(f"{python} cannot create an environment for the handler's packages: {made.stdout}")
         site = next((folder / "lib").glob("python*/site-packages"))
         lines = [f"import site; site.addsitedir({path!r})" for path in packages]
         (site / "slipway_parent.pth").write_text("\n".join(lines) + "\n")
@@ -99,7 +109,7 @@ async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str
 
 
 def _pip_arguments(model_dir: Path, settings: HandlerSettings) -> list[str]:
-    """The arguments of `pip install`; empty where nothing is to be installed."""
+    """Return the arguments of `pip install`, or an empty list if no packages have to be installed."""
     if not needs_packages(model_dir, settings):
         return []
     arguments = list(settings.pip_arguments) or ["-r", REQUIREMENTS]
@@ -109,7 +119,7 @@ def _pip_arguments(model_dir: Path, settings: HandlerSettings) -> list[str]:
 
 
 async def _install(python: str, model_dir: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Run the server's own pip for another interpreter, which may have none."""
+    """Run the server's pip for another interpreter, which may not have pip."""
     logger.info("installing the packages of %s", model_dir)
     command = [sys.executable, "-m", "pip", "--python", python, "install", *arguments]
     result = await _run(command, model_dir, variables)
@@ -121,7 +131,7 @@ async def _install(python: str, model_dir: Path, arguments: Sequence[str], varia
 
 
 async def _run(command: list[str], directory: Path, variables: Mapping[str, str]) -> CompletedProcess[str]:
-    """Run a command to its end. When this is cancelled, the command is killed."""
+    """Run a command to its end. Kill it if this coroutine is cancelled."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -137,7 +147,8 @@ async def _run(command: list[str], directory: Path, variables: Mapping[str, str]
     try:
         output, _ = await process.communicate()
     except BaseException:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, but a process outside of its group has its output
+        # The command may have ended, and a process outside its group may still hold the output open.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         raise
@@ -145,7 +156,7 @@ async def _run(command: list[str], directory: Path, variables: Mapping[str, str]
 
 
 def _requirements_key(model_dir: Path, interpreter: Iterable[str]) -> str:
-    """A name for the environment: it changes with the interpreter and with every file that pip may be told to read."""
+    """Return the environment's name. It depends on the interpreter and on every file that pip may read."""
     digest = hashlib.sha256("\0".join(interpreter).encode())
     for path in sorted(path for path in model_dir.rglob("*") if path.suffix in _PIP_FILES and path.is_file()):
         digest.update(f"\0{path.relative_to(model_dir)}\0".encode())

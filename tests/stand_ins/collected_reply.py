@@ -1,4 +1,4 @@
-"""A writer that keeps what it is given."""
+"""A reply writer that keeps the reply."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from handlers.contract import Reply
 
 
 class CollectedReply:
+    """Implements `ReplyWriter`. A second reply, or data after the end, fails the test."""
+
     def __init__(self) -> None:
-        self.whole: Reply | None = None
-        self.status = 0
+        self.whole: Reply | None = None  # A reply that was not streamed.
+        self.status = 0  # Of a streamed reply, like the following.
         self.content_type = ""
         self.headers: tuple[tuple[str, str], ...] = ()
         self.parts: list[bytes] = []
         self.ended = False
         self.drained = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.whole is not None or self.ended
+
+    @property
+    def body(self) -> bytes:
+        """The bytes that were written so far, of either kind of reply."""
+        return self.whole.body if self.whole is not None else b"".join(self.parts)
 
     def reply(self, reply: Reply) -> None:
         assert self.whole is None
@@ -23,13 +34,14 @@ class CollectedReply:
         self.whole = reply
 
     def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        assert not self.finished
         assert not self.status
         self.status, self.content_type, self.headers = status, content_type, headers
 
     def write(self, data: bytes) -> None:
+        self.parts.append(data)  # Also data that comes too late, so that a test sees it.
         assert self.status
         assert not self.ended
-        self.parts.append(data)
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
         self.write(part())

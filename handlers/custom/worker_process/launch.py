@@ -1,6 +1,6 @@
 """The script that a worker's interpreter runs: `launch.py <socket fd> <folder of djl_python>`.
 
-It finds both packages by their location, so that nothing else beside them becomes importable.
+It loads `djl_python` and `slipway_worker` by their location. No module beside them becomes importable.
 """
 
 import importlib
@@ -22,8 +22,8 @@ def load_package(name: str, folder: str) -> None:
     spec.loader.exec_module(module)
 
 
-def launch(arguments: list) -> None:  # type: ignore[type-arg]  # parsed by old interpreters too
-    """Serve until the server says so."""
+def launch(arguments: list) -> None:  # type: ignore[type-arg]  # Old interpreters parse this file, too.
+    """Serve calls until the server sends STOP or closes the socket."""
     if sys.version_info < OLDEST_PYTHON:
         sys.exit("a handler needs Python 3.11 or later; " + sys.executable + " is " + sys.version)
     folder = os.path.dirname(os.path.abspath(__file__))

@@ -1,4 +1,4 @@
-"""The workers of one model: how many there are, and which of them gets which request."""
+"""The pool of one model's workers: starts, restarts and scales them, and gives them requests from the queue."""
 
 from __future__ import annotations
 
@@ -13,54 +13,60 @@ from dataclasses import replace
 from engines.interface import EngineStartError
 from engines.model_settings import HandlerSettings
 from handlers.contract import ContractError
-from handlers.custom.batching import Batcher, CallSettings, Request
+from handlers.custom.dynamic_batching import DynamicBatcher
 from handlers.custom.metrics import HandlerMetrics
+from handlers.custom.request import CallSettings, Request
+from handlers.custom.rolling_batching import RollingBatcher
 from handlers.custom.worker import Worker, WorkerPlan
 from handlers.djl_errors import refused
 
 logger = logging.getLogger("handlers.custom")
 
-_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 30.0  # Seconds between a worker's failure and the next start.
-_HEALTHY_SECONDS = 60.0  # The failure of a worker that has lived this long does not delay the next start.
-_IDLE_GRACE = 5.0  # Seconds that an idle worker gets to end by itself.
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 0.1, 30.0  # Seconds between a worker's failure and its restart.
+_HEALTHY_SECONDS = 60.0  # The failure of a worker that has lived this long does not lengthen the delay of restarts.
+_IDLE_GRACE = 5.0  # Seconds that an idle worker has to exit before it is killed.
 _CPU = "-1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _STOPPING = "the server is stopping"
 
-# Called with a worker that has loaded the handler, before it gets requests; may raise EngineStartError.
-Introduce = Callable[[Worker], Awaitable[None]]
+Batcher = DynamicBatcher | RollingBatcher  # Turns the requests of one worker into calls.
+# Called with a worker that has loaded the handler, before the worker gets requests. May raise EngineStartError.
+PrepareWorker = Callable[[Worker], Awaitable[None]]
 
 
-class Pool:
-    """Starts workers, gives them requests, and replaces those that die."""
+class WorkerPool:
+    """Starts workers, gives them requests, and restarts workers that have ended."""
 
     def __init__(
-        self, settings: HandlerSettings, calls: CallSettings, batcher: type[Batcher], introduce: Introduce
+        self, settings: HandlerSettings, calls: CallSettings, batcher: type[Batcher], prepare_worker: PrepareWorker
     ) -> None:
         self._settings, self._calls = settings, calls
-        self._batcher, self._introduce = batcher, introduce
+        self._batcher, self._prepare_worker = batcher, prepare_worker
         self.min_workers, self.max_workers = settings.min_workers, max(settings.min_workers, settings.max_workers)
-        self._queue: list[Request] = []  # Requests that wait, ordered by priority, then by arrival.
-        self._batchers: dict[Worker, Batcher] = {}  # Of the workers that take requests.
+        self._queue: list[Request] = []  # Waiting requests, ordered by priority and then by arrival.
+        self._batchers: dict[Worker, Batcher] = {}  # The workers that take requests, and their batchers.
         self._starting: set[Worker] = set()
-        self._to_come = 0  # Workers that start or wait for their start.
+        self._pending_starts = 0  # The number of workers that are starting or wait for their start.
         self._worker_ids = itertools.count(1)
         self._arrivals = itertools.count(1)
-        self.metrics = HandlerMetrics()  # What the handler prints of them.
-        self.failures = 0  # Crashes, hangs and failed restarts since the start.
-        self._streak = 0  # Failures since a worker last lived for a while.
-        # Why the model counts as failed, which is final; workers that live serve nevertheless.
+        self.metrics = HandlerMetrics()  # Metrics that the handler prints.
+        self.failures = 0  # The number of crashes, hangs and failed restarts since the start.
+        self._recent_failures = 0  # The number of failures since a worker last lived for `_HEALTHY_SECONDS`.
+        # The reason why the model counts as failed. It is final, but living workers still serve requests.
         self.failed = "the handler is not loaded"
-        self._down = ""  # Why there is no worker, after one could not be started again.
+        self._no_worker_reason = ""  # The reason why the last worker could not be restarted. Empty while a worker runs.
         self._stopping = False
-        # Runs once a batch that is not full has waited for long enough.
-        self._gathering: asyncio.TimerHandle | None = None
+        # Starts a batch that is not full after `max_batch_delay`.
+        self._batch_timer: asyncio.TimerHandle | None = None
         self._starts: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[None]] = set()
 
     async def start(self, plan: WorkerPlan) -> None:
-        """Start the smallest number of workers. Raises EngineStartError: one of them cannot be started; none is
-        left."""
+        """Start `min_workers` workers.
+
+        Raises:
+            EngineStartError: A worker cannot be started. All other workers have been ended.
+        """
         self._plan = plan
         parallel = self._settings.properties.get("parallel_loading", "").lower() == "true"
         try:
@@ -75,7 +81,7 @@ class Pool:
         self.failed = ""
 
     async def stop(self, grace: float) -> None:
-        """End all workers; requests that run have `grace` seconds to finish."""
+        """End all workers. Running requests have `grace` seconds to finish."""
         self._stopping = True
         self._refuse_all(_STOPPING)
         for task in self._starts:
@@ -85,9 +91,9 @@ class Pool:
         self._batchers.clear()
 
     def scale(self, min_workers: int, max_workers: int) -> None:
-        """Change the numbers of workers. Surplus ones end as they become idle."""
+        """Change the numbers of workers. Surplus workers end when they are idle."""
         self.min_workers, self.max_workers = min_workers, max_workers
-        for _ in range(min_workers - len(self._batchers) - self._to_come):
+        for _ in range(min_workers - len(self._batchers) - self._pending_starts):
             self._add_worker()
         surplus = len(self._batchers) - max_workers
         idle = [worker for worker, batcher in self._batchers.items() if not batcher.load]
@@ -95,13 +101,16 @@ class Pool:
             self._end_idle(worker)
 
     def submit(self, request: Request) -> None:
-        """Give a request to a worker, or have it wait for one. Raises ContractError: the queue is full, or there will
-        be no worker."""
+        """Give a request to a worker, or put it in the queue.
+
+        Raises:
+            ContractError: The queue is full, or no worker can take the request.
+        """
         if self._stopping:
             raise self._unavailable(_STOPPING)
-        if self._down:
-            raise self._unavailable(self._down)
-        if not self._batchers and not self._to_come:
+        if self._no_worker_reason:
+            raise self._unavailable(self._no_worker_reason)
+        if not self._batchers and not self._pending_starts:
             if self.max_workers < 1:
                 raise self._unavailable("the model has no workers: it is scaled to 0")
             self._add_worker()
@@ -113,18 +122,23 @@ class Pool:
         self._dispatch()
 
     def check_place(self) -> None:
-        """Raise ContractError if the queue is full."""
+        """Check that the queue has room for one more request.
+
+        Raises:
+            ContractError: The queue is full.
+        """
         if len(self._queue) >= self._calls.queue_size + self._places():
             message = f"every worker is busy and {len(self._queue)} calls wait already; try again later"
             raise refused(self._calls.overload_status, "WlmCapacityException", message)
 
     @property
     def serving(self) -> tuple[Worker, ...]:
+        """The workers that take requests."""
         return tuple(self._batchers)
 
     @property
     def workers(self) -> list[Worker]:
-        """All workers, in the order of their start; some may be starting."""
+        """All workers in the order of their start, including workers that are still starting."""
         return sorted((*self._batchers, *self._starting), key=lambda worker: worker.id)
 
     @property
@@ -146,8 +160,8 @@ class Pool:
                 return
             requests, self._queue[: batcher.room] = self._queue[: batcher.room], []
             batcher.begin(requests)
-        enough = len(self._batchers) + self._to_come >= self.max_workers
-        if len(self._queue) - self._places() > 2 * self._calls.batch_size and not self._to_come and not enough:
+        enough = len(self._batchers) + self._pending_starts >= self.max_workers
+        if len(self._queue) - self._places() > 2 * self._calls.batch_size and not self._pending_starts and not enough:
             self._add_worker()
 
     def _best_batcher(self) -> Batcher | None:
@@ -158,30 +172,30 @@ class Pool:
         return sum(batcher.places for batcher in self._batchers.values())
 
     def _waits_for_more(self) -> bool:
-        """Whether a batch that is not full waits for others: `max_batch_delay` from its first request's arrival."""
+        """True if a batch that is not full still waits: up to `max_batch_delay` after its first request arrived."""
         loop = asyncio.get_running_loop()
         end = min(request.arrived_at for request in self._queue) + self._calls.max_batch_delay
-        if self._gathering is not None:
-            self._gathering.cancel()
-        self._gathering = loop.call_at(end, self._dispatch) if loop.time() < end else None
-        return self._gathering is not None
+        if self._batch_timer is not None:
+            self._batch_timer.cancel()
+        self._batch_timer = loop.call_at(end, self._dispatch) if loop.time() < end else None
+        return self._batch_timer is not None
 
     async def _start_worker(self) -> None:
-        self._to_come += 1
+        self._pending_starts += 1
         device = least_used(self._settings.devices, [worker.device for worker in (*self._batchers, *self._starting)])
         plan = on_device(self._plan, device)
         worker = Worker(next(self._worker_ids), device, plan, lambda reason: self._on_end(worker, reason))
         self._starting.add(worker)
         try:
             await worker.start()
-            await self._introduce(worker)
+            await self._prepare_worker(worker)
         except BaseException:
-            await worker.kill("was not needed any more")
+            await worker.kill("was killed because its start failed or was cancelled")
             raise
         finally:
-            self._to_come -= 1
+            self._pending_starts -= 1
             self._starting.discard(worker)
-        self._down = ""
+        self._no_worker_reason = ""
         logger.info("%s is ready (pid %s)", worker.name, worker.pid, extra={"worker": worker.name})
         self._batchers[worker] = self._batcher(worker, self._calls, lambda: self._on_free(worker))
         self._on_free(worker)
@@ -196,13 +210,13 @@ class Pool:
             later(self._settings.max_idle_time, self._end_surplus, worker, worker.calls)
 
     def _end_surplus(self, worker: Worker, calls: int) -> None:
-        """End a worker that has had no call since it had so many, unless it is needed."""
+        """End a surplus worker that has had no new call since it had `calls` calls."""
         if worker not in self._batchers or worker.calls != calls or len(self._batchers) <= self.min_workers:
             return
-        if self._queue:  # a batch is being gathered
+        if self._queue:  # A batch waits until it is full.
             self._on_free(worker)
             return
-        logger.info("%s has nothing to do and ends", worker.name, extra={"worker": worker.name})
+        logger.info("%s is ended because it is idle", worker.name, extra={"worker": worker.name})
         self._end_idle(worker)
 
     def _end_idle(self, worker: Worker) -> None:
@@ -214,43 +228,47 @@ class Pool:
         if batcher is None or self._stopping:
             return
         if time.time() - worker.started > _HEALTHY_SECONDS:
-            self._streak = 0
+            self._recent_failures = 0
         self._count_failure(f"{worker.name} {reason}")
-        self._replace()
+        self._restart_missing()
 
     def _count_failure(self, reason: str) -> None:
-        """Count a failure. After too many the health check fails, as in LMI; SageMaker then replaces the container."""
+        """Count a failure.
+
+        After more than `retry_threshold` failures the health check fails, as in LMI. SageMaker then replaces the
+        container.
+        """
         self.failures += 1
-        self._streak += 1
+        self._recent_failures += 1
         if self.failures > self._settings.retry_threshold:
             limit = self._settings.retry_threshold
             self.failed = f"the handler failed {self.failures} times (retry_threshold: {limit}); at last {reason}"
             logger.error("%s", self.failed)
 
-    def _replace(self) -> None:
-        missing = self.min_workers - len(self._batchers) - self._to_come
-        wanted = missing > 0 or (self._queue and not self._batchers and not self._to_come)
+    def _restart_missing(self) -> None:
+        missing = self.min_workers - len(self._batchers) - self._pending_starts
+        wanted = missing > 0 or (self._queue and not self._batchers and not self._pending_starts)
         if wanted and not self._stopping:
-            self._add_worker(min(_FIRST_BACKOFF * 2.0 ** min(self._streak - 1, 20), _LONGEST_BACKOFF))
+            self._add_worker(min(_FIRST_BACKOFF * 2.0 ** min(self._recent_failures - 1, 20), _LONGEST_BACKOFF))
 
     def _add_worker(self, delay: float = 0.0) -> None:
-        self._to_come += 1
+        self._pending_starts += 1
         _spawn(self._starts, self._start_later(delay))
 
     async def _start_later(self, delay: float) -> None:
         try:
             await asyncio.sleep(delay)
         finally:
-            self._to_come -= 1
+            self._pending_starts -= 1
         try:
             await self._start_worker()
         except Exception as error:
             logger.error("a worker cannot be started: %s", error, exc_info=not isinstance(error, EngineStartError))
             self._count_failure(f"a worker could not be started: {error}")
             if not self._batchers:
-                self._down = f"there is no worker: {error}"
-                self._refuse_all(self._down)
-            self._replace()
+                self._no_worker_reason = f"there is no worker: {error}"
+                self._refuse_all(self._no_worker_reason)
+            self._restart_missing()
 
     def _refuse_all(self, reason: str) -> None:
         while self._queue:
@@ -267,20 +285,29 @@ def _spawn(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) ->
 
 
 def least_used(groups: Sequence[str], used: Sequence[str]) -> str:
-    """The group of devices with the fewest workers, the first of several; `used` has one for each worker."""
+    """Return the group of devices with the fewest workers. The first of several such groups wins.
+
+    Args:
+        groups: The groups of devices, such as `0` or `0,1`.
+        used: The group of each worker.
+    """
     return min(groups or (_CPU,), key=used.count)
 
 
 def on_device(plan: WorkerPlan, group: str) -> WorkerPlan:
-    """The plan for a worker on these devices: it gets its `device_id`; with several, it sees only those."""
+    """Return the plan for a worker on a group of devices.
+
+    With one device the worker gets its `device_id`. With several devices the worker sees only these, and its
+    `device_id` is 0.
+    """
     if "," not in group:
-        return replace(plan, order=replace(plan.order, device_id=group))
+        return replace(plan, load_request=replace(plan.load_request, device_id=group))
     environment = {**plan.environment, _VISIBLE: _of_visible(group, plan.environment.get(_VISIBLE))}
-    return replace(plan, environment=environment, order=replace(plan.order, device_id="0"))
+    return replace(plan, environment=environment, load_request=replace(plan.load_request, device_id="0"))
 
 
 def _of_visible(group: str, visible: str | None) -> str:
-    """The group in the driver's numbers: its own count the devices that this process sees."""
+    """Replace the numbers in a group, which count the visible devices, by the names in CUDA_VISIBLE_DEVICES."""
     if visible is None:
         return group
     names = [name.strip() for name in visible.split(",")]

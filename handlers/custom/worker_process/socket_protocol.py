@@ -1,6 +1,6 @@
-"""The connection between server and worker, and the messages on it. Both sides use this module.
+"""The protocol on the socket between server and worker. Both sides use this module.
 
-A message is the lengths of its two parts, a header in JSON, and its contents.
+A message on the socket is the lengths of its header and its contents, the header as JSON, and the contents.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NoReturn
 
-CREDIT = 64 * 1024  # Bytes of a call's answer that one CREDIT allows.
-CREDITS = 3  # Credits that a call begins with.
+CREDIT_BYTES = 64 * 1024  # Bytes of a call's answer that one CREDIT message allows.
+INITIAL_CREDITS = 3  # Credits that a call has at its start.
 
-SIZES = struct.Struct(">IQ")  # The lengths of header and contents.
+SIZES = struct.Struct(">IQ")  # The lengths of the header and of the contents, in bytes.
 
 Properties = tuple[tuple[str, str], ...]
 Contents = tuple[tuple[str | None, bytes], ...]
 
 
-class Kind(StrEnum):
-    """What a message is. A handler may call the model's engine: then CALL and CANCEL go to the server, and OUTPUT,
-    CHUNK and STREAM_END to the worker, under numbers of the worker's own."""
+class MessageKind(StrEnum):
+    """The kinds of messages.
+
+    A handler may call the model's engine. For such a call CALL and CANCEL go to the server, and OUTPUT, CHUNK and
+    STREAM_END go to the worker. The worker numbers these calls.
+    """
 
     # To the worker.
-    LOAD = "load"  # The content is a `LoadOrder` in JSON.
+    LOAD = "load"  # The content is a `LoadRequest` as JSON.
     CALL = "call"
-    CREDIT = "credit"  # The client has taken so much that CREDIT more bytes may be sent.
+    CREDIT = "credit"  # The client has read enough of the answer: the worker may send CREDIT_BYTES more.
     CANCEL = "cancel"
     STOP = "stop"
     # To the server.
@@ -46,20 +49,23 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A message. That of a CALL is an `Input`; that of an OUTPUT an `Output`, or an exception, also within a stream."""
+    """A message between server and worker.
 
-    kind: Kind = Kind.OUTPUT
-    call: int = 0
+    A CALL holds an `Input`. An OUTPUT holds an `Output` or an exception, and an exception may also follow chunks.
+    """
+
+    kind: MessageKind = MessageKind.OUTPUT
+    call: int = 0  # The number of the call.
     code: int = 200
     message: str = ""
     properties: Properties = ()
     contents: Contents = ()
     streams: bool = False  # Chunks follow.
-    error: str | None = None  # The text of the exception; None if there was none.
+    error: str | None = None  # The text of the exception. None without an exception.
 
     @property
     def data(self) -> bytes:
-        """The content `data`, else the first, else nothing."""
+        """The content `data`, or else the first content, or else no bytes."""
         first = self.contents[0][1] if self.contents else b""
         return next((value for key, value in self.contents if key == "data"), first)
 
@@ -75,19 +81,24 @@ class Message:
 
     @classmethod
     def decode(cls, header: bytes, data: bytes) -> Message:
-        """The message with this header and these contents. Raises ValueError if the header is none."""
+        """Return the message with this header and these contents.
+
+        Raises:
+            ValueError: The header is not valid.
+        """
         fields = json.loads(header)
         contents, at = [], 0
         for key, length in fields["contents"]:
             contents.append((key, data[at : at + length]))
             at += length
         properties = tuple((name, value) for name, value in fields["properties"])
-        return cls(**fields | {"kind": Kind(fields["kind"]), "properties": properties, "contents": tuple(contents)})
+        kind = MessageKind(fields["kind"])
+        return cls(**fields | {"kind": kind, "properties": properties, "contents": tuple(contents)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOrder:
-    """What a worker is to serve."""
+class LoadRequest:
+    """The handler that a worker has to load."""
 
     model_dir: str
     entry_point: str
@@ -97,15 +108,15 @@ class LoadOrder:
     device_id: str = "-1"
 
 
-class Channel:
-    """The worker's end of the connection. Any thread may send; one reads."""
+class ServerConnection:
+    """The worker's connection to the server. Any thread may send. Only one thread may read."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._stream = sock, sock.makefile("rb")
         self._lock = threading.Lock()
 
     def send(self, *messages: Message) -> None:
-        """Send messages together. Ends the process group if the server has gone."""
+        """Send messages together. End the process group if the server has closed the connection."""
         data = b"".join([message.encode() for message in messages])
         try:
             with self._lock:
@@ -114,7 +125,7 @@ class Channel:
             end_process_group()
 
     def receive(self) -> Message | None:
-        """The next message; None if the server has gone."""
+        """Return the next message, or None if the server has closed the connection."""
         with contextlib.suppress(OSError):
             sizes = self._stream.read(SIZES.size)
             if len(sizes) == SIZES.size:
@@ -125,7 +136,10 @@ class Channel:
         return None
 
     def listen(self, take: Callable[[Message], object]) -> None:
-        """Have a thread take all messages. When the server goes, it ends the process and all that that has started."""
+        """Start a thread that calls `take` with each message.
+
+        The thread ends the process group when the server closes the connection.
+        """
 
         def read() -> None:
             while (message := self.receive()) is not None:
@@ -135,13 +149,13 @@ class Channel:
         threading.Thread(target=read, name="worker-reader", daemon=True).start()
 
     def close(self) -> None:
-        """Tell the server that nothing more comes, even if threads of the handler keep the process alive."""
+        """Tell the server that no message follows, even if threads of the handler keep the process alive."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
 
 def end_process_group() -> NoReturn:
-    """End this process and all that it started: the server has gone."""
+    """End this process and all processes that it started, because the server has closed the connection."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)

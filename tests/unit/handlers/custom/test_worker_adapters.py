@@ -1,4 +1,4 @@
-"""Adapters that a customer's handler looks after: real workers, each told of each adapter."""
+"""Adapters that a customer's handler loads in real workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def ask(client: Client, adapter: str = "") -> Any:
 
 
 async def known(client: Client, workers: int) -> list[tuple[str, ...]]:
-    """What each worker knows; they answer in turn, the one with fewer calls first."""
+    """Return the adapters that each worker knows. The worker with the fewest calls answers first."""
     seen: dict[int, tuple[str, ...]] = {}
     while len(seen) < workers:
         replies = [await client.send("x") for _ in range(workers)]
@@ -185,7 +185,7 @@ async def test_a_worker_that_ends_as_it_lets_an_adapter_go_does_not_keep_it_regi
 
 async def test_a_worker_that_starts_while_an_adapter_is_removed_does_not_keep_it(tmp_path: Path) -> None:
     async with handling(min_workers=2, max_workers=2) as (client, registry):
-        # The worker that stays is slow to answer; the other one is back, and told of the adapter, before it has.
+        # The first worker is slow to answer. The second one restarts and registers the adapter before that answer.
         await registry.register(order(tmp_path, unregister_seconds="3", pid=str(client.pids[0])))
         before = set(client.pids)
         os.kill(client.pids[1], signal.SIGKILL)
@@ -201,7 +201,7 @@ async def test_a_worker_that_is_told_of_adapters_ends_with_the_model(tmp_path: P
         await registry.register(order(tmp_path, switch="slow_again", seconds="60", mark=str(mark)))
         before = client.pids
         os.kill(before[0], signal.SIGKILL)
-        await until(lambda: not mark.exists())  # the next one is being told
+        await until(lambda: not mark.exists())  # The next worker is registering the adapter.
         (pid,) = client.pids
         assert pid not in before
         assert psutil.pid_exists(pid)

@@ -1,4 +1,4 @@
-"""A handler's reply on its way to the client: status, headers, and a body that may come in parts."""
+"""Sends a handler's reply to the client: the status, the headers, and a body that may come in parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from djl_python.wire import read_string_map
 from handlers.contract import WITHOUT_BODY, Reply, ReplyWriter
-from handlers.custom.runtime.channel import Message, Properties
+from handlers.custom.worker_process.socket_protocol import Message, Properties
 from handlers.djl_errors import FAILED_DEPENDENCY, JSON, handler_failure, payload_error
 
 logger = logging.getLogger("handlers.custom")
@@ -18,32 +18,39 @@ _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 _ATTRIBUTES = re.compile(r"[\x20-\x7e]{0,1024}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
-# Headers that the server sets itself. Handlers that echo a request's headers send them, too.
+# The server sets these headers. Handlers that echo a request's headers send them, too.
 _FRAMING = frozenset(
     ["connection", "content-length", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"]
 )
 
 
 class HandlerReply:
-    """Passes a handler's output to the client. Status and headers are sent with the first bytes of the body, so that
-    they may change until then."""
+    """Sends a handler's output to the client.
+
+    The status and the headers are sent with the first bytes of the body. They may change until then.
+    """
 
     __slots__ = ("_head", "open", "started", "writer")
 
     def __init__(self, writer: ReplyWriter) -> None:
         self.writer = writer
-        self.open = True  # The client waits for more.
+        self.open = True  # The client waits for an answer, or for more of it.
         self.started = False
         self._head = Message()
 
     def prepare(self, head: Message) -> None:
-        """Set status and headers; without effect once the reply has started."""
+        """Set the status and the headers. This has no effect after the reply has started."""
         self._head = head
         if head.code not in _STATUSES:
             self.reply(reply_of(head))
 
     def reply(self, reply: Reply, midway: bytes | None = None) -> None:
-        """Send the whole reply; a body that has started ends with `midway` instead, by default the reply's body."""
+        """Send the whole reply, or end a body that has started.
+
+        Args:
+            reply: The reply to send if no body has started.
+            midway: The last bytes of a body that has started. Default: the body of `reply`.
+        """
         if not self.open:
             return
         self.open = False
@@ -61,8 +68,8 @@ class HandlerReply:
             self.writer.start(reply.status, reply.content_type, reply.headers)
         self.writer.write(data)
 
-    def accept(self, part: Part, properties: Properties) -> None:
-        """Send a part of an answer; one without data only adds headers."""
+    def accept(self, part: AnswerPart, properties: Properties) -> None:
+        """Send a part of an answer. A part without data only adds headers."""
         if not self.started:
             merged = dict(self._head.properties) | dict(properties)
             self.prepare(Message(properties=tuple(merged.items())))
@@ -83,7 +90,7 @@ class HandlerReply:
 
 
 def reply_of(output: Message, body: bytes | None = None) -> Reply:
-    """The reply for an output: its code, its properties as headers, and `body` or else its content."""
+    """Return the reply for an output: its code, its properties as headers, and `body` or else its content."""
     if output.code not in _STATUSES:
         return Reply(FAILED_DEPENDENCY, JSON, handler_failure(f"Invalid status code: {output.code}"))
     content_type, headers = response_headers(output.properties)
@@ -92,11 +99,11 @@ def reply_of(output: Message, body: bytes | None = None) -> Reply:
 
 
 def response_headers(properties: Properties) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """The content type, empty if there is none, and the other headers.
+    """Return the content type, which may be empty, and the other headers.
 
-    Names that HTTP does not allow and headers about framing are left out. Control characters are taken out of values,
-    and characters beyond Latin-1 become question marks, as in LMI. Custom attributes that would make SageMaker refuse
-    the whole reply are left out, too.
+    Headers about framing and names that HTTP does not allow are left out. SageMaker would refuse the whole reply for
+    some custom attributes, so these are left out, too. In values, spaces replace control characters. Question marks
+    replace characters that Latin-1 does not have, as in LMI.
     """
     content_type = ""
     headers: dict[str, tuple[str, str]] = {}
@@ -106,15 +113,20 @@ def response_headers(properties: Properties) -> tuple[str, tuple[tuple[str, str]
         if lower == "content-type":
             content_type = text
         elif lower == _CUSTOM_ATTRIBUTES and not _ATTRIBUTES.fullmatch(text):
-            logger.warning("the handler's %s is left out: it must be at most 1024 visible ASCII characters", name)
+            logger.warning(
+                "the handler's header %s is not sent: it must have at most 1024 visible ASCII characters", name
+            )
         elif _NAME.fullmatch(name) and lower not in _FRAMING:
             headers[lower] = (name, text)
     return content_type, tuple(headers.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A part of an answer: `Output.binary_encode({"data", "last"[, "code", "error", "content_type"]})`."""
+class AnswerPart:
+    """A part of an answer.
+
+    A handler writes it with `Output.binary_encode({"data", "last"[, "code", "error", "content_type"]})`.
+    """
 
     data: str
     last: bool
@@ -123,8 +135,8 @@ class Part:
     content_type: str = ""
 
 
-def decode_part(content: bytes) -> Part | None:
-    """The part that content holds; None if it is something else."""
+def decode_part(content: bytes) -> AnswerPart | None:
+    """Return the part that the content holds, or None if the content is not a part."""
     try:
         fields, size = read_string_map(content)
     except ValueError:
@@ -132,7 +144,7 @@ def decode_part(content: bytes) -> Part | None:
     if size != len(content) or not ({"data", "last", "code"} & fields.keys()):
         return None
     code = fields.get("code", "")
-    return Part(
+    return AnswerPart(
         data=fields.get("data", ""),
         last=fields.get("last", "").lower() == "true",
         code=int(code) if code.isascii() and code.isdecimal() and len(code) < 10 else None,

@@ -1,4 +1,4 @@
-"""SageMaker's script mode: `model_fn` and its kin in the place of a handler function.
+"""SageMaker's script mode: `model_fn`, `input_fn`, `predict_fn` and `output_fn` in place of a handler function.
 
 Source: AWS's sagemaker-inference-toolkit, `transformer.py`, `encoder.py` and `decoder.py`.
 """
@@ -19,33 +19,45 @@ from djl_python.outputs import Output
 LOADS = "model_fn"  # The function that a script must have.
 _STEPS = ("input_fn", "predict_fn", "output_fn")
 _JSON, _CSV, _NPY = "application/json", "text/csv", "application/x-npy"
-_TEXTS = (_JSON, _CSV)  # Types whose bodies `input_fn` and `transform_fn` get as `Text`; they get others as bytes.
+# `input_fn` and `transform_fn` get bodies of these types as `Text`, and all other bodies as bytes.
+_TEXT_TYPES = (_JSON, _CSV)
 _ANY = "*/*"
 _PURPOSE = "the default input_fn and output_fn"
 _UNSUPPORTED = 415
 
 
 class Text(str):
-    """A body in JSON or CSV. The toolkit gives a script a string, LMI gives it bytes, so this string can be decoded."""
+    """A body in JSON or CSV.
+
+    The toolkit gives a script a string, and LMI gives it bytes. So this string can be decoded like bytes.
+    """
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """The text of the body's bytes in an encoding, as of `bytes`."""
+        """Decode the body's bytes, as `bytes.decode` does."""
         return self.encode("utf-8").decode(encoding, errors)
 
     def __bytes__(self) -> bytes:
         return self.encode("utf-8")
 
 
-class Script:
-    """A module with `model_fn(model_dir)`, and with `input_fn(body, content_type)`, `predict_fn(data, model)` and
-    `output_fn(prediction, accept)` or their defaults, or instead `transform_fn(model, body, content_type, accept)`.
+class SageMakerScript:
+    """A customer's module in script mode, with a `handle` function.
 
-    `pre_model_fn(model_dir)` and `model_warmup_fn(model_dir, model)` run before and after `model_fn`. Each may take one
-    more argument, which has `system_properties`: `model_dir` and `gpu_id`, None on a CPU.
+    The module has `model_fn(model_dir)`. It may have `input_fn(body, content_type)`, `predict_fn(data, model)` and
+    `output_fn(prediction, accept)`, which have defaults. Instead of these three it may have
+    `transform_fn(model, body, content_type, accept)`.
+
+    `pre_model_fn(model_dir)` runs before `model_fn`, and `model_warmup_fn(model_dir, model)` after it. Each function
+    may take one more argument, the context. Its attribute `system_properties` has `model_dir` and `gpu_id`, which is
+    None on a CPU.
     """
 
     def __init__(self, module: ModuleType) -> None:
-        """Raises ValueError if the module has `transform_fn` and what it replaces."""
+        """Find the functions of the module.
+
+        Raises:
+            ValueError: The module has `transform_fn` and a function that `transform_fn` replaces.
+        """
         self._functions = {name: value for name, value in vars(module).items() if callable(value)}
         steps = [name for name in _STEPS if name in self._functions]
         if "transform_fn" in self._functions and steps:
@@ -63,7 +75,7 @@ class Script:
             try:
                 body, content_type = self._answer(item)
             except Exception as error:
-                # As the toolkit's own errors have it, which scripts raise.
+                # The toolkit's errors, which scripts raise, have these attributes.
                 code, message = getattr(error, "status_code", None), getattr(error, "message", None)
                 if not isinstance(code, int):
                     raise
@@ -87,7 +99,7 @@ class Script:
         content_type, accept = item.get_property("Content-Type") or _JSON, item.get_property("Accept")
         if not accept or accept == _ANY:
             accept = self._default_accept
-        is_text = _media_type(content_type) in _TEXTS
+        is_text = _media_type(content_type) in _TEXT_TYPES
         body = Text(item.get_as_string()) if is_text else bytes(item.get_as_bytes())
         if "transform_fn" in self._functions:
             answer = self._call("transform_fn", None, self._model, body, content_type, accept)
@@ -98,7 +110,11 @@ class Script:
         return answer if isinstance(answer, tuple) else (answer, accept)
 
     def _call(self, name: str, default: Callable[..., Any] | None, *arguments: Any) -> Any:
-        """What a function returns. Raises TypeError if it takes another number of arguments."""
+        """Return the result of a function of the script.
+
+        Raises:
+            TypeError: The function takes another number of arguments, or the script does not have it.
+        """
         function = self._functions.get(name, default)
         if function is None:
             raise TypeError(f"the script has no {name}")
@@ -111,7 +127,7 @@ class Script:
 
 
 class _UnsupportedType(Exception):
-    """The default functions do not know a content type."""
+    """The default functions cannot read or write a content type."""
 
     status_code = _UNSUPPORTED
 
@@ -140,7 +156,7 @@ def _predict(data: Any, model: Any) -> Any:
 
 
 def _encode(prediction: Any, accept: str) -> Any:
-    """The default `output_fn`: the first type of `accept` that is known, and the body in it."""
+    """Return the body and its type, the first type in `accept` that is known. This is the default `output_fn`."""
     for each in accept.split(","):
         match _media_type(each):
             case "application/json" | "application/*" | "*/*":
@@ -157,7 +173,7 @@ def _encode(prediction: Any, accept: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON has, of an array or a number of numpy's."""
+    """Convert an array or a number from numpy to a value that JSON has."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} cannot be written as JSON by the default output_fn")

@@ -1,4 +1,4 @@
-"""SageMaker's script mode in real workers: the functions, their defaults, and what they are called with."""
+"""SageMaker's script mode in real workers: the functions, their arguments and their defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engines.interface import EngineStartError
-from handlers.custom.runtime.script import Text
+from handlers.custom.worker_process.script_mode import Text
 from tests.unit.handlers.custom.harness import MODELS, Client, Recorder, serving
 
 DEFAULTS = {"entry_point": str(MODELS / "script" / "code" / "inference.py")}
@@ -90,7 +90,7 @@ async def test_what_the_defaults_cannot_do_is_said() -> None:
             answer = await ask(client, "[1]", content_type, accept)
             assert (answer.status, json.loads(answer.body)["code"]) == (415, 415)
             assert "the content type 'image/png' needs" in json.loads(answer.body)["error"]
-        answer = await ask(client, npy(np.array([{}], dtype=object)), "application/x-npy")  # pickled
+        answer = await ask(client, npy(np.array([{}], dtype=object)), "application/x-npy")  # A pickled array.
         assert (answer.status, b"pickle" in answer.body) == (424, True)
         assert (await ask(client, "{")).status == 424
         assert (await ask(client, "[1]")).status == 200

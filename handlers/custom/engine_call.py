@@ -1,0 +1,119 @@
+"""A call of a customer's handler to the engine. The worker process sends it to the server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from urllib.parse import urlencode
+
+from engines.errors import RequestError
+from engines.interface import EngineStartError
+from handlers.contract import Call, ContractError, Handler, Reply, Running
+from handlers.custom.worker_process.socket_protocol import Message, MessageKind
+from handlers.djl_errors import JSON, front_end_reply, payload_error
+
+logger = logging.getLogger("handlers.custom")
+
+# Returns the handler that calls the engine. Loads the engine first if it is not loaded. May raise EngineStartError.
+EngineLoader = Callable[[], Awaitable[Handler]]
+_NO_ENGINE = "option.entryPoint=djl_python.lmi_vllm.vllm_async_service puts an engine behind a handler; this has none"
+_TEXT, _FORM = "text/plain", "application/x-www-form-urlencoded"
+_NO_HEADERS = frozenset({"content-type", "requestid", "handler", "model_dir", "device_id"})
+
+
+class EngineCall:
+    """A call of a customer's handler to the engine.
+
+    Implements `ReplyWriter`: the reply goes to the worker. A handler that reads its stream slowly delays no other call.
+    At most one answer is kept in memory for it.
+    """
+
+    def __init__(
+        self,
+        load_engine: EngineLoader | None,
+        message: Message,
+        send: Callable[[Message], None],
+        on_end: Callable[[], object],
+    ) -> None:
+        """Start the call.
+
+        Args:
+            load_engine: None if the model has no engine.
+            message: The call as the worker sent it.
+            send: Sends a message to the worker.
+            on_end: Called when the call has its full answer.
+        """
+        self._message, self._send_message, self._on_end = message, send, on_end
+        self._running: Running | None = None
+        self._task = asyncio.create_task(self._answer(load_engine))
+
+    def cancel(self) -> None:
+        self._task.cancel()
+        if self._running is not None:
+            self._running.cancel()
+
+    async def _answer(self, load_engine: EngineLoader | None) -> None:
+        loading = not self._message.contents  # A call without content only loads the engine.
+        try:
+            if load_engine is None:
+                raise EngineStartError(_NO_ENGINE)
+            handler = await load_engine()
+            if loading:
+                self.reply(Reply(200, "", b""))
+                return
+            self._running = await handler.handle(_call_of(self._message), self)
+        except ContractError as error:
+            self.reply(error.reply)
+        except (RequestError, EngineStartError) as error:
+            text = str(error)
+            self.reply(Reply(424, _TEXT, text.encode()) if loading else Reply(424, JSON, payload_error(text)))
+        except Exception as error:
+            logger.exception("a handler's call to the engine failed")
+            self.reply(front_end_reply(500, "InternalServerException", f"internal error: {error}"))
+
+    def reply(self, reply: Reply) -> None:
+        self._head(Message(code=reply.status, contents=(("data", reply.body),)), reply.content_type, reply.headers)
+        self._on_end()
+
+    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        self._head(Message(code=status, streams=True), content_type, headers)
+
+    def write(self, data: bytes) -> None:
+        self._send(Message(kind=MessageKind.CHUNK, contents=(("data", data),)))
+
+    def write_latest(self, part: Callable[[], bytes]) -> None:
+        self.write(part())
+
+    def end(self, data: bytes) -> None:
+        self._send(Message(kind=MessageKind.STREAM_END, contents=(("data", data),)))
+        self._on_end()
+
+    async def drain(self) -> None:
+        return
+
+    def _head(self, head: Message, content_type: str, headers: tuple[tuple[str, str], ...]) -> None:
+        properties = (*headers, ("Content-Type", content_type)) if content_type else headers
+        self._send(replace(head, properties=properties))
+
+    def _send(self, message: Message) -> None:
+        self._send_message(replace(message, call=self._message.call))
+
+
+def _call_of(message: Message) -> Call:
+    """Return the call for an `Input`: its properties become headers, and its contents other than `data` the query."""
+    named = {name.lower(): value for name, value in message.properties}
+    fields = tuple((key or "data", value.decode("utf-8", "replace")) for key, value in message.contents)
+    query = tuple(field for field in fields if field[0] != "data")
+    body, content_type = message.data, named.get("content-type", "")
+    if query == fields:  # The fields of a form. An `Input` from a form has no `data`.
+        body, content_type, query = urlencode(fields).encode(), _FORM, ()
+    return Call(
+        body=body,
+        content_type=content_type,
+        request_id=named.get("requestid") or str(uuid.uuid4()),
+        headers=tuple((name, value) for name, value in message.properties if name.lower() not in _NO_HEADERS),
+        query=query,
+    )

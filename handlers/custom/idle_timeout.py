@@ -1,0 +1,34 @@
+"""A timeout that can be restarted and paused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class IdleTimeout:
+    """Calls `expired` when `seconds` have passed since the last restart. Pauses do not count.
+
+    `restart` is only an assignment, so it is cheap enough for every part of a stream.
+    """
+
+    def __init__(self, seconds: float, expired: Callable[[], None], paused: Callable[[], bool] = lambda: False) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._seconds, self._expired, self._paused = seconds, expired, paused
+        self._started = self._loop.time()
+        self._timer = self._loop.call_later(seconds, self._check)
+
+    def restart(self) -> None:
+        self._started = self._loop.time()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _check(self) -> None:
+        if self._paused():
+            self.restart()
+        left = self._started + self._seconds - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._check)
+        else:
+            self._expired()

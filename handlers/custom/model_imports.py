@@ -1,0 +1,95 @@
+"""Imports of a customer's Python files and packages into the server's process: `sys.path` and `sys.modules`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from engines.model_settings import HandlerSettings, ModelSettings
+from handlers.custom.requirements import needs_packages, prepare_interpreter
+
+_own_directories: list[str] = []  # The directories of all loaded models. Each model adds its directory once.
+
+
+class ModelImports:
+    """The entries of `sys.path` that one model adds, and the modules from the model's directory.
+
+    Models may share a directory. It is on `sys.path` once for each model, so it stays until the last of these models is
+    unloaded.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[str] = []
+        self._own: str | None = None
+
+    def add_own(self, directory: Path) -> None:
+        """Put the model's directory first on `sys.path`.
+
+        Modules beside `model.py` may have the same names in several models. So modules of other models with such names
+        are removed from `sys.modules`. Code that has imported them already keeps them.
+        """
+        self._own = str(directory)
+        for name, module in list(sys.modules.items()):
+            if _own_directory_of(module) not in (None, self._own) and _is_there(name, directory):
+                sys.modules.pop(name, None)
+        sys.path.insert(0, self._own)
+        _own_directories.append(self._own)
+        self._places.append(self._own)
+
+    def add_packages(self, directory: Path) -> None:
+        """Put a directory of packages last on `sys.path`, so that the server's packages keep their versions."""
+        sys.path.append(str(directory))
+        self._places.append(str(directory))
+
+    def remove(self) -> None:
+        """Remove the entries from `sys.path` and the modules of the model's directory from `sys.modules`.
+
+        Packages stay imported, because many of them cannot be imported a second time.
+        """
+        for place in self._places:
+            with contextlib.suppress(ValueError):  # The model's code may have removed the entry.
+                sys.path.remove(place)
+        if self._own is not None:
+            if _own_directories.count(self._own) == 1:
+                sys.path_importer_cache.pop(self._own, None)
+                for name, module in list(sys.modules.items()):
+                    if _own_directory_of(module) == self._own:
+                        sys.modules.pop(name, None)
+            _own_directories.remove(self._own)
+        self._places, self._own = [], None
+
+
+def _own_directory_of(module: ModuleType | None) -> str | None:
+    """Return the directory of the loaded model that the module comes from, or None."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str):
+        return None
+    places = (place for place in _own_directories if file.startswith(place + os.sep) and not __file__.startswith(place))
+    return max(places, key=len, default=None)  # The innermost directory.
+
+
+def _is_there(name: str, directory: Path) -> bool:
+    top = name.partition(".")[0]
+    return (directory / f"{top}.py").is_file() or (directory / top).is_dir()
+
+
+async def add_packages(settings: ModelSettings, imports: ModelImports) -> None:
+    """Install the model's `requirements.txt` and add the packages to `sys.path`.
+
+    Raises:
+        EngineStartError: The environment cannot be created, or pip fails.
+    """
+    handler = HandlerSettings(
+        entry_point=str(settings.formatters or ""),
+        offline=settings.offline,
+        install_requirements=settings.install_requirements,
+        pip_arguments=settings.pip_arguments,
+    )
+    if not needs_packages(settings.model_dir, handler):
+        return
+    python = Path(await prepare_interpreter(settings.model_dir, handler))
+    for directory in (python.parents[1] / "lib").glob("python*/site-packages"):
+        imports.add_packages(directory)

@@ -1,0 +1,147 @@
+"""The LoRA adapters of a custom handler: tells each worker's handler which adapters to load, update or remove."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection
+
+from engines.adapters import Adapter
+from engines.errors import AdapterError, AdapterFailed, NoRoomForAdapter
+from engines.interface import EngineStartError
+from handlers.custom.worker import Worker
+from handlers.custom.worker_process.socket_protocol import Message, MessageKind
+
+# Functions of the customer's module.
+REGISTER, UPDATE, UNREGISTER = "register_adapter", "update_adapter", "unregister_adapter"
+_FAILED, _OUT_OF_MEMORY = 300, 507  # The lowest code of a failure, and the code for too little memory.
+_DEFAULT_MESSAGES = frozenset({"", "OK", "No content"})  # The default messages of an `Output`.
+
+
+class WorkerAdapterHost:
+    """Implements `engines.adapters.AdapterHost` with the workers of one model."""
+
+    reads_src = True
+
+    def __init__(self, workers: Callable[[], Collection[Worker]], patience: float) -> None:
+        """Take the workers to call.
+
+        Args:
+            workers: Returns the workers that take requests.
+            patience: Seconds that a worker has to answer, including the calls that it has to finish first.
+        """
+        self._workers, self._patience = workers, patience
+        self._known: dict[str, Adapter] = {}  # The adapters that each new worker has to register, by name.
+        # Held during each change, so that no new worker starts to take requests in the middle of a change.
+        self._changing = asyncio.Lock()
+
+    async def register(self, adapter: Adapter) -> str:
+        return await self._change(REGISTER, adapter)
+
+    async def update(self, adapter: Adapter) -> str:
+        return await self._change(UPDATE, adapter)
+
+    async def unregister(self, adapter: Adapter) -> str:
+        async with self._changing:
+            message = await self._call_all(UNREGISTER, adapter)
+            self._known.pop(adapter.name, None)
+        return message
+
+    async def stop(self) -> None: ...
+
+    async def register_all(self, worker: Worker) -> None:
+        """Register all adapters in a worker that has just started.
+
+        Raises:
+            EngineStartError: The handler has refused an adapter.
+        """
+        async with self._changing:
+            try:
+                for adapter in self._known.values():
+                    await self._call(worker, REGISTER, adapter)
+            except AdapterError as error:
+                raise EngineStartError(f"{worker.name} cannot register the model's adapters: {error.message}") from None
+
+    async def _change(self, function: str, adapter: Adapter) -> str:
+        """Call the function in all workers. If a worker fails, undo the change in all workers."""
+        async with self._changing:
+            try:
+                message = await self._call_all(function, adapter)
+            except AdapterError:
+                undo = [(UNREGISTER, adapter)] if function == REGISTER else []
+                if (former := self._known.get(adapter.name)) is not None:
+                    undo.append((function, former))
+                for undoing, undone in undo:
+                    with contextlib.suppress(AdapterError):
+                        await self._call_all(undoing, undone)
+                raise
+            self._known[adapter.name] = adapter
+        return message
+
+    async def _call_all(self, function: str, adapter: Adapter) -> str:
+        """Call the function in all workers and return the first message.
+
+        Raises:
+            AdapterError: A worker has failed. This is the first failure.
+        """
+        calls = (self._call(worker, function, adapter) for worker in self._workers())
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        message = ""
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            message = message or answer
+        return message
+
+    async def _call(self, worker: Worker, function: str, adapter: Adapter) -> str:
+        receiver = _SingleAnswer()
+        call = worker.call(_message(function, adapter), receiver)
+        try:
+            output = await asyncio.wait_for(receiver.answer, self._patience)
+        except TimeoutError:
+            worker.cancel(call)
+            raise AdapterFailed(
+                f"{function} of {worker.name} did not answer within {self._patience:g} seconds (predict_timeout)"
+            ) from None
+        except _WorkerLost:
+            if function == UNREGISTER:  # The adapter has gone with the worker.
+                return ""
+            raise
+        message = "" if output.message in _DEFAULT_MESSAGES else output.message
+        if output.code == _OUT_OF_MEMORY:
+            raise NoRoomForAdapter(output.error or message or "out of memory")
+        if output.code >= _FAILED:
+            raise AdapterFailed(output.error or message or f"{function} answered {output.code}")
+        return message
+
+
+class _SingleAnswer:
+    """Implements `AnswerReceiver` for a call with exactly one output."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+    def on_message(self, message: Message) -> None:
+        if message.kind is MessageKind.DONE:
+            self._fail(AdapterFailed("the handler's worker ended without an answer"))
+        elif message.kind is MessageKind.OUTPUT and not self.answer.done():
+            self.answer.set_result(message)
+
+    def on_lost(self, reason: str) -> None:
+        self._fail(_WorkerLost(f"the handler's worker {reason}"))
+
+    def _fail(self, error: AdapterFailed) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class _WorkerLost(AdapterFailed):
+    """The worker has ended before it answered."""
+
+
+def _message(function: str, adapter: Adapter) -> Message:
+    named = (("name", adapter.name), ("alias", adapter.alias or adapter.name), ("src", adapter.src))
+    loaded = (("preload", str(adapter.preload).lower()), ("pin", str(adapter.pin).lower()))
+    options = {**dict(named), **dict(loaded), **adapter.options}
+    contents = tuple((name, value.encode("utf-8", "replace")) for name, value in options.items())
+    return Message(properties=(("handler", function), *named), contents=contents)

@@ -1,0 +1,156 @@
+"""A loaded model: the engine or the handler that runs it, and the handlers that answer its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engines.adapters import AdapterDownloads, AdapterRegistry
+from engines.interface import Engine, EngineHealth, EngineStartError
+from engines.model_settings import ModelSettings
+from handlers.contract import Handler
+from handlers.custom.custom_handler import CustomHandler
+from handlers.openai.handler import OpenAIHandler
+from handlers.queue import EngineQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The server's settings that hold for every model."""
+
+    queue_size: int  # Requests that may wait, beside those that run.
+    overload_status: int  # The status of a reply if the queue is full.
+    unavailable_status: int  # The status of a reply if no worker of a custom handler lives.
+    model_aliases: tuple[str, ...] = ()  # Further names of the model on OpenAI's routes.
+    # Returns the reasons why a directory may not be an adapter's. It may block. None: any directory may.
+    adapter_faults: Callable[[Path], Sequence[str]] | None = None
+    adapter_downloads: AdapterDownloads | None = None  # Downloads adapters from S3. None: they are refused.
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A loaded model."""
+
+    settings: ModelSettings
+    invocations: Handler  # Answers `/invocations` and `/predictions`.
+    runtime: Engine | CustomHandler | EngineBehindHandler  # Runs the model.
+    # The handler of each `GenerationRoute`, by its path. Empty if a custom handler generates.
+    generation: Mapping[str, Handler] = field(default_factory=dict)
+    openai: OpenAIHandler | None = None  # Answers OpenAI's routes. None if the engine is not vLLM.
+    queue: EngineQueue | None = None
+    engine: Engine | None = None  # None if a custom handler generates.
+    custom: CustomHandler | None = None
+    adapters: AdapterRegistry | None = None  # None if `option.enable_lora` is off.
+    held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)  # Frees what loading took.
+
+    @property
+    def running_engine(self) -> Engine | None:
+        """The engine, also if a call of a custom handler has loaded it."""
+        behind = self.runtime.service if isinstance(self.runtime, EngineBehindHandler) else None
+        return behind.engine if behind is not None else self.engine
+
+    async def stop(self, why: str = "the server is stopping") -> None:
+        """Free the engine or end the workers. Requests that still run on the engine end with an error that says why."""
+        if self.adapters is not None:
+            await self.adapters.stop()
+        if self.engine is not None:
+            await self.engine.stop(why)
+        await self.held.aclose()
+
+    def check_place(self) -> None:
+        """Check that a further call would get a place now.
+
+        Raises:
+            Overloaded: The queue of the engine is full.
+            ContractError: The queue of the custom handler is full, or it has no worker.
+        """
+        if self.custom is not None:
+            self.custom.pool.check_place()
+        elif self.queue is not None:
+            self.queue.check_place()
+
+    def abort(self, request_id: str) -> None:
+        """End the calls with this id. Their clients get an aborted answer."""
+        if self.queue is not None:
+            self.queue.abort(request_id)
+        if self.openai is not None:
+            self.openai.abort(request_id)
+
+
+class EngineBehindHandler:
+    """A customer's handler, and the engine that it calls.
+
+    The engine is loaded when the handler first calls it. A handler may have a model as well, and the memory may be too
+    small for both.
+    """
+
+    def __init__(
+        self,
+        make_handler: Callable[[Callable[[], Awaitable[Handler]]], CustomHandler],
+        load: Callable[[], Awaitable[Service]],
+    ) -> None:
+        """Create the handler.
+
+        Args:
+            make_handler: Creates the handler. Its argument returns the handler that answers the calls to the engine.
+            load: Loads the engine.
+        """
+        self._load = load
+        self._loading: asyncio.Future[Service] | None = None
+        self.custom = make_handler(self._invocations)
+
+    async def start(self) -> Service | None:
+        """Start the handler.
+
+        Returns:
+            The engine's service, if the handler has already called the engine.
+
+        Raises:
+            EngineStartError: The handler or the engine cannot be loaded.
+        """
+        try:
+            await self.custom.start()
+        except EngineStartError:
+            if self._loading is not None and self._loading.done():
+                await self._loading  # its error says more
+            raise
+        return self.service
+
+    @property
+    def service(self) -> Service | None:
+        """The engine's service; None if the engine is not loaded."""
+        loading = self._loading
+        if loading is None or not loading.done() or loading.cancelled() or loading.exception() is not None:
+            return None
+        return loading.result()
+
+    async def _invocations(self) -> Handler:
+        """Return the handler that calls the engine directly, loading the engine first. A failed load is not retried."""
+        if self._loading is None:
+            self._loading = asyncio.ensure_future(self._load())
+        return (await asyncio.shield(self._loading)).invocations
+
+    def health(self) -> EngineHealth:
+        """Return the handler's health if it has failed, else the engine's if it was called."""
+        health = self.custom.health()
+        if not health.alive:
+            return health
+        if self.service is not None:
+            return self.service.runtime.health()
+        loading = self._loading
+        if loading is not None and loading.done() and not loading.cancelled():
+            return EngineHealth(False, f"the engine that the handler calls cannot be loaded: {loading.exception()}")
+        return health
+
+    async def stop(self) -> None:
+        """Stop the handler, and the engine if it is loaded or being loaded."""
+        await self.custom.stop()
+        if self._loading is None:
+            return
+        self._loading.cancel()
+        await asyncio.wait({self._loading})
+        if self.service is not None:
+            await self.service.stop()

@@ -1,0 +1,74 @@
+"""An engine whose tokens and failures a test decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engines.errors import EngineDead
+from engines.interface import EngineHealth, Generation, Sink
+from engines.loaded_model import EngineStatus
+from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from engines.statistics import Meter
+
+
+class ScriptedGeneration:
+    """A request of a ScriptedEngine. On abort it hands over one token, as an engine does that had kept it back."""
+
+    def __init__(self, request: GenerationRequest, sink: Sink) -> None:
+        self.cancelled = self.aborted = False
+        self._request, self._sink = request, sink
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def abort(self) -> None:
+        self.aborted = True
+        for sequence in range(self._request.sequences):
+            last = sequence == self._request.sequences - 1
+            self._sink.on_delta(TokenDelta("!", [], sequence, FinishReason.ABORT, 3, 1, last=last))
+
+
+class ScriptedEngine:
+    """An engine that generates nothing: the test pushes deltas and errors into `sinks`."""
+
+    max_model_len = 100
+    max_top_tokens = 20
+    eos_token_ids = frozenset({0})
+    tokenizer = None
+    adapters = None
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+        self.sinks: list[Sink] = []
+        self.running: list[ScriptedGeneration] = []
+        self.failures: dict[int, Exception] = {}  # The error that `submit` raises, by the number of the request.
+
+    async def start(self) -> None: ...
+
+    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+        if (failure := self.failures.get(len(self.sinks))) is not None:
+            if isinstance(failure, EngineDead):
+                self.sinks[0].on_error(failure)
+            raise failure
+        self.sinks.append(sink)
+        self.running.append(ScriptedGeneration(request, sink))
+        return self.running[-1]
+
+    async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
+        return [1]
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        return [1]
+
+    def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+    ) -> list[Token]:
+        return []
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(True)
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(0, 0, 0.0)
+
+    async def stop(self) -> None: ...

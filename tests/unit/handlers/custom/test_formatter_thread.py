@@ -1,0 +1,93 @@
+"""The thread that runs formatters."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+
+from engines.errors import GenerationFailed
+from handlers.custom.formatter_thread import FormatterThread
+from tests.waiting import until
+
+
+def boom() -> str:
+    raise KeyError("x")
+
+
+@pytest.mark.asyncio
+async def test_work_runs_off_the_event_loop_in_order() -> None:
+    thread, seen, threads = FormatterThread(5), [], set()
+
+    def work(number: int) -> None:
+        seen.append(number)
+        threads.add(threading.current_thread())
+
+    await asyncio.gather(*(thread.run(partial(work, number)) for number in range(100)))
+    assert seen == list(range(100))
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.asyncio
+async def test_an_error_reaches_the_one_who_waits() -> None:
+    with pytest.raises(KeyError):
+        await FormatterThread(5).run(boom)
+
+
+@pytest.mark.asyncio
+async def test_a_formatter_that_exits_fails_alone() -> None:
+    thread = FormatterThread(5)
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(GenerationFailed, match="SystemExit: 3"):
+        await thread.run(leave)
+    assert await thread.run(lambda: "on") == "on"
+
+
+@pytest.mark.asyncio
+async def test_a_formatter_that_hangs_fails_and_the_next_one_goes_on() -> None:
+    thread, release = FormatterThread(0.2), threading.Event()
+    hanging = asyncio.ensure_future(thread.run(release.wait))
+    following = [asyncio.ensure_future(thread.run(lambda number=number: number)) for number in range(3)]
+    with pytest.raises(GenerationFailed, match="did not return within predict_timeout"):
+        await hanging
+    assert await asyncio.gather(*following) == [0, 1, 2]
+    release.set()
+    assert await thread.run(lambda: "on") == "on"
+
+
+@pytest.mark.asyncio
+async def test_who_waits_may_go_away() -> None:
+    thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
+    waiting: asyncio.Future[Any] = asyncio.ensure_future(thread.run(lambda: begun.set() or release.wait()))
+    await until(begun.is_set)
+    waiting.cancel()
+    release.set()
+    assert await thread.run(lambda: "on") == "on"
+
+
+@pytest.mark.asyncio
+async def test_a_thread_that_is_stopped_does_what_waits_and_ends() -> None:
+    thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
+
+    def work() -> threading.Thread:
+        begun.set()
+        release.wait()
+        return threading.current_thread()
+
+    first = asyncio.ensure_future(thread.run(work))
+    second = asyncio.ensure_future(thread.run(lambda: "waited"))
+    await until(begun.is_set)
+    thread.stop()
+    release.set()
+    worked = await first
+    assert await second == "waited"
+    await asyncio.to_thread(worked.join, 5)
+    assert not worked.is_alive()
+    assert await thread.run(lambda: "later") == "later"
