@@ -235,7 +235,11 @@ def _forwarded(vllm: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             for method in route.methods:
                 if (item := verbs.get(method.lower())) is not None:
                     responses = _responses(_errors(contract, route)) | item.get("responses", {})
-                    own = {"operationId": _identity(method, route.path), "tags": [contract.name], "responses": responses}
+                    own = {
+                        "operationId": _identity(method, route.path),
+                        "tags": [contract.name],
+                        "responses": responses,
+                    }
                     paths.setdefault(route.path, {})[method.lower()] = {**item, **own}
     return paths
 

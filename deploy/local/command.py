@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from container import cli, logs
-from container.http.router import Mount, Router
 from container.http.cross_site import KnownHosts
+from container.http.router import Mount, Router
 from container.settings.values import names
 from deploy.local.errors import REGION, RuntimeApiError
 from deploy.local.invocation import MEBIBYTE, LocalSettings

@@ -8,9 +8,9 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from container.http.router import Application
-from container.http.cross_site import KnownHosts
 from container.adapter_management import Refusal, read_adapter_call
+from container.http.cross_site import KnownHosts
+from container.http.router import Application
 from container.metrics import CONTENT_TYPE
 from container.settings.settings import ServerSettings
 from deploy.ray.changes import Made, changes_adapters

@@ -246,7 +246,7 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
             raise InvalidRequest(f"the body is not JSON in UTF-8 (RFC 8259): {json_fault(call.body, error)}") from None
         return call
     if len(call.body) >= LONG_BODY and bytes(document.get("messages", b"")).startswith(b'"'):
-        raise InvalidParameter("messages", "must be an array, got a string")  # vLLM would read each character as a message
+        raise InvalidParameter("messages", "must be an array, got a string")  # vLLM would take each character
     changes: dict[str, Any] = {} if model is None else {"model": model}
     if given := {name: value for name, value in given.items() if value is not None}:
         changes |= enforceable(given, path, parses_tools=parses_tools)

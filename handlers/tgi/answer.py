@@ -67,13 +67,6 @@ class _WholeAnswer(Answer):
         raise NotImplementedError
 
 
-class PredictionsAnswer(_WholeAnswer):
-    """Vertex AI's `{"predictions": [...]}`, a text for each instance."""
-
-    def _body(self) -> str:
-        return f'{{"predictions":[{",".join(quote("".join(sequence.text)) for sequence in self._sequences)}]}}'
-
-
 class GenerationAnswer(_WholeAnswer):
     """The sequence with the highest mean log probability, and where details are asked for the others as well."""
 

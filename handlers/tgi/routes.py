@@ -9,33 +9,25 @@ from typing import Any
 import msgspec
 
 from engines.errors import InvalidRequest
-from engines.request import GenerationRequest
 from handlers.contract import Call, Contract, ContractError, Exchange, Reply
 from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
 from handlers.tgi.answer import (
     AnswerOptions,
     GenerationAnswer,
-    PredictionsAnswer,
     StreamAnswer,
     stream_headers,
 )
-from handlers.tgi.errors import EVENTS, JSON, does_not_fit, error_document, refuse, refuse_stream
-from handlers.tgi.info import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens, templated
+from handlers.tgi.errors import EVENTS, JSON, refuse, refuse_stream
+from handlers.tgi.info import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens
 from handlers.tgi.request import (
     Body,
-    Parameters,
-    Signed32,
-    Unsigned32,
-    Unsigned64,
     read,
     unread_names,
     validate,
 )
 
 _COMMENT = b":\n\n"  # What TGI sends while a stream is idle.
-# Bytes above which a body is parsed in a thread: the model's template takes up to 4 ms for them.
-_LONG_CHATS = 16 * 1024
 _KIND = "Input validation error"
 
 
@@ -101,88 +93,6 @@ class TgiContract:
         return (f"fields without effect: {', '.join(unknown)}",)
 
 
-class _TextInstance(msgspec.Struct, frozen=True):
-    inputs: str
-    parameters: Parameters | None = None
-
-
-class _ChatInstance(Chat, frozen=True):
-    max_tokens: Unsigned32 | None = None
-    max_completion_tokens: Unsigned32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Signed32 | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: Unsigned64 | None = None
-    stop: tuple[str, ...] | None = None
-    response_format: dict[str, Any] | None = None
-
-
-class _Body(msgspec.Struct, frozen=True):
-    instances: list[dict[str, Any]]
-
-
-class VertexContract:
-    """/vertex of one model: several requests in one call, as Vertex AI sends them. TGI reads only `max_new_tokens` and
-    `seed` of an instance's parameters; here all of them have an effect. Sampling is the default, as it is there."""
-
-    def __init__(self, setting: ContractSetting) -> None:
-        self._setting = setting
-
-    def parse(self, call: Call) -> Exchange:
-        body, _ = read(call, _Body)
-        if not body.instances:
-            raise ContractError(Reply(422, JSON, error_document(_KIND, _KIND).encode()), "no instances")
-        requests = tuple(self._request(call, place, instance) for place, instance in enumerate(body.instances))
-        return Exchange(requests, PredictionsAnswer(len(requests)))
-
-    def _request(self, call: Call, place: int, document: dict[str, Any]) -> GenerationRequest:
-        shape: type[_TextInstance | _ChatInstance] = _TextInstance if "inputs" in document else _ChatInstance
-        try:
-            instance = msgspec.convert(document, shape)
-        except msgspec.ValidationError as error:
-            raise does_not_fit(f"instances: {error}") from None
-        unread_names(document, shape)
-        if isinstance(instance, _TextInstance):
-            prompt, given = instance.inputs, instance.parameters or Parameters()
-        else:
-            prompt, given = templated(instance, self._setting.model.texts), _of_chat(instance)
-        if given.do_sample is None:
-            given = msgspec.structs.replace(given, do_sample=True)
-        parameters = validate(prompt, given, self._setting, streams=False)
-        if parameters.best_of > 1:
-            raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
-        # A template has written the special tokens that the model wants.
-        special = isinstance(instance, _TextInstance)
-        return msgspec.structs.replace(
-            parameters.request,
-            request_id=f"{call.request_id}-{place}",
-            prompt=prompt,
-            add_special_tokens=special,
-            adapter=self._setting.adapter_of(call, parameters.request.adapter),
-        )
-
-
-def _of_chat(chat: _ChatInstance) -> Parameters:
-    """A chat's parameters by the names of /generate. As in TGI, a chat samples unless its temperature is 0."""
-    if chat.tools:
-        raise InvalidRequest("`tools` cannot be used here; /v1/chat/completions takes them")
-    greedy = chat.temperature == 0.0
-    return Parameters(
-        temperature=None if greedy else chat.temperature,
-        do_sample=not greedy,
-        top_p=None if greedy else chat.top_p,
-        top_k=None if greedy else chat.top_k,
-        frequency_penalty=chat.frequency_penalty,
-        repetition_penalty=chat.repetition_penalty,
-        max_new_tokens=chat.max_tokens if chat.max_tokens is not None else chat.max_completion_tokens,
-        seed=chat.seed,
-        stop=chat.stop,
-        grammar=chat.response_format,
-    )
-
-
 _BODY = struct(Body, "TgiRequest")
 _ANSWER = an_answer(
     "TgiAnswer",
@@ -229,7 +139,6 @@ def _generates(
     return GenerationRoute(path=path, contract=contract, streams_refusals=streams_refusals, about=about)
 
 
-_INSTANCES = {**an_array(_BODY), "description": "Requests, also chats with `messages`."}
 _HEALTH = Operation(
     summary="Health (TGI)", answers={"200": ("Health", {}), "503": ("A model is not ready", {JSON: _ERROR})}
 )
@@ -251,16 +160,6 @@ TGI = ContractRoutes(
             "Stream text, an event for each token; errors are events as well",
             {EVENTS: _EVENT},
             streams_refusals=True,
-        ),
-        GenerationRoute(
-            path="/vertex",
-            contract=VertexContract,
-            long_body=_LONG_CHATS,
-            about=_about(
-                "Generate a text for each instance, as Vertex AI asks for them",
-                {JSON: an_object({"predictions": an_array(STRING)})},
-                an_object({"instances": _INSTANCES}, "instances"),
-            ),
         ),
         InfoRoute.of_all("/", tell_health, methods=("GET", "HEAD"), about=_HEALTH),
         InfoRoute.of_all("/health", tell_health, methods=("GET", "HEAD"), about=_HEALTH),

@@ -95,7 +95,6 @@ def contracts(**settings: Any) -> dict[str, tuple[Contract, dict[str, Any], dict
     return {
         "TGI": (tgi_exchange.contract("/generate", **settings), prompt, named, TGI),
         "TGI, streamed": (tgi_exchange.contract("/generate_stream", **settings), prompt, named, TGI),
-        "Vertex": (tgi_exchange.contract("/vertex", **settings), {"instances": [prompt]}, {"instances": [named]}, TGI),
         "Triton": (
             TritonContract(setting, events=False),
             {"text_input": "x"},

@@ -212,12 +212,6 @@ def test_content_types_are_those_of_json_and_of_events() -> None:
     assert parse("/", PROMPT | {"stream": True}).answer.content_type == "text/event-stream"
 
 
-def test_vertex_gets_a_text_for_each_instance_in_their_order() -> None:
-    exchange = parse("/vertex", {"instances": [{"inputs": "one"}, {"inputs": "two"}]})
-    assert exchange.answer.feed(1, whole(" 2")) == b""
-    assert exchange.answer.feed(0, whole(" 1")) == b'{"predictions":[" 1"," 2"]}'
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [

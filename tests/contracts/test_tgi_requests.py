@@ -323,47 +323,6 @@ def test_unknown_fields_have_no_effect_but_a_note_or_are_refused_where_the_model
     assert b"`n` is not known to this server" in reply.body
 
 
-@pytest.mark.parametrize(
-    ("document", "status", "body"),
-    [
-        ({"instances": []}, 422, b'{"error":"Input validation error","error_type":"Input validation error"}'),
-        (
-            {"instances": [{"inputs": "x", "parameters": {"top_p": 2}}]},
-            422,
-            b'{"error":"Input validation error: `top_p` must be > 0.0 and < 1.0","error_type":"validation"}',
-        ),
-        (
-            {"instances": [{"inputs": "x", "parameters": {"best_of": 2}}]},
-            422,
-            b'{"error":"Input validation error: `best_of` != 1 is not allowed for this endpoint",'
-            b'"error_type":"validation"}',
-        ),
-        (
-            {"instances": [{"messages": [{"role": "wrong", "content": "x"}]}]},
-            422,
-            b'{"error":"Template error: roles must alternate","error_type":"template_error"}',
-        ),
-    ],
-)
-def test_wrong_instances_are_refused(document: dict[str, Any], status: int, body: bytes) -> None:
-    assert refusal("/vertex", document) == Reply(status, "application/json", body)
-
-
-def test_vertex_samples_unless_told_otherwise() -> None:
-    instances = [{"inputs": "x"}, {"inputs": "x", "parameters": {"do_sample": False, "max_new_tokens": 3}}]
-    first, second = parse("/vertex", {"instances": instances}).requests
-    assert (first.request_id, first.sampling.greedy) == ("r-0", False)
-    assert (second.request_id, second.sampling.greedy, second.sampling.max_tokens) == ("r-1", True, 3)
-
-
-def test_a_chat_on_vertex_becomes_the_text_that_its_template_writes_special_tokens_included() -> None:
-    chat = {"messages": [{"role": "user", "content": "Tell me"}], "max_tokens": 7, "temperature": 0.5}
-    request = parse("/vertex", {"instances": [chat]}).requests[0]
-    assert (request.prompt, request.add_special_tokens) == ("user : Tell me assistant :", False)
-    assert parse("/vertex", {"instances": [{"inputs": "Tell me"}]}).requests[0].add_special_tokens
-    assert (request.sampling.max_tokens, request.sampling.temperature) == (7, 0.5)
-
-
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
@@ -376,19 +335,11 @@ PARAMETER_VALUES = st.dictionaries(
 BODIES = st.binary(max_size=40) | st.one_of(
     JSON_VALUES,
     st.fixed_dictionaries({"inputs": st.text()}, optional={"parameters": PARAMETER_VALUES, "stream": st.booleans()}),
-    st.fixed_dictionaries(
-        {
-            "instances": st.lists(
-                st.fixed_dictionaries({"inputs": st.text()}, optional={"parameters": PARAMETER_VALUES})
-                | st.fixed_dictionaries({"messages": st.lists(st.dictionaries(st.text(), JSON_VALUES), max_size=2)})
-            )
-        }
-    ),
 ).map(lambda value: json.dumps(value).encode())
 
 
 @settings(max_examples=400)
-@given(st.sampled_from([*ROUTES, "/vertex"]), BODIES, st.sampled_from(["application/json", "", "text/plain"]))
+@given(st.sampled_from(ROUTES), BODIES, st.sampled_from(["application/json", "", "text/plain"]))
 def test_any_body_is_understood_or_refused_with_a_proper_error(path: str, body: bytes, content_type: str) -> None:
     outcome = attempt(path, body, content_type)
     if isinstance(outcome, Exchange):
@@ -427,7 +378,6 @@ def _check(s: SamplingParameters) -> None:
 def test_a_refusal_of_a_full_queue_is_the_familys_wherever_no_stream_was_asked_for() -> None:
     full = Overloaded("the queue is full")
     bodies: dict[str, Any] = {"/": {"inputs": "x"}, "/generate": {"inputs": "x"}, "/generate_stream": {"inputs": "x"}}
-    bodies["/vertex"] = {"instances": [{"inputs": "x"}]}
     for route in TGI.routes:
         if isinstance(route, GenerationRoute):
             answer = contract(route.path).parse(posted(bodies[route.path])).answer

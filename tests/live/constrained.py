@@ -283,14 +283,6 @@ def _sampling_parameters(fields: Fields) -> Fields:
     return {"text_input": PROMPT, "exclude_input_in_output": True, "sampling_parameters": json.dumps(values)}
 
 
-def _vertex(fields: Fields) -> Fields:
-    return {"instances": [{"inputs": PROMPT, "parameters": {"do_sample": False, "max_new_tokens": TOKENS, **fields}}]}
-
-
-def _vertex_chat(fields: Fields) -> Fields:
-    return {"instances": [{"messages": MESSAGES, "max_tokens": TOKENS, "temperature": 0.0, **fields}]}
-
-
 def _streamed(body: Callable[[Fields], Fields]) -> Callable[[Fields], Fields]:
     return lambda fields: {**body(fields), "stream": True}
 
@@ -345,9 +337,7 @@ TGI = {
     "generate_stream": Route("/generate_stream", _inputs, _last("generated_text"), stream=True),
     "TGI's root": Route("/", _rooted, _at(0, "generated_text")),
     "TGI's root, streamed": Route("/", _streamed(_rooted), _last("generated_text"), stream=True),
-    "vertex": Route("/vertex", _vertex, _at("predictions", 0)),
 }
-VERTEX_CHAT = {"vertex, a chat": Route("/vertex", _vertex_chat, _at("predictions", 0))}
 
 
 def answer(server: Server, route: Route, fields: Fields) -> tuple[httpx.Response, str]:

@@ -114,7 +114,6 @@ TGI = (
     Target("/generate", ("inputs",), b'"a":1' + _LIMIT),
     Target("/generate_stream", ("parameters",), _INPUTS),
     Target("/", ("parameters",), _INPUTS),
-    Target("/vertex", ("instances",), b'"a":1'),
     Target("/chat_tokenize", ("messages",), b'"a":1'),
 )
 TRITON = (

@@ -23,15 +23,15 @@ from engines.interface import Engine
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from handlers.contract import Call
-from handlers.service import Limits
 from handlers.entry_point import load_service
+from handlers.service import Limits
 from tests.generation import generate
 from tests.live.constrained import DYNAMIC, FORMS, NAMES, TOKENWISE, accepted, by_name, disobeyed
 from tests.live.constrained import answer as answer_of
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import METRIC_SECONDS, Server, hosted, serving, write_model
-from tests.stand_ins.recorder import Recorder
 from tests.stand_ins.collected_reply import CollectedReply
+from tests.stand_ins.recorder import Recorder
 from tests.waiting import until, wait_until
 
 GREEDY = SamplingParameters(max_tokens=MAX_NEW_TOKENS)

@@ -142,6 +142,7 @@ def test_every_contract_is_shown_to_its_end(page: Page, completion: str, server:
             json.loads(reply)
 
 
+@pytest.mark.long
 def test_every_chat_is_shown_to_its_end(page: Page, answer: str) -> None:
     page.fill("#messages textarea", QUESTION)
     for contract, form in CHATS:
@@ -157,6 +158,7 @@ def test_every_chat_is_shown_to_its_end(page: Page, answer: str) -> None:
         assert "OpenAI" in page.text(".contract-hint") or "no chat" in page.text(".contract-hint")
 
 
+@pytest.mark.long
 def test_stop_ends_the_generation_in_the_engine(page: Page, server: Server) -> None:
     page.fill("#prompt", ENDLESS)
     for contract, form in STREAMED:
@@ -172,6 +174,7 @@ def test_stop_ends_the_generation_in_the_engine(page: Page, server: Server) -> N
         server.wait_for_metric(RUNNING, 0)
 
 
+@pytest.mark.long
 def test_a_refused_parameter_is_marked(refusing: Page) -> None:
     for contract, form in CONTRACTS:
         choose(refusing, contract, form)
@@ -186,6 +189,7 @@ def test_a_refused_parameter_is_marked(refusing: Page) -> None:
         assert refusing.evaluate(marked) == ""
 
 
+@pytest.mark.long
 def test_what_no_type_takes_is_sent_and_refused(refusing: Page) -> None:
     choose(refusing, "tgi", "json")
     refusing.fill("[name=temperature]", "warm")
@@ -198,6 +202,7 @@ def test_what_no_type_takes_is_sent_and_refused(refusing: Page) -> None:
     assert refusing.evaluate("document.querySelector('[aria-invalid]').id") == "prompt"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("language", ["curl", "python"])
 def test_the_copied_code_gives_the_same_text(page: Page, completion: str, language: str) -> None:
     codes: dict[tuple[str, str], str] = {}
@@ -265,6 +270,7 @@ def _constant(reply: str) -> list[str]:
     return kept
 
 
+@pytest.mark.long
 def test_log_probabilities_are_shades(page: Page) -> None:
     for contract in ("lmi", "tgi", "openai", "triton"):
         for form in (FORMATS[contract][0], "json"):
@@ -285,6 +291,7 @@ def test_log_probabilities_are_shades(page: Page) -> None:
                 page.click("[name=logprobs]")
 
 
+@pytest.mark.long
 def test_two_requests_are_compared(page: Page, completion: str) -> None:
     choose(page, "lmi", "jsonlines")
     greedy(page, "lmi")
@@ -308,6 +315,7 @@ def test_two_requests_are_compared(page: Page, completion: str) -> None:
     assert page.evaluate("document.querySelectorAll('.result').length") == 1
 
 
+@pytest.mark.long
 def test_the_body_may_be_written_by_hand(refusing: Page) -> None:
     choose(refusing, "lmi", "json")
     refusing.fill("[name=body]", '{"inputs": 3}')
@@ -319,6 +327,7 @@ def test_the_body_may_be_written_by_hand(refusing: Page) -> None:
     assert state(refusing) == "done"
 
 
+@pytest.mark.long
 def test_the_server_is_shown_as_it_is(page: Page, server: Server) -> None:
     page.evaluate("void (location.hash = '#server')")
     page.wait_for("document.querySelectorAll('#view-server table tbody tr').length > 20")
@@ -342,6 +351,7 @@ def test_the_server_is_shown_as_it_is(page: Page, server: Server) -> None:
     assert page.evaluate(WIDTH) == 360
 
 
+@pytest.mark.long
 def test_it_can_be_used_with_the_keyboard_alone(page: Page, completion: str) -> None:
     page.size(360, 740)
     assert page.evaluate(WIDTH) == 360
@@ -389,6 +399,7 @@ REPLIES = """(pieces, type, broken) => {
 }"""
 
 
+@pytest.mark.long
 def test_a_character_may_be_cut_and_markup_stays_text(page: Page) -> None:
     text = "<img src=x onerror=alert(1)><b>grün</b> 😀 नमस्ते &amp; <script>1</script>"
     record = json.dumps(
@@ -411,6 +422,7 @@ MAX_TASK = 1000
 """Milliseconds in which the page may stand still, on a machine that has other things to do."""
 
 
+@pytest.mark.long
 def test_a_long_answer_stays_quick(page: Page) -> None:
     """4,000 tokens with their log probabilities, as fast as a stream can be read."""
     choose(page, "lmi", "jsonlines")
@@ -428,6 +440,7 @@ def test_a_long_answer_stays_quick(page: Page) -> None:
     assert "more than 65.5 kB" in page.text(".reply")
 
 
+@pytest.mark.long
 def test_an_answer_that_repeats_its_text_stays_quick(page: Page) -> None:
     """happy_vllm's lines have all of the text so far: 1,500 of them are 10 MB, of which 8 MB are shown."""
     choose(page, "happy_vllm", "stream")
@@ -442,6 +455,7 @@ def test_an_answer_that_repeats_its_text_stays_quick(page: Page) -> None:
     assert page.evaluate("window.longest") < MAX_TASK
 
 
+@pytest.mark.long
 def test_a_reply_that_breaks_off_says_so(page: Page) -> None:
     choose(page, "lmi", "jsonlines")
     record = json.dumps({"token": {"id": 1, "text": "half", "log_prob": -0.5}})
@@ -453,6 +467,7 @@ def test_a_reply_that_breaks_off_says_so(page: Page) -> None:
     assert "broke off" in page.text(".error-title")
 
 
+@pytest.mark.long
 def test_a_server_that_is_gone_says_so(refusing: Page) -> None:
     refusing.call(
         "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1
@@ -469,6 +484,7 @@ def test_a_server_that_is_gone_says_so(refusing: Page) -> None:
     refusing.wait_for("document.querySelector('#status').dataset.state === 'ready'")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.environ.get("UPDATE_SCREENSHOTS"), reason="UPDATE_SCREENSHOTS=1 takes them anew")
 def test_screenshots(page: Page, server: Server, sample_model: Path) -> None:
     PICTURES.mkdir(exist_ok=True)

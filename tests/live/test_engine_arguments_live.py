@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.engine_arguments import PAGE, rows
 
 ROOT = Path(__file__).parents[2]
@@ -14,6 +16,7 @@ TRIED = ("stream_interval", "enable_mfu_metrics", "enable_sleep_mode", "skip_tok
 """One that works, one without effect, one that vLLM refuses and one that Slipway does."""
 
 
+@pytest.mark.long
 def test_a_few_arguments_are_still_what_the_table_says(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     shutil.copy(PAGE, page)

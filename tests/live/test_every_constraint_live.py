@@ -23,7 +23,6 @@ from tests.live.constrained import (
     TGI,
     TOKENWISE,
     TOOL,
-    VERTEX_CHAT,
     VLLM_NAMES,
     WRONG_FORMS,
     Check,
@@ -45,7 +44,7 @@ Cases = TypeVar("Cases")
 Enforced = Mapping[str, tuple[Fields, Check]]
 Refused = Mapping[str, tuple[Fields, str]]
 
-ROUTES: dict[str, Route] = {**OPENAI, **RESPONSE, **MESSAGE, **LMI, **VLLM_NAMES, **TGI, **VERTEX_CHAT}
+ROUTES: dict[str, Route] = {**OPENAI, **RESPONSE, **MESSAGE, **LMI, **VLLM_NAMES, **TGI}
 COMPLETIONS = ("completions", "completions, streamed", "LMI's completions")
 HAPPY = ("happy_vllm", "happy_vllm, streamed")
 STOPS: Enforced = {"stop": ({"stop": ["France"]}, lambda text: text != "" and "France" not in text)}
@@ -98,7 +97,6 @@ ENFORCED: dict[str, Enforced] = {
         },
     ),
     **_each(TGI, {**tgi_forms("grammar"), **TGI_STOPS}),
-    **_each(VERTEX_CHAT, tgi_forms("response_format")),
 }
 
 WITH_BEAMS: Refused = {
@@ -188,16 +186,6 @@ REFUSED: dict[str, Refused] = {
             **by_name(" ".join(NAMES.keys() - {"grammar", "stop", "stop_sequences"})),
         },
     ),
-    **_each(
-        VERTEX_CHAT,
-        {
-            "response_format": (
-                {"response_format": typed("text")},
-                "`grammar.type` must be one of json_object, json_schema, json, regex; got text",
-            ),
-            **by_name("logit_bias bad_words min_tokens guided_json tool_choice"),
-        },
-    ),
 }
 BESIDE: Refused = by_name("grammar guided_json response_format logit_bias bad_words stop min_new_tokens")
 """Beside `inputs`, in the place of `parameters`."""
@@ -216,6 +204,7 @@ COMPACT: Mapping[str, Fields] = {
 """One schema, as clients of three contracts send it."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ROUTES)
 def test_nothing_holds_an_answer_to_these_forms_by_itself(server: Server, name: str) -> None:
     response, text = answer(server, ROUTES[name], {})
@@ -262,6 +251,7 @@ def test_without_a_minimum_the_bias_ends_the_answer(server: Server) -> None:
         assert text == "", name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*OPENAI, *RESPONSE])
 def test_a_body_that_json_readers_disagree_about_ignores_no_constraint(server: Server, name: str) -> None:
     route = ROUTES[name]

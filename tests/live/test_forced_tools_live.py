@@ -56,7 +56,10 @@ def _options(name: str) -> dict[str, object]:
     return {"rolling_batch": "vllm", "enable_auto_tool_choice": "true", **MODELS[name]}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.long if "reasoning" in name else ()) for name in MODELS],
+)
 def model(
     request: pytest.FixtureRequest,
     first: Server,

@@ -50,6 +50,7 @@ def outcomes(results: Path) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_proof_for_gpus_keeps_to_its_limits_and_leaves_what_it_has_found(tmp_path: Path) -> None:
     done = proof(tmp_path, GPU_PROOF_SECONDS=str(SECONDS))

@@ -41,6 +41,7 @@ async def statuses(server: Server, path: str, content_type: str, body: bytes, ti
     return {status for status, _ in await asyncio.gather(*sent)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ALL, ids=lambda target: f"{target.path} {'+'.join(target.fields)}")
 async def test_a_costly_value_in_any_field_is_answered_and_nothing_else_waits(
     small: Server, watch: PingWatch, target: Target
@@ -73,6 +74,7 @@ async def test_short_bodies_of_wrong_items_are_refused_by_the_first(small: Serve
     assert watch.longest() < LONGEST
 
 
+@pytest.mark.long
 async def test_eight_at_a_time_hold_up_nothing_either(small: Server, watch: PingWatch) -> None:
     watch.longest()
     for target in ALL:

@@ -126,7 +126,13 @@ def of_its_own(module: str, server: Serve) -> bool:
     return Path(shown.strip()).is_relative_to(server.prefix)
 
 
-@pytest.mark.parametrize("method", [{}, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}], ids=["forked", "spawned"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param({}, id="forked"),
+        pytest.param({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, id="spawned", marks=pytest.mark.long),
+    ],
+)
 def test_vllm_is_served_and_its_processes_end_with_sigterm(
     start: Start, tmp_path: Path, small_options: dict[str, object], method: dict[str, str]
 ) -> None:

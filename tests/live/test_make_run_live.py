@@ -172,6 +172,7 @@ def test_make_run_answers_what_the_readme_asks(tmp_path: Path) -> None:
         assert "drained" in server.text()
 
 
+@pytest.mark.long
 def test_make_run_answers_in_a_container_of_3_gib(control_group: Path, tmp_path: Path) -> None:
     """As in a container, the group's directory is all that can be seen of control groups."""
     enter = f"echo $$ > {shlex.quote(str(control_group / 'cgroup.procs'))}"
@@ -197,6 +198,7 @@ def meminfo(free: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("mount_namespace")
 def test_make_run_answers_where_the_node_has_little_and_less_still_when_vllm_looks(tmp_path: Path) -> None:
     if not MEMINFO.is_file() or "0" not in nodes_of_this_process():

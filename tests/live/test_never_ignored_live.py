@@ -29,7 +29,6 @@ from tests.live.constrained import (
     RESPONSES,
     TGI,
     TOKENWISE,
-    VERTEX_CHAT,
     VLLM_NAMES,
     Check,
     Fields,
@@ -121,13 +120,6 @@ def _for_each_input(request: Request, adapter: str) -> Request:
     return replace(request, document={**request.document, "adapters": adapters})
 
 
-def _in_instances(request: Request, adapter: str) -> Request:
-    instances = [
-        {**one, "parameters": {**one["parameters"], "adapter_id": adapter}} for one in request.document["instances"]
-    ]
-    return replace(request, document={"instances": instances})
-
-
 HEADER_ALONE: dict[str, Way] = {"header": _in_header}
 OPENAIS = {**HEADER_ALONE, "model": _in_body("model")}
 LMIS = {**HEADER_ALONE, "adapters": _in_body("adapters"), "query": _in_query}
@@ -140,8 +132,6 @@ WAYS: dict[str, dict[str, Way]] = {
     **dict.fromkeys(("LMI's chat", "LMI's chat, streamed", "LMI's completions"), LMIS_CHATS),
     **dict.fromkeys(LMI, PROMPTS),
     **dict.fromkeys(TGI, TGIS),
-    "vertex": {**HEADER_ALONE, "adapter_id": _in_instances},
-    **dict.fromkeys(VERTEX_CHAT, HEADER_ALONE),
     **dict.fromkeys(VLLM_NAMES, HEADER_ALONE),
     **dict.fromkeys(("Triton", "Triton, streamed"), TRITONS),
     "Triton, sampling_parameters": {**HEADER_ALONE, "lora_name": _in_sampling_parameters},
@@ -216,7 +206,7 @@ def _twice(first: Any, last: Any, *, deep: bool) -> str:
     begin, end = [], []
     for name in {**first, **last}:
         values = [document[name] for document in (first, last) if name in document]
-        if deep and len(values) == 2 and name in ("parameters", "instances"):
+        if deep and len(values) == 2 and name == "parameters":
             begin.append(f'"{name}":{_twice(*values, deep=deep)}')
             continue
         begin.append(f'"{name}":{_json_of(values[0], str)}')
@@ -279,9 +269,7 @@ BODIES: dict[str, Callable[[Sent], bytes]] = {
     **{name: lambda sent, encode=encode: encode(sent.document) for name, encode in DOCUMENTS.items()},  # type: ignore[misc]
     "a letter of the form's name escaped": _one_letter(lambda sent: _keys(sent.document, sent.formless)),
     "a letter of the adapter's name escaped": _one_letter(lambda sent: _keys(sent.document, sent.nameless)),
-    "a letter of the parameters' name escaped": _one_letter(
-        lambda _: {"parameters", "instances", "sampling_parameters"}
-    ),
+    "a letter of the parameters' name escaped": _one_letter(lambda _: {"parameters", "sampling_parameters"}),
     **OTHER_FIRST,
     **OTHER_LAST,
 }
@@ -390,7 +378,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
     **dict.fromkeys(("LMI's chat", "LMI's chat, streamed"), ((424, LMIS_ERROR),)),
     "LMI's completions": ((424, LMIS_ERROR), *OPENAIS_REFUSALS),
     **dict.fromkeys(LMI, LMIS_REFUSALS),
-    **dict.fromkeys((*TGI, *VERTEX_CHAT), TGIS_REFUSALS),
+    **dict.fromkeys(TGI, TGIS_REFUSALS),
     **dict.fromkeys(VLLM_NAMES, TRITONS_REFUSALS),
     **dict.fromkeys(HAPPY, HAPPYS_REFUSALS),
 }
@@ -639,6 +627,7 @@ def test_every_way_of_naming_an_adapter_names_it(plain: Server, name: str) -> No
     _assert_named(plain, EVERY[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_way_of_naming_an_adapter_names_it_with_parsers(parsing: Server, name: str) -> None:
     _assert_named(parsing, TARGETS[name])
@@ -649,6 +638,7 @@ def test_every_form_is_obeyed_with_and_without_an_adapter(plain: Server, name: s
     _assert_obeyed(plain, EVERY[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_every_form_is_obeyed_where_the_model_might_reason(parsing: Server, name: str) -> None:
     _assert_obeyed(parsing, EVERY[name])
@@ -661,6 +651,7 @@ def test_an_answer_obeys_or_the_request_is_refused(plain: Server, name: str, dat
     _assert_no_fault(plain, EVERY[name], data, WITHOUT)
 
 
+@pytest.mark.long
 @few
 @given(data=st.data())
 @pytest.mark.parametrize("name", TARGETS)
@@ -668,11 +659,13 @@ def test_an_answer_obeys_with_parsers_of_reasoning_and_tools(parsing: Server, na
     _assert_no_fault(parsing, TARGETS[name], data, WITHOUT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TOOLS)
 def test_each_choice_of_a_tool_calls_it(parsing: Server, name: str) -> None:
     _assert_obeyed(parsing, TOOLS[name])
 
 
+@pytest.mark.long
 @few
 @given(data=st.data())
 @pytest.mark.parametrize("name", TOOLS)

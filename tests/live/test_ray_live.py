@@ -169,6 +169,7 @@ def test_clients_of_all_contracts_are_answered_and_both_replicas_have_part_in_it
     wait_until(lambda: re.search(r" \w{8} slipway.access \[mine\]: POST /invocations 200 ", cluster.log_text()))
 
 
+@pytest.mark.long
 def test_a_stream_comes_as_it_is_generated_and_a_client_that_leaves_ends_it(cluster: Cluster) -> None:
     most = 12_000
     before = sum(cluster.each("slipway_generated_tokens_total").values())
@@ -188,6 +189,7 @@ def test_what_one_replica_alone_would_know_is_refused(cluster: Cluster) -> None:
         assert (refused.status_code, refused.json()["type"]) == (501, "NotImplementedException")
 
 
+@pytest.mark.long
 def test_an_adapter_is_loaded_once_and_unloaded_once(cluster: Cluster, adapter: Path) -> None:
     order = {"lora_name": "loud", "lora_path": str(adapter)}
     unknown = cluster.client.post("/v1/load_lora_adapter", json=order | {"lora_path": "/nowhere"})
@@ -215,6 +217,7 @@ def completion(cluster: Cluster, model: str) -> str:
     return text
 
 
+@pytest.mark.long
 def test_a_change_that_one_replica_refuses_is_made_by_none_and_of_two_at_a_time_one_is_made_by_all(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -380,6 +383,7 @@ def test_replicas_come_with_the_load_and_go_after_it_and_no_request_is_lost(clus
     assert set(load.answers) == set(rest.answers) == {"200"}, (load.answers, rest.answers)
 
 
+@pytest.mark.long
 def test_a_request_brings_back_a_deployment_that_was_scaled_to_zero(cluster: Cluster, tmp_path: Path) -> None:
     model = copy_model(HANDLERS / "slow", tmp_path / "slow", "minWorkers=1\nmaxWorkers=1")
     delays = ("--upscale-delay", "0", "--downscale-delay", "2")

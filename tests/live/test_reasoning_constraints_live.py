@@ -12,7 +12,6 @@ from tests.live.constrained import (
     FORMS,
     POOL,
     TGI,
-    VERTEX_CHAT,
     Check,
     Fields,
     Route,
@@ -100,7 +99,7 @@ def test_a_prompt_is_answered_in_the_form_that_is_asked_for(thinking: Server, na
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", [*PROMPTS, *VERTEX_CHAT])
+@pytest.mark.parametrize("name", PROMPTS)
 def test_an_answer_to_a_prompt_has_no_reasoning(ending: Server, name: str) -> None:
     wrong = list(disobeyed(ending, ROUTES[name], _some(name)))
     assert not wrong, "\n".join(wrong)
@@ -124,6 +123,7 @@ def test_a_chat_is_held_from_the_end_of_its_reasoning(ending: Server, name: str)
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*CHATS, "LMI's chat, streamed"])
 def test_a_chat_whose_reasoning_never_ends_has_no_content(ending: Server, name: str) -> None:
     for fields, _ in _some(name).values():

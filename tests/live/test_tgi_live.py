@@ -143,9 +143,10 @@ def test_the_python_client_raises_validation_errors(client: Client, parameters: 
 def test_the_python_client_raises_overloaded_errors(server: Server, client: Client) -> None:
     places = server.client.get("/info").json()["max_concurrent_requests"]
     # Greedily the model counts on and on: none of them ends by itself and makes room.
-    endless = {"inputs": "1, 2, 3, 4,", "parameters": {"max_new_tokens": 900, "do_sample": False}}
-    body = json.dumps({"instances": [endless] * places}).encode()
-    head = f"POST /vertex HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    endless = {"inputs": ["1, 2, 3, 4,"] * places, "parameters": {"max_new_tokens": 900, "do_sample": False}}
+    body = json.dumps(endless).encode()
+    head = "POST /invocations HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     idle(server)
     with socket.create_connection(("127.0.0.1", server.port)) as crowd:
         crowd.sendall(head.encode() + body)
@@ -241,15 +242,6 @@ def test_probes_info_and_tokens(server: Server) -> None:
     assert "".join(token["text"] for token in chat["tokenize_response"]) == chat["templated_text"]
     wrong = server.client.delete("/generate")
     assert (wrong.status_code, wrong.content) == (405, b"")
-
-
-def test_vertex_answers_texts_and_chats(server: Server, text: str) -> None:
-    greedy = {"max_new_tokens": 5, "do_sample": False}
-    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}
-    response = server.client.post("/vertex", json={"instances": [{"inputs": PROMPT, "parameters": greedy}, chat]})
-    first, second = response.json()["predictions"]
-    assert first == text
-    assert second
 
 
 def test_dashboards_find_their_series(server: Server) -> None:

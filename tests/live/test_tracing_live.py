@@ -73,7 +73,6 @@ REQUESTS = {
     "TGI, streamed": Asked("/generate_stream", _lmi()),
     "TGI's root": Asked("/", _lmi()),
     "TGI's root, streamed": Asked("/", _lmi(stream=True)),
-    "TGI, Vertex": Asked("/vertex", {"instances": [_lmi(), _lmi()]}, spans=2),
     "Triton": Asked(TRITON, {"text_input": PROMPT, "max_tokens": TOKENS}),
     "Triton, several sequences": Asked(TRITON, {"text_input": PROMPT, "max_tokens": TOKENS, "n": 2}, spans=2),
     "Triton, beams": Asked(

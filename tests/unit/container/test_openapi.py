@@ -118,7 +118,7 @@ def test_lmis_routes_take_chats_and_completions_as_well(settings: dict[str, Any]
     assert references(document) <= document["components"]["schemas"].keys()
 
 
-@pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream", "/tokenize", "/vertex", "/chat_tokenize"])
+@pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream", "/tokenize", "/chat_tokenize"])
 def test_tgis_refusals_are_shown_by_their_media_types(path: str) -> None:
     answers = as_json(openapi_document(MODEL))["paths"][path]["post"]["responses"]
     shown = {status: sorted(answer["content"]) for status, answer in answers.items() if "400" <= status < "423"}
