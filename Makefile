@@ -112,7 +112,7 @@ image: ## Build the container image slipway:cpu or slipway:gpu (needs docker or 
 
 image-test: install-dev ## Build both images, run them and ask them (or IMAGE=..., one that is built)
 	sh tests/image/packages.sh
-	if $(BIN)/python -m tests.image.engine; then $(BIN)/python -m pytest tests/image -m image; fi
+	if $(BIN)/python -m tests.image.container_engine; then $(BIN)/python -m pytest tests/image -m image; fi
 
 lock: install-dev ## Renew requirements/*.txt
 	$(MAKE) --no-print-directory lock-cpu EXTRA="--extra cpu --override requirements/cpu-overrides.in --find-links $(TORCH_INDEX)/torch/"

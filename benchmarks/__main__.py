@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from benchmarks.bare import EngineLoad
+from benchmarks.bare_engine import EngineLoad
 from benchmarks.peers import CONTRACTS, PEERS, Engine, EngineArguments, ServerError
 from benchmarks.report import markdown, plots
 from benchmarks.rounds import Sample, Workload, run

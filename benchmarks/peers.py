@@ -29,9 +29,9 @@ from typing import IO, ClassVar, Self
 import msgspec
 import psutil
 
-from benchmarks.bare import EngineLoad
+from benchmarks.bare_engine import EngineLoad
 from benchmarks.load import Figures, LoadSpec, command
-from benchmarks.on_script import processors
+from benchmarks.scripted_front_end import processors
 
 MODEL = "m"
 """The served model's name."""
@@ -373,7 +373,7 @@ def module(engine: Engine, work_dir: Path, name: str, *arguments: str) -> list[s
     """The command line that runs a module, on a scripted engine if there is to be one."""
     script: list[str] = []
     if engine.step_ms is not None:
-        script = ["benchmarks.on_script", str(work_dir), str(engine.model_dir), str(engine.step_ms)]
+        script = ["benchmarks.scripted_front_end", str(work_dir), str(engine.model_dir), str(engine.step_ms)]
     return [sys.executable, "-m", *script, name, *arguments]
 
 
@@ -555,13 +555,13 @@ class Triton(HttpPeer):
 
 
 class Bare(Peer):
-    """`AsyncLLM` without HTTP; see `benchmarks.bare`."""
+    """`AsyncLLM` without HTTP; see `benchmarks.bare_engine`."""
 
     name = "bare"
 
     def start(self, engine: Engine, work_dir: Path) -> Server:
         arguments = json.dumps({**engine.arguments, "model": str(engine.model_dir)})
-        argv = module(engine, work_dir, "benchmarks.bare", arguments)
+        argv = module(engine, work_dir, "benchmarks.bare_engine", arguments)
         self.server = Server(self.name, argv, work_dir / "bare.log", pipes=True)
         return self.server
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from benchmarks.bare import EngineLoad
+from benchmarks.bare_engine import EngineLoad
 from benchmarks.load import Figures
 from benchmarks.peers import Engine, Peer
 

@@ -36,7 +36,7 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from benchmarks.on_script import MAX_MODEL_LEN, addresses
+from benchmarks.scripted_front_end import MAX_MODEL_LEN, addresses
 
 MAX_SEQUENCES = 1024
 _TEXT_CHARACTERS = 20_000

@@ -15,9 +15,9 @@ from container.http.cross_site import KnownHosts
 from container.http.router import Mount, Router
 from container.settings.values import names
 from deploy.local.errors import REGION, RuntimeApiError
-from deploy.local.invocation import MEBIBYTE, LocalSettings
 from deploy.local.parameters import check_endpoint_name
-from deploy.local.runtime import PREFIX, RuntimeApi
+from deploy.local.runtime_api import PREFIX, RuntimeApi
+from deploy.local.settings import MEBIBYTE, LocalSettings
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
@@ -98,7 +98,7 @@ def local(
 
 async def _run(url: str, settings: LocalSettings, host: str, port: int) -> None:
     from container.server import http_server, listen
-    from deploy.local.container import RemoteContainer
+    from deploy.local.remote_container import RemoteContainer
 
     hosts = KnownHosts(names(os.environ.get("SERVING_ALLOWED_HOSTS", "")))
     container = RemoteContainer(url, hosts)

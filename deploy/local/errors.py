@@ -1,22 +1,27 @@
-"""Errors of SageMaker's runtime API, in AWS's words."""
+"""The errors of SageMaker's runtime API, in AWS's words."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 
-ACCOUNT, REGION = "000000000000", "us-east-1"
-"""Placeholders in messages and ARNs: the local endpoint has no account."""
+ACCOUNT, REGION = "000000000000", "us-east-1"  # Placeholders in messages and ARNs: the local endpoint has no account.
 
-_MAX_ORIGINAL_MESSAGE = 2048
-"""Characters of a container's error that the API shows."""
+_MAX_ORIGINAL_MESSAGE = 2048  # Characters of a container's error that the API shows.
 
 
 class RuntimeApiError(Exception):
     """An error reply of the API."""
 
     def __init__(self, name: str, status: int, message: str, more: Mapping[str, str | int] | None = None) -> None:
-        """`name`: the exception of the service model; `more`: further keys of the body."""
+        """Describe the reply.
+
+        Args:
+            name: The exception of the service model.
+            status: The HTTP status.
+            message: The text of the error.
+            more: Further keys of the body.
+        """
         super().__init__(message)
         self.name, self.status, self.message = name, status, message
         self._more = dict(more or {})
@@ -26,12 +31,12 @@ class RuntimeApiError(Exception):
 
 
 def validation_error(message: str, error_code: str | None = None) -> RuntimeApiError:
-    """The call itself is wrong."""
+    """Return the error for a call that is wrong."""
     return RuntimeApiError("ValidationError", 400, message, {"ErrorCode": error_code} if error_code else None)
 
 
 def constraint_violation(name: str, value: str, constraint: str) -> RuntimeApiError:
-    """A parameter has a value that the service model forbids."""
+    """Return the error for a parameter whose value the service model forbids."""
     shown = value if len(value) <= 100 else value[:100] + "..."
     field = name[0].lower() + name[1:]
     return validation_error(
@@ -40,7 +45,7 @@ def constraint_violation(name: str, value: str, constraint: str) -> RuntimeApiEr
 
 
 def model_error(endpoint: str, status: int, body: bytes | None) -> RuntimeApiError:
-    """The container answered with an error status; `body` is None if it is longer than the API reads."""
+    """Return the error for an error status of the container. `body` is None if it is longer than the API reads."""
     text = None if body is None else body.decode(errors="replace")
     side, code = ("client", "CLIENT_ERROR") if 400 <= status < 500 else ("server", "INTERNAL_FAILURE")
     shown = "and could not load the entire response body" if text is None else f'with message "{text}"'
@@ -60,7 +65,7 @@ NO_RESPONSE = (
 
 
 def no_answer(endpoint: str, reason: str) -> RuntimeApiError:
-    """The container did not answer in time, or closed the connection before its answer was complete."""
+    """Return the error for a container that did not answer in time, or that closed the connection too early."""
     message = f'Received server error (0) from primary with message "{reason}".'
     return _model_error(endpoint, 0, message, reason, "INTERNAL_FAILURE")
 
@@ -82,5 +87,5 @@ def _model_error(endpoint: str, status: int, message: str, original: str, code: 
 
 
 def unknown_operation(method: str, path: str) -> RuntimeApiError:
-    """The runtime API has no such method and path."""
+    """Return the error for a method and a path that the runtime API does not have."""
     return RuntimeApiError("UnknownOperationException", 404, f"{method} {path} is no operation of the runtime API.")

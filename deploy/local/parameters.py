@@ -1,7 +1,7 @@
-"""A call's parameters: the headers of the runtime API, checked as its service model says, and those of its replies.
+"""The parameters of a call: the runtime API's headers, checked against its service model, and the headers of replies.
 
-The service model is botocore's. The container gets some of the parameters, and no other header of the client, as on the
-platform.
+The service model is botocore's copy. The container gets some of the parameters, and no other header of the client, as
+on SageMaker.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Api(Enum):
-    """An operation of the runtime API; the value is what the container gets in `X-Amzn-SageMaker-Forwarded-Api`."""
+    """An operation of the runtime API. The container gets its value in `X-Amzn-SageMaker-Forwarded-Api`."""
 
     INVOKE = "InvokeEndpoint"
     STREAM = "InvokeEndpointWithResponseStream"
 
 
+# The parameters that the container gets, and their headers.
 _TO_CONTAINER = {
     "ContentType": b"content-type",
     "Accept": b"accept",
@@ -33,14 +34,13 @@ _TO_CONTAINER = {
     "TargetModel": b"x-amzn-sagemaker-target-model",
     "SessionId": b"x-amzn-sagemaker-session-id",
 }
-"""The parameters that the container gets, and their headers."""
+# Parts of the service model's regular expressions that Python does not know, and their replacements.
 _JAVA = {r"\p{ASCII}": r"[\x00-\x7f]", r"\p{Print}": r"\x20-\x7e", r"\z": r"\Z"}
-"""What the service model's regular expressions have that Python's do not."""
 
 
 @functools.cache
 def _members(api: Api) -> Mapping[str, Any]:
-    from botocore.session import get_session  # takes a while, and is not needed by other commands
+    from botocore.session import get_session  # Importing it takes a while, and other commands do not need it.
 
     shape = get_session().get_service_model("sagemaker-runtime").operation_model(api.value).input_shape
     assert shape is not None
@@ -53,37 +53,45 @@ def _check(name: str, member: Any, value: str) -> None:
         raise constraint_violation(name, value, f"Member must have length greater than or equal to {least}")
     if len(value) > most:
         raise constraint_violation(name, value, f"Member must have length less than or equal to {most}")
-    ours = functools.reduce(lambda text, java: text.replace(java, _JAVA[java]), _JAVA, pattern)
-    if not re.fullmatch(ours, value):
+    expression = functools.reduce(lambda text, java: text.replace(java, _JAVA[java]), _JAVA, pattern)
+    if not re.fullmatch(expression, value):
         raise constraint_violation(name, value, f"Member must satisfy regular expression pattern: {pattern}")
 
 
 def check_endpoint_name(name: str) -> None:
-    """Raise RuntimeApiError for what cannot be the name of an endpoint, or of a component."""
+    """Check the name of an endpoint or of an inference component.
+
+    Raises:
+        RuntimeApiError: The service model does not allow the name.
+    """
     _check("EndpointName", _members(Api.INVOKE)["EndpointName"], name)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The checked parameters of one call, and the headers that the container gets."""
+    """The checked parameters of a call, and the headers that the container gets."""
 
     api: Api
-    values: Mapping[str, str]
-    """Those that were given, by their names in the service model, such as `TargetModel`."""
+    values: Mapping[str, str]  # The given parameters, by their names in the service model, such as `TargetModel`.
     forwarded: Headers
 
 
 def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Parameters:
-    """The parameters among a request's headers, whose names are in lower case.
+    """Read the parameters from the headers of a request.
 
-    Raises RuntimeApiError where one of them breaks a constraint of the service model.
+    Args:
+        api: The operation.
+        headers: The headers, with names in lower case.
+
+    Raises:
+        RuntimeApiError: A parameter breaks a constraint of the service model.
     """
     given = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
     values: dict[str, str] = {}
     forwarded = [(b"x-amzn-sagemaker-forwarded-api", api.value.encode())]
     for name, member in _members(api).items():
         value = given.get(member.serialization["name"].lower())
-        if value is None or member.serialization["location"] != "header":  # the endpoint's name is in the path
+        if value is None or member.serialization["location"] != "header":  # The path has the endpoint's name.
             continue
         _check(name, member, value)
         values[name] = value
@@ -92,8 +100,7 @@ def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Paramet
     return Parameters(api, values, forwarded)
 
 
-VARIANT = "AllTraffic"
-"""The SDKs' name for an endpoint's only production variant."""
+VARIANT = "AllTraffic"  # The SDKs' name for an endpoint's only production variant.
 
 _SESSION = re.compile(rb"[a-zA-Z0-9](-*[a-zA-Z0-9])*;\sExpires=.+")
 _RETURNED = {
@@ -104,9 +111,10 @@ _RETURNED = {
 
 
 def reply_headers(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """The caller's headers for a container's reply.
+    """Return the headers that the client gets for a reply of the container.
 
-    LMI announces a new session in `X-Amzn-SageMaker-Session-Id`; the caller gets it in the platform's own header.
+    LMI announces a new session in `X-Amzn-SageMaker-Session-Id`. The client gets it in SageMaker's header for new
+    sessions.
     """
     reply: Headers = [(b"x-amzn-invoked-production-variant", VARIANT.encode())]
     lmi_session: bytes | None = None

@@ -32,8 +32,8 @@ from container.http.router import Application
 from container.server import ModelServer, prepared
 from container.settings.load import load_startup
 from container.settings.settings import Startup
-from deploy.ray.asgi import ReplicaApplication
-from deploy.ray.changes import AdapterName, Change, Follower, Leader, Log, Made
+from deploy.ray.replica_application import ReplicaApplication
+from deploy.ray.adapter_changes import AdapterName, Change, Follower, Leader, Log, Made
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from deploy.sagemaker.configuration import (
     Rollout,
     laid_over,
 )
-from deploy.sagemaker.roles import execution_policy, trust_policy
+from deploy.sagemaker.execution_role import execution_policy, trust_policy
 
 VARIANT = "AllTraffic"
 MACHINE_IMAGE = "al2023-ami-sagemaker-inference-gpu-4-1"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.image.engine import Engine
+from tests.image.container_engine import Engine
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "container" / "image"

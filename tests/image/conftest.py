@@ -8,7 +8,7 @@ import pytest
 
 from container.sources.sample_model import prepare
 from tests.image.building import CannotBuild, build
-from tests.image.engine import Engine, NoEngine, find_engine
+from tests.image.container_engine import Engine, NoEngine, find_engine
 from tests.live.conftest import ENGINE
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.image.building import ROOT
-from tests.image.engine import Container, Engine, running
+from tests.image.container_engine import Container, Engine, running
 from tests.live.server import records
 
 PROMPT = "The capital of France is"

@@ -20,7 +20,7 @@ class FrontEnd:
         from vllm.v1.engine import EngineCoreOutputs
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-        from benchmarks.on_script import addresses
+        from benchmarks.scripted_front_end import addresses
 
         where = addresses(directory)
         self._context = zmq.Context()

@@ -15,8 +15,8 @@ from container.http.cross_site import KnownHosts
 from container.http.disconnect import disconnected
 from container.http.router import Mount, Router
 from container.server import http_server, listen
-from deploy.local.invocation import LocalSettings
-from deploy.local.runtime import PREFIX, RuntimeApi
+from deploy.local.runtime_api import PREFIX, RuntimeApi
+from deploy.local.settings import LocalSettings
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]

@@ -9,7 +9,7 @@ from botocore.eventstream import EventStreamBuffer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.invocation import event_message, model_stream_error, payload_part
+from deploy.local.event_stream import event_message, model_stream_error, payload_part
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 

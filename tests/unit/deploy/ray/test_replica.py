@@ -14,7 +14,7 @@ pytest.importorskip("ray.serve", reason="Ray is not installed")
 
 from ray import serve
 
-from deploy.ray.changes import Change, Follower, Log
+from deploy.ray.adapter_changes import Change, Follower, Log
 from deploy.ray.replica import Replica, merged_metrics
 from tests.waiting import until
 

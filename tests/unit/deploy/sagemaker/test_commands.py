@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from deploy.cli import app
 from deploy.sagemaker import aws
 from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
-from tests.unit.deploy.sagemaker.formation import SESSION, Formation, of_stack
+from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION, Formation, of_stack
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted((ROOT / "examples/deploy").glob("*.toml"))

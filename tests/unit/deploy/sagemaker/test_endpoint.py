@@ -16,10 +16,10 @@ from botocore.exceptions import EventStreamError
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.local.invocation import payload_part
+from deploy.local.event_stream import payload_part
 from deploy.sagemaker import endpoint
 from deploy.sagemaker.aws import Aws
-from tests.unit.deploy.sagemaker.formation import SESSION
+from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION
 
 
 class Stream:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from deploy.cli import app
 from deploy.sagemaker.uploads import upload_model
 from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
-from tests.unit.deploy.sagemaker.formation import SESSION
+from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION
 
 # moto has no scaling and no inference components in stacks, and does not look whether a role is there.
 SHORT = ["--name", "my-llm", "--model", "s3://models/llama/", "--instance-type", "ml.g4dn.xlarge", "--image", IMAGE]

@@ -10,7 +10,7 @@ import pytest
 
 from deploy.sagemaker import sdk
 from deploy.sagemaker.stack import Conflict
-from tests.unit.deploy.sagemaker.formation import Formation
+from tests.unit.deploy.sagemaker.fake_cloudformation import Formation
 
 ROOT = Path(__file__).parents[4]
 # The SDK's own imports warn of what pydantic has deprecated.

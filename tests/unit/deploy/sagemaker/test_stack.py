@@ -8,7 +8,7 @@ from deploy.sagemaker.configuration import Configuration
 from deploy.sagemaker.stack import POLL, Conflict, Failed, Stack
 from deploy.sagemaker.template import template
 from tests.unit.deploy.sagemaker.configurations import configuration
-from tests.unit.deploy.sagemaker.formation import Formation, of_stack
+from tests.unit.deploy.sagemaker.fake_cloudformation import Formation, of_stack
 
 ENDPOINT = "AWS::SageMaker::Endpoint"
 NOT_HEALTHY = "The primary container for production variant AllTraffic did not pass the ping health check."

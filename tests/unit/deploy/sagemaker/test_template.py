@@ -21,7 +21,7 @@ from deploy.sagemaker.configuration import (
 )
 from deploy.sagemaker.template import MACHINE_IMAGE, as_yaml, secrets, template
 from tests.unit.deploy.sagemaker.configurations import REGION, VALUES, configuration
-from tests.unit.deploy.sagemaker.matrix import configurations
+from tests.unit.deploy.sagemaker.random_configurations import configurations
 
 ROOT = Path(__file__).parents[4]
 _LINT = ManualArgs(regions=["eu-west-1", "us-east-1"])

@@ -13,7 +13,7 @@ from container.http.cross_site import KnownHosts
 from container.http.router import Application
 from container.metrics import CONTENT_TYPE
 from container.settings.settings import ServerSettings
-from deploy.ray.changes import Made, changes_adapters
+from deploy.ray.adapter_changes import Made, changes_adapters
 
 _ESCAPE = re.compile(rb"%([0-9A-Fa-f]{2})")
 _UNRESERVED = {

@@ -1,7 +1,7 @@
 """Runs a front end on a scripted engine core (`benchmarks.scripted_engine`), which it starts.
 
-    python -m benchmarks.on_script DIRECTORY MODEL STEP_MS MODULE [ARGUMENTS...]
-    python -m benchmarks.on_script DIRECTORY MODEL STEP_MS rust FILE PORT
+    python -m benchmarks.scripted_front_end DIRECTORY MODEL STEP_MS MODULE [ARGUMENTS...]
+    python -m benchmarks.scripted_front_end DIRECTORY MODEL STEP_MS rust FILE PORT
 
 MODULE runs as with `python -m`: one that uses vLLM's `AsyncLLM` in its own process. `rust` is vLLM's front end in Rust,
 whose program is FILE. Where there are several processors, the front end has the first, and the engine and the load

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, unquote
 import httpx
 import pytest
 
-from deploy.ray.changes import Change, Follower, Leader, Log, Made, changes_adapters
+from deploy.ray.adapter_changes import Change, Follower, Leader, Log, Made, changes_adapters
 from tests.waiting import until
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from container.adapter_management import Refusal, adapter_call_failed
 from container.settings.settings import ServerSettings
-from deploy.ray.asgi import ReplicaApplication
-from deploy.ray.changes import Made
+from deploy.ray.replica_application import ReplicaApplication
+from deploy.ray.adapter_changes import Made
 
 pytestmark = pytest.mark.asyncio
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from botocore.eventstream import EventStreamBuffer
 
-from deploy.local import runtime as asgi
+from deploy.local import runtime_api
 from tests.unit.deploy.local.local_endpoint import (
     Script,
     ScriptedContainer,
@@ -223,7 +223,7 @@ async def test_payloads_have_a_limit_both_ways() -> None:
 
 
 async def test_a_payload_that_does_not_go_on_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asgi, "READ_SECONDS", 0.1)
+    monkeypatch.setattr(runtime_api, "READ_SECONDS", 0.1)
     container = ScriptedContainer()
     async with local_endpoint(container) as client:
         url = client.base_url
@@ -263,7 +263,7 @@ async def test_a_fault_of_ours_is_an_internal_failure_without_its_text(monkeypat
     def faulty(*_: object) -> None:
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr("deploy.local.runtime.read_parameters", faulty)
+    monkeypatch.setattr("deploy.local.runtime_api.read_parameters", faulty)
     async with local_endpoint(ScriptedContainer()) as client:
         response = await client.post(INVOKE, content=b"{}")
     assert error_of(response)[:2] == (500, "InternalFailure")
@@ -378,7 +378,7 @@ async def test_a_stream_that_takes_too_long_ends_with_time_exceeded() -> None:
 async def test_a_client_that_does_not_read_holds_the_container_back_until_its_time_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deploy.local.invocation._LAST_WORD_SECONDS", 0.2)
+    monkeypatch.setattr("deploy.local.invocation._LAST_MESSAGE_SECONDS", 0.2)
     written = 0
 
     async def flood(seen: Seen, send: Send) -> None:

@@ -12,14 +12,15 @@ from container.http.body_limits import BodyReader, BodyTimeout, BodyTooLarge
 from container.http.cross_site import KnownHosts
 from container.settings.settings import ServerSettings
 from deploy.local.errors import RuntimeApiError, unknown_operation
-from deploy.local.invocation import ClientGone, Invocation, LocalSettings
+from deploy.local.invocation import ClientGone, Invocation
 from deploy.local.parameters import Api, Headers, read_parameters, reply_headers
+from deploy.local.settings import LocalSettings
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "/endpoints/"
+# A client may send nothing in the middle of a body for this long. The container's own default.
 READ_SECONDS = ServerSettings().request_read_timeout
-"""Time that a client may send nothing in the middle of a body: the container's own default."""
 
 _PATH = re.compile(r"/endpoints/([^/]+)/(.+)")
 _OPENAI = "openai/v1/"
@@ -28,7 +29,7 @@ _JSON = (b"content-type", b"application/json")
 
 
 class RuntimeApi:
-    """The ASGI application; `scope["app"]` is the container's."""
+    """The ASGI application of the API. `scope["app"]` is the container's application."""
 
     def __init__(self, settings: LocalSettings, hosts: KnownHosts) -> None:
         """Take the endpoints, and the names under which browsers may reach them."""
@@ -83,8 +84,8 @@ class RuntimeApi:
 
 
 async def _pass_through(scope: Scope, receive: Receive, send: Send, prefix: str) -> None:
-    """Serve the container's own route below an endpoint's name; `Authorization` is for the platform alone."""
-    # As it was sent: an escaped character, such as the slash of a model's name, stays escaped.
+    """Serve the container's own route below an endpoint's name. `Authorization` is meant for SageMaker, and is dropped."""
+    # The raw path keeps escaped characters escaped, such as a slash in a model's name.
     raw_path: bytes = scope["raw_path"]
     if not raw_path.startswith(f"{prefix}/{_OPENAI}".encode()):
         raise unknown_operation(scope["method"], scope["path"])

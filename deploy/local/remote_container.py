@@ -1,4 +1,4 @@
-"""A container that runs elsewhere, in Docker for instance, as an ASGI application."""
+"""A container that runs elsewhere, for example in Docker, as an ASGI application."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from container.http.disconnect import disconnected
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS, _WRITE_SECONDS = 30.0, 60.0
+# Shorter than servers commonly keep an idle connection (uvicorn: 5 s), so that this side closes it.
 _IDLE_SECONDS = 4.0
-"""Shorter than servers commonly keep an idle connection (uvicorn: 5 s), so that it is closed from this side."""
 _MAX_CONNECTIONS = 512
-_OWN = (b"connection", b"keep-alive", b"transfer-encoding")
-"""Headers of one connection."""
+_CONNECTION_HEADERS = (b"connection", b"keep-alive", b"transfer-encoding")  # Headers that concern one connection.
 
 
 class RemoteContainer:
-    """Passes each request on, and its reply back as it comes."""
+    """Passes each request to the container, and the parts of its reply back as they arrive."""
 
     def __init__(self, url: str, hosts: KnownHosts) -> None:
-        """Take the container's URL, and the names under which browsers may reach it here.
+        """Connect to a container.
 
-        The container cannot check them: it sees the name in its URL, and none of a browser's headers.
+        The container cannot check the names: it sees the name in its own URL, and none of a browser's headers.
+
+        Args:
+            url: The container's URL.
+            hosts: The names under which browsers may reach the container through this application.
         """
         self._hosts = hosts
         self._http = httpx.AsyncClient(
@@ -37,12 +40,12 @@ class RemoteContainer:
             limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, keepalive_expiry=_IDLE_SECONDS),
             trust_env=False,
         )
-        # The container gets the caller's headers, as on the platform, and none of httpx's.
+        # The container gets the client's headers, as on SageMaker, and none of httpx's.
         for name in ("accept", "accept-encoding", "user-agent"):
             del self._http.headers[name]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. A client that leaves takes its connection to the container with it."""
+        """Serve one request. If the client leaves, the connection to the container is closed, too."""
         if fault := self._hosts.fault(dict(scope["headers"])):
             await PlainTextResponse(f"{fault}\n", 403)(scope, receive, send)
             return
@@ -67,11 +70,17 @@ class RemoteContainer:
     async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
-        headers = [(name, value) for name, value in passed_on(scope["headers"]) if name not in (b"host", *_OWN)]
+        headers = [
+            (name, value) for name, value in passed_on(scope["headers"]) if name not in (b"host", *_CONNECTION_HEADERS)
+        ]
         begun = False
         try:
             async with self._http.stream(scope["method"], target.decode(), headers=headers, content=body) as reply:
-                own = [(name.lower(), value) for name, value in reply.headers.raw if name.lower() not in _OWN]
+                own = [
+                    (name.lower(), value)
+                    for name, value in reply.headers.raw
+                    if name.lower() not in _CONNECTION_HEADERS
+                ]
                 await send({"type": "http.response.start", "status": reply.status_code, "headers": own})
                 begun = True
                 async for piece in reply.aiter_raw():
@@ -79,7 +88,7 @@ class RemoteContainer:
         except httpx.TransportError as error:
             logger.warning("the container does not answer: %s", error or type(error).__name__)
             if begun:
-                return  # whoever reads it sees that the end is missing
+                return  # The client sees that the end is missing.
             status = 503 if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) else 502
             await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.sagemaker.roles import execution_policy, trust_policy
+from deploy.sagemaker.execution_role import execution_policy, trust_policy
 from tests.unit.deploy.sagemaker.configurations import ACCOUNT, REGION, VALUES, configuration
 
 
