@@ -1,1 +1,1 @@
-"""From a model to an endpoint: deploy to SageMaker, and SageMaker's runtime API on a laptop."""
+"""Deploys the server: to SageMaker, to Ray, and to an endpoint on this machine that has SageMaker's runtime API."""

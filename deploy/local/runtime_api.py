@@ -84,7 +84,10 @@ class RuntimeApi:
 
 
 async def _pass_through(scope: Scope, receive: Receive, send: Send, prefix: str) -> None:
-    """Serve the container's own route below an endpoint's name. `Authorization` is meant for SageMaker, and is dropped."""
+    """Serve the container's own route below an endpoint's name.
+
+    `Authorization` is meant for SageMaker, and is dropped.
+    """
     # The raw path keeps escaped characters escaped, such as a slash in a model's name.
     raw_path: bytes = scope["raw_path"]
     if not raw_path.startswith(f"{prefix}/{_OPENAI}".encode()):

@@ -1,4 +1,4 @@
-"""Many replicas on Ray Serve, of the same application with all contracts; `deploy.ray:application` for `serve run`."""
+"""Replicas on Ray Serve, each with all contracts. `serve run` uses `deploy.ray:application`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def application(args: dict[str, Any]) -> Any:
-    """Build the Serve application; see `deploy.ray.deployment`, which imports Ray."""
+    """Build the Serve application. See `deploy.ray.deployment`, which imports Ray."""
     from deploy.ray.deployment import application
 
     return application(args)

@@ -1,7 +1,7 @@
-"""The calls that change adapters: every replica makes all of them, in one order, and so does one that starts later.
+"""Calls that change adapters: all replicas make the same changes in the same order, also replicas that start later.
 
-The leader has one change made at a time, by all replicas at once, and keeps the log of the changes that all of them
-have made. A follower makes its replica's adapters those of the log.
+The leader has one change made at a time, by all replicas at once. It keeps the log of the changes that all replicas
+have made. A follower changes the adapters of its replica until they match the log.
 """
 
 from __future__ import annotations
@@ -23,34 +23,30 @@ logger = logging.getLogger(__name__)
 
 _PATH = re.compile(rb"(?:/models/(?P<model>[^/]+))?/adapters(?:/(?P<name>[^/]+)(?P<update>/update)?)?")
 _UNLOAD = b"/v1/unload_lora_adapter"
-_VLLM = frozenset({b"/v1/load_lora_adapter", _UNLOAD})
-"""The paths that vLLM has; all others are LMI's."""
+_VLLM = frozenset({b"/v1/load_lora_adapter", _UNLOAD})  # Paths of vLLM's routes; the other paths are LMI routes.
 
-AdapterName = tuple[str, str]
-"""The names of a model and of an adapter of it."""
+AdapterName = tuple[str, str]  # The name of a model, and the name of one of its adapters.
 
 
 def changes_adapters(method: str, path: bytes) -> bool:
-    """Tell whether a call is one of those."""
+    """Return True for a call that changes adapters."""
     return method in ("POST", "DELETE") and (path in _VLLM or _PATH.fullmatch(path) is not None)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class AdapterChange:
     """A call of the management API that changes an adapter."""
 
     method: str
-    target: bytes
-    """Path and query, as they were sent."""
+    target: bytes  # The path and the query, as they were sent.
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
-    model: str
-    """The model of a path that names none."""
+    model: str  # The model for a path that names none.
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
     def adapter(self) -> AdapterName:
-        """The adapter that the call names; there need be none."""
+        """The adapter that the call names. It may not exist."""
         path, _, query = self.target.partition(b"?")
         found = _PATH.fullmatch(path)
         in_path, name = found.group("model", "name") if found is not None else (None, None)
@@ -81,25 +77,24 @@ class Change:
         return any(value.partition(b";")[0].strip().lower() == b"application/json" for value in kinds)
 
 
-class Log(NamedTuple):
+class ChangeLog(NamedTuple):
     """The changes that still matter, in their order."""
 
-    version: int = 0
-    """How many changes were tried, those that failed included."""
-    changes: tuple[Change, ...] = ()
+    version: int = 0  # The number of changes that were tried, including those that failed.
+    changes: tuple[AdapterChange, ...] = ()
 
-    def with_change(self, change: Change) -> Log:
-        """Return the next version, with a change that was made."""
+    def with_change(self, change: AdapterChange) -> ChangeLog:
+        """Return the next version of the log, with a change that was made."""
         adapter = change.adapter
         kept = [old for old in self.changes if not change.supersedes or old.adapter != adapter]
-        return Log(self.version + 1, (*kept, change))
+        return ChangeLog(self.version + 1, (*kept, change))
 
-    def of(self, adapter: AdapterName) -> list[Change]:
-        """The changes of one adapter."""
+    def of(self, adapter: AdapterName) -> list[AdapterChange]:
+        """Return the changes of one adapter."""
         return [change for change in self.changes if change.adapter == adapter]
 
 
-class Made(NamedTuple):
+class ReplicaReply(NamedTuple):
     """The reply of one replica to a change."""
 
     replica: str
@@ -112,21 +107,21 @@ class Made(NamedTuple):
         return 200 <= self.status < 300
 
 
-Tell = Callable[[Log, Change | None], Awaitable[list[Made | BaseException]]]
-"""Has all replicas follow the log, and then make a change; returns what each of them replies, or the error that kept
-it from a reply. A replica that has ended is left out."""
+# Has all replicas follow the log and then make a change. Returns the reply of each replica, or the error that prevented
+# a reply. A replica that has ended is left out.
+Broadcast = Callable[[ChangeLog, AdapterChange | None], Awaitable[list[ReplicaReply | BaseException]]]
 
 
 class Leader:
-    """Has the replicas make one change at a time, and keeps the log of what they have made."""
+    """Has the replicas make one change at a time, and keeps the log of their changes."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
-        self._log = Log()
+    def __init__(self, broadcast: Broadcast) -> None:
+        self._broadcast = broadcast
+        self._log = ChangeLog()
         self._one_at_a_time = asyncio.Lock()
-        self._running: set[asyncio.Task[Made | None]] = set()
+        self._running: set[asyncio.Task[ReplicaReply | None]] = set()
 
-    async def change(self, change: Change, known: Log) -> Made | None:
+    async def change(self, change: AdapterChange, known: ChangeLog) -> ReplicaReply | None:
         """Have all replicas make a change, or none of them.
 
         Args:
@@ -134,37 +129,41 @@ class Leader:
             known: The log of the replica that has got the call.
 
         Returns:
-            The reply, which is a refusal if one of the replicas has refused; None if a replica has not replied.
+            The reply. It is a refusal if a replica refused the change. None if a replica did not reply.
         """
         task = asyncio.create_task(self._change(change, known))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task)  # a client that leaves does not leave some replicas without the change
+        return await asyncio.shield(task)  # A client that leaves must not stop a change that some replicas have made.
 
-    async def _change(self, change: Change, known: Log) -> Made | None:
+    async def _change(self, change: AdapterChange, known: ChangeLog) -> ReplicaReply | None:
         async with self._one_at_a_time:
             self._recover(known)
-            replies = await self._tell(self._log, change)
-            made = [reply for reply in replies if isinstance(reply, Made)]
-            failed = [reply for reply in replies if not isinstance(reply, Made) or not reply.is_success]
+            replies = await self._broadcast(self._log, change)
+            made = [reply for reply in replies if isinstance(reply, ReplicaReply)]
+            failed = [reply for reply in replies if not isinstance(reply, ReplicaReply) or not reply.is_success]
             if made and not failed:
                 self._log = self._log.with_change(change)
                 return made[0]
             self._log = self._log._replace(version=self._log.version + 1)
-            if len(failed) < len(replies) or any(not isinstance(reply, Made) for reply in failed):
-                logger.warning("adapter %s: one of the replicas has failed; the others undo the change", change.adapter)
-                await self._tell(self._log, None)
-            refused = [reply for reply in failed if isinstance(reply, Made)]
+            if len(failed) < len(replies) or any(not isinstance(reply, ReplicaReply) for reply in failed):
+                logger.warning("adapter %s: a replica failed; the other replicas undo the change", change.adapter)
+                await self._broadcast(self._log, None)
+            refused = [reply for reply in failed if isinstance(reply, ReplicaReply)]
             return refused[0] if refused else None
 
-    async def log(self, known: Log) -> Log:
-        """Return the log, once no change is being made. `known`: the log of the replica that asks."""
+    async def log(self, known: ChangeLog) -> ChangeLog:
+        """Return the log. Wait for a change that is being made.
+
+        Args:
+            known: The log of the replica that asks.
+        """
         async with self._one_at_a_time:
             self._recover(known)
             return self._log
 
-    def _recover(self, known: Log) -> None:
-        """Take over the log of a replica, if this process was started in the place of one that was lost."""
+    def _recover(self, known: ChangeLog) -> None:
+        """Take over the log of a replica if this process replaces a leader that was lost."""
         if self._log.version < known.version:
             self._log = known
 
@@ -173,27 +172,32 @@ class Follower:
     """Makes changes on one replica."""
 
     def __init__(self, own: httpx.AsyncClient, name: str, at_start: Mapping[AdapterName, str]) -> None:
-        """`own`: calls this replica, whose name is `name`. `at_start`: the `src` of each adapter that it began with."""
+        """Take the replica.
+
+        Args:
+            own: A client that calls this replica.
+            name: The name of this replica.
+            at_start: The `src` of each adapter that was registered when the replica started.
+        """
         self._own, self._name, self._at_start = own, name, at_start
-        self.log = Log()
-        """What was made here."""
+        self.log = ChangeLog()  # The changes that were made here.
         self._complete = True
         self._one_at_a_time = asyncio.Lock()
-        self._making: set[asyncio.Task[Made]] = set()
+        self._making: set[asyncio.Task[ReplicaReply]] = set()
 
     @property
-    def known(self) -> Log:
-        """The log that a new leader may take over; an empty one if this replica could not follow all of its log."""
-        return self.log if self._complete else Log()
+    def known(self) -> ChangeLog:
+        """The log that a new leader may take over. It is empty if this replica could not follow all of its log."""
+        return self.log if self._complete else ChangeLog()
 
-    async def make(self, log: Log, change: Change) -> Made:
+    async def make(self, log: ChangeLog, change: AdapterChange) -> ReplicaReply:
         """Follow the log, and then make a change that a client asks for."""
         task = asyncio.create_task(self._make(log, change))
         self._making.add(task)
         task.add_done_callback(self._making.discard)
-        return await asyncio.shield(task)  # a leader that waits no longer does not leave half of a change
+        return await asyncio.shield(task)  # A leader that stops waiting must not stop a change halfway.
 
-    async def _make(self, log: Log, change: Change) -> Made:
+    async def _make(self, log: ChangeLog, change: AdapterChange) -> ReplicaReply:
         async with self._one_at_a_time:
             await self._follow(log)
             made = await self._run(change)
@@ -201,25 +205,27 @@ class Follower:
                 self.log = self.log.with_change(change)
             return made
 
-    async def follow(self, log: Log) -> None:
-        """Make the adapters those of the log. What cannot be done is logged, and tried again the next time."""
+    async def follow(self, log: ChangeLog) -> None:
+        """Make the adapters match the log. A change that fails is logged, and tried again next time."""
         async with self._one_at_a_time:
-            if log.version >= self.log.version:  # else it is older than what was made here meanwhile
+            if log.version >= self.log.version:  # An older log lacks changes that were made here in the meantime.
                 await self._follow(log)
 
-    async def _follow(self, log: Log) -> None:
+    async def _follow(self, log: ChangeLog) -> None:
         own = self.log
-        done: list[Change] = []
+        done: list[AdapterChange] = []
         complete = True
         for adapter in dict.fromkeys(change.adapter for change in (*own.changes, *log.changes)):
             made = await self._follow_for(adapter, own.of(adapter), log.of(adapter))
             complete = complete and made == log.of(adapter)
             done += made
-        self.log = Log(log.version, tuple(done))
+        self.log = ChangeLog(log.version, tuple(done))
         self._complete = complete
 
-    async def _follow_for(self, adapter: AdapterName, made: list[Change], wanted: list[Change]) -> list[Change]:
-        """Make one adapter that of the log; return the changes that it has then."""
+    async def _follow_for(
+        self, adapter: AdapterName, made: list[AdapterChange], wanted: list[AdapterChange]
+    ) -> list[AdapterChange]:
+        """Make one adapter match the log. Return the changes that the adapter then has."""
         begins_anew = bool(wanted) and wanted[0].supersedes
         if wanted[: len(made)] != made or (begins_anew and not made and adapter in self._at_start):
             if not await self._undo(adapter, to_start=not begins_anew):
@@ -228,32 +234,42 @@ class Follower:
         for change in wanted[len(made) :]:
             reply = await self._run(change)
             if not reply.is_success and not (change.removes and reply.status == 404):
-                logger.error("adapter %s cannot be as on the other replicas: %s", adapter[1], _shown(reply))
+                logger.error(
+                    "adapter %s cannot be made the same as on the other replicas: %s", adapter[1], _shown(reply)
+                )
                 break
             made = [*made, change]
         return made
 
     async def _undo(self, adapter: AdapterName, *, to_start: bool) -> bool:
-        """Remove an adapter, and register it as it was at the start if it was there; tell whether that was done."""
+        """Remove an adapter.
+
+        Args:
+            adapter: The adapter.
+            to_start: Register the adapter again if it was registered when the replica started.
+
+        Returns:
+            True if it was done.
+        """
         model, name = (quote(part, safe="") for part in adapter)
         path = f"/models/{model}/adapters"
-        calls = [Change("DELETE", f"{path}/{name}".encode(), (), b"", adapter[0])]
+        calls = [AdapterChange("DELETE", f"{path}/{name}".encode(), (), b"", adapter[0])]
         if to_start and (src := self._at_start.get(adapter)) is not None:
             order = f"{path}?name={name}&src={quote(src, safe='')}"
-            calls.append(Change("POST", order.encode(), (), b"", adapter[0]))
+            calls.append(AdapterChange("POST", order.encode(), (), b"", adapter[0]))
         for call in calls:
             reply = await self._run(call)
             if not reply.is_success and not (call.removes and reply.status == 404):
-                logger.error("a change of the adapter %s cannot be undone: %s", adapter[1], _shown(reply))
+                logger.error("a change of adapter %s cannot be undone: %s", adapter[1], _shown(reply))
                 return False
         return True
 
-    async def _run(self, change: Change) -> Made:
+    async def _run(self, change: AdapterChange) -> ReplicaReply:
         url = self._own.base_url.copy_with(raw_path=change.target)
         headers = list(change.headers)
         reply = await self._own.request(change.method, url, headers=headers, content=change.body)
-        return Made(self._name, reply.status_code, tuple(reply.headers.raw), reply.content)
+        return ReplicaReply(self._name, reply.status_code, tuple(reply.headers.raw), reply.content)
 
 
-def _shown(reply: Made) -> str:
+def _shown(reply: ReplicaReply) -> str:
     return f"{reply.status}: {reply.body[:500].decode(errors='replace')}"

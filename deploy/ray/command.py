@@ -1,4 +1,4 @@
-"""`slipway ray`: replicas on a cluster of Ray, which is started where none is named."""
+"""`slipway ray`: serves a model by replicas on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import typer
 
 from container import cli
 from container.settings.environment import KEY_VARIABLES
-from deploy.ray import manifest
+from deploy.ray.kuberay import ray_service
+from deploy.ray.serve_config import CLUSTER, serve_configuration
+from deploy.yaml_text import as_yaml
 
-_PACKAGE = "ray[serve]==2.60.0"
-"""pyproject.toml's extra `ray`."""
-_OBJECT_STORE = 100 << 20
-"""Bytes of a local cluster's object store; requests and replies do not go through it."""
+_PACKAGE = "ray[serve]==2.60.0"  # The extra `ray` of pyproject.toml.
+_OBJECT_STORE = 100 << 20  # Bytes of a local cluster's object store. Requests and replies do not use it.
 _LOCAL = {
-    # All on one machine: proxies are told of a replica's end in a fraction of a second.
+    # On one machine, the proxies learn of a replica's end in a fraction of a second.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-    # A busy machine takes longer than Serve's 5 s to start a process.
+    # A busy machine needs more than Serve's default of 5 s to start a process.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    # Lines that differ in a request's id are not the same.
+    # Ray would drop log lines that differ only in the id of a request.
     "RAY_DEDUP_LOGS": "0",
 }
 
 
 def register(app: typer.Typer) -> None:
-    """Add `ray`."""
+    """Add the command `ray`."""
     app.command()(ray)
 
 
@@ -38,30 +38,43 @@ def ray(
     host: Annotated[str, typer.Option(help="Address on which Serve's proxies listen.")] = "0.0.0.0",
     model_name: cli.ModelName = None,
     address: Annotated[
-        str | None, typer.Option(help="A cluster's address, such as `auto`; a local one is started without it.")
+        str | None, typer.Option(help="Address of a cluster, such as `auto`. Default: start a local cluster.")
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the Serve application.")] = "slipway",
-    replicas: Annotated[int | None, typer.Option(min=1, help="How many replicas.")] = None,
-    min_replicas: Annotated[int | None, typer.Option(min=0, help="At least; 0 scales to zero.")] = None,
-    max_replicas: Annotated[int | None, typer.Option(min=1, help="At most.")] = None,
-    target: Annotated[float | None, typer.Option(help="Requests for each replica to scale to; 16.")] = None,
-    upscale_delay: Annotated[float | None, typer.Option(help="Seconds before replicas are added; 10.")] = None,
-    downscale_delay: Annotated[float | None, typer.Option(help="Seconds before replicas are removed; 300.")] = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=0, help="GPUs of each replica; its parallel degrees say it otherwise.")
+    replicas: Annotated[int | None, typer.Option(min=1, help="Number of replicas. Default: 1.")] = None,
+    min_replicas: Annotated[
+        int | None, typer.Option(min=0, help="Smallest number of replicas. 0 allows scaling to zero.")
     ] = None,
-    cpus: Annotated[float | None, typer.Option(min=0, help="Processors that Ray counts for each replica; 1.")] = None,
+    max_replicas: Annotated[int | None, typer.Option(min=1, help="Largest number of replicas.")] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Average number of requests of a replica that scaling aims at. Default: 16.")
+    ] = None,
+    upscale_delay: Annotated[float | None, typer.Option(help="Seconds before replicas are added. Default: 10.")] = None,
+    downscale_delay: Annotated[
+        float | None, typer.Option(help="Seconds before replicas are removed. Default: 300.")
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=0, help="GPUs of each replica. Default: the number that its parallel degrees need."),
+    ] = None,
+    cpus: Annotated[
+        float | None, typer.Option(min=0, help="Processors that Ray reserves for each replica. Default: 1.")
+    ] = None,
     surge: Annotated[
-        int | None, typer.Option(min=0, max=100, help="Percent of further replicas during an update; 0.")
+        int | None, typer.Option(min=0, max=100, help="Additional replicas during an update, in percent. Default: 0.")
     ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option("--env", "-e", help="NAME=VALUE, or NAME of a variable here, for the replicas; repeatable."),
+        typer.Option(
+            "--env",
+            "-e",
+            help="Environment variable of the replicas: NAME=VALUE, or NAME to copy it from here. Repeatable.",
+        ),
     ] = None,
     dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard with a local cluster.")] = False,
-    print_config: Annotated[bool, typer.Option(help="Print Serve's configuration, for `serve deploy`.")] = False,
-    kuberay: Annotated[bool, typer.Option(help="Print a manifest of KubeRay's RayService.")] = False,
-    image: Annotated[str | None, typer.Option(help="Image with Slipway and Ray, for --kuberay.")] = None,
+    print_config: Annotated[bool, typer.Option(help="Print the configuration file for `serve deploy`.")] = False,
+    kuberay: Annotated[bool, typer.Option(help="Print the manifest of a KubeRay RayService.")] = False,
+    image: Annotated[str | None, typer.Option(help="Image that contains Slipway and Ray, for --kuberay.")] = None,
 ) -> None:
     """Serve a model by replicas on Ray Serve."""
     given = {
@@ -79,27 +92,27 @@ def ray(
     }
     options = {key: value for key, value in given.items() if value is not None}
     if (min_replicas is None) != (max_replicas is None):
-        raise typer.BadParameter("is one of two that belong together", param_hint="--min-replicas, --max-replicas")
+        raise typer.BadParameter("give both or neither", param_hint="--min-replicas, --max-replicas")
     if replicas is not None and min_replicas is not None:
-        raise typer.BadParameter("has no meaning with --min-replicas", param_hint="--replicas")
+        raise typer.BadParameter("cannot be combined with --min-replicas", param_hint="--replicas")
     environment = _environment(env or [])
     lost = sorted(KEY_VARIABLES & os.environ.keys() - environment.keys())
     if lost and (print_config or kuberay or address is not None):
         raise typer.BadParameter(
-            f"replicas elsewhere do not get {lost[0]} and would ask for no key: pass -e {lost[0]}, or unset it",
+            f"remote replicas would not get {lost[0]}, and would ask for no key: pass -e {lost[0]}, or unset it",
             param_hint="--env",
         )
     if print_config or kuberay:
-        configuration = manifest.serve_configuration(name, options, environment, host, port)
+        configuration = serve_configuration(name, options, environment, host, port)
         if kuberay:
             if image is None:
-                raise typer.BadParameter("is needed for --kuberay", param_hint="--image")
+                raise typer.BadParameter("is required with --kuberay", param_hint="--image")
             machines = (min_replicas or 0, max_replicas) if max_replicas else (replicas or 1, replicas or 1)
-            configuration = manifest.ray_service(configuration, image, machines, gpus or 0)
-        typer.echo(manifest.as_yaml(configuration), nl=False)
+            configuration = ray_service(configuration, image, machines, gpus or 0)
+        typer.echo(as_yaml(configuration), nl=False)
         return
     os.environ.update(environment)
-    cli.read_startup(model_dir, None, None, model_name)  # what is wrong with the settings is said here
+    cli.read_startup(model_dir, None, None, model_name)  # Reports wrong settings before Ray starts.
     _deploy(name, options, environment, host, port, address, dashboard=dashboard)
 
 
@@ -108,7 +121,7 @@ def _environment(variables: list[str]) -> dict[str, str]:
     for text in variables:
         name, given, value = text.partition("=")
         if not given and name not in os.environ:
-            raise typer.BadParameter(f"{name} is not set here", param_hint="--env")
+            raise typer.BadParameter(f"the environment variable {name} is not set", param_hint="--env")
         pairs[name] = value if given else os.environ[name]
     return pairs
 
@@ -123,8 +136,8 @@ def _deploy(
     *,
     dashboard: bool,
 ) -> None:
-    for variable, value in (manifest.CLUSTER | ({} if address else _LOCAL)).items():
-        os.environ.setdefault(variable, value)  # before Ray is imported, which reads it then
+    for variable, value in (CLUSTER | ({} if address else _LOCAL)).items():
+        os.environ.setdefault(variable, value)  # Ray reads them when it is imported.
     try:
         import ray
         from ray import serve
@@ -138,18 +151,18 @@ def _deploy(
     serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
     try:
         serve.run(application(options), name=name, route_prefix="/")
-    except RuntimeError as error:  # the replicas' log has the reason
+    except RuntimeError as error:  # The log of the replicas shows the reason.
         typer.echo(f"slipway: {error}", err=True)
         if not address:
-            serve.shutdown()  # HAProxy would stay otherwise
+            serve.shutdown()  # HAProxy would keep running otherwise.
         raise typer.Exit(1) from None
     if address:
-        typer.echo(f"{name} is deployed; it goes on without this command")
+        typer.echo(f"{name} is deployed; it keeps running after this command")
         return
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    typer.echo(f"{name} is served on port {port}, until this command is told to stop")
+    typer.echo(f"{name} is served on port {port} until this command is stopped")
     stop.wait()
     serve.shutdown()
     ray.shutdown()

@@ -1,4 +1,4 @@
-"""The Serve application: how many replicas, what each needs, and how they start and stop."""
+"""The Serve application: the number of replicas, their resources, and their start and stop."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from container.settings.load import load_startup
 from container.settings.settings import Startup
 from deploy.ray.replica import ADAPTERS, AdapterLeader, Replica, command_line
 
-NAME = "slipway"
-"""Of the application and of its deployment."""
+NAME = "slipway"  # The name of the application and of its deployment.
+# More calls than a replica's queue admits, so that the queue refuses calls with the contract's own error.
 _MOST_CALLS = 10_000
-"""More calls than a replica's queue admits, so that the queue refuses them, with the contract's own error."""
-_STOP_SECONDS = 15.0
-"""How long a replica may take to free its engine, once it is drained."""
+_STOP_SECONDS = 15.0  # A drained replica may take this long to free its engine.
 _DRAINING = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"
 
 
 class Options(BaseModel):
-    """What can be said of the replicas: options of `slipway ray`, and `args` in Serve's configuration file."""
+    """The options of the replicas: options of `slipway ray`, and `args` in Serve's configuration file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -34,33 +32,33 @@ class Options(BaseModel):
     replicas: int = Field(default=1, ge=1)
     min_replicas: int | None = Field(default=None, ge=0)
     max_replicas: int | None = Field(default=None, ge=1)
-    target: float = Field(default=16.0, gt=0)
-    """Requests that a replica is to have on average."""
+    target: float = Field(default=16.0, gt=0)  # The average number of requests of a replica that scaling aims at.
+    # Seconds for which there have to be too many or too few requests before replicas are added or removed.
     upscale_delay: float = Field(default=10.0, ge=0)
     downscale_delay: float = Field(default=300.0, ge=0)
-    """Seconds for which there have to be too many or too few requests before replicas are added or removed."""
+    # GPUs of each replica. None: the number that its parallel degrees need, or 0 if the cluster has no GPU.
     gpus: int | None = Field(default=None, ge=0)
-    """Of each replica. None: as many as its parallel degrees say; none where the cluster has none."""
-    cpus: float = Field(default=1.0, ge=0)
-    """That Ray counts for each replica."""
+    cpus: float = Field(default=1.0, ge=0)  # Processors that Ray reserves for each replica.
+    # Additional replicas during an update, in percent. 0: an old replica is stopped before a new one starts.
     surge: int = Field(default=0, ge=0, le=100)
-    """Further replicas during an update, in percent. 0: an old one is stopped before a new one starts."""
 
     @model_validator(mode="after")
     def _range(self) -> Self:
         if (self.min_replicas is None) != (self.max_replicas is None):
-            raise ValueError("min_replicas and max_replicas belong together")
+            raise ValueError("min_replicas and max_replicas: give both or neither")
         if self.min_replicas is not None and self.max_replicas is not None and self.min_replicas > self.max_replicas:
-            raise ValueError(f"min_replicas is {self.min_replicas}, more than max_replicas ({self.max_replicas})")
+            raise ValueError(
+                f"min_replicas is {self.min_replicas}; expected at most max_replicas, which is {self.max_replicas}"
+            )
         return self
 
 
 def application(args: dict[str, Any]) -> serve.Application:
-    """Build the application, as `serve run deploy.ray:application model_dir=...` asks for it.
+    """Build the application for `serve run deploy.ray:application model_dir=...`.
 
     Raises:
-        ValidationError: an option is unknown or wrong.
-        SettingsError: the model's or the server's settings are.
+        ValidationError: An option is unknown or wrong.
+        SettingsError: The settings of the model or of the server are wrong.
     """
     options = Options(**args)
     startup = load_startup(options.model_dir, os.environ, command_line(options.model_name))
@@ -74,7 +72,7 @@ def application(args: dict[str, Any]) -> serve.Application:
         deployment_actors=[
             DeploymentActorConfig(name=ADAPTERS, actor_class=ray.remote(AdapterLeader), actor_options={"num_cpus": 0})
         ],
-        logging_config={"enable_access_log": False},  # the server has its own
+        logging_config={"enable_access_log": False},  # The server has its own access log.
     )
     return deployment.bind(options.model_dir, options.model_name)
 
@@ -94,12 +92,15 @@ def _replicas(options: Options) -> dict[str, Any]:
 
 
 def _resources(options: Options, startup: Startup) -> dict[str, Any]:
-    """What Ray gives each replica: GPUs of one machine, or a placement group where vLLM's workers are Ray's."""
+    """Return the resources of each replica.
+
+    These are GPUs of one machine, or a placement group if Ray starts vLLM's workers.
+    """
     gpus = _gpus(startup) if options.gpus is None else options.gpus
     arguments = [model.settings.model.engine_arguments for model in startup.models]
     if not any(one.get("distributed_executor_backend") == "ray" for one in arguments):
         return {"ray_actor_options": {"num_cpus": options.cpus, "num_gpus": gpus}}
-    # The replica takes the first bundle's processors; vLLM places its workers on the GPUs of all bundles.
+    # The replica uses the processors of the first bundle. vLLM places its workers on the GPUs of all bundles.
     bundles: list[dict[str, float]] = [{"CPU": options.cpus} | ({"GPU": 1} if gpus else {})]
     bundles += [{"GPU": 1}] * (gpus - 1)
     return {
@@ -110,14 +111,14 @@ def _resources(options: Options, startup: Startup) -> dict[str, Any]:
 
 
 def _gpus(startup: Startup) -> int:
-    """The GPUs that the models' settings ask for, where the cluster has any."""
+    """Return the number of GPUs that the settings of the models need. 0 if the cluster has no GPU."""
     if not ray.is_initialized() or not ray.cluster_resources().get("GPU"):
         return 0
     needed = 0
     for model in (one.settings.model for one in startup.models):
         if model.tensor_parallel_max:
             raise ValueError(
-                "option.tensor_parallel_degree=max: the option `gpus` has to say how many each replica gets"
+                "option.tensor_parallel_degree=max: set the option `gpus` to the number of GPUs of each replica"
             )
         needed += gpus_asked_for(model)
     return needed

@@ -1,46 +1,27 @@
-"""What `serve deploy` and KubeRay read."""
+"""The manifest that `slipway ray --kuberay` prints: a RayService of KubeRay."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-RAY = "2.60.0"
-"""The release that this was run with; pyproject.toml has the same."""
-_IMPORT_PATH = "deploy.ray:application"
-HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
-"""Serve's variable for HAProxy as its proxy, of all processes of a cluster."""
+from deploy.ray.serve_config import CLUSTER
+from deploy.yaml_text import as_yaml
+
+RAY = "2.60.0"  # The release that this was tested with. pyproject.toml names the same release.
+# KubeRay adds these ports only to a container that names no port.
 _HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
-"""KubeRay has these only where no port is named."""
-CLUSTER = {
-    HAPROXY: "1",
-    # When replicas come or go, a new HAProxy takes over, and the old one breaks off what still runs after two minutes.
-    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-    # A replica that is killed before it has answered at all: another one gets the request, once.
-    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-    "RAY_SERVE_HAPROXY_RETRIES": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # 15 otherwise
-}
-"""The environment of a cluster, where it says nothing else."""
-
-
-def serve_configuration(
-    name: str, options: Mapping[str, Any], environment: Mapping[str, str], host: str, port: int
-) -> dict[str, Any]:
-    """Serve's configuration, for `serve deploy`."""
-    application: dict[str, Any] = {"name": name, "route_prefix": "/", "import_path": _IMPORT_PATH}
-    if environment:
-        application["runtime_env"] = {"env_vars": dict(environment)}
-    return {
-        "proxy_location": "EveryNode",
-        "http_options": {"host": host, "port": port},
-        "applications": [application | {"args": dict(options)}],
-    }
 
 
 def ray_service(configuration: Mapping[str, Any], image: str, machines: tuple[int, int], gpus: int) -> dict[str, Any]:
-    """KubeRay's manifest for a Serve configuration. `machines`: how many at least and at most; `gpus`: of each."""
+    """Return KubeRay's manifest.
+
+    Args:
+        configuration: Serve's configuration.
+        image: The image of all pods.
+        machines: The smallest and the largest number of worker machines.
+        gpus: The number of GPUs of each worker machine.
+    """
     environment = [{"name": variable, "value": value} for variable, value in CLUSTER.items()]
     limits = {"nvidia.com/gpu": gpus} if gpus else {}
     least, most = machines
@@ -81,11 +62,3 @@ def _pod(
     if limits:
         container["resources"] = {"limits": dict(limits)}
     return {"spec": {"containers": [container]}}
-
-
-def as_yaml(document: Mapping[str, Any]) -> str:
-    """The document as YAML, in its own order."""
-    import yaml  # not needed by `slipway serve`, whose command line this is imported for as well
-
-    text: str = yaml.safe_dump(dict(document), sort_keys=False)
-    return text

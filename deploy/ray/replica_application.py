@@ -1,4 +1,4 @@
-"""What Serve calls: the server's own ASGI application, and before it what concerns all replicas."""
+"""The ASGI application of a replica: the server's own application, and the routes that concern all replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from container.http.cross_site import KnownHosts
 from container.http.router import Application
 from container.metrics import CONTENT_TYPE
 from container.settings.settings import ServerSettings
-from deploy.ray.adapter_changes import Made, changes_adapters
+from deploy.ray.adapter_changes import ReplicaReply, changes_adapters
 
 _ESCAPE = re.compile(rb"%([0-9A-Fa-f]{2})")
 _UNRESERVED = {
@@ -31,14 +31,18 @@ class ReplicaApplication:
 
     def __init__(
         self,
-        change: Callable[[str, bytes, Any, bytes], Awaitable[Made | Refusal]],
+        change: Callable[[str, bytes, Any, bytes], Awaitable[ReplicaReply | Refusal]],
         metrics: Callable[[], Awaitable[bytes]],
         application: Application,
         settings: ServerSettings,
     ) -> None:
-        """`change`: has all replicas make a change, given its method, target, headers and body.
+        """Take the functions that reach all replicas, and the server.
 
-        `metrics`: those of all replicas. `application`: the server's own.
+        Args:
+            change: Has all replicas make a change. Takes its method, target, headers and body.
+            metrics: Returns the metrics of all replicas.
+            application: The server's own application.
+            settings: The server's settings.
         """
         self._change, self._metrics, self._application = change, metrics, application
         self._hosts = KnownHosts(settings.allowed_hosts)
@@ -50,7 +54,7 @@ class ReplicaApplication:
             return
         method, path = scope["method"], _normalized(scope["raw_path"])
         if self._hosts.fault(dict(scope["headers"])):
-            await self._serve(scope, receive, send)  # the server refuses it, or it is a contract's
+            await self._serve(scope, receive, send)  # The server refuses it, or serves a contract's route.
         elif method == "GET" and path == b"/metrics":
             await _reply(send, 200, [(b"content-type", CONTENT_TYPE.encode())], await self._metrics())
         elif changes_adapters(method, path):
@@ -64,7 +68,7 @@ class ReplicaApplication:
     async def _change_adapters(self, scope: Any, receive: Any, send: Any) -> None:
         path, query = _normalized(scope["raw_path"]), scope["query_string"]
         target = path + b"?" + query if query else path
-        # Before it is any replica's turn: a client may send its body as slowly as it likes.
+        # Read the body before the replicas are called: a slow client must not make them wait.
         body = await read_adapter_call(scope, receive, self._settings)
         if body is None:
             return
@@ -75,7 +79,10 @@ class ReplicaApplication:
         await _reply(send, reply.status, _without_id(scope, reply.headers), reply.body)
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
-        """Have the server answer. Serve does not report that a reply is complete, as ASGI has it: it is told here."""
+        """Have the server answer.
+
+        Serve does not report the end of a reply as a disconnection, which ASGI requires. This function reports it.
+        """
         complete = asyncio.Event()
         whole = False
 
@@ -104,7 +111,7 @@ class ReplicaApplication:
 
 
 def _normalized(path: bytes) -> bytes:
-    """Decode the escapes of unreserved characters, which mean the same (RFC 3986, 6.2.2.2). `%2F` stays."""
+    """Decode the escapes of unreserved characters, which have the same meaning (RFC 3986, 6.2.2.2). `%2F` stays."""
     return _ESCAPE.sub(lambda escape: _UNRESERVED.get(escape[1].lower(), escape[0]), path)
 
 
@@ -116,7 +123,7 @@ def _changes_models(method: str, path: bytes) -> bool:
 
 
 def _without_id(scope: Any, headers: Any) -> list[tuple[bytes, bytes]]:
-    """The headers without the request's id, where Serve is going to add the same."""
+    """Return the headers without the request's id if Serve will add the same id."""
     own = dict(scope["headers"]).get(b"x-request-id")
     return [pair for pair in headers if pair[0] != b"x-request-id" or pair[1] != own]
 

@@ -1,1 +1,1 @@
-"""From a model to an endpoint on Amazon SageMaker: one CloudFormation stack, and commands that drive it."""
+"""Deploys a model to Amazon SageMaker: one CloudFormation stack, and commands for it."""

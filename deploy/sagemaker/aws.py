@@ -1,6 +1,6 @@
-"""boto3's clients.
+"""Creates boto3's clients.
 
-boto3 is imported on first use: it takes a while, and `slipway serve` needs none of it here.
+boto3 is imported on first use: the import takes a while, and `slipway serve` does not need it here.
 """
 
 from __future__ import annotations
@@ -15,19 +15,26 @@ if TYPE_CHECKING:
 
 
 class Aws:
-    """A session of boto3, and its clients; they try throttled calls and lost connections again."""
+    """A boto3 session and its clients. The clients repeat throttled calls and calls whose connection was lost."""
 
     def __init__(self, region: str | None = None, profile: str | None = None, otherwise: str | None = None) -> None:
-        """Without `region`, AWS_REGION, AWS_DEFAULT_REGION or the profile's counts, and `otherwise` without these.
+        """Choose the region and the credentials.
 
-        Raises ConfigurationError where there is none, and botocore's ProfileNotFound.
+        Args:
+            region: The region. Default: AWS_REGION, AWS_DEFAULT_REGION, or the region of the profile.
+            profile: The profile of the credentials.
+            otherwise: The region if none of these is set.
+
+        Raises:
+            ConfigurationError: No region is set.
+            botocore.exceptions.ProfileNotFound: The profile does not exist.
         """
         import boto3
 
         self._session: Any = boto3.Session(profile_name=profile)
         found = region or os.environ.get("AWS_REGION") or self._session.region_name or otherwise
         if not found:
-            raise ConfigurationError("no region: give --region, or set AWS_REGION")
+            raise ConfigurationError("region: missing; give --region, or set AWS_REGION")
         self.region = found
 
     @property
@@ -40,14 +47,17 @@ class Aws:
         config = Config(
             retries={"mode": "standard", "max_attempts": 8},
             connect_timeout=10,
-            read_timeout=70,  # SageMaker itself ends an invocation after 60 s
+            read_timeout=70,  # SageMaker ends an invocation after 60 s.
             user_agent_extra="slipway",
         )
         return self._session.client(service, region_name=self.region, config=config)
 
 
 def is_missing(error: ClientError) -> bool:
-    """What the call is about is not there; SageMaker and CloudFormation say it in words alone."""
+    """Return True if an error means that a resource does not exist.
+
+    SageMaker and CloudFormation say so only in the message.
+    """
     code, message = error.response["Error"].get("Code", ""), error.response["Error"].get("Message", "").lower()
-    said = "could not find" in message or "does not exist" in message
-    return code == "ResourceNotFoundException" or (code in ("ValidationException", "ValidationError") and said)
+    in_message = "could not find" in message or "does not exist" in message
+    return code == "ResourceNotFoundException" or (code in ("ValidationException", "ValidationError") and in_message)

@@ -1,14 +1,12 @@
 """`slipway deploy | update | destroy | status | template | invoke | logs`.
 
-Exit codes: 0, it is done; 1, it failed; 2, the configuration is wrong; 3, the stack that exists does not allow it; 130,
-interrupted.
+Exit codes: 0, success; 1, failure; 2, the configuration is wrong; 3, the existing stack does not allow the command;
+130, interrupted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import json
 import signal
 import sys
@@ -17,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -26,33 +24,54 @@ from deploy.sagemaker.aws import Aws
 from deploy.sagemaker.configuration import (
     Configuration,
     ConfigurationError,
-    laid_over,
+    merge_tables,
     read_configuration,
     read_file,
     read_options,
 )
-from deploy.sagemaker.stack import ChangeSet, Conflict, Failed, Stack
-from deploy.sagemaker.template import as_yaml
+from deploy.sagemaker.ecr import PushFailed, ecr_image
+from deploy.sagemaker.ecr import push as push_image
+from deploy.sagemaker.model_upload import UploadFailed, upload_model
+from deploy.sagemaker.stack import ChangeSet, Stack, StackConflict, StackFailed
 from deploy.sagemaker.template import template as template_of
-from deploy.sagemaker.uploads import UploadFailed, ecr_image, upload_model
-from deploy.sagemaker.uploads import push as push_image
+from deploy.yaml_text import as_yaml
 
-FAILED, WRONG, CONFLICT, INTERRUPTED = 1, 2, 3, 130
+FAILED, INVALID, CONFLICT, INTERRUPTED = 1, 2, 3, 130
 _LOG_LINES = 20
 
 Name = Annotated[str, typer.Argument(help="Name of the endpoint.")]
-Region = Annotated[str | None, typer.Option(help="By default AWS_REGION or the profile's.")]
+Region = Annotated[str | None, typer.Option(help="AWS region. Default: AWS_REGION, or the region of the profile.")]
 Profile = Annotated[str | None, typer.Option(help="Profile of the AWS credentials.")]
-OfComponent = Annotated[
-    str | None, typer.Option("--component", help="Inference component: the model's is named like the endpoint.")
+ComponentName = Annotated[
+    str | None,
+    typer.Option("--component", help="Inference component. The model's component has the name of the endpoint."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the template and, with credentials, what would change.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the template and, if there are AWS credentials, the changes.")
+]
+
+# The options of the commands that read a configuration. They are fields of the configuration.
+File = Annotated[Path | None, typer.Argument(help="TOML file with the configuration. Options override its fields.")]
+EndpointName = Annotated[str | None, typer.Option(help="Name of the endpoint.")]
+Model = Annotated[str | None, typer.Option(help="Hub id, s3:// prefix, or s3:// archive.")]
+Upload = Annotated[
+    str | None, typer.Option(help="Local directory. It is uploaded first, to the s3:// prefix that is the model.")
+]
+Image = Annotated[str | None, typer.Option(help="Image in ECR.")]
+Push = Annotated[str | None, typer.Option(help="Local image. docker pushes it first, as the image in ECR.")]
+Role = Annotated[str | None, typer.Option(help="ARN of the execution role. Default: the stack creates a role.")]
+InstanceType = Annotated[str | None, typer.Option(help="Instance type, such as ml.g6e.xlarge.")]
+Env = Annotated[list[str] | None, typer.Option(help="NAME=VALUE: an environment variable. Repeatable.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="FIELD=VALUE: any other field, as in TOML, such as autoscaling.max=4. Repeatable."),
+]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to a command line."""
-    for command in (_configured(deploy), _configured(update), destroy, status, invoke, logs, _configured(template)):
-        app.command()(_errors_in_words()(command))
+    for command in (deploy, update, destroy, status, invoke, logs, template):
+        app.command()(_reporting_errors()(command))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,52 +81,45 @@ class _Deployment:
     stack: Stack
 
 
-def _read(
-    file: Annotated[
-        Path | None, typer.Argument(help="TOML file with the configuration; options go before what it says.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the endpoint.")] = None,
-    model: Annotated[str | None, typer.Option(help="Hub id, or an s3:// prefix or archive.")] = None,
-    upload: Annotated[
-        str | None, typer.Option(help="Local directory to upload first, to the s3:// prefix that is the model.")
-    ] = None,
-    image: Annotated[str | None, typer.Option(help="Image in ECR.")] = None,
-    push: Annotated[str | None, typer.Option(help="Local image to push first, as the image, with docker.")] = None,
-    role: Annotated[str | None, typer.Option(help="ARN of the execution role; by default one is made.")] = None,
-    instance_type: Annotated[str | None, typer.Option(help="Such as ml.g6e.xlarge.")] = None,
-    env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the container; repeatable.")] = None,
-    set: Annotated[
-        list[str] | None,
-        typer.Option(help="Any other field as FIELD=VALUE in TOML, such as autoscaling.max=4; repeatable."),
-    ] = None,
-    region: Region = None,
-    profile: Profile = None,
-) -> _Deployment:
-    options = dict(locals())
-    del options["file"], options["profile"]
-    values = laid_over(read_file(file) if file else {}, read_options(options))
+def _read(file: Path | None, profile: str | None, **options: str | list[str] | None) -> _Deployment:
+    """Read the configuration from a file and from options, which are fields of the configuration."""
+    values = merge_tables(read_file(file) if file else {}, read_options(options))
     in_ecr, given = ecr_image(str(values.get("image"))), values.get("region")
     aws = Aws(given if isinstance(given, str) else None, profile, otherwise=in_ecr.region if in_ecr else None)
     configuration = read_configuration({"region": aws.region, **values})
     return _Deployment(aws, configuration, _stack(aws, configuration.name))
 
 
-def _configured(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the options of `_read`, which give its first argument, before its own."""
-    shared = inspect.signature(_read, eval_str=True).parameters
-    _, *own = inspect.signature(command, eval_str=True).parameters.values()
-
-    @functools.wraps(command)
-    def run(**options: Any) -> None:
-        deployment = _read(**{name: options.pop(name) for name in shared})
-        command(deployment, **options)
-
-    run.__dict__["__signature__"] = inspect.Signature([*shared.values(), *own])
-    return run
-
-
-def deploy(deployment: _Deployment, dry_run: DryRun = False) -> None:
+def deploy(
+    file: File = None,
+    name: EndpointName = None,
+    model: Model = None,
+    upload: Upload = None,
+    image: Image = None,
+    push: Push = None,
+    role: Role = None,
+    instance_type: InstanceType = None,
+    env: Env = None,
+    assignments: Set = None,
+    region: Region = None,
+    profile: Profile = None,
+    dry_run: DryRun = False,
+) -> None:
     """Deploy a model to a SageMaker endpoint, with one CloudFormation stack."""
+    deployment = _read(
+        file,
+        profile,
+        name=name,
+        model=model,
+        upload=upload,
+        image=image,
+        push=push,
+        role=role,
+        instance_type=instance_type,
+        env=env,
+        set=assignments,
+        region=region,
+    )
     configuration, stack = deployment.configuration, deployment.stack
     name = configuration.name
     if dry_run:
@@ -118,15 +130,43 @@ def deploy(deployment: _Deployment, dry_run: DryRun = False) -> None:
     if change and not new:
         stack.discard(change)
         differing = ", ".join(each["LogicalResourceId"] for each in change.changes) or "its tags"
-        raise Conflict(f"{name} exists and differs in {differing}; run `slipway update` to change it")
+        raise StackConflict(f"{name} exists and differs in {differing}; run `slipway update` to change it")
     _carry_out(deployment, change)
     typer.echo(f"{name} is in service")
     component = f" --component {name}" if configuration.component else ""
     typer.echo(f'try: slipway invoke {name}{component} --prompt "Hello"', err=True)
 
 
-def update(deployment: _Deployment, dry_run: DryRun = False) -> None:
-    """Bring a deployment to another configuration while it serves."""
+def update(
+    file: File = None,
+    name: EndpointName = None,
+    model: Model = None,
+    upload: Upload = None,
+    image: Image = None,
+    push: Push = None,
+    role: Role = None,
+    instance_type: InstanceType = None,
+    env: Env = None,
+    assignments: Set = None,
+    region: Region = None,
+    profile: Profile = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Change a deployment to another configuration while it serves."""
+    deployment = _read(
+        file,
+        profile,
+        name=name,
+        model=model,
+        upload=upload,
+        image=image,
+        push=push,
+        role=role,
+        instance_type=instance_type,
+        env=env,
+        set=assignments,
+        region=region,
+    )
     configuration, stack = deployment.configuration, deployment.stack
     if dry_run:
         _show(deployment)
@@ -137,22 +177,49 @@ def update(deployment: _Deployment, dry_run: DryRun = False) -> None:
     typer.echo(f"{configuration.name} is {'updated' if change else 'up to date'}")
     if not change and (configuration.push or configuration.upload):
         typer.echo(
-            "slipway: note: what was sent has the name of what runs, which was not replaced: give the image another "
-            "tag, or the model another prefix, to have it rolled out",
+            "slipway: note: the endpoint still runs the old image and model, because their names did not change: give "
+            "the image another tag, or the model another prefix, to roll it out",
             err=True,
         )
 
 
-def template(deployment: _Deployment) -> None:
-    """Print the CloudFormation template that `deploy` makes."""
+def template(
+    file: File = None,
+    name: EndpointName = None,
+    model: Model = None,
+    upload: Upload = None,
+    image: Image = None,
+    push: Push = None,
+    role: Role = None,
+    instance_type: InstanceType = None,
+    env: Env = None,
+    assignments: Set = None,
+    region: Region = None,
+    profile: Profile = None,
+) -> None:
+    """Print the CloudFormation template that `deploy` uses."""
+    deployment = _read(
+        file,
+        profile,
+        name=name,
+        model=model,
+        upload=upload,
+        image=image,
+        push=push,
+        role=role,
+        instance_type=instance_type,
+        env=env,
+        set=assignments,
+        region=region,
+    )
     typer.echo(as_yaml(template_of(deployment.configuration)), nl=False)
 
 
 def destroy(name: Name, region: Region = None, profile: Profile = None) -> None:
-    """Remove an endpoint and all that belongs to it: delete its stack."""
+    """Delete the stack of an endpoint: the endpoint and all resources that belong to it."""
     stack = _stack(Aws(region, profile), name)
     removed = stack.delete()
-    typer.echo(f"{name} is removed" if removed else f"nothing to remove: there is no stack {stack.name}")
+    typer.echo(f"{name} is removed" if removed else f"nothing to remove: the stack {stack.name} does not exist")
 
 
 def status(
@@ -161,39 +228,40 @@ def status(
     profile: Profile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of YAML.")] = False,
 ) -> None:
-    """Show an endpoint's stack, components and scaling."""
+    """Show the stack, the components and the scaling of an endpoint."""
     aws = Aws(region, profile)
-    of_stack = None
-    with contextlib.suppress(Conflict):  # an endpoint that something else has made is shown as well
-        of_stack = _stack(aws, name).status()
-    found = endpoint.status(aws, name, of_stack)
+    stack_event = None
+    with contextlib.suppress(StackConflict):  # Something else than Slipway may have created the endpoint.
+        stack_event = _stack(aws, name).status()
+    found = endpoint.status(aws, name, stack_event)
     typer.echo(json.dumps(found, indent=2, default=str) if as_json else as_yaml(found).rstrip())
 
 
 def invoke(
     name: Name,
-    prompt: Annotated[str, typer.Option(help="The prompt.")] = "",
-    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask in a chat's form.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    component: OfComponent = None,
-    body: Annotated[str | None, typer.Option(help="The request's JSON, instead of a prompt.")] = None,
+    prompt: Annotated[str, typer.Option(help="Prompt.")] = "",
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a chat.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens of the answer.")] = 256,
+    component: ComponentName = None,
+    body: Annotated[str | None, typer.Option(help="JSON of the request, in place of a prompt.")] = None,
     input_location: Annotated[
-        str | None, typer.Option(help="s3:// request of an asynchronous endpoint; prints where the answer is.")
+        str | None,
+        typer.Option(help="s3:// object with the request, for an asynchronous endpoint. Prints the answer's location."),
     ] = None,
     region: Region = None,
     profile: Profile = None,
 ) -> None:
-    """Ask an endpoint; AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME names another than AWS's."""
+    """Send a request to an endpoint. AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME names a server other than AWS."""
     if not (prompt or body or input_location):
-        raise ConfigurationError("--prompt: missing; expected a text (or --body, or --input-location)")
+        raise ConfigurationError("--prompt: missing; expected a text (or give --body, or --input-location)")
     runtime = Aws(region, profile).client("sagemaker-runtime")
     if input_location:
         typer.echo(endpoint.invoke_asynchronously(runtime, name, input_location))
         return
-    made = endpoint.body(prompt, max_new_tokens=max_new_tokens, chat=chat, stream=stream)
-    # What was no UTF-8 in the shell goes out as it was.
-    request = body.encode(errors="surrogateescape") if body else made
+    from_prompt = endpoint.body(prompt, max_new_tokens=max_new_tokens, chat=chat, stream=stream)
+    # Bytes of the command line that are not UTF-8 are sent unchanged.
+    request = body.encode(errors="surrogateescape") if body else from_prompt
     if not stream:
         typer.echo(endpoint.invoke(runtime, name, request, component))
         return
@@ -206,12 +274,12 @@ def invoke(
 
 def logs(
     name: Name,
-    since: Annotated[int, typer.Option(min=1, help="Minutes back.")] = 60,
-    component: OfComponent = None,
+    since: Annotated[int, typer.Option(min=1, help="Show records of the last so many minutes.")] = 60,
+    component: ComponentName = None,
     region: Region = None,
     profile: Profile = None,
 ) -> None:
-    """Show what the containers of an endpoint log."""
+    """Show the logs of the containers of an endpoint."""
     client = Aws(region, profile).client("logs")
     start = int((time.time() - since * 60) * 1000)
     for _, line in endpoint.log_lines(client, endpoint.log_group(name, component), start):
@@ -219,27 +287,27 @@ def logs(
 
 
 def _stack(aws: Aws, name: str) -> Stack:
-    return Stack(aws.client("cloudformation"), name, _teller())
+    return Stack(aws.client("cloudformation"), name, _progress())
 
 
 def _show(deployment: _Deployment) -> None:
-    """The template and what would be sent; and with credentials, what CloudFormation would change."""
+    """Print the template, the planned uploads and, if there are AWS credentials, CloudFormation's changes."""
     from botocore.exceptions import BotoCoreError
 
     configuration, stack = deployment.configuration, deployment.stack
-    template(deployment)
+    typer.echo(as_yaml(template_of(configuration)), nl=False)
     if configuration.push:
         typer.echo(f"{configuration.push} would be pushed as {configuration.image}", err=True)
     if configuration.upload:
         typer.echo(f"{configuration.upload} would be uploaded to {configuration.model}", err=True)
     if not deployment.aws.has_credentials:
-        typer.echo("slipway: note: no change set, as there are no AWS credentials", err=True)
+        typer.echo("slipway: note: no change set, because AWS credentials are missing", err=True)
         return
     try:
         if stack.status() is not None:
             stack.check_updatable()
         change = stack.propose(configuration)
-    except (Conflict, BotoCoreError) as error:
+    except (StackConflict, BotoCoreError) as error:
         typer.echo(f"slipway: note: no change set: {error}", err=True)
         return
     if change is None:
@@ -253,14 +321,14 @@ def _show(deployment: _Deployment) -> None:
 
 
 def _carry_out(deployment: _Deployment, change: ChangeSet | None) -> None:
-    """Push, upload and then change the stack; where a container does not start, show the end of its log."""
+    """Push, upload, and then change the stack. If a container does not start, show the end of its log."""
     aws, configuration, stack = deployment.aws, deployment.configuration, deployment.stack
-    tell, begun = _teller(), time.time()
+    report, begun = _progress(), time.time()
     try:
         if configuration.push:
-            push_image(aws.client("ecr"), configuration.push, configuration.image, tell)
+            push_image(aws.client("ecr"), configuration.push, configuration.image, report)
         if configuration.upload:
-            upload_model(aws.client("s3"), Path(configuration.upload), configuration.model, tell)
+            upload_model(aws.client("s3"), Path(configuration.upload), configuration.model, report)
     except BaseException:
         if change:
             stack.discard(change)
@@ -269,7 +337,7 @@ def _carry_out(deployment: _Deployment, change: ChangeSet | None) -> None:
         return
     try:
         stack.carry_out(change)
-    except Failed as error:
+    except StackFailed as error:
         if error.started:
             _show_log(aws, configuration, begun)
         raise
@@ -289,32 +357,35 @@ def _show_log(aws: Aws, configuration: Configuration, since: float) -> None:
         typer.echo(f"  log: {line}", err=True)
 
 
-def _teller() -> Callable[[str], None]:
-    """Writes lines to standard error, with the seconds since the start; what failed is red on a terminal."""
+def _progress() -> Callable[[str], None]:
+    """Return a function that writes lines to standard error, with the seconds since the start. Failures are red on a
+    terminal.
+    """
     start = time.monotonic()
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         color = typer.colors.RED if "_FAILED" in line else None
         typer.secho(f"[{time.monotonic() - start:6.0f} s] {line}", fg=color, err=True)
 
-    return tell
+    return report
 
 
 @contextlib.contextmanager
-def _errors_in_words() -> Iterator[None]:
-    """Say what went wrong in one line for each problem, and end with its exit code; never with a traceback."""
+def _reporting_errors() -> Iterator[None]:
+    """Print each error as one line, without a traceback, and end the process with its exit code."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # with which a CI system cancels a job
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # A CI system cancels a job with SIGTERM.
     try:
         yield
     except ConfigurationError as error:
-        _end(WRONG, *error.problems)
-    except Conflict as error:
+        _end(INVALID, *error.problems)
+    except StackConflict as error:
         _end(CONFLICT, str(error))
     except (
-        Failed,
+        StackFailed,
+        PushFailed,
         UploadFailed,
         endpoint.NoLog,
         endpoint.StreamBroken,
@@ -322,7 +393,7 @@ def _errors_in_words() -> Iterator[None]:
         Boto3Error,
         ClientError,
     ) as error:
-        # A message may quote a container's answer, or list several problems.
+        # A message may have several lines: it may quote a container's answer, or list several problems.
         _end(FAILED, " ".join(str(error).split()))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

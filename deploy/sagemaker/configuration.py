@@ -1,6 +1,7 @@
-"""What to deploy, and how: the fields of a configuration file and of the command line, read and checked.
+"""The configuration of a deployment: the fields of a configuration file and of the command line.
 
-AWS checks most values itself when the stack is made. Checked here is what it would notice late, or not at all.
+AWS checks most values when the stack is created. This module checks the values that AWS would check late, or not at
+all.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, field
 
-from deploy.sagemaker.uploads import ecr_image
+from deploy.sagemaker.ecr import ecr_image
 
 
 def _matching(pattern: str) -> Meta:
-    """Text that matches as a whole. No message shows the text itself, which may be a credential."""
+    """Require a text that matches as a whole. No message shows the text, which may be a credential."""
     return Meta(pattern=rf"^({pattern})\Z")
 
 
@@ -40,107 +41,99 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Capacity(_Table, frozen=True):
-    """How many instances SageMaker may hold for inference components (managed instance scaling)."""
+    """The number of instances that SageMaker may hold for inference components (managed instance scaling)."""
 
     min: Count
     max: Annotated[int, Meta(ge=1)]
 
 
 class Component(_Table, frozen=True):
-    """The model as an inference component: what one copy takes of an instance."""
+    """The model as an inference component: the resources of an instance that one copy uses."""
 
     gpus: Count
     copies: Count = 1
     cpus: Positive | None = None
-    memory_mb: Annotated[int, Meta(ge=128)] = 1024
-    """Of the host, reserved for a copy."""
+    memory_mb: Annotated[int, Meta(ge=128)] = 1024  # Memory of the host that is reserved for a copy.
 
 
-class Adapter(_Table, frozen=True):
-    """A LoRA adapter as an inference component on top of the model's."""
+class AdapterComponent(_Table, frozen=True):
+    """A LoRA adapter, as an inference component on top of the model's component."""
 
     name: Name
     source: S3Archive
 
     @property
-    def resource(self) -> str:
+    def resource_name(self) -> str:
         return "Adapter" + "".join(word.capitalize() for word in self.name.split("-"))
 
 
 class Autoscaling(_Table, frozen=True):
-    """Instances (or copies of the component) follow the load."""
+    """Scales the instances, or the copies of the component, with the load."""
 
     min: Count
     max: Annotated[int, Meta(ge=1)]
+    # Concurrent requests for each instance or copy. For an asynchronous endpoint: waiting requests for each instance.
     target: Positive
-    """Concurrent requests for each instance or copy; waiting requests for each instance of an asynchronous endpoint."""
     scale_in_cooldown: Count = 300
     scale_out_cooldown: Count = 60
 
 
 class Asynchronous(_Table, frozen=True):
-    """Requests and answers go through S3."""
+    """Requests and answers are S3 objects."""
 
     output: S3Prefix
     failure: S3Prefix | None = None
-    concurrency: Annotated[int, Meta(ge=1, le=1000)] | None = None
-    """For each instance at a time."""
+    concurrency: Annotated[int, Meta(ge=1, le=1000)] | None = None  # Requests that run at a time on each instance.
 
 
 class Rollout(_Table, frozen=True):
-    """How an update replaces what runs, and the alarms that take it back."""
+    """The way an update replaces instances, and the alarms that undo an update."""
 
+    # "blue-green" shifts all traffic at once.
     strategy: Annotated[str, _matching("blue-green|canary|linear|rolling")] = "blue-green"
-    """"blue-green" shifts all traffic at once."""
     step_percent: Annotated[int, Meta(ge=5, le=50)] = 50
-    wait: Annotated[int, Meta(ge=0, le=3600)] = 300
-    """Seconds between steps, and before the old ones end."""
+    wait: Annotated[int, Meta(ge=0, le=3600)] = 300  # Seconds between steps, and before the old instances end.
     alarms: tuple[str, ...] = ()
 
 
 class Configuration(_Table, frozen=True, kw_only=True):
     """One deployment."""
 
-    name: Name
-    """Of the endpoint."""
-    model: Model
-    """A hub id, or an s3:// prefix or archive."""
+    name: Name  # The name of the endpoint.
+    model: Model  # A hub id, an s3:// prefix, or an s3:// archive.
     image: str
     region: str
-    push: str | None = None
-    """A local image that is pushed as `image` first."""
-    upload: str | None = None
-    """A local directory that is uploaded to the prefix `model` first."""
-    role: str | None = None
-    """ARN of the execution role; None: one is made in the stack."""
+    push: str | None = None  # A local image that is pushed as `image` first.
+    upload: str | None = None  # A local directory that is uploaded to the prefix `model` first.
+    role: str | None = None  # ARN of the execution role. None: the stack creates one.
     instance_type: InstanceType | None = None
     instances: Annotated[int, Meta(ge=1)] = 1
     env: dict[str, Text] = {}
     tags: dict[str, Text] = {}
-    download_timeout: Seconds = 1800
-    """For SageMaker, which downloads a model from S3."""
+    download_timeout: Seconds = 1800  # Seconds in which SageMaker has to download the model from S3.
+    # Seconds until the container has to be healthy. It downloads a hub model in this time.
     startup_timeout: Seconds = 1800
-    """Until the container is healthy; it downloads a hub model itself."""
     capacity: Capacity | None = None
     component: Component | None = None
-    adapters: tuple[Adapter, ...] = ()
+    adapters: tuple[AdapterComponent, ...] = ()
     autoscaling: Autoscaling | None = None
     asynchronous: Asynchronous | None = field(name="async", default=None)
     rollout: Rollout | None = None
+    # Further properties of the template's resources, by the name of the resource. They override the template's own
+    # properties.
     properties: dict[str, dict[str, Any]] = {}
-    """Further properties of the template's resources, by the name of the resource; they go before ours."""
 
     @property
     def environment(self) -> dict[str, str]:
-        return _texts(self.env)
+        return _as_text(self.env)
 
     @property
     def labels(self) -> dict[str, str]:
-        return _texts(self.tags)
+        return _as_text(self.tags)
 
     @property
     def from_s3(self) -> bool:
-        """SageMaker downloads the model, not the container."""
+        """True if SageMaker downloads the model from S3. Otherwise the container downloads it."""
         return self.model.startswith("s3://")
 
     @property
@@ -148,12 +141,12 @@ class Configuration(_Table, frozen=True, kw_only=True):
         return self.model.endswith((".tar.gz", ".tgz"))
 
 
-def _texts(table: Mapping[str, Text]) -> dict[str, str]:
+def _as_text(table: Mapping[str, Text]) -> dict[str, str]:
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in table.items()}
 
 
 class ConfigurationError(Exception):
-    """The configuration cannot be used; `problems` has a line for each thing that is wrong."""
+    """The configuration cannot be used. `problems` has a line for each fault."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -161,7 +154,11 @@ class ConfigurationError(Exception):
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The values of a TOML file. Raises ConfigurationError where it cannot be read, or is no TOML."""
+    """Read the values of a TOML file.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or is not TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -171,28 +168,32 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of command line options, in the shape of a file; what is None was not given.
+    """Return the values of command line options, in the shape of a file.
 
-    Raises ConfigurationError where a value of --env or --set has no "=", or is no TOML.
+    Args:
+        options: The value of each option, or None if the option is not given.
+
+    Raises:
+        ConfigurationError: A value of --env or --set has no "=", or is not TOML.
     """
     values = {name: value for name, value in options.items() if value is not None and name not in ("env", "set")}
     if pairs := options.get("env"):
-        values["env"] = dict(_halves("env", pair) for pair in pairs)
-    for setting in options.get("set") or ():
-        path, text = _halves("set", setting)
+        values["env"] = dict(_split("env", pair) for pair in pairs)
+    for assignment in options.get("set") or ():
+        path, text = _split("set", assignment)
         *tables, key = path.split(".")
         inner = {key: _toml(path, text)}
         for table in reversed(tables):
             inner = {table: inner}
-        values = laid_over(values, inner)
+        values = merge_tables(values, inner)
     return values
 
 
-def _halves(option: str, pair: str) -> tuple[str, str]:
+def _split(option: str, pair: str) -> tuple[str, str]:
     key, equals, text = pair.partition("=")
     if not equals or not key:
-        # The value may be a credential, so it is not shown.
-        raise ConfigurationError(f"--{option}: expected NAME=VALUE, and there is no name or no = in what was given")
+        # The value is not shown, because it may be a credential.
+        raise ConfigurationError(f"--{option}: expected NAME=VALUE; the given value has no name or no =")
     return key, text
 
 
@@ -201,47 +202,51 @@ def _toml(path: str, text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         if re.fullmatch(r"[\w.:/@+,-]+", text):
-            return text  # a bare word: quotes within quotes are tiresome in a shell
-    raise ConfigurationError(f'--set {path}: expected a value as in TOML, such as 4, true, "text" or ["a", "b"]')
+            return text  # A bare word, which needs no quotes within the quotes of the shell.
+    raise ConfigurationError(f'--set {path}: expected a TOML value, such as 4, true, "text" or ["a", "b"]')
 
 
-def laid_over(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with those of `over` in their place; tables are merged, also with the one table of a list."""
+def merge_tables(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values`, overridden by `over`. Tables are merged, also with the only table of a list."""
     merged = dict(values)
     for key, value in over.items():
         match merged.get(key):
             case Mapping() as below if isinstance(value, Mapping):
-                merged[key] = laid_over(below, value)
+                merged[key] = merge_tables(below, value)
             case [Mapping() as below] if isinstance(value, Mapping):
-                merged[key] = [laid_over(below, value)]
+                merged[key] = [merge_tables(below, value)]
             case _:
                 merged[key] = value
     return merged
 
 
 def read_configuration(values: Mapping[str, Any]) -> Configuration:
-    """Read and check all fields. Raises ConfigurationError."""
+    """Read and check all fields.
+
+    Raises:
+        ConfigurationError: A field is missing, unknown or wrong, or two fields contradict each other.
+    """
     try:
         read = msgspec.convert(values, Configuration)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$.")
-        raise ConfigurationError(f"{path.rstrip('`')}: {what}" if path else what) from None
+        message, _, path = str(error).partition(" - at `$.")
+        raise ConfigurationError(f"{path.rstrip('`')}: {message}" if path else message) from None
     if problems := list(_problems(read)):
         raise ConfigurationError(*problems)
     return read
 
 
 def _problems(read: Configuration) -> Iterator[str]:
-    """Fields that do not go together."""
+    """Yield a line for each contradiction between fields."""
     if not read.instance_type and "EndpointConfiguration" not in read.properties:
         yield "instance_type: missing; expected a type such as ml.g6e.xlarge"
     image = ecr_image(read.image)
     if image and image.region != read.region:
         yield f"image is in {image.region}; expected one in {read.region}, the region of the endpoint"
     if read.push and not image:
-        yield "push: expected an image of ECR in the field image, as which it is pushed"
+        yield "push: expected an image in ECR in the field image; the local image is pushed to it"
     if read.upload and (read.is_archive or not read.from_s3):
-        yield f'upload: expected an s3:// prefix as model, to which it is uploaded, not "{read.model}"'
+        yield f'upload: expected an s3:// prefix as model, not "{read.model}"; the directory is uploaded to it'
     if scaling := read.autoscaling:
         if scaling.min > scaling.max:
             yield f"autoscaling.max is {scaling.max}; expected at least min, which is {scaling.min}"
@@ -251,6 +256,6 @@ def _problems(read: Configuration) -> Iterator[str]:
                 "asynchronous endpoints scale to zero"
             )
     if read.adapters and not read.component:
-        yield "adapters: expected a [component] table beside it: an adapter is a component on another"
-    if len({adapter.resource for adapter in read.adapters}) < len(read.adapters):
-        yield "adapters has a name twice, hyphens and capitals aside; expected different names"
+        yield "adapters: expected a [component] table, too: an adapter is an inference component on top of another one"
+    if len({adapter.resource_name for adapter in read.adapters}) < len(read.adapters):
+        yield "adapters has a name twice; expected names that differ in more than hyphens and capitals"

@@ -1,7 +1,7 @@
-"""A deployed endpoint: it is asked, it is described in AWS's own words, and its logs are read.
+"""Calls of a deployed endpoint, its state and its logs.
 
-`runtime` and `logs` are boto3's clients of SageMaker's runtime and of CloudWatch Logs. botocore's ClientError is raised
-where AWS, the endpoint or the model refuses.
+`runtime` and `logs` are boto3's clients of SageMaker's runtime and of CloudWatch Logs. All functions raise botocore's
+ClientError if AWS, the endpoint or the model refuses a call.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class StreamBroken(Exception):
 
 
 class NoLog(Exception):
-    """There is no such log group: nothing has logged to it yet."""
+    """The log group does not exist: nothing was logged yet."""
 
 
 def body(prompt: str, *, max_new_tokens: int, chat: bool, stream: bool) -> bytes:
-    """A request in LMI's schema, or a chat."""
+    """Return a request in LMI's schema, or a chat."""
     request: dict[str, Any]
     if chat:
         request = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_new_tokens}
@@ -38,14 +38,18 @@ def body(prompt: str, *, max_new_tokens: int, chat: bool, stream: bool) -> bytes
 
 
 def invoke(runtime: Any, endpoint: str, request: bytes, component: str | None = None) -> bytes:
-    """One request, one answer."""
+    """Send a request, and return the answer."""
     answer = runtime.invoke_endpoint(**_parameters(endpoint, request, component))
     with answer["Body"] as stream:
         return bytes(stream.read())
 
 
 def invoke_stream(runtime: Any, endpoint: str, request: bytes, component: str | None = None) -> Iterator[bytes]:
-    """The pieces of a streamed answer as they come. Raises StreamBroken."""
+    """Send a request, and yield the parts of the answer as they arrive.
+
+    Raises:
+        StreamBroken: The connection broke.
+    """
     from urllib3.exceptions import HTTPError
 
     stream = runtime.invoke_endpoint_with_response_stream(**_parameters(endpoint, request, component))["Body"]
@@ -53,14 +57,14 @@ def invoke_stream(runtime: Any, endpoint: str, request: bytes, component: str | 
         for event in stream:
             if "PayloadPart" in event:
                 yield bytes(event["PayloadPart"]["Bytes"])
-    except HTTPError as error:  # botocore lets it through while it reads a stream
+    except HTTPError as error:  # botocore does not convert this error while it reads a stream.
         raise StreamBroken(f"the connection broke: {error}") from error
     finally:
         stream.close()
 
 
 def invoke_asynchronously(runtime: Any, endpoint: str, location: str) -> str:
-    """Ask an asynchronous endpoint about a request that lies in S3; gives where its answer will be."""
+    """Send a request that is an S3 object to an asynchronous endpoint. Return the location of the answer."""
     answer = runtime.invoke_endpoint_async(EndpointName=endpoint, InputLocation=location, ContentType=_JSON)
     return str(answer["OutputLocation"])
 
@@ -71,7 +75,13 @@ def _parameters(endpoint: str, request: bytes, component: str | None) -> dict[st
 
 
 def status(aws: Aws, name: str, stack: str | None) -> dict[str, Any]:
-    """The endpoint, its components and its scaling; `stack` is the status of its stack."""
+    """Return the endpoint, its components and its scaling.
+
+    Args:
+        aws: The AWS session.
+        name: The name of the endpoint.
+        stack: The status of its stack.
+    """
     from botocore.exceptions import ClientError
 
     try:
@@ -114,12 +124,21 @@ def _described(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def log_group(endpoint: str, component: str | None = None) -> str:
-    """Where the containers of an endpoint log, or the copies of an inference component."""
+    """Return the log group of the containers of an endpoint, or of the copies of an inference component."""
     return f"/aws/sagemaker/InferenceComponents/{component}" if component else f"/aws/sagemaker/Endpoints/{endpoint}"
 
 
 def log_lines(logs: Any, group: str, since: int) -> Iterator[tuple[int, str]]:
-    """The records from `since` on, in milliseconds since 1970: when each was written, and its line. Raises NoLog."""
+    """Yield the time and the line of each record.
+
+    Args:
+        logs: boto3's client of CloudWatch Logs.
+        group: The log group.
+        since: The time of the first record, in milliseconds since 1970.
+
+    Raises:
+        NoLog: The log group does not exist.
+    """
     from botocore.exceptions import ClientError
 
     pages = logs.get_paginator("filter_log_events").paginate(logGroupName=group, startTime=max(since, 0))
@@ -129,5 +148,5 @@ def log_lines(logs: Any, group: str, since: int) -> Iterator[tuple[int, str]]:
             yield event["timestamp"], f"{when} {event['message'].rstrip()}"
     except ClientError as error:
         if is_missing(error):
-            raise NoLog(f"there is no log group {group}: nothing has logged there yet") from None
+            raise NoLog(f"the log group {group} does not exist: nothing was logged there yet") from None
         raise

@@ -1,23 +1,23 @@
-"""The execution role that a stack has where none is given: who may take it, and the least that it needs."""
+"""The execution role that a stack creates by default: the service that may assume it, and its minimal permissions."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from deploy.sagemaker.configuration import Configuration
-from deploy.sagemaker.uploads import ecr_image
+from deploy.sagemaker.ecr import ecr_image
 
 Statement = dict[str, Any]
 
 
 def trust_policy() -> dict[str, Any]:
-    """Lets SageMaker take the role."""
-    principal = {"Service": "sagemaker.amazonaws.com"}  # in every partition
+    """Return the policy that lets SageMaker assume the role."""
+    principal = {"Service": "sagemaker.amazonaws.com"}  # The name is the same in every partition.
     return _document({"Effect": "Allow", "Principal": principal, "Action": "sts:AssumeRole"})
 
 
 def execution_policy(configuration: Configuration) -> dict[str, Any]:
-    """What the containers of this deployment do; CloudFormation fills in partition, region and account."""
+    """Return the permissions for the containers. CloudFormation inserts partition, region and account."""
     logs = _arn("logs:${AWS::Region}:${AWS::AccountId}:log-group:/aws/sagemaker/*")
     statements = [
         _allow("Logs", "logs", "CreateLogGroup CreateLogStream DescribeLogStreams PutLogEvents", logs),

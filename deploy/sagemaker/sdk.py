@@ -1,6 +1,7 @@
-"""The SageMaker SDK's `Endpoint` of what `slipway deploy` has made, for those who work with the SDK.
+"""Returns the SageMaker SDK's `Endpoint` of a deployment, for users of the SDK.
 
-Needs pyproject.toml's extra `sagemaker`. `sagemaker` here is the SDK's package; ours is `deploy.sagemaker`.
+It needs the extra `sagemaker` of pyproject.toml. `sagemaker` is the SDK's package here, and `deploy.sagemaker` is
+Slipway's.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from deploy.sagemaker.stack import Stack
 if TYPE_CHECKING:
     import boto3
 
-_PACKAGE = "sagemaker-core>=2.20,<3"
-"""pyproject.toml's extra `sagemaker`."""
+_PACKAGE = "sagemaker-core>=2.20,<3"  # The extra `sagemaker` of pyproject.toml.
 
 
 def endpoint(name: str, session: boto3.Session) -> Any:
-    """The SDK's `sagemaker.core.resources.Endpoint` of a finished stack.
+    """Return the SDK's `sagemaker.core.resources.Endpoint` of a finished stack.
 
-    Raises ImportError if the extra is not installed, and `deploy.sagemaker.stack.Conflict` where there is no stack
-    of the endpoint, or it is not finished.
+    Raises:
+        ImportError: The extra is not installed.
+        deploy.sagemaker.stack.StackConflict: The stack of the endpoint does not exist, or is not finished.
     """
     try:
         from sagemaker.core.resources import Endpoint

@@ -1,4 +1,4 @@
-"""The CloudFormation stack of an endpoint: looked at, proposed as a change set, carried out, followed and deleted."""
+"""The CloudFormation stack of an endpoint: its state, its changes and its deletion."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from deploy.sagemaker.configuration import Configuration
 from deploy.sagemaker.template import secrets, template
 
 ENDPOINT_TAG = "slipway:endpoint"
-POLL = 5
-"""Seconds between two looks at what takes minutes."""
+POLL = 5  # Seconds between two calls that look for news of an operation that takes minutes.
 
-_NOT_MADE = "REVIEW_IN_PROGRESS"
-"""A change set was proposed, and nothing has been made of it yet."""
+_NOT_MADE = "REVIEW_IN_PROGRESS"  # A change set was created, and was not carried out.
+# Such a stack can only be deleted.
 _DEAD = frozenset({"CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"})
-"""A stack that can only be deleted."""
+# Resources that run containers. The log of the containers may show why they did not start.
 _STARTING = frozenset({"AWS::SageMaker::Endpoint", "AWS::SageMaker::InferenceComponent"})
-"""Resources that run containers, whose log may say why they did not start."""
 
 
-class Conflict(Exception):
-    """The stack is not in a state in which the command can do its work; nothing was changed."""
+class StackConflict(Exception):
+    """The state of the stack does not allow the command. Nothing was changed."""
 
 
-class Failed(Exception):
-    """CloudFormation did not carry out what was asked; the message has its reasons."""
+class StackFailed(Exception):
+    """CloudFormation failed. The message has CloudFormation's reasons."""
 
     def __init__(self, reason: str, *, started: bool = False) -> None:
-        """`started`: containers were to start, and their log may say why they did not."""
+        """Describe the failure.
+
+        Args:
+            reason: The reasons.
+            started: Containers were started. Their log may show why they failed.
+        """
         super().__init__(reason)
         self.started = started
 
@@ -42,12 +45,9 @@ class ChangeSet:
     """A change that CloudFormation has checked and can carry out."""
 
     id: str
-    stack: str
-    """Id of the stack."""
-    changes: list[dict[str, Any]]
-    """CloudFormation's `ResourceChange` of each resource."""
-    creates: bool
-    """The stack is new."""
+    stack: str  # The id of the stack.
+    changes: list[dict[str, Any]]  # CloudFormation's `ResourceChange` of each resource.
+    creates: bool  # The stack is new.
 
 
 class Stack:
@@ -57,22 +57,33 @@ class Stack:
         self,
         client: Any,
         endpoint: str,
-        tell: Callable[[str], None] = lambda line: None,
+        report: Callable[[str], None] = lambda line: None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`client` is boto3's of CloudFormation; `tell` is given a line for each event."""
+        """Name the stack.
+
+        Args:
+            client: boto3's client of CloudFormation.
+            endpoint: The name of the endpoint.
+            report: Takes a line for each event.
+            sleep: Waits for some seconds.
+        """
         self._client = client
         self._endpoint = endpoint
-        self._tell = tell
+        self._report = report
         self._sleep = sleep
         self._last_event = ""
-        # An endpoint's name may begin with a digit, a stack's may not.
+        # The name of an endpoint may begin with a digit. The name of a stack may not.
         self.name = f"slipway-{endpoint}"
 
     def status(self) -> str | None:
-        """Such as "CREATE_COMPLETE"; None if there is no stack, or nothing has been made of it.
+        """Return the status, such as "CREATE_COMPLETE".
 
-        Raises Conflict where a stack of the name is there that Slipway has not made.
+        Returns:
+            The status. None if the stack does not exist, or if only a change set was created for it.
+
+        Raises:
+            StackConflict: A stack has the name, and Slipway did not create it.
         """
         from botocore.exceptions import ClientError
 
@@ -85,38 +96,53 @@ class Stack:
         if found["StackStatus"] == _NOT_MADE:
             return None
         if {"Key": ENDPOINT_TAG, "Value": self._endpoint} not in found.get("Tags", ()):
-            raise Conflict(
-                f"the stack {self.name} exists and was not made by Slipway (it has no tag {ENDPOINT_TAG}); choose "
+            raise StackConflict(
+                f"the stack {self.name} exists, and Slipway did not create it (it has no tag {ENDPOINT_TAG}); choose "
                 "another name for the endpoint"
             )
         return str(found["StackStatus"])
 
     def ready_to_create(self) -> bool:
-        """Wait for what goes on, and delete what an earlier creation has left; False if the stack is there, whole.
+        """Prepare the creation of the stack.
 
-        Raises Failed where what was left cannot be deleted.
+        Wait for a running operation, and delete the remains of a failed creation.
+
+        Returns:
+            False if the stack exists and is complete.
+
+        Raises:
+            StackFailed: The remains cannot be deleted.
         """
         self._settle()
         status = self.status()
         if status in _DEAD:
-            self._tell(f"the stack {self.name} is {status}: deleting it first")
+            self._report(f"the stack {self.name} is {status}: deleting it first")
             self.delete()
             return True
         return status is None
 
     def check_updatable(self) -> None:
-        """Raise Conflict unless the stack is there and at rest."""
+        """Check that the stack exists and that no operation runs.
+
+        Raises:
+            StackConflict: The stack cannot be updated.
+        """
         status = self.status()
         if status is None or status in _DEAD:
-            there = f"the stack {self.name} is {status}" if status else f"there is no stack {self.name}"
-            raise Conflict(f"{there}; `slipway deploy` creates it")
+            there = f"the stack {self.name} is {status}" if status else f"the stack {self.name} does not exist"
+            raise StackConflict(f"{there}; `slipway deploy` creates it")
         if not status.endswith("_COMPLETE"):
-            raise Conflict(f"the stack {self.name} is {status} and cannot be updated now")
+            raise StackConflict(f"the stack {self.name} is {status} and cannot be updated now")
 
     def propose(self, configuration: Configuration) -> ChangeSet | None:
-        """Have CloudFormation work out what would change; None if nothing would.
+        """Have CloudFormation compute the changes.
 
-        Raises Failed where CloudFormation cannot do it, and botocore's ClientError where it refuses.
+        Returns:
+            The changes, or None if the configuration changes nothing.
+
+        Raises:
+            StackFailed: CloudFormation cannot make the changes.
+            botocore.exceptions.ClientError: CloudFormation refused the call.
         """
         from botocore.exceptions import WaiterError
 
@@ -126,7 +152,7 @@ class Stack:
         made = self._client.create_change_set(
             StackName=self.name,
             ChangeSetName=f"slipway-{time.time_ns()}",
-            TemplateBody=json.dumps(template(configuration), separators=(",", ":")),  # at most 51,200 bytes
+            TemplateBody=json.dumps(template(configuration), separators=(",", ":")),  # At most 51,200 bytes.
             Parameters=[
                 {"ParameterKey": parameter, "ParameterValue": configuration.environment[variable]}
                 for variable, parameter in secrets(configuration).items()
@@ -145,80 +171,88 @@ class Stack:
             reason = str(error.last_response.get("StatusReason", error))
             if "didn't contain changes" in reason or "No updates are to be performed" in reason:
                 return None
-            raise Failed(f"CloudFormation cannot make this change: {reason}") from None
+            raise StackFailed(f"CloudFormation cannot make this change: {reason}") from None
         pages = self._client.get_paginator("describe_change_set").paginate(ChangeSetName=change.id)
         change.changes.extend(each["ResourceChange"] for page in pages for each in page["Changes"])
         return change
 
     def discard(self, change: ChangeSet) -> None:
-        """Forget a proposal; the stack that it was to make goes with it."""
+        """Delete a change set. A stack that it would have created is deleted, too."""
         if change.creates:
             self._client.delete_stack(StackName=change.stack)
         else:
             self._client.delete_change_set(ChangeSetName=change.id)
 
     def carry_out(self, change: ChangeSet) -> None:
-        """Make the stack, or change it; CloudFormation takes back what it made if it fails, and Failed is raised.
+        """Create or change the stack. CloudFormation rolls back a change that fails.
 
-        An interruption deletes a stack that is being made, and leaves CloudFormation at work on another.
+        If the user interrupts the command, a stack that is being created is deleted. CloudFormation continues with any
+        other change.
+
+        Raises:
+            StackFailed: The change failed.
         """
         try:
-            self._new_events(change.stack)  # what has happened so far is not told
+            self._new_events(change.stack)  # Skips earlier events.
             self._client.execute_change_set(ChangeSetName=change.id)
             self._follow(change.stack, "CREATE_COMPLETE", "UPDATE_COMPLETE")
         except KeyboardInterrupt:
             if change.creates:
-                self._tell("interrupted: deleting the stack")
+                self._report("interrupted: deleting the stack")
                 self.delete()
             else:
-                self._tell("interrupted; CloudFormation goes on: `slipway status` shows it")
+                self._report("interrupted; CloudFormation continues: `slipway status` shows its progress")
             raise
 
     def delete(self) -> bool:
-        """Delete the stack with all that is in it, and wait until it is gone; False if there is none.
+        """Delete the stack with all its resources, and wait for the end.
 
-        Raises Failed where something could not be deleted.
+        Returns:
+            False if the stack does not exist.
+
+        Raises:
+            StackFailed: A resource cannot be deleted.
         """
-        if self.status() != "CREATE_IN_PROGRESS":  # which can be deleted; the rest has to end first
+        if self.status() != "CREATE_IN_PROGRESS":  # Such a stack can be deleted. Other operations have to end first.
             self._settle()
         if self.status() is None:
             return False
         stack = self._client.describe_stacks(StackName=self.name)["Stacks"][0]["StackId"]
-        self._new_events(stack)  # what has happened so far is not told
+        self._new_events(stack)  # Skips earlier events.
         self._client.delete_stack(StackName=stack)
         self._follow(stack, "DELETE_COMPLETE")
         return True
 
     def _settle(self) -> None:
-        told = ""
+        reported = ""
         while (status := self.status()) and status.endswith("_IN_PROGRESS"):
-            if status != told:
-                self._tell(f"the stack {self.name} is {status}: waiting")
-                told = status
+            if status != reported:
+                self._report(f"the stack {self.name} is {status}: waiting")
+                reported = status
             self._sleep(POLL)
 
     def _follow(self, stack: str, *wanted: str) -> None:
-        """Tell of each event until the stack is at rest; the reasons of a failure are those of its events."""
+        """Report each event until no operation runs. An exception has the reasons of the failed events."""
         problems: list[str] = []
         started = False
         while True:
             for event in self._new_events(stack):
                 status, kind, name = event["ResourceStatus"], event["ResourceType"], event["LogicalResourceId"]
                 reason = event.get("ResourceStatusReason", "")
-                self._tell(f"{name} {status}" + (f": {reason}" if reason else ""))
+                self._report(f"{name} {status}" + (f": {reason}" if reason else ""))
                 if event.get("PhysicalResourceId") == stack:
                     if status in wanted:
                         return
                     if not status.endswith("_IN_PROGRESS"):
                         why = "; ".join(problems) or reason or "no reason was given"
-                        raise Failed(f"the stack {self.name} is {status}: {why}", started=started)
+                        raise StackFailed(f"the stack {self.name} is {status}: {why}", started=started)
                 elif status.endswith("_FAILED") and not reason.endswith("cancelled"):
                     problems.append(f"{name} ({kind}): {reason or status}")
                     started = started or kind in _STARTING
             self._sleep(POLL)
 
     def _new_events(self, stack: str) -> list[dict[str, Any]]:
-        """The events since the last look, oldest first; CloudFormation gives the newest first."""
+        """Return the events since the last call, oldest first. CloudFormation returns the newest event first."""
         found: list[dict[str, Any]] = []
         pages = self._client.get_paginator("describe_stack_events").paginate(StackName=stack)
         for event in (event for page in pages for event in page["StackEvents"]):

@@ -1,35 +1,32 @@
-"""The CloudFormation template of a configuration: one stack with all of a deployment in it.
+"""The CloudFormation template of a configuration: one stack with all resources of a deployment.
 
-Only the endpoint and its components have names of their own, and the scaling is named after them. CloudFormation names
-the rest, so that it can make a new model and a new endpoint configuration beside the old ones when something changes.
+Only the endpoint and its components have fixed names, from which the names for the scaling are derived. CloudFormation
+chooses the other names. So it can create a new model and a new endpoint configuration beside the old ones when
+something changes.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from container.settings.values import masked
 from deploy.sagemaker.configuration import (
-    Adapter,
+    AdapterComponent,
     Autoscaling,
     Component,
     Configuration,
     ConfigurationError,
     Rollout,
-    laid_over,
+    merge_tables,
 )
 from deploy.sagemaker.execution_role import execution_policy, trust_policy
 
 VARIANT = "AllTraffic"
+# The `InferenceAmiVersion` with the newest driver (CUDA 13.x), which also runs images for every older CUDA. The
+# template always names it: if an image needs a newer CUDA than the driver of the instance supports, the endpoint stays
+# in `Creating` and logs nothing.
 MACHINE_IMAGE = "al2023-ami-sagemaker-inference-gpu-4-1"
-"""The `InferenceAmiVersion` with the newest driver (CUDA 13.x), which runs images of every older CUDA as well.
-
-An image made for a newer CUDA than the instance's driver has leaves an endpoint in `Creating` without a line of log, so
-the machine image, which brings the driver, is always stated.
-"""
 _GPU_INSTANCE = re.compile(r"ml\.[gp]\d")
 _MODEL_NAME = {"Fn::GetAtt": ["Model", "ModelName"]}
 
@@ -37,9 +34,10 @@ Properties = dict[str, Any]
 
 
 def template(configuration: Configuration) -> dict[str, Any]:
-    """The template, as JSON's values; credentials are parameters.
+    """Return the template, as JSON values. Credentials are parameters of the template.
 
-    Raises ConfigurationError where `properties` names a resource that is not in it.
+    Raises:
+        ConfigurationError: `properties` names a resource that the template does not have.
     """
     parameters = {
         parameter: {"Type": "String", "NoEcho": True, "Description": f"Environment variable {variable}"}
@@ -56,18 +54,9 @@ def template(configuration: Configuration) -> dict[str, Any]:
 
 
 def secrets(configuration: Configuration) -> dict[str, str]:
-    """The parameter of each environment variable that looks like a credential."""
+    """Return the parameter for each environment variable that looks like a credential."""
     found = [name for name, value in configuration.environment.items() if masked(name, value) != value]
     return {variable: f"Secret{number}" for number, variable in enumerate(found, start=1)}
-
-
-def as_yaml(value: Mapping[str, Any]) -> str:
-    """A template, or other JSON values, for people."""
-    import yaml  # not needed by `slipway serve`, whose command line this is imported for as well
-
-    # CloudFormation reads no YAML aliases, which yaml writes for an object that occurs twice.
-    unshared = json.loads(json.dumps(value, default=str))
-    return str(yaml.safe_dump(unshared, sort_keys=False, allow_unicode=True, width=120))
 
 
 def _without_none(value: Any) -> Any:
@@ -91,19 +80,19 @@ def _resources(configuration: Configuration) -> dict[str, Any]:
         resources["InferenceComponent"] = _resource(kind, _component(configuration, component), "Endpoint")
         for adapter in configuration.adapters:
             properties = _adapter(configuration.name, adapter)
-            resources[adapter.resource] = _resource(kind, properties, "InferenceComponent")
+            resources[adapter.resource_name] = _resource(kind, properties, "InferenceComponent")
     if scaling:
         resources |= _scaling(configuration, scaling)
     for name, properties in configuration.properties.items():
         if not (resource := resources.get(name)):
             found = ", ".join(name for name, resource in resources.items() if resource)
-            raise ConfigurationError(f"properties.{name}: there is no such resource; expected one of {found}")
-        resource["Properties"] = laid_over(resource["Properties"], properties)
+            raise ConfigurationError(f"properties.{name}: the template has no such resource; expected one of {found}")
+        resource["Properties"] = merge_tables(resource["Properties"], properties)
     return resources
 
 
 def _resource(kind: str, properties: Properties, after: str | None = None) -> dict[str, Any]:
-    """A resource, made after another one that it does not refer to."""
+    """Return a resource. It is created after the resource `after`, to which it does not refer."""
     return {"Type": kind, "DependsOn": after, "Properties": properties}
 
 
@@ -178,7 +167,7 @@ def _timeouts(configuration: Configuration) -> Properties:
 
 
 def _endpoint(configuration: Configuration) -> Properties:
-    # Else an update takes back what the scaling has added.
+    # Otherwise an update removes instances that the scaling has added.
     retained = bool(configuration.autoscaling and not configuration.component) or None
     return {
         "EndpointName": configuration.name,
@@ -190,7 +179,7 @@ def _endpoint(configuration: Configuration) -> Properties:
 
 
 def _rollout(rollout: Rollout | None, *, component: bool = False) -> Properties | None:
-    """How an endpoint is updated, or an inference component, which knows one way alone."""
+    """Return the policy for updates of the endpoint, or of a component. A component supports rolling updates only."""
     if rollout is None:
         return None
     step = {"Type": "CAPACITY_PERCENT", "Value": rollout.step_percent}
@@ -210,7 +199,7 @@ def _rollout(rollout: Rollout | None, *, component: bool = False) -> Properties 
 
 
 def _component(configuration: Configuration, component: Component) -> Properties:
-    """The model's component, which is named like the endpoint."""
+    """Return the properties of the model's component, which has the name of the endpoint."""
     return {
         "InferenceComponentName": configuration.name,
         "EndpointName": configuration.name,
@@ -223,7 +212,7 @@ def _component(configuration: Configuration, component: Component) -> Properties
                 "NumberOfAcceleratorDevicesRequired": component.gpus or None,
                 "NumberOfCpuCoresRequired": component.cpus,
             },
-            # The image and the model stay on instances, for faster scale-out.
+            # Keep the image and the model on the instances, for faster scale-out.
             "DataCacheConfig": {"EnableCaching": True},
         },
         "RuntimeConfig": {"CopyCount": component.copies},
@@ -231,7 +220,7 @@ def _component(configuration: Configuration, component: Component) -> Properties
     }
 
 
-def _adapter(endpoint: str, adapter: Adapter) -> Properties:
+def _adapter(endpoint: str, adapter: AdapterComponent) -> Properties:
     return {
         "InferenceComponentName": f"{endpoint}-{adapter.name}",
         "EndpointName": endpoint,
@@ -240,7 +229,7 @@ def _adapter(endpoint: str, adapter: Adapter) -> Properties:
 
 
 def scaled_target(name: str, *, component: bool) -> Properties:
-    """What Application Auto Scaling calls the copies of an inference component, or the instances of an endpoint."""
+    """Return Application Auto Scaling's names for the copies of a component, or for the instances of an endpoint."""
     resource, dimension = f"endpoint/{name}/variant/{VARIANT}", "variant:DesiredInstanceCount"
     if component:
         resource, dimension = f"inference-component/{name}", "inference-component:DesiredCopyCount"
@@ -248,10 +237,11 @@ def scaled_target(name: str, *, component: bool) -> Properties:
 
 
 def _scaling(configuration: Configuration, scaling: Autoscaling) -> dict[str, Any]:
-    """Scaling with the load, and out of zero.
+    """Return the resources that scale with the load, and from zero.
 
-    Target tracking cannot leave zero, as nothing is measured where nothing runs. So where zero is allowed, an alarm on
-    the requests that found no capacity drives a step policy (SageMaker's guide, "Scale an endpoint to zero instances").
+    Target tracking cannot leave zero, because nothing is measured while nothing runs. If zero is allowed, an alarm on
+    requests that found no capacity drives a step policy, too. Source: SageMaker's guide, "Scale an endpoint to zero
+    instances".
     """
     name, component = configuration.name, configuration.component is not None
     target = scaled_target(name, component=component)

@@ -1,4 +1,4 @@
-"""The local endpoint on a socket, beside a container whose replies a test dictates."""
+"""The local endpoint on a socket, in front of a container whose replies a test scripts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 @dataclass
 class Seen:
-    """A request as the container got it."""
+    """A request that the container got."""
 
     line: str
     headers: dict[str, str]
@@ -55,14 +55,13 @@ def answering(status: int = 200, body: bytes = b"{}", *headers: tuple[str, str])
 
 @dataclass
 class ScriptedContainer:
-    """An ASGI application; /ping has an answer of its own, the rest is the script's."""
+    """An ASGI application. `ping` is the status of /ping, and the script answers all other requests."""
 
     script: Script = field(default_factory=answering)
     ping: int = 200
     pings: int = 0
     seen: list[Seen] = field(default_factory=list)
-    ended: int = 0
-    """Calls that came to an end."""
+    ended: int = 0  # The number of calls that have ended.
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["path"] == "/ping":
@@ -87,13 +86,13 @@ class ScriptedContainer:
 
 
 async def silent(seen: Seen, send: Send) -> None:
-    """Says nothing until its client has left."""
+    """Send nothing until the client has left."""
     await disconnected(seen.receive)
 
 
 @contextlib.asynccontextmanager
 async def local_endpoint(container: ScriptedContainer, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the local endpoint `e`."""
+    """Return a client of the local endpoint `e`."""
     listener: socket.socket = listen("127.0.0.1", 0)
     api = RuntimeApi(LocalSettings(endpoints=("e",), **settings), KnownHosts())
     server = http_server(Router(container, [Mount(PREFIX, api)]))

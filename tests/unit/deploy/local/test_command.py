@@ -1,4 +1,4 @@
-"""The command line of the local endpoint: what it refuses, and what it leaves as it was."""
+"""The options of the local endpoint that are refused, and the options of `serve` that stay."""
 
 from __future__ import annotations
 

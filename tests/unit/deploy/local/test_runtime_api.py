@@ -387,7 +387,7 @@ async def test_a_client_that_does_not_read_holds_the_container_back_until_its_ti
         while True:
             await piece(send, b"x" * 65536)
             written += 65536
-            await asyncio.sleep(0)  # what was written leaves at the end of a turn of the event loop
+            await asyncio.sleep(0)  # The event loop sends the bytes at the end of its turn.
 
     container = ScriptedContainer(flood)
     async with (
@@ -398,6 +398,8 @@ async def test_a_client_that_does_not_read_holds_the_container_back_until_its_ti
         await anext(pieces)
         await until(lambda: container.ended)
         assert written < 16 * 1024 * 1024
-        await asyncio.sleep(0.5)  # longer than the last message may wait
-        with pytest.raises(httpx.TransportError):  # it did not take the last message in time, and is cut off
+        await asyncio.sleep(0.5)  # Longer than the last message may wait.
+        with pytest.raises(
+            httpx.TransportError
+        ):  # The client did not read the last message in time, and its connection is dropped.
             _ = [part async for part in pieces]

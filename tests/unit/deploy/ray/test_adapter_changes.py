@@ -1,4 +1,4 @@
-"""Which calls change adapters, and how all replicas come to have the same ones."""
+"""The calls that change adapters, and how all replicas get the same adapters."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from urllib.parse import parse_qs, unquote
 import httpx
 import pytest
 
-from deploy.ray.adapter_changes import Change, Follower, Leader, Log, Made, changes_adapters
+from deploy.ray.adapter_changes import AdapterChange, ChangeLog, Follower, Leader, ReplicaReply, changes_adapters
 from tests.waiting import until
 
 
-def change(method: str, target: str, **body: str | bool) -> Change:
+def change(method: str, target: str, **body: str | bool) -> AdapterChange:
     headers = ((b"content-type", b"application/json; charset=utf-8"),)
-    return Change(method, target.encode(), headers, json.dumps(body).encode(), "main")
+    return AdapterChange(method, target.encode(), headers, json.dumps(body).encode(), "main")
 
 
-def load(name: str, path: str = "/a", **more: bool) -> Change:
+def load(name: str, path: str = "/a", **more: bool) -> AdapterChange:
     return change("POST", "/v1/load_lora_adapter", lora_name=name, lora_path=path, **more)
 
 
-def unload(name: str) -> Change:
+def unload(name: str) -> AdapterChange:
     return change("POST", "/v1/unload_lora_adapter", lora_name=name)
 
 
@@ -55,20 +55,20 @@ def test_calls_that_change_adapters(method: str, path: str, expected: bool) -> N
         (load("a"), ("main", "a")),
         (change("POST", "/adapters", name="a", src="/x"), ("main", "a")),
         (change("POST", "/models/m/adapters?name=x", name="a"), ("m", "a")),
-        (Change("POST", b"/adapters?name=a&src=/x", (), b"", "main"), ("main", "a")),
-        (Change("POST", b"/adapters?name=a", (), b'{"name": "no JSON by its type"}', "main"), ("main", "a")),
+        (AdapterChange("POST", b"/adapters?name=a&src=/x", (), b"", "main"), ("main", "a")),
+        (AdapterChange("POST", b"/adapters?name=a", (), b'{"name": "no JSON by its type"}', "main"), ("main", "a")),
         (change("DELETE", "/models/m%20n/adapters/a?y"), ("m n", "a")),
         (change("DELETE", "/adapters/a%2Fb"), ("main", "a/b")),
         (change("POST", "/adapters/a/update", src="/y"), ("main", "a")),
-        (Change("POST", b"/v1/load_lora_adapter", (), b"[1]", "main"), ("main", "")),
+        (AdapterChange("POST", b"/v1/load_lora_adapter", (), b"[1]", "main"), ("main", "")),
     ],
 )
-def test_a_change_says_which_adapter_it_is_of(call: Change, adapter: tuple[str, str]) -> None:
+def test_a_change_says_which_adapter_it_is_of(call: AdapterChange, adapter: tuple[str, str]) -> None:
     assert call.adapter == adapter
 
 
 def test_an_adapter_that_comes_and_goes_leaves_one_change_behind() -> None:
-    log = Log()
+    log = ChangeLog()
     for _ in range(100):
         log = log.with_change(load("a"))
         log = log.with_change(gone := unload("a"))
@@ -77,20 +77,18 @@ def test_an_adapter_that_comes_and_goes_leaves_one_change_behind() -> None:
 
 def test_an_update_needs_the_registration_before_it() -> None:
     registered, updated = change("POST", "/adapters", name="a"), change("POST", "/adapters/a/update", pin=True)
-    log = Log().with_change(registered).with_change(updated)
+    log = ChangeLog().with_change(registered).with_change(updated)
     assert log.changes == (registered, updated)
     assert log.with_change(again := change("POST", "/adapters", name="a")).changes == (again,)
 
 
 class Machine:
-    """A replica that keeps the path of each adapter; it knows as little of the other replicas as a server does."""
+    """A replica that stores the path of each adapter. Like a server, it knows nothing of the other replicas."""
 
     def __init__(self, name: str, **at_start: str) -> None:
         self.adapters = dict(at_start)
-        self.missing: set[str] = set()
-        """Paths that this machine does not have."""
-        self.stays: set[str] = set()
-        """Adapters that it does not remove."""
+        self.missing: set[str] = set()  # Paths that this machine does not have.
+        self.stays: set[str] = set()  # Adapters that it does not remove.
         self.held = asyncio.Event()
         self.held.set()
         self.calls = 0
@@ -127,33 +125,33 @@ class Machine:
 
 
 class Cluster:
-    """Replicas, and the leader as Ray's actor would be."""
+    """The replicas and the leader, which is Ray's actor in a real cluster."""
 
     def __init__(self, *machines: Machine) -> None:
         self.machines = list(machines)
-        self.leader = Leader(self.tell)
-        self.told = 0
+        self.leader = Leader(self.broadcast)
+        self.sent = 0
+        # Returns True for the number of each message of the leader that never reaches the second replica.
         self.lost: Callable[[int], bool] = lambda number: False
-        """Tells which of the leader's words, by their number, never reach the second replica."""
 
-    async def tell(self, log: Log, change: Change | None) -> list[Made | BaseException]:
-        self.told += 1
-        lost = self.lost(self.told)
+    async def broadcast(self, log: ChangeLog, change: AdapterChange | None) -> list[ReplicaReply | BaseException]:
+        self.sent += 1
+        lost = self.lost(self.sent)
 
-        async def word(machine: Machine) -> Made | None:
+        async def deliver(machine: Machine) -> ReplicaReply | None:
             if lost and machine is self.machines[1]:
                 raise ConnectionError("the replica cannot be reached")
             if change is None:
                 return await machine.follower.follow(log)
-            made: Made = pickle.loads(
+            made: ReplicaReply = pickle.loads(
                 pickle.dumps(await machine.follower.make(*pickle.loads(pickle.dumps((log, change)))))
             )
             return made
 
-        said = await asyncio.gather(*map(word, self.machines), return_exceptions=True)
-        return [answer for answer in said if answer is not None]
+        replies = await asyncio.gather(*map(deliver, self.machines), return_exceptions=True)
+        return [answer for answer in replies if answer is not None]
 
-    async def send(self, change: Change, to: int = 0) -> tuple[int, str] | None:
+    async def send(self, change: AdapterChange, to: int = 0) -> tuple[int, str] | None:
         made = await self.leader.change(change, self.machines[to].follower.known)
         return None if made is None else (made.status, made.body.decode())
 
@@ -269,9 +267,9 @@ async def test_what_a_replica_cannot_catch_up_with_is_tried_again_and_keeps_noth
 @pytest.mark.asyncio
 async def test_a_leader_that_was_lost_gets_its_log_back_from_the_replicas(cluster: Cluster) -> None:
     await cluster.send(load("a"))
-    cluster.leader = Leader(cluster.tell)
+    cluster.leader = Leader(cluster.broadcast)
     assert await cluster.send(load("b"), to=1) == (200, "done")
-    cluster.leader = Leader(cluster.tell)
+    cluster.leader = Leader(cluster.broadcast)
     await cluster.catch_up(cluster.machines[0])
     cluster.machines.append(Machine("three"))
     await cluster.catch_up(cluster.machines[2])
@@ -285,7 +283,7 @@ async def test_a_replica_that_lacks_an_adapter_gives_a_new_leader_no_log(cluster
     late.missing.add("/a")
     cluster.machines.append(late)
     await cluster.catch_up(late)
-    cluster.leader = Leader(cluster.tell)
+    cluster.leader = Leader(cluster.broadcast)
     await cluster.catch_up(late)
     await cluster.catch_up(cluster.machines[0])
     late.missing.clear()
@@ -324,10 +322,10 @@ async def test_a_client_that_leaves_leaves_no_half_of_a_change(cluster: Cluster)
 async def test_a_replica_completes_and_then_undoes_a_change_that_its_leader_gave_up(cluster: Cluster) -> None:
     slow = cluster.machines[1]
     slow.held.clear()
-    making = asyncio.create_task(slow.follower.make(Log(), load("a")))
+    making = asyncio.create_task(slow.follower.make(ChangeLog(), load("a")))
     await until(lambda: slow.calls == 1)
     making.cancel()
-    undoing = asyncio.create_task(slow.follower.follow(Log(1)))
+    undoing = asyncio.create_task(slow.follower.follow(ChangeLog(1)))
     slow.held.set()
     await undoing
-    assert (slow.adapters, slow.follower.log) == ({}, Log(1))
+    assert (slow.adapters, slow.follower.log) == ({}, ChangeLog(1))

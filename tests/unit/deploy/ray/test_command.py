@@ -1,4 +1,4 @@
-"""`slipway ray`: what it prints, and what it refuses."""
+"""`slipway ray`: its output, and the options that it refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.ray import manifest
+from deploy.ray.kuberay import RAY
+from deploy.ray.serve_config import HAPROXY
 
 ROOT = Path(__file__).parents[4]
 
@@ -48,27 +49,27 @@ def test_kuberays_manifest_has_that_configuration_and_machines_to_scale() -> Non
     assert (said["kind"], said["metadata"]) == ("RayService", {"name": "mine"})
     assert yaml.safe_load(said["spec"]["serveConfigV2"]) == yaml.safe_load(run(*options, "--print-config").stdout)
     cluster = said["spec"]["rayClusterConfig"]
-    assert (cluster["rayVersion"], cluster["enableInTreeAutoscaling"]) == (manifest.RAY, True)
+    assert (cluster["rayVersion"], cluster["enableInTreeAutoscaling"]) == (RAY, True)
     (workers,) = cluster["workerGroupSpecs"]
     assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == (0, 0, 3)
     (container,) = workers["template"]["spec"]["containers"]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
-    assert {"name": manifest.HAPROXY, "value": "1"} in container["env"]
+    assert {"name": HAPROXY, "value": "1"} in container["env"]
     (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
     assert {port["name"] for port in head["ports"]} == {"serve", "gcs-server", "dashboard", "client"}
 
 
 def test_the_release_is_the_one_that_is_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["ray"] == [f"ray[serve]=={manifest.RAY}"]
+    assert project["optional-dependencies"]["ray"] == [f"ray[serve]=={RAY}"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--min-replicas", "1"), "belong together"),
-        (("--replicas", "1", "--min-replicas", "1", "--max-replicas", "2"), "has no meaning with --min-replicas"),
-        (("-e", "SLIPWAY_IS_NOT_SET", "--print-config"), "SLIPWAY_IS_NOT_SET is not set here"),
+        (("--min-replicas", "1"), "give both or neither"),
+        (("--replicas", "1", "--min-replicas", "1", "--max-replicas", "2"), "cannot be combined with --min-replicas"),
+        (("-e", "SLIPWAY_IS_NOT_SET", "--print-config"), "the environment variable SLIPWAY_IS_NOT_SET is not set"),
         (("--kuberay",), "--image"),
         (("--model-dir", "/nowhere"), "slipway: "),
     ],
@@ -82,7 +83,7 @@ def test_what_cannot_be_meant_is_refused(arguments: tuple[str, ...], message: st
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setenv("HF_MODEL_ID", "org/model")
-    monkeypatch.setattr("os.environ", dict(os.environ))  # it sets Ray's variables
+    monkeypatch.setattr("os.environ", dict(os.environ))  # The command sets Ray's variables.
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     said = run()
     assert said.exit_code == 1

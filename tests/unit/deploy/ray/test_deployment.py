@@ -1,4 +1,4 @@
-"""What Serve is asked for: replicas, resources, time to stop."""
+"""The options that Serve gets: replicas, resources, and the time to stop."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_replicas_that_follow_the_load(tmp_path: Path) -> None:
     [
         ({"replica": 1}, "replica\n  Extra inputs"),
         ({"replicas": 0}, "greater than or equal to 1"),
-        ({"min_replicas": 1}, "belong together"),
-        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas is 3, more than max_replicas \\(2\\)"),
+        ({"min_replicas": 1}, "give both or neither"),
+        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas is 3; expected at most max_replicas, which is 2"),
     ],
 )
 def test_options_that_are_wrong_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:

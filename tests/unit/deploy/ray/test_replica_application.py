@@ -1,4 +1,4 @@
-"""What a replica's application does beside the server's own."""
+"""The routes that a replica's application serves before the server does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from container.adapter_management import Refusal, adapter_call_failed
 from container.settings.settings import ServerSettings
+from deploy.ray.adapter_changes import ReplicaReply
 from deploy.ray.replica_application import ReplicaApplication
-from deploy.ray.adapter_changes import Made
 
 pytestmark = pytest.mark.asyncio
 
@@ -21,7 +21,7 @@ SETTINGS = ServerSettings(max_request_size=1000, request_read_timeout=0.05)
 
 
 class Replica:
-    """Keeps what it is asked for."""
+    """Records the changes that it is asked for."""
 
     def __init__(self) -> None:
         self.changed: list[tuple[str, bytes, bytes]] = []
@@ -29,11 +29,11 @@ class Replica:
     async def metrics(self) -> bytes:
         return b"all 1\n"
 
-    async def change(self, method: str, target: bytes, headers: Any, body: bytes) -> Made | Refusal:
+    async def change(self, method: str, target: bytes, headers: Any, body: bytes) -> ReplicaReply | Refusal:
         self.changed.append((method, target, body))
         if body == b"away":
             return adapter_call_failed(target, "try again", again=True)
-        return Made("one", 200, ((b"x-request-id", b"r"),), b"done")
+        return ReplicaReply("one", 200, ((b"x-request-id", b"r"),), b"done")
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:

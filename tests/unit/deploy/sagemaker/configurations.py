@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.sagemaker.configuration import Configuration, laid_over, read_configuration
+from deploy.sagemaker.configuration import Configuration, merge_tables, read_configuration
 
 ACCOUNT, REGION = "111122223333", "eu-west-1"
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/models"
@@ -100,5 +100,5 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 def configuration(name: str, /, **changes: Any) -> Configuration:
-    """One of `VALUES`, with changes laid over it."""
-    return read_configuration(laid_over(VALUES[name], changes))
+    """Return one of `VALUES`, with changes."""
+    return read_configuration(merge_tables(VALUES[name], changes))

@@ -1,7 +1,6 @@
-"""CloudFormation in memory, behind boto3's own client: what is called is held against the service's model first.
+"""CloudFormation in memory, behind boto3's own client. The client checks the parameters of each call first.
 
-moto has no failures, no inference components and no scaling; where it has what is called, `test_moto.py` deploys
-against it.
+moto has no failures, no inference components and no scaling. `test_moto.py` deploys against moto as far as it goes.
 """
 
 from __future__ import annotations
@@ -11,19 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import boto3
-import moto.core.models  # noqa: F401  # what makes a session moto's is there for sessions that are made after it
+import moto.core.models  # noqa: F401  # Sessions that are created after this import can use moto.
 from botocore.exceptions import ClientError
 
+# One session for all tests: each new session reads the services' models, which takes seconds.
 SESSION = boto3.Session("testing", "testing", region_name="eu-west-1")
-"""One for all tests: a session reads the services' models anew, which takes seconds."""
 STACK = "AWS::CloudFormation::Stack"
 
-Event = tuple[str, str, str, str]
-"""Logical id, type, status, reason."""
+Event = tuple[str, str, str, str]  # Logical id, type, status, reason.
 
 
-class Formation:
-    """One stack. What comes of a change is success, or what `outcomes` says: its events, the stack's own last."""
+class FakeCloudFormation:
+    """One stack. A change succeeds, or has the next of `outcomes`: its events, with the stack's own event last."""
 
     def __init__(self) -> None:
         self.status: str | None = None
@@ -33,27 +31,26 @@ class Formation:
         self.tags: list[dict[str, str]] = []
         self.events: list[dict[str, Any]] = []
         self.outcomes: list[list[Event]] = []
-        self.coming: list[str | None] = []
-        """Statuses that the stack will have, one at each look."""
+        self.coming: list[str | None] = []  # The next statuses of the stack. Each look at the stack takes one.
         self.proposal_fails = ""
         self.proposed: dict[str, Any] | None = None
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.after: Callable[[str], None] = lambda operation: None
         self.client: Any = SESSION.client("cloudformation")
-        # Registered first, so that what comes later sees parameters that are right.
+        # The client checks the parameters between these two events.
         self.client.meta.events.register("before-parameter-build.cloudformation", self._remember)
         self.client.meta.events.register("before-call.cloudformation", self._answer)
 
     @property
     def changes(self) -> list[str]:
-        """Operations that were called and change something."""
+        """The operations that were called and that change something."""
         return [name for name, _ in self.calls if not name.startswith(("Describe", "Get", "List"))]
 
     def called(self, operation: str) -> list[dict[str, Any]]:
         return [parameters for name, parameters in self.calls if name == operation]
 
     def there(self, status: str, template: dict[str, Any] | None = None, endpoint: str = "my-llm") -> None:
-        """A stack that was made before."""
+        """Add a stack that was created before."""
         self._new()
         self.status, self.template = status, template or {"Resources": {}, "Parameters": {}}
         self.tags = [{"Key": "slipway:endpoint", "Value": endpoint}]
@@ -151,7 +148,7 @@ class Formation:
         verb = self.proposed["ChangeSetType"]
         self.events.append(self._event("slipway-my-llm", STACK, f"{verb}_IN_PROGRESS", "User Initiated"))
         whole = [(name, each["Type"], f"{verb}_COMPLETE", "") for name, each in template["Resources"].items()]
-        events = self.outcomes.pop(0) if self.outcomes else [*whole, of_stack(f"{verb}_COMPLETE")]
+        events = self.outcomes.pop(0) if self.outcomes else [*whole, stack_event(f"{verb}_COMPLETE")]
         self.tags = self.proposed["Tags"]
         if events[-1][2] == f"{verb}_COMPLETE" or verb == "CREATE":
             self.template, self.parameters = template, values
@@ -161,11 +158,11 @@ class Formation:
         if self.status == "REVIEW_IN_PROGRESS":
             self.status = None
             return
-        self._happens(self.outcomes.pop(0) if self.outcomes else [of_stack("DELETE_COMPLETE")])
+        self._happens(self.outcomes.pop(0) if self.outcomes else [stack_event("DELETE_COMPLETE")])
 
 
-def of_stack(status: str, reason: str = "") -> Event:
-    """An event of the stack itself."""
+def stack_event(status: str, reason: str = "") -> Event:
+    """Return an event of the stack itself."""
     return "slipway-my-llm", STACK, status, reason
 
 

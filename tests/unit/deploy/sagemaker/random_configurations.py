@@ -1,4 +1,4 @@
-"""Configurations of every kind, for properties that hold of all of them."""
+"""Random configurations of every kind, for tests of properties that all configurations have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PAIRS = {
 
 @st.composite
 def configurations(draw: st.DrawFn) -> Configuration:
-    """A configuration that can be deployed: what does not go together is drawn again."""
+    """Return a configuration that can be deployed. Fields that contradict others are left out."""
 
     def maybe(field: str, values: st.SearchStrategy[Any]) -> dict[str, Any]:
         return {field: draw(values)} if draw(st.booleans()) else {}
@@ -70,7 +70,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
     raise AssertionError(values)
 
 
-# What most often does not go with the rest, in the order in which it is done without.
+# Fields that often contradict others. The first combination that gives a valid configuration is left out.
 _RARE = (
     ("adapters",),
     ("adapters", "autoscaling"),

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from deploy.cli import app
 from deploy.sagemaker import aws
 from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
-from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION, Formation, of_stack
+from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION, FakeCloudFormation, stack_event
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted((ROOT / "examples/deploy").glob("*.toml"))
@@ -52,7 +52,7 @@ def error(operation: str, message: str, code: str = "ValidationException") -> Cl
 
 
 class Services:
-    """Clients of all services but CloudFormation: each operation answers what the test says, or nothing."""
+    """Clients of all services except CloudFormation. The test sets their answers; the default is an empty answer."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {
@@ -86,9 +86,9 @@ def services() -> Services:
 
 
 @pytest.fixture
-def formation(monkeypatch: pytest.MonkeyPatch, services: Services) -> Formation:
+def cloudformation(monkeypatch: pytest.MonkeyPatch, services: Services) -> FakeCloudFormation:
     """The commands' AWS is in memory, and waiting takes no time."""
-    made = Formation()
+    made = FakeCloudFormation()
     clients: dict[str, Any] = {"cloudformation": made.client}
 
     def client(self: aws.Aws, service: str) -> Any:
@@ -122,10 +122,10 @@ def test_every_example_has_its_template_without_a_call(example: Path) -> None:
     for command in ("deploy", "update"):
         done = _run(command, str(example), "--dry-run")
         assert (done.exit_code, done.stdout) == (0, made.stdout), done.output
-        assert done.stderr == "slipway: note: no change set, as there are no AWS credentials\n"
+        assert done.stderr == "slipway: note: no change set, because AWS credentials are missing\n"
 
 
-def test_a_deployment_from_the_command_line_alone(formation: Formation) -> None:
+def test_a_deployment_from_the_command_line_alone(cloudformation: FakeCloudFormation) -> None:
     done = _run("deploy", *SHORT, "--env", "OPTION_DTYPE=fp16", "--set", "tags.team=ads")
     assert done.exit_code == 0, done.output
     assert done.stdout == "my-llm is in service\n"
@@ -140,37 +140,37 @@ def test_a_deployment_from_the_command_line_alone(formation: Formation) -> None:
     assert _run("update", *SHORT).stdout == "my-llm is up to date\n"
 
 
-def test_a_failure_is_rolled_back_and_its_exit_code_says_so(formation: Formation) -> None:
-    formation.outcomes = [[NOT_HEALTHY, of_stack("DELETE_IN_PROGRESS"), of_stack("DELETE_COMPLETE")]]
+def test_a_failure_is_rolled_back_and_its_exit_code_says_so(cloudformation: FakeCloudFormation) -> None:
+    cloudformation.outcomes = [[NOT_HEALTHY, stack_event("DELETE_IN_PROGRESS"), stack_event("DELETE_COMPLETE")]]
     done = _run("deploy", *SHORT)
     assert done.exit_code == 1
     assert "did not pass the ping health check" in done.stderr
     assert "  log: 1970-01-01 00:00:01 CUDA out of memory" in done.stderr
     assert "Traceback" not in done.output
-    assert formation.status is None
+    assert cloudformation.status is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_is_rolled_back(number: signal.Signals, formation: Formation) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
-    formation.outcomes = [[of_stack("CREATE_IN_PROGRESS")]]
+def test_an_interruption_is_rolled_back(number: signal.Signals, cloudformation: FakeCloudFormation) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A background process ignores it.
+    cloudformation.outcomes = [[stack_event("CREATE_IN_PROGRESS")]]
 
     def interrupt(operation: str) -> None:
         if operation == "ExecuteChangeSet":
             signal.raise_signal(number)
 
-    formation.after = interrupt
+    cloudformation.after = interrupt
     try:
         assert _run("deploy", *SHORT).exit_code == 130
     finally:
         signal.signal(signal.SIGINT, before)
-    assert formation.status is None
+    assert cloudformation.status is None
 
 
-def test_an_update_of_what_is_not_there_is_in_the_way(formation: Formation) -> None:
+def test_an_update_of_what_is_not_there_is_in_the_way(cloudformation: FakeCloudFormation) -> None:
     done = _run("update", *SHORT)
     assert (done.exit_code, done.stdout) == (3, "")
-    assert done.stderr == "slipway: there is no stack slipway-my-llm; `slipway deploy` creates it\n"
+    assert done.stderr == "slipway: the stack slipway-my-llm does not exist; `slipway deploy` creates it\n"
 
 
 @pytest.mark.parametrize(
@@ -222,27 +222,27 @@ def test_a_dry_run_is_for_the_region_that_the_deployment_is_for(
     assert "image is in eu-west-1; expected one in us-east-1" in _run("deploy", *SHORT[:-2], "--dry-run").stderr
 
 
-def test_a_dry_run_shows_what_would_change_and_leaves_no_proposal(formation: Formation) -> None:
+def test_a_dry_run_shows_what_would_change_and_leaves_no_proposal(cloudformation: FakeCloudFormation) -> None:
     new = _run("deploy", *SHORT, "--dry-run")
     assert new.exit_code == 0, new.output
     assert "a new stack:" in new.stderr
-    assert formation.status is None
+    assert cloudformation.status is None
     assert _run("deploy", *SHORT).exit_code == 0
     changed = _run("update", *SHORT, "--env", "A=1", "--dry-run")
     assert "  Modify Model (AWS::SageMaker::Model)\n" in changed.stderr
-    assert formation.changes[-1] == "DeleteChangeSet"
+    assert cloudformation.changes[-1] == "DeleteChangeSet"
     assert "nothing would change" in _run("update", *SHORT, "--dry-run").stderr
-    formation.status = "UPDATE_IN_PROGRESS"
+    cloudformation.status = "UPDATE_IN_PROGRESS"
     busy = _run("deploy", *SHORT, "--dry-run")
     assert busy.exit_code == 0
     assert "note: no change set: the stack slipway-my-llm is UPDATE_IN_PROGRESS and cannot" in busy.stderr
 
 
-def test_a_dry_run_without_a_network_shows_the_template(formation: Formation) -> None:
+def test_a_dry_run_without_a_network_shows_the_template(cloudformation: FakeCloudFormation) -> None:
     def lost(operation: str) -> None:
         raise EndpointConnectionError(endpoint_url="https://cloudformation.eu-west-1.amazonaws.com/")
 
-    formation.after = lost
+    cloudformation.after = lost
     done = _run("deploy", *SHORT, "--dry-run")
     assert done.exit_code == 0
     assert ENDPOINT in done.stdout
@@ -254,7 +254,7 @@ def test_without_a_region_it_says_where_one_is_looked_for(monkeypatch: pytest.Mo
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
     done = _run("status", "my-llm")
     assert done.exit_code == 2
-    assert "no region: give --region, or set AWS_REGION" in done.stderr
+    assert "region: missing; give --region, or set AWS_REGION" in done.stderr
 
 
 STATUS = {
@@ -272,8 +272,10 @@ STATUS = {
 }
 
 
-def test_status_shows_stack_endpoint_components_and_scaling(formation: Formation, services: Services) -> None:
-    formation.there("UPDATE_COMPLETE")
+def test_status_shows_stack_endpoint_components_and_scaling(
+    cloudformation: FakeCloudFormation, services: Services
+) -> None:
+    cloudformation.there("UPDATE_COMPLETE")
     services.answers |= STATUS
     found = json.loads(_run("status", "my-llm", "--json").stdout)
     assert found == {
@@ -287,22 +289,22 @@ def test_status_shows_stack_endpoint_components_and_scaling(formation: Formation
     assert yaml.safe_load(shown) == found
 
 
-def test_the_status_of_nothing_is_a_line_and_exit_code_one(formation: Formation) -> None:
+def test_the_status_of_nothing_is_a_line_and_exit_code_one(cloudformation: FakeCloudFormation) -> None:
     done = _run("status", "my-llm")
     assert done.exit_code == 1
     assert done.stderr.endswith("when calling the DescribeEndpoint operation: Could not find endpoint\n")
     assert len(done.stderr.splitlines()) == 1
-    formation.there("CREATE_IN_PROGRESS")
+    cloudformation.there("CREATE_IN_PROGRESS")
     assert _run("status", "my-llm").stdout == "stack: CREATE_IN_PROGRESS\nendpoint: null\n"
 
 
-def test_invoke_and_logs(formation: Formation) -> None:
+def test_invoke_and_logs(cloudformation: FakeCloudFormation) -> None:
     assert _run("invoke", "my-llm", "--prompt", "x").stdout == '{"generated_text": " Paris"}\n'
     assert _run("logs", "my-llm").stdout == "1970-01-01 00:00:01 CUDA out of memory\n"
 
 
 def test_an_answer_of_several_lines_that_a_model_refused_with_is_one_line(
-    formation: Formation, services: Services
+    cloudformation: FakeCloudFormation, services: Services
 ) -> None:
     text = 'Received client error (424) with message "{\n  "code": 424\n}\n".'
     services.answers["InvokeEndpoint"] = error("InvokeEndpoint", text, "ModelError")
@@ -319,38 +321,40 @@ def test_an_answer_of_several_lines_that_a_model_refused_with_is_one_line(
         (NoCredentialsError(), "Unable to locate credentials"),
     ],
 )
-def test_an_error_of_aws_is_one_line(raised: Exception, said: str, formation: Formation) -> None:
+def test_an_error_of_aws_is_one_line(raised: Exception, said: str, cloudformation: FakeCloudFormation) -> None:
     def fail(operation: str) -> None:
         raise raised
 
-    formation.after = fail
+    cloudformation.after = fail
     done = _run("deploy", *SHORT)
     assert done.exit_code == 1
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_why_the_log_of_what_does_not_start_cannot_be_read_is_said(formation: Formation, services: Services) -> None:
+def test_why_the_log_of_what_does_not_start_cannot_be_read_is_said(
+    cloudformation: FakeCloudFormation, services: Services
+) -> None:
     services.answers["FilterLogEvents"] = error("FilterLogEvents", "no", "AccessDeniedException")
-    formation.outcomes = [[NOT_HEALTHY, of_stack("DELETE_IN_PROGRESS"), of_stack("DELETE_COMPLETE")]]
+    cloudformation.outcomes = [[NOT_HEALTHY, stack_event("DELETE_IN_PROGRESS"), stack_event("DELETE_COMPLETE")]]
     done = _run("deploy", *SHORT)
     assert done.exit_code == 1
     assert "  log: (An error occurred (AccessDeniedException)" in done.stderr
     assert "did not pass the ping health check" in done.stderr.splitlines()[-1]
 
 
-def test_a_body_that_is_no_text_is_sent_as_it_is(formation: Formation) -> None:
+def test_a_body_that_is_no_text_is_sent_as_it_is(cloudformation: FakeCloudFormation) -> None:
     assert _run("invoke", "my-llm", "--body", "\udcff").exit_code == 0
 
 
-def test_the_log_of_nothing_is_a_line_and_exit_code_one(formation: Formation, services: Services) -> None:
+def test_the_log_of_nothing_is_a_line_and_exit_code_one(cloudformation: FakeCloudFormation, services: Services) -> None:
     services.answers["FilterLogEvents"] = error(
         "FilterLogEvents", "The specified log group does not exist.", "ResourceNotFoundException"
     )
     done = _run("logs", "my-llm")
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == (
-        "slipway: there is no log group /aws/sagemaker/Endpoints/my-llm: nothing has logged there yet\n"
+        "slipway: the log group /aws/sagemaker/Endpoints/my-llm does not exist: nothing was logged there yet\n"
     )
 
 
@@ -360,14 +364,14 @@ PUSH += ["--push", "slipway:gpu", "--image"]
 
 
 def test_a_local_image_is_pushed_before_anything_needs_it(
-    formation: Formation, services: Services, monkeypatch: pytest.MonkeyPatch
+    cloudformation: FakeCloudFormation, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[tuple[tuple[str, ...], str | None]] = []
 
     def run(command: tuple[str, ...], input: str | None, **more: Any) -> subprocess.CompletedProcess[str]:
         ran.append((command, input))
         assert "CreateRepository" in services.called
-        assert "ExecuteChangeSet" not in formation.changes
+        assert "ExecuteChangeSet" not in cloudformation.changes
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -378,13 +382,13 @@ def test_a_local_image_is_pushed_before_anything_needs_it(
         (("docker", "tag", "slipway:gpu", f"{HOST}/slipway:gpu"), None),
         (("docker", "push", f"{HOST}/slipway:gpu"), None),
     ]
-    model = formation.template["Resources"]["Model"]["Properties"]
+    model = cloudformation.template["Resources"]["Model"]["Properties"]
     assert model["PrimaryContainer"]["Image"] == f"{HOST}/slipway:gpu"
 
 
 @pytest.mark.parametrize(("tag", "note"), [("gpu", True), ("gpu-2", False)])
 def test_an_update_pushes_an_image_too_and_says_when_its_tag_is_that_of_what_runs(
-    tag: str, note: bool, formation: Formation, monkeypatch: pytest.MonkeyPatch
+    tag: str, note: bool, cloudformation: FakeCloudFormation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[tuple[str, ...]] = []
 
@@ -398,18 +402,18 @@ def test_an_update_pushes_an_image_too_and_says_when_its_tag_is_that_of_what_run
     done = _run("update", *PUSH, f"{HOST}/slipway:{tag}")
     assert done.exit_code == 0, done.output
     assert ran[-1] == ("docker", "push", f"{HOST}/slipway:{tag}")
-    assert ("has the name of what runs" in done.stderr) is note
+    assert ("still runs the old image" in done.stderr) is note
     assert done.stdout == ("my-llm is up to date\n" if note else "my-llm is updated\n")
 
 
 def test_without_docker_the_push_fails_and_no_stack_is_made(
-    formation: Formation, monkeypatch: pytest.MonkeyPatch
+    cloudformation: FakeCloudFormation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
     done = _run("deploy", *PUSH, f"{HOST}/slipway:gpu")
     assert done.exit_code == 1
-    assert "docker is not installed here" in done.stderr
-    assert formation.status is None
+    assert "docker is not installed" in done.stderr
+    assert cloudformation.status is None
 
 
 @pytest.mark.usefixtures("_without_credentials")

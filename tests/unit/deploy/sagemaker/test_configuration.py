@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deploy.sagemaker.configuration import (
     Configuration,
     ConfigurationError,
-    laid_over,
+    merge_tables,
     read_configuration,
     read_file,
     read_options,
@@ -32,7 +32,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"image": "111122223333.dkr.ecr.us-east-1.amazonaws.com/slipway"},
         "image is in us-east-1; expected one in eu-west-1",
     ),
-    ({"push": "slipway:gpu", "image": "docker.io/slipway"}, "push: expected an image of ECR in the field image"),
+    ({"push": "slipway:gpu", "image": "docker.io/slipway"}, "push: expected an image in ECR in the field image"),
     ({"instance_type": "g5.xlarge"}, "instance_type: Expected `str` matching regex '^(ml"),
     ({"instance_type": None}, "instance_type: missing; expected a type such as ml.g6e.xlarge"),
     ({"properties": {"Model": 1}}, "properties[...]: Expected `object`, got `int`"),
@@ -44,14 +44,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"autoscaling": {"min": 0, "max": 2, "target": 1}}, "only inference components"),
     ({"autoscaling": {"min": 3, "max": 2, "target": 1}}, "expected at least min, which is 3"),
     ({"autoscaling": {"min": 1, "max": 2}}, "autoscaling: Object missing required field `target`"),
-    ({"adapters": [{"name": "a", "source": "s3://b/a.tar.gz"}]}, "an adapter is a component on another"),
+    (
+        {"adapters": [{"name": "a", "source": "s3://b/a.tar.gz"}]},
+        "an adapter is an inference component on top of another one",
+    ),
     ({"component": {"gpus": 1}, "adapters": [{"name": "a", "source": "s3://b/a.zip"}]}, "adapters[0].source: "),
     (
         {
             "component": {"gpus": 1},
             "adapters": [{"name": name, "source": "s3://b/a.tar.gz"} for name in ("a-b", "a-B")],
         },
-        "expected different names",
+        "expected names that differ",
     ),
     ({"component": {"gpus": 1, "path": "/other"}}, "component: Object contains unknown field `path`"),
     ({"upload": "model/"}, "upload: expected an s3:// prefix as model"),
@@ -62,7 +65,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 def _plain(**changes: Any) -> dict[str, Any]:
     values = {key: value for key, value in VALUES["real_time"].items() if key != "autoscaling"}
-    return {key: value for key, value in laid_over(values, changes).items() if value is not None}
+    return {key: value for key, value in merge_tables(values, changes).items() if value is not None}
 
 
 @pytest.mark.parametrize(("changes", "said"), WRONG, ids=[said for _, said in WRONG])
@@ -80,7 +83,7 @@ def test_all_fields_that_do_not_go_together_are_said_at_once() -> None:
 
 def test_what_is_wrong_on_the_command_line_is_said_as_in_a_file() -> None:
     with pytest.raises(ConfigurationError, match=r"autoscaling\.max: Expected `int` >= 1"):
-        read_configuration(laid_over(VALUES["real_time"], read_options({"set": ["autoscaling.max=-1"]})))
+        read_configuration(merge_tables(VALUES["real_time"], read_options({"set": ["autoscaling.max=-1"]})))
 
 
 def test_a_wrong_credential_is_not_shown() -> None:
@@ -103,7 +106,7 @@ def test_options_go_before_the_file() -> None:
             ],
         }
     )
-    read = read_configuration(laid_over(VALUES["real_time"], options))
+    read = read_configuration(merge_tables(VALUES["real_time"], options))
     assert (read.name, read.labels) == ("other", {"team": "ads"})
     environment = {"OPTION_MAX_MODEL_LEN": "8192", "HF_TOKEN": "hf_abcdefghijklmnop", "A": "1", "B": "x=y"}
     assert read.environment == environment
@@ -151,7 +154,7 @@ _FIELDS = st.sampled_from(
 def test_whatever_a_file_says_is_read_or_refused_with_reasons(changes: dict[str, Any]) -> None:
     problems: tuple[str, ...] = ()
     try:
-        made = template(read_configuration(laid_over(VALUES["scale_to_zero"], changes)))
+        made = template(read_configuration(merge_tables(VALUES["scale_to_zero"], changes)))
     except ConfigurationError as error:
         made, problems = {}, error.problems
     assert bool(made) is not bool(problems)

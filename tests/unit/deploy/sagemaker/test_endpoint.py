@@ -110,7 +110,7 @@ def test_an_asynchronous_answer_is_where_sagemaker_says() -> None:
 
 
 def _message(headers: dict[str, str], payload: bytes) -> bytes:
-    """A message of AWS's event stream."""
+    """Return a message of AWS's event stream."""
     block = b"".join(
         bytes([len(name)]) + name.encode() + b"\x07" + struct.pack(">H", len(value)) + value.encode()
         for name, value in headers.items()
@@ -165,7 +165,7 @@ def test_a_local_endpoint_is_asked_as_sagemakers() -> None:
 
 
 class Group:
-    """A log group that grows with each look; None is a look at which it is not there, as after the last one."""
+    """A log group. Each look at it gives the next of `looks`; None, and any further look, finds no group."""
 
     def __init__(self, *looks: list[tuple[str, int]] | None) -> None:
         self.looks = list(looks)
@@ -190,5 +190,5 @@ def test_a_log_is_read_page_after_page() -> None:
 
 
 def test_of_a_group_that_is_not_there_it_is_said() -> None:
-    with pytest.raises(endpoint.NoLog, match="there is no log group g: nothing has logged there yet"):
+    with pytest.raises(endpoint.NoLog, match="the log group g does not exist: nothing was logged there yet"):
         list(endpoint.log_lines(Group().client, "g", 0))

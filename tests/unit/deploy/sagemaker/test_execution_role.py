@@ -11,7 +11,7 @@ from tests.unit.deploy.sagemaker.configurations import ACCOUNT, REGION, VALUES, 
 
 
 def _document(name: str) -> Any:
-    """The execution role's policy as CloudFormation makes it in a stack."""
+    """Return the execution role's policy, as CloudFormation creates it in a stack."""
 
     def substituted(value: dict[str, Any]) -> Any:
         return value.get("Fn::Sub", value)

@@ -1,4 +1,4 @@
-"""The commands against moto's AWS: whatever of a stack moto has."""
+"""The commands against moto's AWS, with the resources of a stack that moto supports."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moto.sagemaker.models import FakeEndpoint
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
-from deploy.sagemaker.uploads import upload_model
+from deploy.sagemaker.model_upload import upload_model
 from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
 from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION
 
-# moto has no scaling and no inference components in stacks, and does not look whether a role is there.
+# moto has no scaling and no inference components in stacks. It does not check that a role exists.
 SHORT = ["--name", "my-llm", "--model", "s3://models/llama/", "--instance-type", "ml.g4dn.xlarge", "--image", IMAGE]
 GIVEN = [*SHORT, "--role", ROLE]
 
@@ -34,7 +34,7 @@ def _no_components(**more: Any) -> tuple[Any, dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def _aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # AWS calls the endpoint as the template says; moto gives it a name of its own.
+    # AWS uses the name of the template for the endpoint. moto would make up a name.
     monkeypatch.setattr(FakeEndpoint, "cloudformation_name_type", staticmethod(lambda: "EndpointName"))
     monkeypatch.setattr("boto3.Session", lambda **more: SESSION)
     # moto has no inference components.
@@ -68,7 +68,7 @@ def test_a_deployment_is_made_kept_updated_and_removed() -> None:
     model = sagemaker.describe_model(ModelName=variant["ModelName"])
     assert model["PrimaryContainer"]["Environment"] == {"OPTION_DTYPE": "fp16"}
     assert model["PrimaryContainer"]["ModelDataSource"]["S3DataSource"]["S3Uri"] == "s3://models/llama/"
-    # CloudFormation gives the stack's tags to what is in it, which moto does not do.
+    # CloudFormation adds the stack's tags to its resources. moto does not.
     (stack,) = SESSION.client("cloudformation").describe_stacks()["Stacks"]
     assert {each["Key"]: each["Value"] for each in stack["Tags"]} == {"slipway:endpoint": "my-llm", "team": "ads"}
 
@@ -88,7 +88,7 @@ def test_a_deployment_is_made_kept_updated_and_removed() -> None:
     gone = _run("destroy", "my-llm")
     assert (gone.exit_code, gone.stdout) == (0, "my-llm is removed\n")
     assert set(_there().values()) == {0}
-    assert _run("destroy", "my-llm").stdout == "nothing to remove: there is no stack slipway-my-llm\n"
+    assert _run("destroy", "my-llm").stdout == "nothing to remove: the stack slipway-my-llm does not exist\n"
 
 
 def test_a_role_is_made_with_its_policy_and_goes_with_the_stack() -> None:
@@ -134,7 +134,7 @@ def test_an_endpoint_that_slipway_has_not_made_is_kept() -> None:
     )
     sagemaker.create_endpoint(EndpointName="my-llm", EndpointConfigName="theirs")
     done = _run("destroy", "my-llm")
-    assert (done.exit_code, done.stdout) == (0, "nothing to remove: there is no stack slipway-my-llm\n")
+    assert (done.exit_code, done.stdout) == (0, "nothing to remove: the stack slipway-my-llm does not exist\n")
     assert _there()["endpoints"] == 1
 
 
@@ -152,7 +152,7 @@ def test_a_model_is_uploaded_first_and_again_what_has_changed(tmp_path: Path) ->
     again = _run("update", *GIVEN, "--upload", str(tmp_path))
     assert again.stderr.count("uploading") == 1
     assert s3.get_object(Bucket="models", Key="llama/config.json")["Body"].read() == b'{"a": 1}'
-    assert "has the name of what runs" in again.stderr
+    assert "still runs the old image" in again.stderr
 
 
 def test_a_file_of_the_same_size_and_an_older_time_is_uploaded_and_so_is_what_others_have_put_there(
@@ -161,7 +161,7 @@ def test_a_file_of_the_same_size_and_an_older_time_is_uploaded_and_so_is_what_ot
     s3: Any = SESSION.client("s3")
     s3.create_bucket(Bucket="models", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
     weights = tmp_path / "model.safetensors"
-    large = 9 << 20  # boto3 uploads it in parts
+    large = 9 << 20  # boto3 uploads it in several parts.
     told: list[str] = []
     for content, uploads in ((b"a" * large, 1), (b"a" * large, 0), (b"b" * large, 1)):
         weights.write_bytes(content)
@@ -178,5 +178,5 @@ def test_a_file_of_the_same_size_and_an_older_time_is_uploaded_and_so_is_what_ot
 def test_a_directory_that_is_not_there_leaves_no_stack() -> None:
     done = _run("deploy", *GIVEN, "--upload", "/nowhere")
     assert done.exit_code == 1
-    assert done.stderr.endswith("slipway: /nowhere: there is no directory with files in it\n")
+    assert done.stderr.endswith("slipway: /nowhere: expected a directory with files\n")
     assert _there()["stacks"] == 0

@@ -9,30 +9,30 @@ import boto3
 import pytest
 
 from deploy.sagemaker import sdk
-from deploy.sagemaker.stack import Conflict
-from tests.unit.deploy.sagemaker.fake_cloudformation import Formation
+from deploy.sagemaker.stack import StackConflict
+from tests.unit.deploy.sagemaker.fake_cloudformation import FakeCloudFormation
 
 ROOT = Path(__file__).parents[4]
-# The SDK's own imports warn of what pydantic has deprecated.
+# The SDK's imports cause deprecation warnings of pydantic.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Session(boto3.Session):
     """A session whose CloudFormation is in memory."""
 
-    def __init__(self, formation: Formation) -> None:
+    def __init__(self, cloudformation: FakeCloudFormation) -> None:
         super().__init__("testing", "testing", region_name="eu-west-1")
-        self.client = lambda service: {"cloudformation": formation.client}[service]
+        self.client = lambda service: {"cloudformation": cloudformation.client}[service]
 
 
 @pytest.fixture
-def formation() -> Formation:
-    return Formation()
+def cloudformation() -> FakeCloudFormation:
+    return FakeCloudFormation()
 
 
 @pytest.mark.parametrize("status", ["CREATE_COMPLETE", "UPDATE_COMPLETE", "UPDATE_ROLLBACK_COMPLETE"])
 def test_the_sdk_gives_the_endpoint_of_a_finished_stack(
-    status: str, formation: Formation, monkeypatch: pytest.MonkeyPatch
+    status: str, cloudformation: FakeCloudFormation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sagemaker.core.resources as resources
 
@@ -41,18 +41,18 @@ def test_the_sdk_gives_the_endpoint_of_a_finished_stack(
             return {**parameters, "EndpointArn": "arn", "EndpointStatus": "InService"}
 
     monkeypatch.setattr(resources.Base, "get_sagemaker_client", lambda *args, **kwargs: Client())
-    formation.there(status)
-    endpoint = sdk.endpoint("my-llm", Session(formation))
+    cloudformation.there(status)
+    endpoint = sdk.endpoint("my-llm", Session(cloudformation))
     assert type(endpoint).__module__ == "sagemaker.core.resources"
     assert (endpoint.endpoint_name, endpoint.endpoint_status) == ("my-llm", "InService")
 
 
 @pytest.mark.parametrize("status", [None, "CREATE_IN_PROGRESS", "ROLLBACK_COMPLETE", "CREATE_FAILED"])
-def test_a_stack_that_is_not_finished_has_no_endpoint(status: str | None, formation: Formation) -> None:
+def test_a_stack_that_is_not_finished_has_no_endpoint(status: str | None, cloudformation: FakeCloudFormation) -> None:
     if status:
-        formation.there(status)
-    with pytest.raises(Conflict, match=r"the stack slipway-my-llm is|there is no stack slipway-my-llm"):
-        sdk.endpoint("my-llm", Session(formation))
+        cloudformation.there(status)
+    with pytest.raises(StackConflict, match=r"the stack slipway-my-llm (is|does not exist)"):
+        sdk.endpoint("my-llm", Session(cloudformation))
 
 
 def test_the_pages_code_gets_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,12 @@ from hypothesis import Phase, given, settings
 from deploy.sagemaker.configuration import (
     Configuration,
     ConfigurationError,
-    laid_over,
+    merge_tables,
     read_configuration,
     read_file,
 )
-from deploy.sagemaker.template import MACHINE_IMAGE, as_yaml, secrets, template
+from deploy.sagemaker.template import MACHINE_IMAGE, secrets, template
+from deploy.yaml_text import as_yaml
 from tests.unit.deploy.sagemaker.configurations import REGION, VALUES, configuration
 from tests.unit.deploy.sagemaker.random_configurations import configurations
 
@@ -122,7 +123,7 @@ def test_every_arn_and_image_is_of_the_regions_partition(read: Configuration) ->
 
 
 def _environment(read: Configuration) -> dict[str, str]:
-    """What the container gets, with the parameters put in."""
+    """Return the environment of the container, with the values of the parameters."""
     container = template(read)["Resources"]["Model"]["Properties"]["PrimaryContainer"]
     values = {parameter: read.environment[variable] for variable, parameter in secrets(read).items()}
     return {
@@ -168,7 +169,7 @@ def test_properties_go_before_those_of_the_template() -> None:
 
 def test_properties_of_a_resource_that_is_not_there_are_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"properties.Role: there is no such resource; expected one of Model, "
+        ConfigurationError, match=r"properties.Role: the template has no such resource; expected one of Model, "
     ):
         template(configuration("private", properties={"Role": {"Path": "/"}}))
 
@@ -192,6 +193,6 @@ def test_a_template_holds_no_credentials() -> None:
 
 
 def test_the_template_in_the_repository_is_that_of_the_example() -> None:
-    values = laid_over(read_file(ROOT / "examples/deploy/real_time.toml"), {"region": REGION})
+    values = merge_tables(read_file(ROOT / "examples/deploy/real_time.toml"), {"region": REGION})
     written = (ROOT / "deploy/templates/endpoint.yaml").read_text()
     assert written == as_yaml(template(read_configuration(values)))

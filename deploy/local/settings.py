@@ -1,0 +1,58 @@
+"""The settings of the local endpoint: its names, its inference components and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deploy.local.errors import ACCOUNT, validation_error
+from deploy.local.parameters import VARIANT, Headers, Parameters, check_endpoint_name
+
+MEBIBYTE = 1 << 20
+_ADAPTER_HEADER = b"x-amzn-sagemaker-adapter-identifier"
+_COMPONENT_MISSING = (
+    "Inference Component Name header is required for endpoints to which you plan to deploy inference components. "
+    "Please include Inference Component Name header or consider using SageMaker models."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSettings:
+    """The endpoints and their limits. The defaults are SageMaker's limits."""
+
+    endpoints: tuple[str, ...]
+    # Inference components that are the base model. If there are any, each call has to name one, as on SageMaker.
+    components: frozenset[str] = frozenset()
+    adapters: frozenset[str] = frozenset()  # Inference components that are adapters of the container.
+    max_payload: int = 25 * MEBIBYTE  # Bytes of a request, and of a reply that is not streamed.
+    answer_timeout: float = 60.0  # Seconds until a reply is complete, or until the first byte of a stream.
+    stream_timeout: float = 480.0  # Seconds until a stream is complete.
+
+    def check_name(self, name: str) -> None:
+        """Check the name of an endpoint.
+
+        Raises:
+            RuntimeApiError: The name is malformed or unknown.
+        """
+        check_endpoint_name(name)
+        if name not in self.endpoints:
+            raise validation_error(f"Endpoint {name} of account {ACCOUNT} not found.")
+
+    def container_headers(self, name: str, parameters: Parameters) -> Headers:
+        """Return the headers that the container gets for a call of an endpoint.
+
+        Raises:
+            RuntimeApiError: The call names a variant, a container or an inference component that does not exist.
+        """
+        variant = parameters.values.get("TargetVariant")
+        if variant not in (None, VARIANT):
+            raise validation_error(f"Variant {variant} of endpoint {name} not found; it has {VARIANT} alone.")
+        if (host := parameters.values.get("TargetContainerHostname")) is not None:
+            raise validation_error(f"TargetContainerHostname {host}: endpoint {name} has one container, not several.")
+        component = parameters.values.get("InferenceComponentName")
+        if component is None and self.components:
+            raise validation_error(_COMPONENT_MISSING, "INFERENCE_COMPONENT_NAME_MISSING")
+        if component is None or component in self.components:
+            return parameters.forwarded
+        if component in self.adapters:
+            return [*parameters.forwarded, (_ADAPTER_HEADER, component.encode())]
+        raise validation_error(f"Inference component {component} of account {ACCOUNT} not found.")

@@ -1,0 +1,43 @@
+"""Serve's configuration file, which `slipway ray --print-config` prints, and the environment of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_IMPORT_PATH = "deploy.ray:application"
+HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Makes HAProxy Serve's proxy. All processes of a cluster need the variable.
+# The default environment of a cluster.
+CLUSTER = {
+    HAPROXY: "1",
+    # When replicas start or end, a new HAProxy takes over. By default the old one breaks off its requests after two
+    # minutes.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+    # If a replica is killed before it has begun its answer, another replica gets the request, once.
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    "RAY_SERVE_HAPROXY_RETRIES": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # The default is 15.
+}
+
+
+def serve_configuration(
+    name: str, options: Mapping[str, Any], environment: Mapping[str, str], host: str, port: int
+) -> dict[str, Any]:
+    """Return the configuration file for `serve deploy`.
+
+    Args:
+        name: The name of the Serve application.
+        options: The arguments of the application.
+        environment: Further environment variables of the replicas.
+        host: The address of Serve's proxies.
+        port: The port of Serve's proxies.
+    """
+    application: dict[str, Any] = {"name": name, "route_prefix": "/", "import_path": _IMPORT_PATH}
+    if environment:
+        application["runtime_env"] = {"env_vars": dict(environment)}
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": host, "port": port},
+        "applications": [application | {"args": dict(options)}],
+    }

@@ -1,0 +1,16 @@
+"""Writes YAML: CloudFormation templates, KubeRay manifests and Serve's configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def as_yaml(value: Mapping[str, Any]) -> str:
+    """Return JSON values as YAML, with keys in their order."""
+    import yaml  # `slipway serve` imports this module, and does not need yaml.
+
+    # yaml writes an alias for an object that occurs twice, and CloudFormation does not read aliases.
+    unshared = json.loads(json.dumps(value, default=str))
+    return str(yaml.safe_dump(unshared, sort_keys=False, allow_unicode=True, width=120))
