@@ -60,14 +60,13 @@ WORKLOADS = {
     Model.BOTH: ["sample", "tiny"],
     Model.FRONT_END: ["front-end"],
 }
+# Of options: with a model, and without.
 DEFAULTS = {
     "peers": ("slipway,vllm,bare", "slipway,vllm,rust,triton"),
     "contracts": ("lmi", "lmi,openai,chat,triton"),
     "concurrency": ("1,8,32,128", "1,8,32,128,256"),
 }
-"""Of options: with a model, and without."""
-BURST = 128
-"""Requests that come in one moment."""
+BURST = 128  # Requests that come in one moment.
 
 
 class Device(StrEnum):

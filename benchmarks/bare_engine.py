@@ -22,8 +22,7 @@ from benchmarks.load import Figures, Tally, Waves, clock
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One load run: what every request asks for, from how many clients, for how long."""
 
-    name: str
-    """Of the kind of load."""
+    name: str  # Of the kind of load.
     prompt: str
     tokens: int
     stream: bool

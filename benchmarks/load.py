@@ -41,32 +41,24 @@ clock = time.perf_counter
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """What a load run measured, over HTTP or on the bare engine. Times are the client's."""
 
-    requests: int
-    """Complete and correct answers."""
+    requests: int  # Complete and correct answers.
     errors: int
-    error_kinds: dict[str, int]
-    """Each error's message, and how often it occurred."""
-    tokens: int
-    """Of complete answers."""
-    records: int
-    """Streamed records; fewer than `tokens` where a server merged several tokens into one record."""
+    error_kinds: dict[str, int]  # Each error's message, and how often it occurred.
+    tokens: int  # Of complete answers.
+    records: int  # Streamed records; fewer than `tokens` where a server merged several tokens into one record.
     wall_s: float
-    first_p50_ms: float
-    """From sending the request to the first byte of the body, or to the engine's first output."""
+    first_p50_ms: float  # From sending the request to the first byte of the body, or to the engine's first output.
     first_p99_ms: float
     total_p50_ms: float
     total_p99_ms: float
     gap_p50_ms: float
+    # Between records of a stream, or outputs of the engine; records that are read together count as one.
     gap_p99_ms: float
-    """Between records of a stream, or outputs of the engine; records that are read together count as one."""
-    client_cpu_s: float
-    """CPU time of the process that made the load."""
-    refused: int = 0
-    """Answers of status 429 or 503, where clients come again (`LoadSpec.come_again`); no errors then."""
+    client_cpu_s: float  # CPU time of the process that made the load.
+    refused: int = 0  # Answers of status 429 or 503, where clients come again (`LoadSpec.come_again`); no errors then.
     refused_p50_ms: float = math.nan
     refused_p99_ms: float = math.nan
-    client_real_time: bool = False
-    """Whether that process had real-time priority; see `take_precedence`."""
+    client_real_time: bool = False  # Whether that process had real-time priority; see `take_precedence`.
 
 
 class Tally:
@@ -159,13 +151,10 @@ class ResponseReader:
     def __init__(self, marker: bytes = b"") -> None:
         self.status = 0
         self.keep_alive = True
-        self.retry_after = 0
-        """Seconds, as the header says."""
+        self.retry_after = 0  # Seconds, as the header says.
         self.body_bytes = 0
-        self.markers = 0
-        """How often the marker has occurred in the body so far."""
-        self.tail = b""
-        """The last `TAIL_BYTES` of the body."""
+        self.markers = 0  # How often the marker has occurred in the body so far.
+        self.tail = b""  # The last `TAIL_BYTES` of the body.
         self.complete = False
         self._marker = marker
         self._overlap = len(marker) - 1
@@ -217,24 +206,17 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What to send, for how long, and how to recognize a complete answer."""
 
     url: str
-    body: str
-    """One, or several, a line each: every request takes one of them at random."""
+    body: str  # One, or several, a line each: every request takes one of them at random.
     concurrency: int = 1
-    seconds: float = 5.0
-    """No wave of requests starts after this; those under way finish."""
-    timeout: float = 120.0
-    """The run ends after this; what is unfinished is an error."""
-    tokens: int = 1
-    """Tokens of a complete answer, or of the mean of several."""
-    marker: str = ""
-    """Occurs once in each streamed record."""
-    end_marker: str = ""
-    """Must occur in the end of the body."""
-    exact_records: bool = False
-    """A complete answer has exactly as many records as tokens."""
+    seconds: float = 5.0  # No wave of requests starts after this; those under way finish.
+    timeout: float = 120.0  # The run ends after this; what is unfinished is an error.
+    tokens: int = 1  # Tokens of a complete answer, or of the mean of several.
+    marker: str = ""  # Occurs once in each streamed record.
+    end_marker: str = ""  # Must occur in the end of the body.
+    exact_records: bool = False  # A complete answer has exactly as many records as tokens.
+    # A client whom a full queue refused comes again when Retry-After says, or up to a quarter later; each client sends
+    # as many requests as it can then. Otherwise a refusal is an error.
     come_again: bool = False
-    """A client whom a full queue refused comes again when Retry-After says, or up to a quarter later; each client sends
-    as many requests as it can then. Otherwise a refusal is an error."""
 
     def requests(self) -> list[bytes]:
         """Whole HTTP requests, one for each body."""
@@ -355,8 +337,7 @@ class Client(asyncio.Protocol):
         self._reopen = False
         self._sent = 0.0
         self._first = 0.0
-        self._last = 0.0
-        """When the last record came."""
+        self._last = 0.0  # When the last record came.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)

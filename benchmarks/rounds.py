@@ -18,8 +18,7 @@ from benchmarks.load import Figures
 from benchmarks.peers import Engine, Peer
 
 LEAD_IN_TOKENS = 8
-IDLE_SHARE_ALLOWED = 0.05
-"""Share of a run's duration that the other peers may use of the CPU."""
+IDLE_SHARE_ALLOWED = 0.05  # Share of a run's duration that the other peers may use of the CPU.
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -39,8 +38,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One load run of one variant."""
 
     workload: str
-    load: str
-    """The kind of load."""
+    load: str  # The kind of load.
     stream: bool
     concurrency: int
     round: int
@@ -48,8 +46,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     figures: Figures
     front_end_cpu_s: float
     engine_cpu_s: float
-    idle_cpu_s: float
-    """CPU time of the other peers during the run."""
+    idle_cpu_s: float  # CPU time of the other peers during the run.
 
     @property
     def title(self) -> str:

@@ -40,8 +40,7 @@ from benchmarks.scripted_front_end import MAX_MODEL_LEN, addresses
 
 MAX_SEQUENCES = 1024
 _TEXT_CHARACTERS = 20_000
-_STRIDE = 37
-"""Tokens between the places in the text where one request begins and the next; sequences should differ."""
+_STRIDE = 37  # Tokens between the places in the text where one request begins and the next; sequences should differ.
 _READY = EngineCoreReadyResponse(
     max_model_len=MAX_MODEL_LEN,
     num_gpu_blocks=10_000,
@@ -66,10 +65,8 @@ _READY = EngineCoreReadyResponse(
 @dataclass(slots=True)
 class _Sequence:
     request_id: str
-    place: int
-    """Of its next token in the text."""
-    left: int
-    """Tokens that are still to come."""
+    place: int  # Of its next token in the text.
+    left: int  # Tokens that are still to come.
     logprobs: int | None
     prompt_length: int
     begun: bool = False

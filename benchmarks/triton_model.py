@@ -27,8 +27,7 @@ class TritonPythonModel:
     def initialize(self, _: dict[str, Any]) -> None:
         """Start the thread that steps."""
         self._step_seconds = float(os.environ["STEP_MS"]) / 1000
-        self._running: dict[Any, int] = {}
-        """By what answers a request: the tokens that are still to come."""
+        self._running: dict[Any, int] = {}  # By what answers a request: the tokens that are still to come.
         self._changed = threading.Condition()
         threading.Thread(target=self._step, daemon=True).start()
 

@@ -16,10 +16,9 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 Kind = Literal["wlm", "server", "model", "any"]
-CLIENT_GONE = 499
-"""The status of calls whose client left before the answer was complete; they are not errors."""
+CLIENT_GONE = 499  # The status of calls whose client left before the answer was complete; they are not errors.
+# The status of calls without a key. Callers without one must not be able to fail /ping.
 UNAUTHORIZED, FORBIDDEN = 401, 403
-"""The status of calls without a key. Callers without one must not be able to fail /ping."""
 _MINUTE = 60.0
 _MOST = 1_000_000
 _RATE = re.compile(r"([0-9]{1,7})(?:/(.{1,64}))?")
@@ -62,8 +61,7 @@ class ErrorRates:
         self._times: dict[Kind, deque[float]] = {
             kind: deque(maxlen=rate.limit + 1) for kind, rate in self._limits.items()
         }
-        self.exceeded = ""
-        """The limit that was exceeded, in words; empty if none was."""
+        self.exceeded = ""  # The limit that was exceeded, in words; empty if none was.
         self.limited = bool(self._limits)
 
     def count(self, status: int) -> None:

@@ -15,8 +15,7 @@ logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.1
 _LOOK_SECONDS = 0.25
-LIMIT_SECONDS = 1.0
-"""How late the event loop may be before it is logged."""
+LIMIT_SECONDS = 1.0  # How late the event loop may be before it is logged.
 _BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -26,8 +25,7 @@ class EventLoopWatch:
     def __init__(self) -> None:
         self.lag = Distribution(_BUCKETS)
         self._due = 0.0
-        self._reported = 0.0
-        """The tick that was due when the loop's stack was logged."""
+        self._reported = 0.0  # The tick that was due when the loop's stack was logged.
         self._thread = 0
         self._ended = threading.Event()
 

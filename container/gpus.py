@@ -15,8 +15,7 @@ logger = logging.getLogger(__name__)
 
 _DEVICE_FILES = Path("/dev")
 _DEVICE_FILE = re.compile(r"nvidia\d+").fullmatch
-_WSL2 = "dxg"
-"""The device file of all GPUs under WSL2."""
+_WSL2 = "dxg"  # The device file of all GPUs under WSL2.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CPU = frozenset({"cpu", "-1"})
 _QUERY_SECONDS = 30.0
@@ -51,8 +50,11 @@ def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
     """Free bytes of each GPU that this process sees, in the order in which CUDA counts them.
 
     A MIG slice counts as a GPU. They come from nvidia-smi, since asking the driver in this process would leave a
-    context on each GPU. Raises GpusUnknown where nvidia-smi does not tell, and SliceNotChosen where
-    CUDA_VISIBLE_DEVICES has to say which GPU or slice is meant.
+    context on each GPU.
+
+    Raises:
+        GpusUnknown: Nvidia-smi does not tell.
+        SliceNotChosen: CUDA_VISIBLE_DEVICES has to say which GPU or slice is meant.
     """
     return visible_memory(_nvidia_smi("-q", "-x"), environ.get(_VISIBLE))
 
@@ -88,7 +90,8 @@ def visible_memory(report: str, visible: str | None) -> tuple[int, ...]:
 def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
     """Groups of `each` devices, one group for each worker; none where workers run on the CPU.
 
-    Raises ValueError where `load_on` names a GPU that is not there, or there are fewer than a worker needs.
+    Raises:
+        ValueError: `load_on` names a GPU that is not there, or there are fewer than a worker needs.
     """
     chosen = allowed_devices(gpus, load_on)
     if chosen and each > len(chosen):
@@ -99,7 +102,8 @@ def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
 def allowed_devices(gpus: int, load_on: str) -> tuple[int, ...]:
     """The GPUs that `load_on` (`load_on_devices`) allows: `*`, `cpu`, or GPUs such as `0;1` and `gpu0`; none: the CPU.
 
-    Raises ValueError where `load_on` names a GPU that is not there.
+    Raises:
+        ValueError: `load_on` names a GPU that is not there.
     """
     names = [name.strip().lower() for name in load_on.split(";") if name.strip()] or ["*"]
     if not gpus or all(name in _CPU for name in names):

@@ -17,13 +17,12 @@ from typing import Any
 
 from container.standard_output import Output, Writer
 
-FLUSH_SECONDS = 1.0
-"""How long the end of a process waits for who reads its log."""
+FLUSH_SECONDS = 1.0  # How long the end of a process waits for who reads its log.
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
 _PLAIN = "%(asctime)s %(levelname)-7s %(replica)s%(name)s%(request)s: %(message)s"
 _ACCESS = logging.getLogger("slipway.access")
+# What ends lines, or moves a terminal's cursor; and what no encoding has.
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-"""What ends lines, or moves a terminal's cursor; and what no encoding has."""
 
 
 def _escaped(character: re.Match[str]) -> str:
@@ -170,8 +169,7 @@ class _Log:
         access_log.write_to(self.output.log, formatter)
 
 
-access_log = AccessLog()
-"""Of this process."""
+access_log = AccessLog()  # Of this process.
 _log = _Log()
 
 

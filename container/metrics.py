@@ -29,8 +29,7 @@ from handlers.custom.metrics import HandlerMetrics
 from handlers.custom.worker_pool import WorkerPool
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_VERSION = "1"
-"""What Triton's series say of a model that has no version."""
+_VERSION = "1"  # What Triton's series say of a model that has no version.
 _MICROSECONDS = 1e6
 
 Labels = Mapping[str, str]
@@ -228,10 +227,9 @@ def _one(family: _Family, name: str, text: str, value: float, labels: Labels = _
 
 
 _gauge = partial(_one, GaugeMetricFamily)
-_counter = partial(_one, CounterMetricFamily)
-"""Its sample ends in `_total`."""
+_counter = partial(_one, CounterMetricFamily)  # Its sample ends in `_total`.
+# A counter without that ending, as Triton and TGI name theirs; the library has such samples only untyped.
 _plain_counter = partial(_one, UntypedMetricFamily)
-"""A counter without that ending, as Triton and TGI name theirs; the library has such samples only untyped."""
 
 
 def _histogram(name: str, text: str, distribution: Distribution, labels: Labels = _NONE) -> Metric:

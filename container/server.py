@@ -48,34 +48,27 @@ from handlers.lmi.sessions import remove_sessions
 
 logger = logging.getLogger(__name__)
 
-EXIT_OK, EXIT_FAILED_TO_START, EXIT_ENGINE_DIED = 0, 1, 137
-"""137 is what LMI exits with under SERVING_FAIL_FAST."""
+EXIT_OK, EXIT_FAILED_TO_START, EXIT_ENGINE_DIED = 0, 1, 137  # 137 is what LMI exits with under SERVING_FAIL_FAST.
+# Open files: more than a server's calls and idle connections are; as many as vLLM's own server asks for.
 ENOUGH = 65536
-"""Open files: more than a server's calls and idle connections are; as many as vLLM's own server asks for."""
 
-_SOCKETS = "VLLM_RPC_BASE_PATH"
-"""vLLM's variable for the directory of its sockets."""
-_SOCKET_PATH = 107
-"""Bytes of a socket's path on Linux (unix(7))."""
-_SOCKET_NAME = 37
-"""Bytes of the names that vLLM gives them: a slash and a UUID."""
+_SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's variable for the directory of its sockets.
+_SOCKET_PATH = 107  # Bytes of a socket's path on Linux (unix(7)).
+_SOCKET_NAME = 37  # Bytes of the names that vLLM gives them: a slash and a UUID.
 
 _SOCKETS_PREFIX = "slipway-sockets-"
+# How old a directory without a server is that was left behind; a younger one may be about to be locked.
 _LEFT_SECONDS = 60.0
-"""How old a directory without a server is that was left behind; a younger one may be about to be locked."""
 
 _ENGINE_CHECK_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 75
-_FAILED_SECONDS = 3.0
-"""How long a model that failed to load can be asked for its reason."""
+_FAILED_SECONDS = 3.0  # How long a model that failed to load can be asked for its reason.
+# A process that was told to stop ends after 25 s at the latest, because SageMaker kills it after 30 s. If the drain may
+# take longer than 20 s, the other steps together have 5 s after it.
 _END_SECONDS, _STOP_SECONDS = 25.0, 5.0
-"""A process that was told to stop ends after 25 s at the latest, because SageMaker kills it after 30 s. If the drain
-may take longer than 20 s, the other steps together have 5 s after it."""
-_LAST_SECONDS = 3.0
-"""How long clients may take what has been sent to them."""
+_LAST_SECONDS = 3.0  # How long clients may take what has been sent to them.
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
-_EXIT_SECONDS = 3.0
-"""How long threads that nobody waits for any more may keep the process from ending."""
+_EXIT_SECONDS = 3.0  # How long threads that nobody waits for any more may keep the process from ending.
 
 
 def ensure_home() -> None:
@@ -172,7 +165,8 @@ class _Server(uvicorn.Server):
 def http_server(application: Application) -> uvicorn.Server:
     """An HTTP server for an ASGI application; it runs until `should_exit` is set, whatever signals come.
 
-    Raises RuntimeError where this uvicorn is not one that Slipway knows.
+    Raises:
+        RuntimeError: This uvicorn is not one that Slipway knows.
     """
     check_uvicorn()
     return _Server(
@@ -213,7 +207,11 @@ class ModelServer:
         return self.models.starting or self._registrar.loading
 
     async def load(self) -> None:
-        """Load the models that the server starts with. Raises EngineStartError where one of them cannot be loaded."""
+        """Load the models that the server starts with.
+
+        Raises:
+            EngineStartError: One of them cannot be loaded.
+        """
         self._loop_watch.start()
         await self._registrar.start()
 
@@ -284,8 +282,7 @@ class Process:
             host, port = address(startup.server.management_address)
             self.listeners.append((http_server(applications.management), host, int(port)))
         self.exit_code = EXIT_OK
-        self._unfinished = False
-        """An engine was still being started when it was given up."""
+        self._unfinished = False  # An engine was still being started when it was given up.
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self) -> int:

@@ -19,16 +19,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_MOST_BYTES = 8 << 20
-"""The size of the queue. The thread may hold as much again."""
-_BYTES_OF_A_LINE = 1024
-"""The overhead of a queued line."""
+_MOST_BYTES = 8 << 20  # The size of the queue. The thread may hold as much again.
+_BYTES_OF_A_LINE = 1024  # The overhead of a queued line.
 _CHUNK = 65536
-_LONGEST = 65536
-"""Characters of a line from another process. A longer line is cut into several."""
+_LONGEST = 65536  # Characters of a line from another process. A longer line is cut into several.
 _PIPE_BYTES = 1 << 20
-_PAUSE_SECONDS = 0.01
-"""The pause between two writes. Lines that arrive during the pause are written together."""
+_PAUSE_SECONDS = 0.01  # The pause between two writes. Lines that arrive during the pause are written together.
 
 
 class Writer:
@@ -37,8 +33,7 @@ class Writer:
     def __init__(self, descriptor: int, notice: Callable[[int], str]) -> None:
         """`notice`: makes the line that reports a number of dropped lines."""
         self._descriptor, self._notice = descriptor, notice
-        self.dropped = 0
-        """The number of dropped lines since the start."""
+        self.dropped = 0  # The number of dropped lines since the start.
         self._lock = threading.RLock()  # A finalizer may log while its thread has the lock.
         self._lines: list[tuple[Callable[..., str], tuple[Any, ...]]] = []
         self._bytes = self._untold = 0
@@ -159,8 +154,7 @@ class Output:
         """
         _open_missing()
         self._redirected: list[_Redirected] = []
-        self.stderr: int | None = None
-        """The descriptor of the original standard error; None if it was not replaced."""
+        self.stderr: int | None = None  # The descriptor of the original standard error; None if it was not replaced.
         self._writers = [Writer(1 if shape is None else os.dup(1), notice)]
         if shape is None:
             return

@@ -85,8 +85,12 @@ class AdapterDownloads(Protocol):
     """Copies of adapters that are on S3."""
 
     async def fetch(self, url: str) -> Path:
-        """Download an adapter, and return its directory. Raises InvalidParameter: there is no such place, or it cannot
-        be read; AdapterFailed: the download has failed."""
+        """Download an adapter, and return its directory.
+
+        Raises:
+            InvalidParameter: There is no such place, or it cannot be read.
+            AdapterFailed: The download has failed.
+        """
 
 
 class AdapterRegistry:
@@ -117,7 +121,13 @@ class AdapterRegistry:
         return tuple(self._adapters.values())
 
     def get(self, name: str, alias: str = "") -> Adapter:
-        """The adapter of this name. `alias`: its name in messages. Raises UnknownAdapter: no adapter has this name."""
+        """The adapter of this name.
+
+        `alias`: its name in messages.
+
+        Raises:
+            UnknownAdapter: No adapter has this name.
+        """
         if (adapter := self._adapters.get(name)) is None:
             raise UnknownAdapter(alias or name)
         return adapter
@@ -270,8 +280,11 @@ class AdapterRegistry:
         return not self._host.reads_src and _ON_S3.match(src) is not None
 
     def _path(self, src: str) -> Path:
-        """The directory that `src` names; where it names none, one that does not exist. Raises InvalidParameter: the
-        host needs a directory, and `src` is a URL that names none."""
+        """The directory that `src` names; where it names none, one that does not exist.
+
+        Raises:
+            InvalidParameter: The host needs a directory, and `src` is a URL that names none.
+        """
         if self._is_remote(src) and self._downloads is not None:
             return Path()  # until it is downloaded
         path = _file_path(src) if _SCHEME.match(src) else src

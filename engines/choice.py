@@ -29,7 +29,8 @@ def choose_engine(settings: ModelSettings) -> ModelSettings:
 
     Another choice than the one that was asked for is logged.
 
-    Raises EngineStartError: the settings ask for an engine that is not installed.
+    Raises:
+        EngineStartError: The settings ask for an engine that is not installed.
     """
     asked = settings.rolling_batch
     if asked == "disable":
@@ -64,8 +65,11 @@ def begin_import(settings: ModelSettings) -> None:
 
 
 def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]:
-    """Return the class of the engine that was chosen; blocks for seconds while it is imported. Raises EngineStartError:
-    another release of vLLM is installed than Slipway was run with."""
+    """Return the class of the engine that was chosen; blocks for seconds while it is imported.
+
+    Raises:
+        EngineStartError: Another release of vLLM is installed than Slipway was run with.
+    """
     if settings.rolling_batch == "disable":
         from engines.transformers.engine import BatchEngine
 

@@ -67,7 +67,8 @@ def kv_cache_size(demand: Demand, limits: Collection[Limit]) -> int:
 
     It is not less than one sequence needs, as long as there is that much; vLLM refuses a smaller one.
 
-    Raises EngineOutOfMemory: there is too little memory for the model; the message has the figures.
+    Raises:
+        EngineOutOfMemory: There is too little memory for the model; the message has the figures.
     """
     processes = _PROCESS_BYTES + demand.workers * _WORKER_BYTES
     limit = min(limits, key=lambda limit: limit.available)

@@ -166,8 +166,11 @@ class Engine(LoadedModel, Protocol):
         """
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
-        """Return the request's prompt as token ids, truncated as it asks. Raises InvalidRequest: it is empty, or too
-        long for the model."""
+        """Return the request's prompt as token ids, truncated as it asks.
+
+        Raises:
+            InvalidRequest: It is empty, or too long for the model.
+        """
 
     def health(self) -> EngineHealth:
         """Tell whether the engine can serve. Cheap: asks no other process."""

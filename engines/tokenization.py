@@ -16,7 +16,11 @@ from engines.request import GenerationRequest, SamplingParameters, Token
 
 
 def check_token_ids(name: str, token_ids: Collection[int], limit: int, vocabulary_size: int) -> None:
-    """Refuse too many of them, and those that no token has. Raises InvalidParameter: naming the parameter."""
+    """Refuse too many of them, and those that no token has.
+
+    Raises:
+        InvalidParameter: Naming the parameter.
+    """
     if len(token_ids) > limit:
         raise InvalidParameter(name, f"must hold at most {limit} token ids, got {len(token_ids)}")
     # An id beyond the vocabulary would be an index beyond the logits in the engine's process.
@@ -177,8 +181,11 @@ class PromptTokenizer:
         self._most_characters = max_model_len * texts.longest_token
 
     async def token_ids(self, request: GenerationRequest) -> list[int]:
-        """Return the request's prompt as token ids, truncated as it asks. Raises InvalidRequest: it is empty, or too
-        long for the model."""
+        """Return the request's prompt as token ids, truncated as it asks.
+
+        Raises:
+            InvalidRequest: It is empty, or too long for the model.
+        """
         ids = list(request.prompt) if isinstance(request.prompt, tuple) else await self._encode(request.prompt, request)
         if request.truncate_prompt_tokens is not None:
             ids = self._truncate(ids, request.truncate_prompt_tokens)

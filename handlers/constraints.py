@@ -56,8 +56,11 @@ _LONGEST_NAME = 80
 
 
 def read_constraint(read: ParameterReader) -> Constraint | None:
-    """The constraint among a request's parameters, whatever its name. Raises InvalidParameter: it is wrong, or there
-    are several."""
+    """The constraint among a request's parameters, whatever its name.
+
+    Raises:
+        InvalidParameter: It is wrong, or there are several.
+    """
     values = {name: read.value(name, kind) for name, kind in FORMS.items()}
     given = [(name, constraint_of(name, value)) for name, value in values.items() if value is not None]
     found = [(name, constraint) for name, constraint in given if constraint is not None]
@@ -85,8 +88,13 @@ def asks(name: str, value: Any) -> bool:
 
 
 def refuse_unread(values: Mapping[str, Any], unread: Iterable[str], message: str) -> None:
-    """Refuse what would constrain the text, were it read here. `message`: what to do, after the parameter's name.
-    Raises InvalidParameter: naming the first."""
+    """Refuse what would constrain the text, were it read here.
+
+    `message`: what to do, after the parameter's name.
+
+    Raises:
+        InvalidParameter: Naming the first.
+    """
     for name in sorted(CONSTRAINING.intersection(unread)):
         if asks(name, values.get(name)):
             raise InvalidParameter(name, message)

@@ -31,7 +31,11 @@ def is_form(content_type: str) -> bool:
 
 
 def form_fields(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
-    """All fields and files of a form in order, without file names. Raises FormError: the form is broken."""
+    """All fields and files of a form in order, without file names.
+
+    Raises:
+        FormError: The form is broken.
+    """
     return _urlencoded(body) if media_type(content_type) == _URLENCODED else _multipart(body, content_type)
 
 

@@ -31,8 +31,11 @@ class JsonError(ValueError):
 
 
 def decode_json(text: bytes | str) -> Any:
-    """The document that a JSON text holds. Raises JsonError: it holds none, is nested too deeply, or would take too
-    long to decode."""
+    """The document that a JSON text holds.
+
+    Raises:
+        JsonError: It holds none, is nested too deeply, or would take too long to decode.
+    """
     try:
         return _decode(text)
     except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, and numbers too long to read, as well

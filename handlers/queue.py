@@ -26,8 +26,12 @@ class EngineQueue:
         self.running: dict[str, Abortable] = {}  # By their ids.
 
     def admit(self, sequences: int) -> None:
-        """Take places for a call. Raises InvalidRequest: the call would never fit; Overloaded: there are not enough
-        now."""
+        """Take places for a call.
+
+        Raises:
+            InvalidRequest: The call would never fit.
+            Overloaded: There are not enough now.
+        """
         if sequences > self.limit:
             raise InvalidRequest(f"the request asks for {sequences} sequences; at most {self.limit} can be served")
         if self.open_sequences + sequences > self.limit:

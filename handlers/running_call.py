@@ -37,8 +37,11 @@ class RunningCall:
         queue.running[request_id] = self
 
     async def submit(self) -> None:
-        """Give its prompts to the engine. Raises RequestError: one of them is refused before anything has been
-        answered. The call has ended."""
+        """Give its prompts to the engine.
+
+        Raises:
+            RequestError: One of them is refused before anything has been answered. The call has ended.
+        """
         requests, engine = self._exchange.requests, self._queue.engine
         places = sum([request.sequences_in_engine for request in requests])
         try:

@@ -80,8 +80,13 @@ def number_of_text(text: str) -> int | float | str:
 
 
 def read_vllm_parameters(values: Mapping[str, Any], reader: Reader = ParameterReader) -> VllmParameters:
-    """Validate and translate vLLM's keywords; null is absent. The API description asks with a `reader` of its own.
-    Raises InvalidParameter: naming the parameter, its value and what is allowed; also for an unknown name."""
+    """Validate and translate vLLM's keywords; null is absent.
+
+    The API description asks with a `reader` of its own.
+
+    Raises:
+        InvalidParameter: Naming the parameter, its value and what is allowed; also for an unknown name.
+    """
     read = reader(values)
     sampling = _sampling(read)
     sequences, candidates = _sequences(read)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from container.settings.settings import Alias
 from container.settings.values import NOT_TEXT, TRUE, Value
 
+# SageMaker's variables that overwrite a key of the model.
 SAGEMAKER_MODEL_KEYS = (
     ("SAGEMAKER_STARTUP_TIMEOUT", "option.model_loading_timeout"),
     ("SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS", "option.predict_timeout"),
@@ -24,24 +25,24 @@ SAGEMAKER_MODEL_KEYS = (
     ("SAGEMAKER_SESSIONS_EXPIRATION", "option.sessions_expiration"),
     ("SAGEMAKER_SESSIONS_PATH", "option.sessions_path"),
 )
-"""SageMaker's variables that overwrite a key of the model."""
 _SAGEMAKER_SERVER_KEYS = (
     ("SAGEMAKER_BIND_TO_PORT", "port"),
     ("SAGEMAKER_MULTI_MODEL", "multi_model"),
     ("SAGEMAKER_HEALTH_CHECK_OVERRIDE", "workers_health_check"),
     ("SAGEMAKER_MAX_REQUEST_SIZE", "max_request_size"),
 )
+# Server keys that are the default of a model's key.
 SERVER_DEFAULTS_OF_MODEL_KEYS = (
     *("batch_size", "max_batch_delay", "max_idle_time", "min_workers", "max_workers"),
     *("load_on_devices", "reserved_memory_mb", "retry_threshold"),
 )
-"""Server keys that are the default of a model's key."""
 _OPTION_KEYS = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
 _UPPER_CASE_NAME = re.compile(r"[A-Z0-9_]+")
 _MEBIBYTE = 1 << 20
 VLLM_PREFIX = "SM_VLLM_"
 API_KEYS, API_KEYS_FILE = "SERVING_API_KEYS", "SERVING_API_KEYS_FILE"
 _PREFIXES = ("OPTION_", "ARGS_", "SERVING_", VLLM_PREFIX)
+# LMI's variables without a prefix.
 _VARIABLES = frozenset(
     {
         *(name for name, _ in (*SAGEMAKER_MODEL_KEYS, *_SAGEMAKER_SERVER_KEYS)),
@@ -52,7 +53,6 @@ _VARIABLES = frozenset(
         *("TENSOR_PARALLEL_DEGREE", "PIPELINE_PARALLEL_DEGREE", "PREDICT_TIMEOUT", "MODEL_LOADING_TIMEOUT"),
     }
 )
-"""LMI's variables without a prefix."""
 _LMI, _TGI, _VLLM, _AWS, _HUB = "LMI", "TGI", "vLLM", "AWS's vLLM image", "Hugging Face"
 
 
@@ -78,6 +78,7 @@ def _one_key(text: str) -> str:
     return json.dumps([text.strip()])
 
 
+# Of two that stand for the same variable, the one that comes first counts.
 ALIASES = (
     Alias("MODEL_ID", "HF_MODEL_ID", _TGI),
     Alias("HF_MODEL_REVISION", "HF_REVISION", f"{_TGI} on SageMaker"),
@@ -108,15 +109,14 @@ ALIASES = (
     Alias("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", _HUB),
     Alias("HF_API_TOKEN", "HF_TOKEN", _TGI),
 )
-"""Of two that stand for the same variable, the one that comes first counts."""
 
 # AWS's vLLM image has a variable for each argument of vLLM; these are no options of an engine:
 _VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT", "API_KEY": API_KEYS}
 
+# Variables that are meant to close the server: an empty one, such as that of a secret that is missing, is an error.
 _NEVER_EMPTY = (API_KEYS, API_KEYS_FILE, f"{VLLM_PREFIX}API_KEY")
-"""Variables that are meant to close the server: an empty one, such as that of a secret that is missing, is an error."""
+# All variables that hold keys or say where they are.
 KEY_VARIABLES = frozenset({*_NEVER_EMPTY, *(alias.variable for alias in ALIASES if alias.target == API_KEYS)})
-"""All variables that hold keys or say where they are."""
 _KNOWN = _VARIABLES | {alias.variable for alias in ALIASES}
 
 
@@ -166,13 +166,13 @@ def _vllm_aliases(variables: Mapping[str, Value]) -> list[Alias]:
     ]
 
 
+# Variables that name the hub's model, with those of other containers.
 FOR_HUB_MODEL = frozenset(
     {
         *("HF_MODEL_ID", "HF_REVISION", f"{VLLM_PREFIX}MODEL"),
         *(alias.variable for alias in ALIASES if alias.target in ("HF_MODEL_ID", "HF_REVISION")),
     }
 )
-"""Variables that name the hub's model, with those of other containers."""
 
 
 def for_every_model(environ: Mapping[str, str]) -> dict[str, str]:

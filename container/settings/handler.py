@@ -14,8 +14,8 @@ from container.settings.values import assignments
 from container.sources import location
 from engines.model_settings import HandlerSettings
 
+# LMI's own handler for vLLM, which asks the `handle` of a `model.py` first.
 SERVICE_FOR_VLLM = "djl_python.lmi_vllm.vllm_async_service"
-"""LMI's own handler for vLLM, which asks the `handle` of a `model.py` first."""
 
 
 def handler_settings(

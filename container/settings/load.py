@@ -49,8 +49,8 @@ from container.sources.download import RemoteAdapters, RemoteModels, download_di
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from engines.model_settings import ModelSettings
 
+# Variables that name the model, and go before HF_MODEL_ID.
 _MODEL_VARIABLES = frozenset(key.replace("option.", "OPTION_").upper() for key in options.MODEL_ID.keys)
-"""Variables that name the model, and go before HF_MODEL_ID."""
 
 
 def load_settings(
@@ -309,10 +309,10 @@ def _one_of_several(
 
 
 _WORD = r"[A-Za-z0-9_.-]"
+# An entry of SERVING_LOAD_MODELS: `[<name>:<version>:<engine>:<devices>]=<url>`.
 _LISTED = re.compile(
     rf"(?:\[?(?P<name>{_WORD}+)(?::(?P<version>{_WORD}*))?(?::(?P<engine>\w*))?(?::(?P<devices>[^\]=]*))?\]?=)?(?P<url>.+)"
 )
-"""An entry of SERVING_LOAD_MODELS: `[<name>:<version>:<engine>:<devices>]=<url>`."""
 
 
 def _listed(value: Value, environ: Mapping[str, str], command_line: Mapping[str, str]) -> Iterator[StartupModel]:

@@ -39,36 +39,32 @@ from container.settings.values import FALSE, FORMATTERS, HIDDEN, Value, is_true,
 from container.sources import location
 from container.sources.location import ModelNotFound, SourceError, is_s3
 
+# LMI's own handlers, in whose place an engine serves; the last four are former ones.
 _BUILT_IN = frozenset(
     f"djl_python.{name}"
     for name in ("huggingface", "tensorrt_llm", "deepspeed", "tensorrt_llm_python", "transformers_neuronx", "tnx")
 )
-"""LMI's own handlers, in whose place an engine serves; the last four are former ones."""
+# LMI's own handlers with the newer schema, as with `option.async_mode=true`.
 _ASYNCHRONOUS = frozenset({SERVICE_FOR_VLLM, "djl_python.lmi_trtllm.trtllm_async_service"})
-"""LMI's own handlers with the newer schema, as with `option.async_mode=true`."""
+# LMI's handlers for other models than language models.
 _NOT_SERVED = frozenset(
     f"djl_python.{name}" for name in ("sklearn_handler", "xgboost_handler", "stable_diffusion_inf2", "stable-diffusion")
 )
-"""LMI's handlers for other models than language models."""
-SCRIPT = "djl_python.sagemaker"
-"""Serves SageMaker's script mode: a file with `model_fn`."""
+SCRIPT = "djl_python.sagemaker"  # Serves SageMaker's script mode: a file with `model_fn`.
 _LOADS = "model_fn"
+# The options of an engine's model that a handler's model has, too.
 _SHARED_OPTIONS = frozenset(
     {
         *("batch_size", "max_batch_delay", "option.predict_timeout", "option.model_loading_timeout"),
         *("option.max_rolling_batch_size", "option.enable_lora"),
     }
 )
-"""The options of an engine's model that a handler's model has, too."""
-_HANDLERS_ROLLING_BATCH = 32
-"""LMI's default of `option.max_rolling_batch_size` where none of its own engines runs."""
-_DRAFT_LENGTH = 5
-"""Tokens that a draft model proposes at a time, as in LMI."""
+_HANDLERS_ROLLING_BATCH = 32  # LMI's default of `option.max_rolling_batch_size` where none of its own engines runs.
+_DRAFT_LENGTH = 5  # Tokens that a draft model proposes at a time, as in LMI.
 _SPECULATIVE = "speculative_config"
-_NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())
-"""`option.model` is a property of a handler's own."""
+_NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())  # `option.model` is a property of a handler's own.
+# Code that may define any name.
 _CANNOT_BE_TOLD = re.compile(r"^\s*from\s+\S+\s+import\s+\*|(?<![.\w])(exec|globals)\(", re.MULTILINE)
-"""Code that may define any name."""
 
 
 def model_fields(sources: Sources) -> dict[str, Any]:

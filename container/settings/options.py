@@ -33,36 +33,28 @@ from container.settings.values import (
 )
 
 PREFIX = "option."
-DEFAULT = "default"
-"""The source of a value that nobody has written."""
+DEFAULT = "default"  # The source of a value that nobody has written.
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """A setting of the model, or of the server."""
 
-    key: str
-    """Its name in serving.properties, with `option.` where it has that."""
+    key: str  # Its name in serving.properties, with `option.` where it has that.
     parser: Parser
-    default: str | None = None
-    """The text that would give the default; None: no value."""
+    default: str | None = None  # The text that would give the default; None: no value.
     _: KW_ONLY
+    # Other keys for the same; two of them with different values are an error, unless `first_counts`.
     aliases: tuple[str, ...] = ()
-    """Other keys for the same; two of them with different values are an error, unless `first_counts`."""
-    first_counts: bool = False
-    """Of the key and its aliases the first that is given counts, with a warning."""
-    variables: tuple[str, ...] = ()
-    """Environment variables that count where neither the key nor an alias is given."""
+    first_counts: bool = False  # Of the key and its aliases the first that is given counts, with a warning.
+    variables: tuple[str, ...] = ()  # Environment variables that count where neither the key nor an alias is given.
+    # The field of `ModelSettings`, `HandlerSettings` or `ServerSettings`, if it is not the key without `option.`.
     field_name: str | None = None
-    """The field of `ModelSettings`, `HandlerSettings` or `ServerSettings`, if it is not the key without `option.`."""
-    argument: str | None = None
-    """The engine argument that takes the value as text, instead of a field."""
-    shows_default: bool = True
-    """Whether reports show it where it is not given."""
+    argument: str | None = None  # The engine argument that takes the value as text, instead of a field.
+    shows_default: bool = True  # Whether reports show it where it is not given.
+    # The values that are served, of those that the parser allows; None: all. Others stop the start.
     serves: frozenset[Scalar] | None = None
-    """The values that are served, of those that the parser allows; None: all. Others stop the start."""
-    advice: str = ""
-    """What to do instead of a value that is not served."""
+    advice: str = ""  # What to do instead of a value that is not served.
 
     @property
     def field(self) -> str:
@@ -163,12 +155,11 @@ class Sources:
     variables: Mapping[str, Value]
     server: Mapping[str, Value]
     model: dict[str, Value]
+    # Keys of the model from its file, the environment and the management API, for the secure mode.
     given: Mapping[str, Value]
-    """Keys of the model from its file, the environment and the management API, for the secure mode."""
+    # Fetches the small files of a model on S3 and returns its local directory. Raises SourceError.
     open_remote: Callable[[str], Path]
-    """Fetches the small files of a model on S3 and returns its local directory. Raises SourceError."""
-    is_open: Callable[[str], bool]
-    """Whether a URL names a model that was opened."""
+    is_open: Callable[[str], bool]  # Whether a URL names a model that was opened.
     lookup: Lookup
 
     def value(self, option: Option) -> Scalar | None:
@@ -180,8 +171,8 @@ _OFFLOADING = (
     "LMCache is not in the images. On GPUs, vLLM's own offloading keeps KV cache in main memory: "
     "`option.kv_offloading_size=<GiB of all GPUs together>`"
 )
+# Tasks that are answered by generated text.
 _GENERATION = ("generate", "text-generation", "text2text-generation", "conversational", "image-text-to-text")
-"""Tasks that are answered by generated text."""
 _WORKERS = integer(0, 1024)
 MODEL_ID = Option("option.model_id", TEXT, aliases=("option.model",), variables=("HF_MODEL_ID",))
 ROLLING_BATCH = Option("option.rolling_batch", choice({name: name for name in _ENGINES} | {"tnx": "vllm"}), "auto")
@@ -197,6 +188,7 @@ DRAFT_MODEL = Option(
 DRAFT_LENGTH = Option(
     "option.speculative_length", integer(1), aliases=("option.num_speculative_tokens",), argument="speculative_length"
 )
+# The settings of a model that an engine serves.
 SERVED = (
     MODEL_ID,
     Option("option.revision", TEXT),
@@ -255,11 +247,11 @@ SERVED = (
     DRAFT_MODEL,
     DRAFT_LENGTH,
 )
-"""The settings of a model that an engine serves."""
 
 ENTRY_POINT = Option("option.entryPoint", TEXT, variables=("DJL_ENTRY_POINT",), shows_default=False)
 FUNCTION = Option("option.handler", FUNCTION_NAME, "handle", field_name="function")
 ASYNC_MODE = Option("option.async_mode", BOOLEAN, "false")
+# The settings of a customer's handler, beside what names it.
 HANDLER_OPTIONS = (
     ASYNC_MODE,
     Option("minWorkers", _WORKERS, "1", aliases=("min_workers",), field_name="min_workers"),
@@ -276,7 +268,6 @@ HANDLER_OPTIONS = (
     Option("option.env", ASSIGNMENTS, field_name="environment"),
     Option("option.enable_venv", BOOLEAN, "false"),
 )
-"""The settings of a customer's handler, beside what names it."""
 
 MEMORY = tuple(
     Option(f"{device}{key}", integer(0), default, shows_default=False)
@@ -316,8 +307,8 @@ BY_KEY: Mapping[str, Option] = {key: option for option in MODEL_OPTIONS for key 
 _TRANSFORMERS = (
     "device_map load_in_8bit load_in_4bit low_cpu_mem_usage disable_flash_attn attn_implementation is_peft_model"
 )
+# Arguments of the engine of `option.rolling_batch=disable`; vLLM ignores them.
 DYNAMIC_BATCH_ARGUMENTS = tuple(f"option.{name}" for name in _TRANSFORMERS.split())
-"""Arguments of the engine of `option.rolling_batch=disable`; vLLM ignores them."""
 TENSORRT_LLM = (
     "tokens_per_block batch_scheduler_policy enable_kv_cache_reuse enable_trt_overlap use_custom_all_reduce "
     "max_num_sequences multi_block_mode use_fused_mlp logits_dtype use_fp8_context_fmha trtllm_checkpoint_path "
@@ -339,6 +330,7 @@ _IGNORED_OPTIONS = {
     "one engine serves all requests of the model": "mpi_mode parallel_loading waiting_steps cluster_size device_id",
     "`option.reasoning_parser` alone switches it on": "enable_reasoning",
 }
+# LMI's settings that have nothing to set where an engine serves the model, and why.
 IGNORED: Mapping[str, str] = {
     **{f"option.{name}": reason for reason, names in _IGNORED_OPTIONS.items() for name in names.split()},
     **dict.fromkeys(
@@ -348,4 +340,3 @@ IGNORED: Mapping[str, str] = {
     "load_on_device": "LMI does not read it either; `load_on_devices` is meant",
     **dict.fromkeys(("log_request_metric", "metrics_aggregation"), "metrics are at /metrics"),
 }
-"""LMI's settings that have nothing to set where an engine serves the model, and why."""

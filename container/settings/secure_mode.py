@@ -36,10 +36,10 @@ _NEURON = (
 )
 _TENSORRT_LLM = f"max_input_len max_output_len max_num_tokens kv_cache_free_gpu_mem_fraction {TENSORRT_LLM}"
 
+# The keys that are allowed, with their case; all others are refused.
 ALLOWED_KEYS = frozenset(_PLAIN.split()) | frozenset(
     f"option.{name}" for group in (_GENERAL, _VLLM, LMI_DIST, _NEURON, _TENSORRT_LLM) for name in group.split()
 )
-"""The keys that are allowed, with their case; all others are refused."""
 
 MODE, CONTROLS, CHANNELS = "SAGEMAKER_SECURE_MODE", "SAGEMAKER_SECURITY_CONTROLS", "SAGEMAKER_UNTRUSTED_CHANNELS"
 SCRIPTS = "DISALLOW_CUSTOM_INFERENCE_SCRIPTS"
@@ -51,15 +51,15 @@ KNOWN_CONTROLS = frozenset({SCRIPTS, REQUIREMENTS, REMOTE_CODE, PICKLES, CHAT_TE
 
 _PYTHON = ("/opt/djl/vllm_venv/bin/python", "/usr/bin/python3")
 _OURS = "djl_python."
+# Ends of the names of pickled files, and of lists of them, whose files may have any names.
 _PICKLE_NAMES = (
     *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".cloudpkl", ".joblib"),
     *(".bin.index.json", ".pt.index.json"),
 )
-"""Ends of the names of pickled files, and of lists of them, whose files may have any names."""
 _TEMPLATE = "chat_template"
 _TEMPLATE_SUFFIX, _TEMPLATE_JSON = ".jinja", "chat_template.json"
+# Ends of the names of files whose fields transformers gives to a tokenizer or processor.
 _CONFIGURATIONS = ("config.json", "special_tokens_map.json")
-"""Ends of the names of files whose fields transformers gives to a tokenizer or processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +67,13 @@ class SecureMode:
     """The controls that are on, and what is known of the model that they are for."""
 
     controls: frozenset[str]
-    channels: tuple[Path, ...] = ()
-    """Directories that are not trusted; without any, those of the model."""
+    channels: tuple[Path, ...] = ()  # Directories that are not trusted; without any, those of the model.
+    # The model's settings as they were written: in serving.properties, the environment and the management API.
     keys: Mapping[str, Value] = field(default_factory=dict)
-    """The model's settings as they were written: in serving.properties, the environment and the management API."""
     variables: Mapping[str, Value] = field(default_factory=dict)
-    directories: tuple[Path, ...] = ()
-    """The model directory, and that of the weights if it is another."""
-    fetched: tuple[Path, ...] = ()
-    """Directories of models that were fetched from S3; they are never trusted."""
-    handler: Path | None = None
-    """The file of the model's handler; None where an engine or a module serves."""
+    directories: tuple[Path, ...] = ()  # The model directory, and that of the weights if it is another.
+    fetched: tuple[Path, ...] = ()  # Directories of models that were fetched from S3; they are never trusted.
+    handler: Path | None = None  # The file of the model's handler; None where an engine or a module serves.
 
     def model_faults(self) -> list[str]:
         found = [

@@ -37,10 +37,9 @@ from container.settings.values import (
     names,
 )
 
-SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")
-"""A file that is there on SageMaker only."""
+SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")  # A file that is there on SageMaker only.
+# The defaults that are others there.
 _ON_SAGEMAKER = {"request_id_header_key": "X-Amzn-SageMaker-Inference-Id", "console": "false"}
-"""The defaults that are others there."""
 _ADDRESS = re.compile(r"http://(\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9_.-]+))(:(?P<port>[0-9]{1,5}))?/?")
 _DEFAULT_PORT = "80"
 _NO_KEYS = "SageMaker passes no key on to the container; IAM decides who may call the endpoint"
@@ -61,6 +60,7 @@ API_KEYS = Option(
     "api_keys", checked(keys_in, "keys of visible ASCII characters, with commas between, or a JSON array")
 )
 API_KEYS_FILE = Option("api_keys_file", TEXT)
+# The settings with a field in `ServerSettings`.
 SERVED = (
     Option("host", HOST, "0.0.0.0"),
     Option("port", integer(1, 65535), "8080", variables=("SAGEMAKER_BIND_TO_PORT",)),
@@ -103,7 +103,6 @@ SERVED = (
     Option("wlm_error_http_code", HTTP_ERROR, "503"),
     Option("server_error_http_code", HTTP_ERROR, "500"),
 )
-"""The settings with a field in `ServerSettings`."""
 
 MODEL_NAME_OPTION = Option("model_name", MODEL_NAME, shows_default=False)
 LOAD_MODELS = Option(
@@ -112,13 +111,13 @@ LOAD_MODELS = Option(
     "ALL",
     shows_default=False,
 )
+# The settings that say which models there are, and where.
 FOR_MODELS = (
     MODEL_NAME_OPTION,
     Option("model_store", TEXT, "/opt/ml/model"),
     LOAD_MODELS,
     Option("download_dir", TEXT, variables=("DJL_CACHE_DIR",)),
 )
-"""The settings that say which models there are, and where."""
 
 NOT_SERVED = (
     refused("model_url_pattern", TEXT, (), "load models with POST /models"),
@@ -127,6 +126,7 @@ NOT_SERVED = (
         for key in ("keystore", "keystore_pass", "keystore_type", "private_key_file", "certificate_file")
     ),
 )
+# LMI's settings that have nothing to set here, and why.
 IGNORED: Mapping[str, str] = {
     **dict.fromkeys(
         ("plugin_folder", "number_of_netty_threads", "netty_client_threads", "use_native_io", "features"),
@@ -139,7 +139,6 @@ IGNORED: Mapping[str, str] = {
     "timeout_http_code": "LMI does not use it either",
     "engine": "LMI does not read it either; `engine` of serving.properties is meant, or OPTION_ENGINE",
 }
-"""LMI's settings that have nothing to set here, and why."""
 
 SERVER_OPTIONS = (*SERVED, API_KEYS_FILE, *FOR_MODELS, *NOT_SERVED)
 _INFERENCE_ADDRESS = Option("inference_address", _HTTP_ADDRESS, shows_default=False)

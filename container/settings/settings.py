@@ -28,8 +28,7 @@ class ServerSettings:
     request_read_timeout: float = 60.0
     drain_timeout: float = 20.0
     fail_fast: bool = False
-    stall_timeout: float | None = None
-    """None: 60 s, and 300 s for an engine that has worked for less than ten minutes."""
+    stall_timeout: float | None = None  # None: 60 s, and 300 s for an engine that has worked for less than ten minutes.
     fail_fast_when_stalled: bool = False
     engine_restart: int = 0
     engine_restart_when_stalled: bool = False
@@ -43,15 +42,13 @@ class ServerSettings:
     management_address: str | None = None
     multi_model: bool = False
     console: bool = True
-    error_rate_wlm: str | None = None
-    """This and the following three are texts for `container.error_rates`."""
+    error_rate_wlm: str | None = None  # This and the following three are texts for `container.error_rates`.
     error_rate_server: str | None = None
     error_rate_model: str | None = None
     error_rate_any: str | None = None
-    api_keys: ApiKeys | None = None
-    """Callers need one of these; None: they need none."""
+    api_keys: ApiKeys | None = None  # Callers need one of these; None: they need none.
+    # Further names under which browsers may reach the server's own routes (`container.http.cross_site`).
     allowed_hosts: tuple[str, ...] = ()
-    """Further names under which browsers may reach the server's own routes (`container.http.cross_site`)."""
     cors_allowed_origin: str | None = None
     cors_allowed_methods: str | None = None
     cors_allowed_headers: str | None = None
@@ -67,8 +64,7 @@ class SettingEntry:
 
     name: str
     value: str | int | float | bool | None
-    source: str
-    """"default", or what was written and where, such as "environment: OPTION_DTYPE"."""
+    source: str  # "default", or what was written and where, such as "environment: OPTION_DTYPE".
     note: str = ""
 
 
@@ -78,8 +74,7 @@ class Alias:
 
     variable: str
     target: str
-    of: str
-    """The container whose variable it is."""
+    of: str  # The container whose variable it is.
     convert: Callable[[str], str] = str
 
 
@@ -105,10 +100,9 @@ class ServerReport:
     server: ServerSettings
     entries: tuple[SettingEntry, ...] = ()
     warnings: tuple[str, ...] = ()
-    aliases: tuple[Alias, ...] = ()
-    """Those that are in effect."""
+    aliases: tuple[Alias, ...] = ()  # Those that are in effect.
+    # Environment variables for the libraries that read them by themselves.
     exports: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables for the libraries that read them by themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,18 +110,15 @@ class Settings(ServerReport):
     """All settings of a model and of its server."""
 
     model: ModelSettings
-    required_memory: int | None = None
-    """MiB that the model needs; None: to be estimated."""
-    reserved_memory: int = 500
-    """MiB that have to stay free."""
+    required_memory: int | None = None  # MiB that the model needs; None: to be estimated.
+    reserved_memory: int = 500  # MiB that have to stay free.
+    # What the secure mode refuses of the model, also once weights have been fetched; None: the mode is off.
     model_faults: Callable[[], list[str]] | None = field(default=None, compare=False)
-    """What the secure mode refuses of the model, also once weights have been fetched; None: the mode is off."""
+    # What it refuses of an adapter's directory.
     adapter_faults: Callable[[Path], list[str]] | None = field(default=None, compare=False)
-    """What it refuses of an adapter's directory."""
-    remote_models: tuple[RemoteModel, ...] = ()
-    """Models whose weights are to be fetched before the model is loaded."""
+    remote_models: tuple[RemoteModel, ...] = ()  # Models whose weights are to be fetched before the model is loaded.
+    # Fetches adapters while the model serves; None: those on S3 are refused.
     remote_adapters: AdapterDownloads | None = field(default=None, compare=False)
-    """Fetches adapters while the model serves; None: those on S3 are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +141,7 @@ class Startup:
 
     server: ServerSettings
     models: tuple[StartupModel, ...]
-    report: ServerReport | None = None
-    """Where the server's settings came from; None: from those of its one model."""
+    report: ServerReport | None = None  # Where the server's settings came from; None: from those of its one model.
 
     @property
     def exports(self) -> dict[str, str]:

@@ -13,11 +13,9 @@ Scalar = str | int | float | bool
 
 TRUE = frozenset({"true", "1", "yes", "on"})
 FALSE = frozenset({"false", "0", "no", "off"})
-FORMATTERS = ("json", "jsonlines", "sse")
-"""The built-in output formatters."""
+FORMATTERS = ("json", "jsonlines", "sse")  # The built-in output formatters.
 HIDDEN = "***"
-NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
-"""Characters that no value may have."""
+NOT_TEXT = re.compile("[\x00\ud800-\udfff]")  # Characters that no value may have.
 _LONGEST_QUOTE = 200
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
@@ -76,12 +74,16 @@ def is_true(value: Value | None) -> bool:
 class Parser:
     """Converts text to a value. `allowed` describes the values for error messages and the documentation."""
 
+    # Takes text without blanks at its ends. Raises ValueError for a value that is not allowed.
     convert: Callable[[str], Scalar]
-    """Takes text without blanks at its ends. Raises ValueError for a value that is not allowed."""
     allowed: str
 
     def __call__(self, text: str) -> Scalar:
-        """Convert `text`; blanks at its ends do not count. Raises ValueError where the value is not allowed."""
+        """Convert `text`; blanks at its ends do not count.
+
+        Raises:
+            ValueError: The value is not allowed.
+        """
         return self.convert(text.strip())
 
 
@@ -137,7 +139,8 @@ def names(text: str) -> tuple[str, ...]:
 def assignments(text: str) -> dict[str, str]:
     """The variables in `K=V,K=V`; a comma that no name follows belongs to the value before it.
 
-    Raises ValueError where the text does not begin with a name and `=`.
+    Raises:
+        ValueError: The text does not begin with a name and `=`.
     """
     variables: dict[str, str] = {}
     name = ""

@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 
 _ON_SAGEMAKER = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")
 _GIB = 1 << 30
-_MARGIN = 64 << 20
-"""Bytes of the disk that a download leaves free."""
+_MARGIN = 64 << 20  # Bytes of the disk that a download leaves free.
 _CHECK_SECONDS = 0.1
 _LOG_SECONDS = 5.0
 
@@ -131,10 +130,14 @@ class RemoteAdapters:
 
 
 def open_model(url: str, downloads: Path | None = None, *, offline: bool = False) -> RemoteModel:
-    """List the model at `url` (`s3://bucket/prefix/`) and fetch all of it but the weights. Blocks for seconds.
+    """List the model at `url` (`s3://bucket/prefix/`) and fetch all of it but the weights.
 
-    `offline`: take the copy that is here, and ask nobody. Raises SourceError where there is no such model, or it cannot
-    be reached, read or stored.
+    Blocks for seconds.
+
+    `offline`: take the copy that is here, and ask nobody.
+
+    Raises:
+        SourceError: There is no such model, or it cannot be reached, read or stored.
     """
     place = S3Url.parse(url)
     copy = LocalCopy(place, downloads or download_dir())
@@ -256,7 +259,8 @@ class _Download:
     def run(self, files: Sequence[RemoteFile], wanted: Sequence[RemoteFile]) -> None:
         """Fetch those of `files` that are missing; `wanted` are all files of the model.
 
-        Raises SourceError where S3, the disk or the time does not allow it, or `stop` was set.
+        Raises:
+            SourceError: S3, the disk or the time does not allow it, or `stop` was set.
         """
         try:
             self._copy.directory.mkdir(parents=True, exist_ok=True)

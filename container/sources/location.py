@@ -10,8 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 DEFAULT_MODEL_DIR = Path("/opt/ml/model")
 CONFIG_FILE = "config.json"
+# A directory with one of these files is a model directory.
 _MODEL_FILES = ("serving.properties", CONFIG_FILE, "model.py")
-"""A directory with one of these files is a model directory."""
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):(//)?", re.IGNORECASE)
 _LOCAL_HOSTS = frozenset({"", "localhost"})
@@ -20,8 +20,7 @@ _NON_WORD = re.compile(r"\W", re.ASCII)
 _NOT_SERVED = "is not served by this version of Slipway; give s3://, a hub id or a local directory"
 
 _S3_URL = re.compile(r"s3://([^/]+)/*(.*)", re.IGNORECASE)
-SETTINGS_SECONDS = 300.0
-"""How long listing a model on S3 and fetching its small files may take."""
+SETTINGS_SECONDS = 300.0  # How long listing a model on S3 and fetching its small files may take.
 
 
 class ModelNotFound(Exception):
@@ -40,7 +39,11 @@ class FetchTimeout(SourceError):
 
 
 def existing_directory(text: str) -> Path:
-    """Return the absolute path of a directory. Raises ModelNotFound where there is none."""
+    """Return the absolute path of a directory.
+
+    Raises:
+        ModelNotFound: There is none.
+    """
     if scheme := _url_scheme(text):
         raise ModelNotFound(f"{scheme}:// {_NOT_SERVED}")
     path = Path(os.path.abspath(text.strip()))
@@ -162,8 +165,7 @@ class S3Url:
     """A folder of a bucket: `s3://bucket/prefix/`."""
 
     bucket: str
-    prefix: str
-    """Empty for the whole bucket; without slashes at its ends."""
+    prefix: str  # Empty for the whole bucket; without slashes at its ends.
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.key_prefix}"

@@ -26,40 +26,32 @@ if TYPE_CHECKING:
     from s3transfer.futures import TransferFuture
     from s3transfer.subscribers import BaseSubscriber
 
-THREADS = 8
-"""Ranges of objects that are read at a time."""
-RANGE = 16 << 20
-"""Bytes of a range."""
-_READ_ATTEMPTS = 6
-"""Attempts to read a range whose connection breaks."""
-_REQUEST_ATTEMPTS = 5
-"""Attempts of botocore at a request that S3 answers with an error of its own."""
+THREADS = 8  # Ranges of objects that are read at a time.
+RANGE = 16 << 20  # Bytes of a range.
+_READ_ATTEMPTS = 6  # Attempts to read a range whose connection breaks.
+_REQUEST_ATTEMPTS = 5  # Attempts of botocore at a request that S3 answers with an error of its own.
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30
 _BLOCK = 1 << 20
 _MAX_FILES = 100_000
 
+# Suffixes of files from which no setting is read.
 WEIGHTS = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".tar", ".gz", ".tgz", ".zip"}
 )
-"""Suffixes of files from which no setting is read."""
-_MAX_SETTINGS_BYTES = 32 << 20
-"""A larger file counts as weights, whatever its name."""
+_MAX_SETTINGS_BYTES = 32 << 20  # A larger file counts as weights, whatever its name.
+# Suffixes of weights that engines do not load where there are `*.safetensors` beside them.
 _DUPLICATES = frozenset({".bin", ".pt", ".pth", ".h5", ".msgpack", ".ckpt"})
-"""Suffixes of weights that engines do not load where there are `*.safetensors` beside them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
     """A file as S3 lists it."""
 
-    path: str
-    """Below the model's directory, with `/` between its parts."""
-    size: int
-    """Bytes."""
-    etag: str
-    """In quotes, as S3 gives it; another one means another content."""
+    path: str  # Below the model's directory, with `/` between its parts.
+    size: int  # Bytes.
+    etag: str  # In quotes, as S3 gives it; another one means another content.
+    # Algorithms of the checksums that S3 has of the whole object.
     checksums: tuple[str, ...] = field(default=(), compare=False)
-    """Algorithms of the checksums that S3 has of the whole object."""
 
     @property
     def is_weights(self) -> bool:
@@ -78,8 +70,10 @@ def check_path(path: str) -> str:
 def selected(files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
     """Return the files to fetch, sorted by path: all but weights that are there as `*.safetensors` too.
 
-    Empty objects that stand for folders are left out. Raises SourceError where one with content is the folder of
-    others.
+    Empty objects that stand for folders are left out.
+
+    Raises:
+        SourceError: One with content is the folder of others.
     """
     everything = sorted(files, key=lambda file: file.path)
     folders = {str(parent) for file in everything for parent in PurePosixPath(file.path).parents}
@@ -102,14 +96,19 @@ class S3Folder:
     """A folder of a bucket. Any thread may use it."""
 
     def __init__(self, url: S3Url) -> None:
-        """Make a client; S3 is not asked yet. Raises SourceError where AWS is configured wrongly."""
+        """Make a client; S3 is not asked yet.
+
+        Raises:
+            SourceError: AWS is configured wrongly.
+        """
         self.url = url
         self._client = _client(url)
 
     def files(self) -> tuple[RemoteFile, ...]:
         """List all objects in the folder, save for those that stand for folders.
 
-        Raises SourceError where S3 refuses or cannot be reached, or the folder is empty.
+        Raises:
+            SourceError: S3 refuses or cannot be reached, or the folder is empty.
         """
         try:
             found = tuple(itertools.islice(self._listed(), _MAX_FILES + 1))
@@ -235,8 +234,8 @@ class _Crc32:
         return self._value.to_bytes(4, "big")
 
 
+# What can be computed fast without AWS's C library; S3 also has CRC32C and CRC64NVME.
 _CHECKSUMS: dict[str, Callable[[], Any]] = {"CRC32": _Crc32, "SHA256": hashlib.sha256, "SHA1": hashlib.sha1}
-"""What can be computed fast without AWS's C library; S3 also has CRC32C and CRC64NVME."""
 
 
 def _client(url: S3Url) -> S3Client:

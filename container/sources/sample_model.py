@@ -32,7 +32,10 @@ def prepare(directory: Path | None = None) -> Path:
     """Return the sample model's directory, below `directory` or the user's cache; make it first if needed.
 
     Safe to interrupt and to run several times at once: the directory appears whole or not at all, and a second process
-    waits for the first. Raises SampleModelError where the package with the model file is not installed.
+    waits for the first.
+
+    Raises:
+        SampleModelError: The package with the model file is not installed.
     """
     target = (directory or cache_dir()) / f"{MODEL_NAME}-v{_FORMAT}"
     return make_once(target, lambda partial: _convert(_gguf_directory(), partial))

@@ -90,8 +90,11 @@ class BatchRunner:
         )
 
     def run(self, batch: Batch) -> None:
-        """Run a batch to its end; every job of it ends with its last delta or an error. Raises DeviceLost: nothing can
-        be run any more."""
+        """Run a batch to its end; every job of it ends with its last delta or an error.
+
+        Raises:
+            DeviceLost: Nothing can be run any more.
+        """
         self._attempt(batch, [row for job in batch.jobs for row in job.rows])
 
     def _attempt(self, batch: Batch, rows: Sequence[Row]) -> None:
@@ -297,8 +300,13 @@ def padded(prompts: Sequence[Sequence[int]], model: TransformersModel) -> dict[s
 
 
 def check_device(device: Any) -> None:
-    """Free what a failed pass has left, and compute something. To be called once the pass's exception is gone, whose
-    traceback holds tensors. Raises DeviceLost: the device computes no more."""
+    """Free what a failed pass has left, and compute something.
+
+    To be called once the pass's exception is gone, whose traceback holds tensors.
+
+    Raises:
+        DeviceLost: The device computes no more.
+    """
     release_memory()
     try:
         if device.type == "cuda":

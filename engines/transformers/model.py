@@ -43,7 +43,11 @@ class LoadingArguments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def loading_arguments(settings: ModelSettings) -> LoadingArguments:
-    """Read the engine arguments. Raises EngineStartError: it names one that has a wrong value."""
+    """Read the engine arguments.
+
+    Raises:
+        EngineStartError: It names one that has a wrong value.
+    """
     given = {name: text.strip() for name, text in settings.engine_arguments.items() if text.strip()}
     try:
         return msgspec.convert(given, LoadingArguments, strict=False)
@@ -67,8 +71,11 @@ class TransformersModel:
 
 
 def load_model(settings: ModelSettings) -> TransformersModel:
-    """Load model and tokenizer; blocks for as long as that takes. Raises EngineStartError: it cannot be loaded, or a
-    setting has a value that does not fit; the message says why."""
+    """Load model and tokenizer; blocks for as long as that takes.
+
+    Raises:
+        EngineStartError: It cannot be loaded, or a setting has a value that does not fit; the message says why.
+    """
     arguments = model_arguments(settings)
     device = _device(settings)
     if settings.devices and device.type == "cuda":
@@ -192,7 +199,8 @@ def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:
 
     `loading`: what `from_pretrained` gives with `output_loading_info`; it counts tied weights as loaded.
 
-    Raises EngineStartError: it names some of the weights.
+    Raises:
+        EngineStartError: It names some of the weights.
     """
     mismatched = [key if isinstance(key, str) else key[0] for key in loading.get("mismatched_keys") or ()]
     for what, names in (

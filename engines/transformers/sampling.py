@@ -29,8 +29,11 @@ _LEAST, _MOST = torch.finfo(torch.float32).tiny, 1.0 - 2.0**-24
 
 
 def check_request(request: GenerationRequest, model: TransformersModel) -> None:
-    """Refuse what cannot be done, or would be an index beyond the model's vocabulary. Raises InvalidParameter: it names
-    the parameter."""
+    """Refuse what cannot be done, or would be an index beyond the model's vocabulary.
+
+    Raises:
+        InvalidParameter: It names the parameter.
+    """
     s, size = request.sampling, model.vocabulary_size
     if s.constraint is not None:
         raise InvalidParameter(s.constraint.parameter, "needs the vLLM engine (option.rolling_batch=vllm)")

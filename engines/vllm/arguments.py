@@ -118,8 +118,11 @@ def _lora_arguments(passed: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
 
 
 def frontend_arguments(settings: ModelSettings) -> dict[str, Any]:
-    """Return all of vLLM's front-end arguments: the model's, and vLLM's defaults for the rest. Raises EngineStartError:
-    an option has a value that vLLM refuses; the option is named."""
+    """Return all of vLLM's front-end arguments: the model's, and vLLM's defaults for the rest.
+
+    Raises:
+        EngineStartError: An option has a value that vLLM refuses; the option is named.
+    """
     given = {
         name: _in_model_dir(settings, text) if name in _PATHS else text
         for name, text in settings.engine_arguments.items()
@@ -160,8 +163,11 @@ def _check_parsers(arguments: Mapping[str, Any], settings: ModelSettings) -> Non
 
 
 def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: Mapping[str, str]) -> dict[str, Any]:
-    """Read options with vLLM's own parser, to which `add_arguments` adds what it knows. Raises EngineStartError: an
-    option has a value that the parser refuses; the option is named."""
+    """Read options with vLLM's own parser, to which `add_arguments` adds what it knows.
+
+    Raises:
+        EngineStartError: An option has a value that the parser refuses; the option is named.
+    """
     parser = add_arguments(_Parser(add_help=False, argument_default=argparse.SUPPRESS))
     actions = {action.dest: action for action in parser._actions}
     for action in actions.values():

@@ -91,8 +91,12 @@ class ConstraintTranslator:
             self._trials = GrammarTrials(fast, size, tokenizer.eos_token_id)
 
     async def structured_outputs(self, sampling: SamplingParameters) -> StructuredOutputsParams | None:
-        """Return what vLLM is to enforce; None without a constraint. Raises InvalidParameter: it cannot be compiled, or
-        not together with another parameter; GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.error`."""
+        """Return what vLLM is to enforce; None without a constraint.
+
+        Raises:
+            InvalidParameter: It cannot be compiled, or not together with another parameter; GenerationFailed,
+                Overloaded, EngineDead: as `GrammarTrials.error`.
+        """
         constraint = sampling.constraint
         if constraint is None:
             return None

@@ -175,8 +175,11 @@ class VllmEngine:
     async def _checked_request(
         self, request: GenerationRequest, token_ids: list[int], adapter: LoRARequest | None
     ) -> EngineCoreRequest:
-        """Return vLLM's request for the first sequence, checked by vLLM. Raises InvalidRequest: vLLM refuses it, or it
-        would harm the engine."""
+        """Return vLLM's request for the first sequence, checked by vLLM.
+
+        Raises:
+            InvalidRequest: vLLM refuses it, or it would harm the engine.
+        """
         constraint = await self.constraints.structured_outputs(request.sampling)
         params = self.sampling.sampling_params(request, len(token_ids), constraint)
         processed = partial(

@@ -63,8 +63,11 @@ class VllmLoader:
         self._cannot = f"vLLM cannot load {settings.model_id}" + (f" with {given}" if given else "")
 
     async def load(self) -> LoadedModel:
-        """Load the model, which takes half a minute and more; other tasks go on meanwhile. Raises EngineStartError:
-        vLLM cannot load the model, or not within `model_loading_timeout`."""
+        """Load the model, which takes half a minute and more; other tasks go on meanwhile.
+
+        Raises:
+            EngineStartError: vLLM cannot load the model, or not within `model_loading_timeout`.
+        """
         try:
             return await asyncio.wait_for(self._thread.run(self._load), self._settings.model_loading_timeout)
         except TimeoutError:
@@ -163,7 +166,10 @@ def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
 
 def choose_devices(engine_args: AsyncEngineArgs, settings: ModelSettings) -> None:
     """Set how many GPUs share each layer, unless that is given, and which GPUs vLLM takes: the first of `devices`.
-    Raises EngineStartError: there are fewer than the model needs."""
+
+    Raises:
+        EngineStartError: There are fewer than the model needs.
+    """
     visible = range(vllm.platforms.current_platform.device_count())
     devices = visible if settings.devices is None else settings.devices
     if settings.devices == ():

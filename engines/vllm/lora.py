@@ -210,8 +210,11 @@ class VllmAdapters:
             raise NoRoomForAdapter(f"{pinned} adapters are pinned, as many as fit into memory {self._settings()}")
 
     async def _make_place(self) -> None:
-        """Drop the adapter that was not used for the longest time, unless there is a place. Raises NoRoomForAdapter:
-        all are pinned, or in use for as long as it may take."""
+        """Drop the adapter that was not used for the longest time, unless there is a place.
+
+        Raises:
+            NoRoomForAdapter: All are pinned, or in use for as long as it may take.
+        """
         deadline = time.monotonic() + self._patience
         while len(resident := [held for held in self._held.values() if held.resident]) >= self._places:
             movable = [held for held in resident if not held.adapter.pin]

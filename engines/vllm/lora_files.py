@@ -54,13 +54,16 @@ def check_adapter(directory: Path, max_rank: int) -> None:
 
 
 def read_ahead(directory: Path, max_rank: int, base: Shapes) -> None:
-    """Do as `check_adapter`, and read and check the weights, which an engine then finds in memory. May block for long.
+    """Do as `check_adapter`, and read and check the weights, which an engine then finds in memory.
+
+    May block for long.
 
     An engine makes no token while it loads an adapter; where files come over a network that may take a minute.
 
     `base`: shapes of the base model's weights, as far as they are known.
 
-    Raises AdapterFailed: as `check_adapter`, or the weights cannot be used; the tensor is named.
+    Raises:
+        AdapterFailed: As `check_adapter`, or the weights cannot be used; the tensor is named.
     """
     check_adapter(directory, max_rank)
     path = _weights(directory)

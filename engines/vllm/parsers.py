@@ -46,7 +46,11 @@ class _Enforcing:
     extract_reasoning: Callable[[str, Any], tuple[str | None, str | None]]
 
     def adjust_request(self, request: Any) -> Any:
-        """Give a request its grammar. Raises VLLMValidationError: there is none."""
+        """Give a request its grammar.
+
+        Raises:
+            VLLMValidationError: There is none.
+        """
         if _forces(request):
             self.tool_strict_level = ToolStrictLevel.PARAMETER  # this parser is the request's own
         adjusted = super().adjust_request(request)  # type: ignore[misc]
@@ -114,7 +118,11 @@ def parsers_for(backend: str) -> Iterator[None]:
 
 
 def import_plugin(path: str) -> None:
-    """Import a file that registers parsers of tool calls. Raises Exception: the file does."""
+    """Import a file that registers parsers of tool calls.
+
+    Raises:
+        Exception: The file does.
+    """
     ToolParserManager.import_tool_parser(path)
 
 

@@ -115,8 +115,11 @@ class SamplingTranslator:
             )
 
     def check_listed_tokens(self, params: SamplingParameters | SamplingParams) -> None:
-        """Check the token ids in parameters of ours or of vLLM's. Raises InvalidParameter: one that the vocabulary does
-        not have, or too many of them."""
+        """Check the token ids in parameters of ours or of vLLM's.
+
+        Raises:
+            InvalidParameter: One that the vocabulary does not have, or too many of them.
+        """
         for name, most in _LISTED_TOKENS.items():
             token_ids = getattr(params, name) or ()
             check_token_ids(name, token_ids, most, self.vocabulary_size)

@@ -30,7 +30,11 @@ _LONGEST_NAME = 80
 
 
 def document(call: Call) -> dict[str, Any]:
-    """The call's JSON object. Raises WrongBody: there is none."""
+    """The call's JSON object.
+
+    Raises:
+        WrongBody: There is none.
+    """
     body = call.body.removeprefix(codecs.BOM_UTF8)
     if not body.strip():
         raise WrongBody("the body is empty", "missing", "Field required")
@@ -94,8 +98,12 @@ class Generation:
 
 
 def read_generation(values: dict[str, Any]) -> Generation:
-    """Validate and translate a body. Raises InvalidRequest: the prompt is missing, or keywords exclude each other; as
-    InvalidParameter, a keyword has the wrong type or value, or is unknown."""
+    """Validate and translate a body.
+
+    Raises:
+        InvalidRequest: The prompt is missing, or keywords exclude each other; as InvalidParameter, a keyword has the
+            wrong type or value, or is unknown.
+    """
     read = BodyReader(values)
     prompt = read.required_string("prompt")
     prompt_in_response = read.boolean("prompt_in_response", False)

@@ -66,7 +66,8 @@ def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
 
     `given`: the body's `adapters`, one for all prompts or a list with one for each.
 
-    Raises InvalidRequest: it is of another kind, or the list is not as long as that of the prompts.
+    Raises:
+        InvalidRequest: It is of another kind, or the list is not as long as that of the prompts.
     """
     if (header := adapter_header(call)) is not None:
         given = header
@@ -98,8 +99,11 @@ def adapter_query(call: Call) -> str | None:
 
 
 def registration(call: Call) -> AdapterOrder:
-    """The order of `POST .../adapters`. Raises InvalidRequest: `name` or `src` is missing, or a value is of the wrong
-    kind."""
+    """The order of `POST .../adapters`.
+
+    Raises:
+        InvalidRequest: `name` or `src` is missing, or a value is of the wrong kind.
+    """
     given = _given(call)
     order = _order(given, _text(given, "name", required=True), call)
     _text(given, "src", required=True)
@@ -107,7 +111,11 @@ def registration(call: Call) -> AdapterOrder:
 
 
 def change(call: Call) -> AdapterOrder:
-    """The order of `POST .../adapters/<name>/update`. Raises InvalidRequest: a value is of the wrong kind."""
+    """The order of `POST .../adapters/<name>/update`.
+
+    Raises:
+        InvalidRequest: A value is of the wrong kind.
+    """
     return _order(_given(call), call.path_parameters["adapter"], call)
 
 
@@ -131,8 +139,11 @@ def described(adapter: Adapter) -> Reply:
 
 
 def listed(call: Call, adapters: Sequence[Adapter]) -> Reply:
-    """The answer to `GET .../adapters`: at most `limit` of them, and the token of the next page. Raises InvalidRequest:
-    `limit` or `next_page_token` is not a number."""
+    """The answer to `GET .../adapters`: at most `limit` of them, and the token of the next page.
+
+    Raises:
+        InvalidRequest: `limit` or `next_page_token` is not a number.
+    """
     query = dict(call.query)
     limit = _number(query, "limit", MOST_LISTED)
     start = _number(query, "next_page_token", 0)

@@ -150,7 +150,8 @@ def read_async_parameters(
 
     `model_defaults`: vLLM's default sampling parameters for the model. `strict`: unknown names are refused.
 
-    Raises InvalidParameter: naming the parameter, its value and what is allowed.
+    Raises:
+        InvalidParameter: Naming the parameter, its value and what is allowed.
     """
     given = {name: value for name, value in values.items() if value is not None}
     own = ParameterReader({name: value for name, value in given.items() if name in _OWN})

@@ -45,7 +45,8 @@ def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: 
 
     `prompts_of`: reads `inputs` that are not simply one prompt. `wanted`: what the body should have, for the message.
 
-    Raises InvalidRequest: it is no object that could be a request, or has a constraint outside its parameters.
+    Raises:
+        InvalidRequest: It is no object that could be a request, or has a constraint outside its parameters.
     """
     try:
         document = _decode_json(call.body) if call.content_type == JSON else decode(call.body, call.content_type)
@@ -71,7 +72,8 @@ def decode(body: bytes, content_type: str) -> Any:
     else in `data`, else in its first field of another name than `parameters`, `stream` and `adapters`. JSON is also
     taken where the content type is absent, application/octet-stream, or the one that curl sets by default.
 
-    Raises InvalidRequest: the body is not of its content type, or the type cannot hold a prompt.
+    Raises:
+        InvalidRequest: The body is not of its content type, or the type cannot hold a prompt.
     """
     kind = media_type(content_type)
     if "application/json" in kind or kind in ("", "application/octet-stream"):
@@ -134,7 +136,11 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
 
 
 def stream_of(value: Any) -> bool:
-    """The field `stream` of a body; false where it is absent or null. Raises InvalidRequest: it is not a boolean."""
+    """The field `stream` of a body; false where it is absent or null.
+
+    Raises:
+        InvalidRequest: It is not a boolean.
+    """
     if value is not None and not isinstance(value, bool):
         raise InvalidRequest(f"`stream` must be true or false, got {json_kind(value)}")
     return bool(value)

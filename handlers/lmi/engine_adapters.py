@@ -101,8 +101,14 @@ class AdapterFormatters:
         return await (self._otherwise if loaded is None else loaded.handler).handle(call, writer)
 
     async def load(self, adapter: Adapter) -> LoadedFormatters | None:
-        """Run the adapter's `model.py`; None if it has no formatters. `put` makes them current. Raises AdapterFailed:
-        it cannot be run, and the message has its file and line; or a formatter does not fit the model's mode."""
+        """Run the adapter's `model.py`; None if it has no formatters.
+
+        `put` makes them current.
+
+        Raises:
+            AdapterFailed: It cannot be run, and the message has its file and line; or a formatter does not fit the
+                model's mode.
+        """
         try:
             module = await asyncio.wait_for(in_daemon_thread(lambda: _run(adapter)), self._time_limit)
         except TimeoutError:

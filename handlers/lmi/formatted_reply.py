@@ -83,7 +83,11 @@ class Formatting:
     answer_object: Callable[[str, bytes], Any] | None = None
 
     async def of_call(self, change: Callable[[Call], Call], call: Call) -> Call:
-        """The call as one of the formatters' methods changes it. Raises ContractError: the call is refused."""
+        """The call as one of the formatters' methods changes it.
+
+        Raises:
+            ContractError: The call is refused.
+        """
         try:
             return await self.thread.run(partial(change, call))
         except RequestError as error:

@@ -206,8 +206,11 @@ class FormatterAnswer(Answer):
         self._output = TextGenerationOutput(request_id=request.request_id, input=request)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The formatter's text. Raises GenerationFailed: the formatter raised an error, or returned something else than
-        text."""
+        """The formatter's text.
+
+        Raises:
+            GenerationFailed: The formatter raised an error, or returned something else than text.
+        """
         self._take(delta)
         try:
             return "".join(self._by_tokens() if self._by_token else self._by_output()).encode()
@@ -287,7 +290,8 @@ class PayloadFormatters:
 
         As in LMI the formatter does not see `adapters`, which has been taken out by then.
 
-        Raises ContractError: the body cannot be decoded, or the formatter failed.
+        Raises:
+            ContractError: The body cannot be decoded, or the formatter failed.
         """
         if self._read is None:
             return call
@@ -306,8 +310,11 @@ class PayloadFormatters:
         return replace(call, body=body, content_type=JSON)
 
     def as_completion(self, call: Call) -> Call:
-        """A call with `inputs` as one to vLLM's completions, so that its answer is vLLM's. Raises ContractError: the
-        call is refused."""
+        """A call with `inputs` as one to vLLM's completions, so that its answer is vLLM's.
+
+        Raises:
+            ContractError: The call is refused.
+        """
         completion, notes = self._contract.as_completion(call)
         for note in notes:
             logger.info("%s", note, extra={"request_id": call.request_id})

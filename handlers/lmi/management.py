@@ -85,8 +85,13 @@ class Described(Listed):
 
 
 def read_registration(call: Call) -> Registration:
-    """Read `POST /models`: query parameters or, with a JSON content type, an object with the same names. Unknown
-    parameters are ignored. Raises ContractError: 400; a parameter is missing or wrong, and is named."""
+    """Read `POST /models`: query parameters or, with a JSON content type, an object with the same names.
+
+    Unknown parameters are ignored.
+
+    Raises:
+        ContractError: 400; a parameter is missing or wrong, and is named.
+    """
     in_json = media_type(call.content_type) == JSON
     given = _json_parameters(call.body) if in_json else dict(call.query)
     url, name = given.get("url", "").strip(), given.get("model_name")
@@ -122,8 +127,11 @@ def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
 
 
 def read_page(call: Call) -> tuple[int, int]:
-    """The first place and the greatest length of a list, from `next_page_token` and `limit`. Raises ContractError: 400;
-    one of them is not an integer in its range."""
+    """The first place and the greatest length of a list, from `next_page_token` and `limit`.
+
+    Raises:
+        ContractError: 400; one of them is not an integer in its range.
+    """
     given = dict(call.query)
     limit = _integer("limit", given.get("limit", str(MAX_LISTED)), 1)
     return _integer("next_page_token", given.get("next_page_token", "0"), 0), min(limit, MAX_LISTED)

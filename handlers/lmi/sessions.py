@@ -65,16 +65,23 @@ class Sessions:
         self._made: set[str] = set()
 
     async def check(self, call: Call) -> None:
-        """Check that the session that a call names exists; a call that names none passes. Raises ContractError: 424;
-        there is no such session, it has expired, or sessions are off."""
+        """Check that the session that a call names exists; a call that names none passes.
+
+        Raises:
+            ContractError: 424; there is no such session, it has expired, or sessions are off.
+        """
         if not (session_id := session_of(call)):
             return
         manager = self._on(f"{SESSION_ID} names a session, but ")
         await self._run(lambda: _check(manager, session_id))
 
     async def answer(self, call: Call) -> Reply:
-        """The reply to a body with a `requestType`. Raises ContractError: 424, as for `check` or because the body is
-        wrong; or the status of overload if there are too many sessions."""
+        """The reply to a body with a `requestType`.
+
+        Raises:
+            ContractError: 424, as for `check` or because the body is wrong; or the status of overload if there are too
+                many sessions.
+        """
         action = action_of(call.body)
         manager = self._on("`requestType` asks for a session, but ")
         if action != CLOSE:
@@ -192,8 +199,11 @@ def _close(manager: SessionManager, session_id: str) -> None:
 
 
 def session_of(call: Call) -> str:
-    """The session that the call's header names; empty if it names none or asks for a new one. Raises ContractError:
-    424; the header is not an id."""
+    """The session that the call's header names; empty if it names none or asks for a new one.
+
+    Raises:
+        ContractError: 424; the header is not an id.
+    """
     given = dict(call.headers).get(SESSION_ID, "").strip()
     if given in ("", NEW_SESSION):
         return ""
@@ -203,8 +213,11 @@ def session_of(call: Call) -> str:
 
 
 def action_of(body: bytes) -> str:
-    """The action that a body with a `requestType` asks for. Raises ContractError: 424; it is another, or the body has
-    further fields."""
+    """The action that a body with a `requestType` asks for.
+
+    Raises:
+        ContractError: 424; it is another, or the body has further fields.
+    """
     if len(body) >= LONG_BODY:
         raise payload_refused("`requestType` goes without other fields")
     try:

@@ -141,8 +141,13 @@ read_chat = JsonDecoder(ChatBody).decode
 
 
 def sampling_of(body: Body, defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParameters:
-    """The sampling parameters of a body. `defaults`: the model's own, by vLLM's names. Raises LeftToVllm: one of them
-    may have a value that vLLM refuses or changes."""
+    """The sampling parameters of a body.
+
+    `defaults`: the model's own, by vLLM's names.
+
+    Raises:
+        LeftToVllm: One of them may have a value that vLLM refuses or changes.
+    """
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stop) > MAX_STRINGS or any(len(text) > MAX_STRING_LENGTH for text in stop):
         raise LeftToVllm("stop")

@@ -33,8 +33,8 @@ _NESTS = ("extra_body", "parameters")
 # The fields that `enforceable` looks at.
 FIELDS = CONSTRAINING | {"use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
 _NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+# OpenAI's forms. They are of a message's text; a call of a tool has the form of the tool's arguments.
 _OF_MESSAGES = ("response_format", "text.format")
-"""OpenAI's forms. They are of a message's text; a call of a tool has the form of the tool's arguments."""
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 
 
@@ -43,7 +43,8 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
 
     `body`: its `FIELDS` at least. `parses_tools`: the model has a parser of tool calls.
 
-    Raises InvalidParameter: naming what vLLM would ignore, or what is wrong.
+    Raises:
+        InvalidParameter: Naming what vLLM would ignore, or what is wrong.
     """
     if path not in _READ:
         return {}
@@ -86,7 +87,11 @@ def form_name(body: Mapping[str, Any], path: str) -> str:
 
 
 def _forms(body: Mapping[str, Any], path: str) -> list[str]:
-    """The names of the forms that a body asks for. Raises InvalidParameter: it has none on this route."""
+    """The names of the forms that a body asks for.
+
+    Raises:
+        InvalidParameter: It has none on this route.
+    """
     given = [name for name in FORMS if asks(name, body.get(name))]
     if path == RESPONSES and (form := _text_format(body)) is not None:
         given.append(form)

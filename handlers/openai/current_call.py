@@ -36,8 +36,12 @@ class OpenAICall:
         self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.
 
     def take(self, sequences: int) -> None:
-        """Take places for sequences of this call. Raises InvalidRequest: the call would never fit, or has ended;
-        Overloaded: there are not enough now."""
+        """Take places for sequences of this call.
+
+        Raises:
+            InvalidRequest: The call would never fit, or has ended.
+            Overloaded: There are not enough now.
+        """
         limit = self._queue.limit
         if self._closed:  # something that outlives its call
             raise InvalidRequest("the call has ended; nothing can be generated for it any more")

@@ -44,10 +44,10 @@ from handlers.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
 from handlers.openai.current_call import OpenAICall, current_call
 
 _INT64 = 2**63
+# Options that vLLM's serving classes give for chats, whose answers are constrained once their reasoning has ended. The
+# answer to any other prompt has no reasoning, and is constrained from its first token; so is one of a chat if nobody
+# can tell where its reasoning ends.
 _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
-"""Options that vLLM's serving classes give for chats, whose answers are constrained once their reasoning has ended. The
-answer to any other prompt has no reasoning, and is constrained from its first token; so is one of a chat if nobody can
-tell where its reasoning ends."""
 _MOST_NESTED = 32  # Levels of `kv_transfer_params` and of `vllm_xargs`.
 # What goes to the engine process as 64-bit numbers.
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
@@ -55,7 +55,10 @@ _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prom
 
 def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) -> None:
     """Refuse sampling parameters that would harm the engine or have no effect; `params`: vLLM's `SamplingParams`.
-    Raises InvalidParameter: the parameter is named."""
+
+    Raises:
+        InvalidParameter: The parameter is named.
+    """
     if params.prompt_logprobs is not None and limits.prompt_logprobs_refusal:
         raise InvalidParameter("prompt_logprobs", f"cannot be given: {limits.prompt_logprobs_refusal}")
     limits.check_listed_tokens(params)
@@ -219,7 +222,11 @@ class _Request:
         self._open = True
 
     def watch(self, request_id: str) -> None:
-        """Find the request's sequences. Raises RuntimeError: vLLM keeps them elsewhere than it did."""
+        """Find the request's sequences.
+
+        Raises:
+            RuntimeError: vLLM keeps them elsewhere than it did.
+        """
         output_processor = self._llm.output_processor
         states = [output_processor.request_states[i] for i in output_processor.external_req_ids.get(request_id, ())]
         own = [state for state in states if state.queue is self._queue]  # ids are the clients', who may use one twice
@@ -266,8 +273,11 @@ class _Request:
 
 
 def _check_end(output: Any, params: Any) -> None:
-    """Say it where the engine has ended a request for what its parameters leave no token. Raises VLLMValidationError:
-    that is so."""
+    """Say it where the engine has ended a request for what its parameters leave no token.
+
+    Raises:
+        VLLMValidationError: That is so.
+    """
     if params.structured_outputs is None or all(sequence.finish_reason != "error" for sequence in output.outputs):
         return
     if (error := no_token_left(params)) is not None:

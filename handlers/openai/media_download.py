@@ -85,9 +85,12 @@ class Downloader:
         self._redirects, self._attempts = redirects and not domains, attempts
 
     async def fetch(self, url: str, seconds: float, count: Callable[[int], None]) -> bytes:
-        """Return the body of the answer. `count` is called with the size of each part, and may raise.
+        """Return the body of the answer.
 
-        Raises DownloadFailed: the host cannot be reached, or refuses.
+        `count` is called with the size of each part, and may raise.
+
+        Raises:
+            DownloadFailed: The host cannot be reached, or refuses.
         """
         target = URL(url)
         if target.scheme not in ("http", "https") or not target.host:
@@ -149,7 +152,11 @@ class Downloader:
             self._socket(info).close()
 
     def _socket(self, info: tuple[int, int, int, str, tuple[Any, ...]]) -> socket.socket:
-        """Make a socket for an address. Raises OSError: media may not come from there."""
+        """Make a socket for an address.
+
+        Raises:
+            OSError: Media may not come from there.
+        """
         family, kind, protocol, _, address = info
         if not is_allowed(str(address[0]), self._networks):
             raise OSError(errno.EACCES, "not a public address")

@@ -41,8 +41,11 @@ def models(call: Call, views: Sequence[ModelView]) -> Reply:
 
 
 def model(call: Call, views: Sequence[ModelView]) -> Reply:
-    """GET /v1/models/<id>: one of the entries of that list. vLLM itself has no such route. Raises UnknownModel: none
-    has this id."""
+    """GET /v1/models/<id>: one of the entries of that list. vLLM itself has no such route.
+
+    Raises:
+        UnknownModel: None has this id.
+    """
     wanted, created = call.path_parameters["id"], int(time.time())
     for card in (card for view in views for card in _cards(view, created)):
         if card["id"] == wanted:
@@ -152,7 +155,11 @@ class UnloadOrder(msgspec.Struct, frozen=True):
 
 
 def read_load(call: Call) -> LoadOrder:
-    """The adapter to load. Raises InvalidRequest: the body is wrong."""
+    """The adapter to load.
+
+    Raises:
+        InvalidRequest: The body is wrong.
+    """
     body = _read(call, LoadOrder)
     if not body.lora_name or not body.lora_path:
         raise errors.InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
@@ -162,7 +169,11 @@ def read_load(call: Call) -> LoadOrder:
 
 
 def read_unload(call: Call) -> UnloadOrder:
-    """The adapter to remove. Raises InvalidRequest: the body is wrong."""
+    """The adapter to remove.
+
+    Raises:
+        InvalidRequest: The body is wrong.
+    """
     body = _read(call, UnloadOrder)
     if not body.lora_name:
         raise errors.InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.")

@@ -201,7 +201,8 @@ async def build(
     `names`: the model's, the first of which is in every answer. `accepts`: says of a name that is none of them whether
     it will do as well. `adapters`: vLLM's requests for adapters by their names, as they come and go.
 
-    Raises EngineStartError: this vLLM refuses an argument.
+    Raises:
+        EngineStartError: This vLLM refuses an argument.
     """
     lower_client_errors()
     bound_media()
@@ -335,8 +336,11 @@ def chat_renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
 
 
 def _direct_renderer(renderer: HfRenderer, params: Any) -> Callable[[list[dict[str, Any]]], str]:
-    """The same with all done once that is alike for each request, in a fifth of the time. Raises Exception: something
-    about the model or its template is not alike."""
+    """The same with all done once that is alike for each request, in a fifth of the time.
+
+    Raises:
+        Exception: Something about the model or its template is not alike.
+    """
     config, tokenizer = renderer.model_config, renderer.get_tokenizer()
     owners = [owner for owner in type(tokenizer).__mro__ if "apply_chat_template" in vars(owner)]
     if [owner for owner in owners if owner.__module__ != vllm.tokenizers.hf.__name__] != [PreTrainedTokenizerBase]:

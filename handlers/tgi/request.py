@@ -75,7 +75,11 @@ class Body(msgspec.Struct, frozen=True):
 
 
 def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
-    """The body in its shape, and as it came. Raises ContractError: with the reply that TGI's web framework gives."""
+    """The body in its shape, and as it came.
+
+    Raises:
+        ContractError: With the reply that TGI's web framework gives.
+    """
     kind = call.content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise unreadable(415, "Expected request with `Content-Type: application/json`")
@@ -124,7 +128,11 @@ class TgiParameters:
 
 
 def validate(inputs: str, given: Parameters | None, setting: ContractSetting, *, streams: bool) -> TgiParameters:
-    """Check all values, and translate them. Raises InvalidRequest: with TGI's text, without its prefix."""
+    """Check all values, and translate them.
+
+    Raises:
+        InvalidRequest: With TGI's text, without its prefix.
+    """
     parameters = Parameters(do_sample=True) if given is None else given
     best_of = _best_of(parameters, setting.settings.max_best_of, streams)
     sampling = _sampling(parameters, setting, best_of)
@@ -259,8 +267,11 @@ def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:
 
 
 def unread_names(document: Mapping[str, Any], shape: type[msgspec.Struct]) -> list[str]:
-    """Names in a request of this shape, and in its `parameters`, that nothing reads. Raises InvalidParameter: one of
-    them would constrain the text."""
+    """Names in a request of this shape, and in its `parameters`, that nothing reads.
+
+    Raises:
+        InvalidParameter: One of them would constrain the text.
+    """
     given = document.get("parameters")
     values = given if isinstance(given, dict) else {}
     names = sorted(values.keys() - set(Parameters.__struct_fields__))

@@ -91,8 +91,11 @@ class CollectedAnswer(_Answer):
         self._fed = False
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The response, with the last delta. Raises SeveralResponses: this is a second step, and there is room for
-        one."""
+        """The response, with the last delta.
+
+        Raises:
+            SeveralResponses: This is a second step, and there is room for one.
+        """
         if self._steps and self._fed:
             raise SeveralResponses
         self._fed = True

@@ -134,8 +134,12 @@ class TritonRequest:
 
 
 def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
-    """Read a request's body. Raises TritonRefusal: it is not JSON, or a key has a wrong type or shape;
-    InvalidParameter: naming the one that is wrong, and what is allowed."""
+    """Read a request's body.
+
+    Raises:
+        TritonRefusal: It is not JSON, or a key has a wrong type or shape.
+        InvalidParameter: Naming the one that is wrong, and what is allowed.
+    """
     members = _members(body)
     request_id = next((value for name, value in reversed(members) if name == "id"), "")
     if not isinstance(request_id, str):
@@ -337,7 +341,11 @@ def _vllm(values: Mapping[str, Any], constraint: Constraint | None, stream: bool
 
 
 def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values under today's names, without the prefix. Raises InvalidParameter: two of them have one name."""
+    """The same values under today's names, without the prefix.
+
+    Raises:
+        InvalidParameter: Two of them have one name.
+    """
     plain: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for given, value in values.items():
@@ -350,8 +358,11 @@ def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_vllm(plain: Mapping[str, Any], eos_token_ids: frozenset[int]) -> tuple[dict[str, Any], Constraint | None]:
-    """vLLM's names and values, and the constraint. Raises InvalidParameter: naming the one that is wrong, and what is
-    allowed."""
+    """vLLM's names and values, and the constraint.
+
+    Raises:
+        InvalidParameter: Naming the one that is wrong, and what is allowed.
+    """
     values = {name: value for name, value in plain.items() if name not in _WITHOUT_EFFECT}
     for name in _REFUSED_IF_TRUE:
         if values.pop(name, False):
