@@ -1,7 +1,7 @@
-"""`python -m benchmarks`: Slipway against other servers on the same engine, and against the engine alone.
+"""`python -m benchmarks`: compares Slipway with other servers on the same engine, and with the engine alone.
 
-`__main__` reads the options; `rounds` starts what is compared (`peers`) and measures it in turns; `load` is the load
-client; `report` writes tables and plots. Where there is no model, `on_script` runs a front end on a `scripted_engine`.
+`__main__` reads the options. `rounds` starts the servers (`peers`) and measures them in turns. `load` is the load
+client. `report` writes tables and plots. Without a model, `scripted_front_end` runs a front end on a `scripted_engine`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ GPU_ARGUMENTS: EngineArguments = {
     "max_model_len": 2048,
     "max_num_seqs": 1024,
     "enable_prefix_caching": False,
-    # The peers share one GPU, and must not size themselves by the memory that is free while others start.
+    # The peers share one GPU. Each must not take all memory that is free while the others start.
     "gpu_memory_utilization": 0.3,
 }
 
 
 class Model(StrEnum):
-    """Which models are served."""
+    """The models that are served."""
 
     SAMPLE = "a"
     TINY = "b"
@@ -60,17 +60,17 @@ WORKLOADS = {
     Model.BOTH: ["sample", "tiny"],
     Model.FRONT_END: ["front-end"],
 }
-# Of options: with a model, and without.
+# The default of some options: with a model, and with the scripted engine.
 DEFAULTS = {
     "peers": ("slipway,vllm,bare", "slipway,vllm,rust,triton"),
     "contracts": ("lmi", "lmi,openai,chat,triton"),
     "concurrency": ("1,8,32,128", "1,8,32,128,256"),
 }
-BURST = 128  # Requests that come in one moment.
+BURST = 128  # Requests that start at the same time.
 
 
 class Device(StrEnum):
-    """What the engines run on."""
+    """The device of the engines."""
 
     CPU = "cpu"
     GPU = "gpu"
@@ -80,43 +80,48 @@ def main(
     workload: Annotated[
         Model,
         typer.Option(
-            help="a: the sample model; b: a tiny Llama, where the front end is the limit; "
-            "front-end: no model, but an engine that follows a script."
+            help="a: the sample model; b: a tiny Llama, so that the front end is the limit; "
+            "front-end: a scripted engine without a model."
         ),
     ] = Model.BOTH,
     model: Annotated[
-        Path | None, typer.Option(help="Directory of another model for workload a; for front-end, of its tokenizer.")
+        Path | None, typer.Option(help="Directory of another model for workload a, or of the tokenizer for front-end.")
     ] = None,
     device: Annotated[
-        Device | None, typer.Option(help="What the engines run on; by default a GPU if there is one.")
+        Device | None, typer.Option(help="Device of the engines. Default: a GPU if the machine has one.")
     ] = None,
     kv_cache_gib: Annotated[int, typer.Option(min=1, help="Memory of each peer's KV cache.")] = 1,
     step_ms: Annotated[float, typer.Option(min=0.1, help="Time between two tokens of the scripted engine.")] = 4.0,
-    rust: Annotated[Path | None, typer.Option(help="vLLM's front end in Rust, vllm/vllm-rs in its GPU wheel.")] = None,
+    rust: Annotated[
+        Path | None, typer.Option(help="Program of vLLM's front end in Rust: vllm/vllm-rs of the GPU wheel.")
+    ] = None,
     triton: Annotated[
-        Path | None, typer.Option(help="What `pip install --target DIR nvidia-pytriton 'numpy<2'` has made.")
+        Path | None, typer.Option(help="Directory DIR of `pip install --target DIR nvidia-pytriton 'numpy<2'`.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     concurrency: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "",
-    seconds: Annotated[float, typer.Option(help="How long each run starts requests.")] = 4.0,
-    timeout: Annotated[
-        float, typer.Option(help="When a run ends at the latest; unfinished requests are errors.")
-    ] = 90.0,
+    seconds: Annotated[float, typer.Option(help="Each run starts requests for so many seconds.")] = 4.0,
+    timeout: Annotated[float, typer.Option(help="Seconds until a run ends. Unfinished requests are errors.")] = 90.0,
     peers: Annotated[
-        str, typer.Option(help=f"What to compare, separated by commas; ratios are to the first: {', '.join(PEERS)}.")
+        str,
+        typer.Option(
+            help=f"Servers to compare, separated by commas. Ratios are relative to the first. {', '.join(PEERS)}."
+        ),
     ] = "",
     contracts: Annotated[
-        str, typer.Option(help=f"Contracts in which Slipway is asked, separated by commas: {', '.join(CONTRACTS)}.")
+        str, typer.Option(help=f"Contracts of the requests to Slipway, separated by commas: {', '.join(CONTRACTS)}.")
     ] = "",
     time_limit: Annotated[
-        float, typer.Option(help="Seconds after which nothing is begun; as many rounds are made as there is time for.")
+        float, typer.Option(help="Seconds after which no load starts. Limits the number of rounds.")
     ] = math.inf,
-    quick: Annotated[bool, typer.Option("--quick", help="One short round with 8 and 32 clients, as a trial.")] = False,
-    log_dir: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
-    samples_file: Annotated[
-        Path | None, typer.Option(help="Write each run's figures here as they come, as JSON.")
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Make one short round with 8 and 32 clients, as a trial.")
+    ] = False,
+    log_dir: Annotated[Path | None, typer.Option(help="Keep the logs of the servers in this directory.")] = None,
+    samples_file: Annotated[Path | None, typer.Option(help="Write the figures of each run to this JSON file.")] = None,
+    plot_dir: Annotated[
+        Path | None, typer.Option(help="Write plots to this directory, as PNG. Needs matplotlib.")
     ] = None,
-    plot_dir: Annotated[Path | None, typer.Option(help="Draw plots here, as PNG; needs matplotlib.")] = None,
 ) -> None:
     """Print Markdown tables of throughput, times to the first byte and between tokens, and CPU time per token."""
     deadline = time.monotonic() + time_limit
@@ -133,7 +138,7 @@ def main(
     try:
         for name in WORKLOADS[workload]:
             if samples and time.monotonic() > deadline:
-                _say(f"{name}: left out, since the time is over")
+                _say(f"{name}: left out, because the time limit has passed")
                 continue
             engine = _engine(name, model, on_gpu, kv_cache_gib)
             plan = Workload(
@@ -151,7 +156,7 @@ def main(
     except ServerError as error:
         _say(str(error))
         raise typer.Exit(1) from None
-    finally:  # also after a signal
+    finally:  # Also after a signal.
         if samples:
             typer.echo(markdown(samples))
     if plot_dir is not None:
@@ -163,25 +168,25 @@ def main(
 def _engine(name: str, model: Path | None, on_gpu: bool, kv_cache_gib: int) -> Engine:
     tiny = name == "tiny"
     model_dir = prepare_tiny_model() if tiny else model or prepare()
-    # The tiny model is stored in float32; for others vLLM chooses.
+    # The tiny model is stored in float32. vLLM chooses the type for other models.
     arguments = {**(GPU_ARGUMENTS if on_gpu else CPU_ARGUMENTS), "dtype": "float32" if tiny else "auto"}
     return Engine(model_dir=model_dir, arguments=arguments | {"kv_cache_memory_bytes": kv_cache_gib << 30})
 
 
 def _loads(levels: Sequence[int], *, short: bool, seconds: float, timeout: float) -> tuple[EngineLoad, ...]:
-    """Streams and one-token answers with each number of clients, and a burst of streams; `short`: of few tokens."""
+    """Return streams and one-token answers with each number of clients, and a burst of streams. `short`: few tokens."""
     tokens = 32 if short else 128
     one = EngineLoad(
         name="streams", prompt=PROMPT, tokens=tokens, stream=True, concurrency=1, seconds=seconds, timeout=timeout
     )
     kinds = (one, msgspec.structs.replace(one, name="one token", tokens=1, stream=False))
-    # Every client makes one request.
+    # Each client makes one request.
     burst = msgspec.structs.replace(one, name="burst", tokens=32, concurrency=BURST, seconds=0.0)
     return *(msgspec.structs.replace(kind, concurrency=level) for kind in kinds for level in levels), burst
 
 
 def _write(file: Path, samples: Sequence[Sample]) -> None:
-    """Replace the file as a whole, so that whoever reads it finds all or none of a figure."""
+    """Write the samples as one file. Readers never see half of it."""
     partial = file.with_name(file.name + ".partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(samples)))
     partial.replace(file)
@@ -192,13 +197,15 @@ def _draw(samples: Sequence[Sample], directory: Path) -> None:
         for file in plots(samples, directory):
             _say(f"wrote {file}")
     except ImportError as error:
-        _say(f"without plots: {error}")
+        _say(f"plots are left out: {error}")
 
 
 def _known(text: str, known: Iterable[str], option: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(known)}", param_hint=option)
+        raise typer.BadParameter(
+            f"unknown: {', '.join(unknown)}; expected some of {', '.join(known)}", param_hint=option
+        )
     return names
 
 

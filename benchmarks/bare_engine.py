@@ -1,7 +1,8 @@
-"""The baseline: vLLM's `AsyncLLM` without HTTP, under the same load, in a process of its own.
+"""The baseline: vLLM's `AsyncLLM` without HTTP, under the same load, in a separate process.
 
-Its argument is the engine's arguments as JSON. It reads one `EngineLoad` a line from standard input and answers each
-with a line of figures. Its first line, an empty object, means that it is ready. It ends when its input does.
+The argument is the engine arguments as JSON. The process reads one `EngineLoad` per line from standard input, and
+answers each with a line of figures. Its first line, an empty object, means that it is ready. It ends at the end of its
+input.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from benchmarks.load import Figures, Tally, Waves, clock
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One load run: what every request asks for, from how many clients, for how long."""
+    """One load run: the request, the number of clients and the duration."""
 
-    name: str  # Of the kind of load.
+    name: str  # The name of the kind of load.
     prompt: str
     tokens: int
     stream: bool
@@ -33,7 +34,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BareRun:
-    """One load run: each client is a task that iterates over `AsyncLLM.generate`."""
+    """One load run. Each client is a task that iterates over `AsyncLLM.generate`."""
 
     def __init__(self, llm: Any, load: EngineLoad) -> None:
         self._llm = llm
@@ -96,7 +97,7 @@ async def _serve(arguments: dict[str, Any], answers: IO[bytes]) -> None:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # The context decides the batch sizes; these are those of vLLM's server.
+    # The context decides the batch sizes. This is the context of vLLM's server.
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.OPENAI_API_SERVER)
     gc.collect()
     gc.freeze()
@@ -111,7 +112,7 @@ async def _serve(arguments: dict[str, Any], answers: IO[bytes]) -> None:
 
 def main() -> None:
     """Serve standard input."""
-    # Answers have the original standard output to themselves; what libraries print goes to standard error.
+    # Only answers go to the original standard output. The output of libraries goes to standard error.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

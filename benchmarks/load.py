@@ -1,7 +1,7 @@
-"""The load client: repeats one request on keep-alive connections, with one asyncio protocol for each.
+"""The load client: repeats one request on keep-alive connections, with an asyncio protocol for each.
 
-It is not the bottleneck: a token costs no task, and its record is not parsed. Run it as a process of its own, so that
-it does not share an event loop with the server:
+It is fast enough not to be the bottleneck: a token creates no task, and its record is not parsed. Run it as a separate
+process, so that it does not share an event loop with the server:
 
     python -m benchmarks.load --url http://127.0.0.1:8080/invocations --concurrency 32 --seconds 5 \\
         --body '{"inputs": "Tell me", "parameters": {"max_new_tokens": 64}, "stream": true}' \\
@@ -39,26 +39,28 @@ clock = time.perf_counter
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a load run measured, over HTTP or on the bare engine. Times are the client's."""
+    """The figures of a load run, over HTTP or on the bare engine. Times are measured by the client."""
 
     requests: int  # Complete and correct answers.
     errors: int
-    error_kinds: dict[str, int]  # Each error's message, and how often it occurred.
-    tokens: int  # Of complete answers.
-    records: int  # Streamed records; fewer than `tokens` where a server merged several tokens into one record.
+    error_kinds: dict[str, int]  # The number of errors by message.
+    tokens: int  # Tokens of complete answers.
+    records: int  # Streamed records. Fewer than `tokens` if a server merged several tokens into one record.
     wall_s: float
-    first_p50_ms: float  # From sending the request to the first byte of the body, or to the engine's first output.
+    # From sending the request to the first byte of the body, or to the engine's first output.
+    first_p50_ms: float
     first_p99_ms: float
     total_p50_ms: float
     total_p99_ms: float
+    # Between records of a stream, or outputs of the engine. Records that are read together count as one.
     gap_p50_ms: float
-    # Between records of a stream, or outputs of the engine; records that are read together count as one.
     gap_p99_ms: float
     client_cpu_s: float  # CPU time of the process that made the load.
-    refused: int = 0  # Answers of status 429 or 503, where clients come again (`LoadSpec.come_again`); no errors then.
+    # Answers of status 429 or 503 if clients come again (`LoadSpec.come_again`). They are not errors then.
+    refused: int = 0
     refused_p50_ms: float = math.nan
     refused_p99_ms: float = math.nan
-    client_real_time: bool = False  # Whether that process had real-time priority; see `take_precedence`.
+    client_real_time: bool = False  # The process had real-time priority; see `take_precedence`.
 
 
 class Tally:
@@ -112,27 +114,32 @@ class Tally:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile; 0 without values."""
+    """Return the nearest-rank percentile, or 0 without values."""
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 class Waves:
-    """Makes all clients send the same number of requests, as many as fit into the time.
+    """Makes all clients send the same number of requests, as many as the time allows.
 
-    The first client that is ready for its next request opens a wave, if there is time left, and all others join it.
-    So the number of concurrent requests stays the same until nearly the end of the run.
+    The first client that is ready for its next request opens a wave, if time is left, and all others join it. So the
+    number of concurrent requests stays the same until nearly the end of the run.
     """
 
     def __init__(self, seconds: float, *, together: bool = True) -> None:
-        """`together`: False: each client sends as many as it can."""
+        """Start the time.
+
+        Args:
+            seconds: The time in which waves are opened.
+            together: False: each client sends as many requests as it can.
+        """
         self.deadline = clock() + seconds
         self._opened = 1
         self._together = together
 
     def admits(self, made: int) -> bool:
-        """Whether a client that has made this many requests may make another."""
+        """Return True if a client that has made this many requests may make another."""
         if self._together and made < self._opened:
             return True
         if clock() >= self.deadline:
@@ -146,14 +153,14 @@ class ResponseError(Exception):
 
 
 class ResponseReader:
-    """Reads one HTTP/1.1 response: counts the marker in its body and keeps the body's end."""
+    """Reads one HTTP/1.1 response: counts the marker in its body, and keeps the end of the body."""
 
     def __init__(self, marker: bytes = b"") -> None:
         self.status = 0
         self.keep_alive = True
-        self.retry_after = 0  # Seconds, as the header says.
+        self.retry_after = 0  # Seconds, from the header.
         self.body_bytes = 0
-        self.markers = 0  # How often the marker has occurred in the body so far.
+        self.markers = 0  # Occurrences of the marker in the body so far.
         self.tail = b""  # The last `TAIL_BYTES` of the body.
         self.complete = False
         self._marker = marker
@@ -166,7 +173,7 @@ class ResponseReader:
         """Take the next bytes.
 
         Raises:
-            ResponseError: they are not part of this response.
+            ResponseError: The bytes are not part of this response.
         """
         try:
             self._parser.feed_data(data)
@@ -178,7 +185,7 @@ class ResponseReader:
         self._pieces.clear()
         self.body_bytes += len(body)
         if self._marker:
-            # What is left of a marker at the end of the last piece is too short to be counted twice.
+            # The overlap is shorter than a marker, so no marker is counted twice.
             before = self.tail[-self._overlap :] if self._overlap else b""
             self.markers += (before + body).count(self._marker)
         self.tail = (self.tail + body)[-TAIL_BYTES:]
@@ -203,23 +210,23 @@ class ResponseReader:
 
 
 class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to send, for how long, and how to recognize a complete answer."""
+    """The requests of a load run, its duration, and the signs of a complete answer."""
 
     url: str
-    body: str  # One, or several, a line each: every request takes one of them at random.
+    body: str  # One body, or several, one per line. Each request takes a random one.
     concurrency: int = 1
-    seconds: float = 5.0  # No wave of requests starts after this; those under way finish.
-    timeout: float = 120.0  # The run ends after this; what is unfinished is an error.
-    tokens: int = 1  # Tokens of a complete answer, or of the mean of several.
+    seconds: float = 5.0  # No wave starts after this. Running requests finish.
+    timeout: float = 120.0  # The run ends after this. Unfinished requests are errors.
+    tokens: int = 1  # Tokens of a complete answer. With several bodies: the mean.
     marker: str = ""  # Occurs once in each streamed record.
-    end_marker: str = ""  # Must occur in the end of the body.
+    end_marker: str = ""  # Occurs in the end of the body.
     exact_records: bool = False  # A complete answer has exactly as many records as tokens.
-    # A client whom a full queue refused comes again when Retry-After says, or up to a quarter later; each client sends
-    # as many requests as it can then. Otherwise a refusal is an error.
+    # A client that a full queue refused comes again after the time of Retry-After, or up to a quarter later. Each
+    # client then sends as many requests as it can. Otherwise a refusal is an error.
     come_again: bool = False
 
     def requests(self) -> list[bytes]:
-        """Whole HTTP requests, one for each body."""
+        """Return whole HTTP requests, one for each body."""
         url = urlsplit(self.url)
         head = f"POST {url.path or '/'} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
         bodies = [line.encode() for line in self.body.split("\n")]
@@ -227,7 +234,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load:
-    """One load run: its connections, and when each may send."""
+    """One load run: its connections, and the time of each request."""
 
     def __init__(self, spec: LoadSpec) -> None:
         self.spec = spec
@@ -259,11 +266,11 @@ class Load:
         return self.tally.figures()
 
     def answered(self, client: Client, answer: ResponseReader, first_s: float, total_s: float) -> None:
-        """The client has read its answer."""
+        """Count an answer that a client has read."""
         if self.spec.come_again and answer.status in _REFUSALS:
             self.tally.refused(total_s)
             pause = answer.retry_after * random.uniform(1.0, 1.25)
-            if clock() + pause >= self._waves.deadline:  # nobody waits for one who would come too late
+            if clock() + pause >= self._waves.deadline:  # The run would be over.
                 client.close()
                 return
             asyncio.get_running_loop().call_later(pause, self._go_on, client, answer.keep_alive)
@@ -276,7 +283,7 @@ class Load:
         self._go_on(client, answer.keep_alive)
 
     def left(self, client: Client, *, reopen: bool) -> None:
-        """The client's connection is closed."""
+        """Handle the end of a client's connection."""
         if reopen and self._waves.admits(self._made[client.number]):
             client.reopening = asyncio.get_running_loop().create_task(self._reopen(client.number))
             return
@@ -337,7 +344,7 @@ class Client(asyncio.Protocol):
         self._reopen = False
         self._sent = 0.0
         self._first = 0.0
-        self._last = 0.0  # When the last record came.
+        self._last = 0.0  # The time of the last record.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
@@ -390,20 +397,23 @@ class Client(asyncio.Protocol):
 
 
 def take_precedence() -> bool:
-    """Give this process real-time priority, as if it had a machine of its own; False where that is not allowed.
+    """Give this process real-time priority, as if it ran on a separate machine.
 
-    Without it, on few cores, a polling engine can keep the client waiting for a whole answer, and the time to the first
-    byte would be the client's waiting.
+    Without it, a polling engine on few cores can make the client wait for a whole answer. The time to the first byte
+    would then be the time that the client waits for a core.
+
+    Returns:
+        False if the system does not allow it.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    except (AttributeError, OSError):  # not Linux, or not allowed
+    except (AttributeError, OSError):  # Not Linux, or not allowed.
         return False
     return True
 
 
 def command(spec: LoadSpec) -> list[str]:
-    """The command line that makes this load in a process of its own."""
+    """Return the command line that makes this load in a separate process."""
     argv = [sys.executable, "-m", "benchmarks.load"]
     for name, value in msgspec.structs.asdict(spec).items():
         option = "--" + name.replace("_", "-")
@@ -415,7 +425,7 @@ def command(spec: LoadSpec) -> list[str]:
 
 
 def parse(argv: Sequence[str] | None) -> LoadSpec:
-    """The load that a command line asks for; None: this process's."""
+    """Return the load of a command line. None: the command line of this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for field in msgspec.structs.fields(LoadSpec):
         option = "--" + field.name.replace("_", "-")
@@ -427,7 +437,7 @@ def parse(argv: Sequence[str] | None) -> LoadSpec:
 
 
 def main() -> None:
-    """Make the load and print its figures as one line of JSON."""
+    """Make the load, and print its figures as one line of JSON."""
     spec = parse(None)
     allow_open_files()
     real_time = take_precedence()

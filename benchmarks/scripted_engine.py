@@ -1,12 +1,12 @@
-"""An engine core that costs nothing: it answers vLLM's protocol with the tokens of a fixed text, at a fixed rate.
+"""An engine core without a model: it speaks vLLM's protocol, and sends the tokens of a fixed text at a fixed rate.
 
-A front end that is connected to it is all that is measured. A request gets its first token as soon as it is read, and
-then one with each step. The protocol is that of vLLM 0.32 between `AsyncMPClient` and its engine process: requests on a
-DEALER socket, outputs on a PUSH socket, messages in msgpack.
+So a measurement covers only the front end. A request gets its first token at once, and one more with each step. The
+protocol is the protocol of vLLM 0.32 between `AsyncMPClient` and its engine process: requests on a DEALER socket,
+outputs on a PUSH socket, messages in msgpack.
 
     python -m benchmarks.scripted_engine DIRECTORY MODEL STEP_MS
 
-The two sockets are in DIRECTORY (`on_script.addresses`). It runs until it is killed.
+The two sockets are in DIRECTORY (`scripted_front_end.addresses`). It runs until it is killed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from benchmarks.scripted_front_end import MAX_MODEL_LEN, addresses
 
 MAX_SEQUENCES = 1024
 _TEXT_CHARACTERS = 20_000
-_STRIDE = 37  # Tokens between the places in the text where one request begins and the next; sequences should differ.
+_STRIDE = 37  # Tokens between the starts of two requests in the text, so that sequences differ.
 _READY = EngineCoreReadyResponse(
     max_model_len=MAX_MODEL_LEN,
     num_gpu_blocks=10_000,
@@ -65,8 +65,8 @@ _READY = EngineCoreReadyResponse(
 @dataclass(slots=True)
 class _Sequence:
     request_id: str
-    place: int  # Of its next token in the text.
-    left: int  # Tokens that are still to come.
+    place: int  # The place of its next token in the text.
+    left: int  # The number of further tokens.
     logprobs: int | None
     prompt_length: int
     begun: bool = False
@@ -103,13 +103,13 @@ class ScriptedEngine:
                     if was_idle:
                         due = time.monotonic() + self._step_seconds
                 elif wait is not None and (rest := due - time.monotonic()) > 0:
-                    time.sleep(rest)  # less than a millisecond, which `poll` cannot wait for
+                    time.sleep(rest)  # Less than a millisecond: `poll` cannot wait for so short a time.
                 continue
-            due = max(due + self._step_seconds, time.monotonic())  # steps that are late are not made up for
+            due = max(due + self._step_seconds, time.monotonic())  # Late steps are not made up for.
             self._advance([*self._running.values(), *self._read()])
 
     def _read(self) -> list[_Sequence]:
-        """Take all messages that have come; returns the new sequences."""
+        """Take all messages that have come. Return the new sequences."""
         new: list[_Sequence] = []
         while True:
             try:
@@ -135,7 +135,7 @@ class ScriptedEngine:
         return _Sequence(request.request_id, self._place, params.max_tokens, params.logprobs, prompt_length)
 
     def _advance(self, sequences: Iterable[_Sequence]) -> None:
-        """Send one token of each."""
+        """Send one token of each sequence."""
         outputs = [self._output_of(sequence) for sequence in sequences]
         if not outputs:
             return
@@ -164,7 +164,7 @@ class ScriptedEngine:
 
 
 def _logprobs(token_id: int, alternatives: int) -> LogprobsLists:
-    """The chosen token's first, then those of `alternatives` others."""
+    """Return the log probabilities of the chosen token, and then of `alternatives` other tokens."""
     ids = np.array([[token_id, *range(100, 100 + alternatives)]], dtype=np.int32)
     values = np.array([[-0.5 - place for place in range(1 + alternatives)]], dtype=np.float32)
     return LogprobsLists(ids, values, np.array([1], dtype=np.int32))

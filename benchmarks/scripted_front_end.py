@@ -1,11 +1,11 @@
-"""Runs a front end on a scripted engine core (`benchmarks.scripted_engine`), which it starts.
+"""Runs a front end on a scripted engine core (`benchmarks.scripted_engine`), and starts both.
 
     python -m benchmarks.scripted_front_end DIRECTORY MODEL STEP_MS MODULE [ARGUMENTS...]
     python -m benchmarks.scripted_front_end DIRECTORY MODEL STEP_MS rust FILE PORT
 
-MODULE runs as with `python -m`: one that uses vLLM's `AsyncLLM` in its own process. `rust` is vLLM's front end in Rust,
-whose program is FILE. Where there are several processors, the front end has the first, and the engine and the load
-client have the others.
+MODULE runs as with `python -m`. It must use vLLM's `AsyncLLM` in its own process. `rust` is vLLM's front end in Rust,
+whose program is FILE. On several processors, the front end has the first one, and the engine and the load client share
+the others.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAX_MODEL_LEN = 2048
 
 
 def addresses(directory: Path) -> dict[str, str]:
-    """Where front end and engine meet, by the names of vLLM's `AsyncMPClient`."""
+    """Return the addresses of the engine's sockets, by the names of vLLM's `AsyncMPClient`."""
     return {"input_address": f"ipc://{directory}/input", "output_address": f"ipc://{directory}/output"}
 
 
 def processors() -> tuple[list[int], list[int]]:
-    """Those of the front end, and those of the engine and the load client."""
+    """Return the processors of the front end, and the processors of the engine and the load client."""
     found = sorted(os.sched_getaffinity(0))
     return found[:1], found[1:] or found
 
@@ -43,7 +43,7 @@ def start_engine(directory: Path, model: str, step_ms: str) -> None:
 
 
 def use_scripted_engine(directory: Path) -> None:
-    """Have vLLM connect to the engine instead of starting one of its own."""
+    """Make vLLM connect to the scripted engine. By default it starts an engine."""
     from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
     def connected(**given: Any) -> AsyncMPClient:
@@ -53,7 +53,7 @@ def use_scripted_engine(directory: Path) -> None:
 
 
 def become_rust(directory: Path, model: str, program: str, port: str) -> None:
-    """Replace this process by vLLM's front end in Rust, which is given its sockets already bound."""
+    """Replace this process by vLLM's front end in Rust, which gets its sockets already bound."""
     import zmq
     from vllm.utils.network_utils import make_zmq_listener
 
@@ -73,7 +73,7 @@ def become_rust(directory: Path, model: str, program: str, port: str) -> None:
 
 
 def main() -> None:
-    """Start both."""
+    """Start the engine and the front end."""
     directory, model, step_ms, module, *arguments = sys.argv[1:]
     start_engine(Path(directory), model, step_ms)
     if module == "rust":

@@ -1,7 +1,8 @@
 """A tiny Llama with random weights, so small that the front end is the limit.
 
-The vocabulary is small, too: with a usual one, the final layer and the log probabilities would take most of a step on a
-CPU. The tokenizer is a byte-level BPE trained on Python's documentation, so tokens and detokenization are real.
+The vocabulary is small, too. With a usual vocabulary, the final layer and the log probabilities would take most of a
+step on a CPU. The tokenizer is a byte-level BPE trained on Python's documentation, so tokens and detokenization are
+real.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import typer
 from container.sources.sample_model import make_once
 from engines.cache_dir import cache_dir
 
-_FORMAT = 3  # of what is written; a change makes older caches unused
+_FORMAT = 3  # The version of the files. Caches of other versions are not used.
 _SEED = 20
 _VOCABULARY = 1024
 _END = "<|end|>"
 
 
 def prepare_tiny_model(directory: Path | None = None) -> Path:
-    """Return the tiny model's directory, making it first if needed."""
+    """Return the tiny model's directory. Make it first if needed."""
     target = (directory or cache_dir()) / f"tiny-llama-v{_FORMAT}"
     return make_once(target, _write)
 
@@ -39,7 +40,7 @@ def _write(directory: Path) -> None:
         num_hidden_layers=1,
         num_attention_heads=1,
         num_key_value_heads=1,
-        head_dim=32,  # the smallest that vLLM's CPU attention has
+        head_dim=32,  # The smallest size that vLLM's CPU attention supports.
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.eos_token_id,

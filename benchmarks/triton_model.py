@@ -1,7 +1,8 @@
 """A model for Triton's Python backend that streams scripted tokens, at the pace of `benchmarks.scripted_engine`.
 
-Triton loads this file in a process of its own, which has nothing of this project. It does less than Triton's backend
-for vLLM: no tokenizer, no engine. So the front end that is measured is Triton's own, with its way to Python.
+Triton loads this file in a separate process, which cannot import this project. The model has no tokenizer and no
+engine, so it does less than Triton's backend for vLLM. A measurement covers Triton's own front end and its connection
+to Python.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-sys.path.append(os.environ["PACKAGES"])  # with the NumPy that Triton's Python backend was built for
+sys.path.append(os.environ["PACKAGES"])  # It has the NumPy release that Triton's Python backend was built for.
 
 import numpy as np
 import triton_python_backend_utils as triton
@@ -22,12 +23,12 @@ _WORDS = b" of the ship that leaves the slipway and of the people who built her"
 
 
 class TritonPythonModel:
-    """What Triton's Python backend looks for in a model's file."""
+    """The class that Triton's Python backend looks for in a model's file."""
 
     def initialize(self, _: dict[str, Any]) -> None:
-        """Start the thread that steps."""
+        """Start the thread that sends a token with each step."""
         self._step_seconds = float(os.environ["STEP_MS"]) / 1000
-        self._running: dict[Any, int] = {}  # By what answers a request: the tokens that are still to come.
+        self._running: dict[Any, int] = {}  # The number of further tokens, by the sender of the response.
         self._changed = threading.Condition()
         threading.Thread(target=self._step, daemon=True).start()
 
@@ -46,7 +47,7 @@ class TritonPythonModel:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._running)
-            due = max(due + self._step_seconds, time.monotonic())  # steps that are late are not made up for
+            due = max(due + self._step_seconds, time.monotonic())  # Late steps are not made up for.
             time.sleep(max(0.0, due - time.monotonic()))
             with self._changed:
                 running = self._running
@@ -56,7 +57,7 @@ class TritonPythonModel:
 
 
 def _send(sender: Any, left: int) -> None:
-    """Send a token, of `left` that are to come, and end the answer with the last one."""
+    """Send a token, while `left` tokens are to come. End the answer with the last one."""
     reason = b"length" if left == 1 else b""
     values = {"text_output": b" " + _WORDS[left % len(_WORDS)], "finish_reason": reason}
     tensors = [triton.Tensor(name, np.array([value], dtype=np.object_)) for name, value in values.items()]

@@ -41,7 +41,8 @@ class AdapterOrder:
     """A client's order to register or to update an adapter. None: not given."""
 
     name: str
-    # A directory, a relative one below the model's, or `s3://`; whatever its host takes where that reads it.
+    # A directory, a relative one below the model's, or `s3://`; any value that the host accepts, if the host interprets
+    # it.
     src: str | None = None
     preload: bool | None = None  # Load it now, not with its first request.
     pin: bool | None = None  # Keep it in memory.
@@ -55,7 +56,7 @@ class Adapter:
 
     name: str
     src: str  # As the client gave it.
-    path: Path  # Its directory; none need be there where the host reads `src`.
+    path: Path  # Its directory; it need not exist if the host interprets `src`.
     id: int  # At least 1, and unique among all adapters of the model, former ones included.
     preload: bool = True
     pin: bool = False
@@ -67,7 +68,7 @@ class AdapterHost(Protocol):
     """Loads the adapters of one model. Methods return the message for the client, "" for the usual one. All may raise
     AdapterError, which leaves everything as it was."""
 
-    # Whether `src` is its affair, which it gets as the client wrote it and may change; else it needs a directory.
+    # True if the host interprets `src`, which it gets unchanged and may replace; else it needs a directory.
     reads_src: bool
 
     async def register(self, adapter: Adapter) -> str:
@@ -88,8 +89,7 @@ class AdapterDownloads(Protocol):
         """Download an adapter, and return its directory.
 
         Raises:
-            InvalidParameter: There is no such place, or it cannot be read.
-            AdapterFailed: The download has failed.
+            InvalidParameter: The place does not exist or cannot be read. AdapterFailed: The download has failed.
         """
 
 
@@ -280,7 +280,7 @@ class AdapterRegistry:
         return not self._host.reads_src and _ON_S3.match(src) is not None
 
     def _path(self, src: str) -> Path:
-        """The directory that `src` names; where it names none, one that does not exist.
+        """Return the directory that `src` names. If it names none, the directory does not exist.
 
         Raises:
             InvalidParameter: The host needs a directory, and `src` is a URL that names none.

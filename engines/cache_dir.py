@@ -39,5 +39,7 @@ def _temporary() -> Path:
     except OSError:
         return Path(tempfile.mkdtemp(prefix="slipway-"))
     if status.st_uid != os.getuid() or not directory.is_dir() or directory.is_symlink():
-        return Path(tempfile.mkdtemp(prefix="slipway-"))  # another user's, who could change what is loaded from it
+        return Path(
+            tempfile.mkdtemp(prefix="slipway-")
+        )  # another user's, who could change the files that are loaded from it
     return directory

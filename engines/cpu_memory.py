@@ -1,4 +1,4 @@
-"""Main memory: how much of it is available, and how much of it the KV cache of vLLM's CPU backend gets.
+"""Main memory: the available part, and the part for the KV cache of vLLM's CPU backend.
 
 vLLM would take nearly all memory for its cache, and refuse to start where another limit allows less: each of its
 workers binds its memory to one NUMA node, which may report far less than the machine has, and a control group (a
@@ -23,10 +23,11 @@ logger = logging.getLogger(__name__)
 
 _ROOT = Path("/")
 _GIB = 1 << 30
-# Memory of vLLM's engine process, and of a worker beside its model and KV cache.
+# The memory of a vLLM engine process, and of a worker without its model and KV cache.
 _PROCESS_BYTES, _WORKER_BYTES = 500 << 20, 700 << 20
 _LEAST_BYTES = 64 << 20  # The smallest KV cache worth a try.
-# Of what is left, for the KV cache; activations, files that are read again and other programs need memory too.
+# The share of the rest that the KV cache gets; activations, files that are read again and other programs need memory
+# too.
 _SHARE = 0.5
 _LARGEST_SHARE = 0.9  # The same where one sequence would not fit otherwise.
 # A step of the engine reads all weights once, and the cache of every sequence. With a cache of this size it gets four
@@ -34,7 +35,7 @@ _LARGEST_SHARE = 0.9  # The same where one sequence would not fit otherwise.
 _TIMES_WEIGHTS = 4
 # Files of a control group: its limit and its use.
 _VERSION_1, _VERSION_2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
-# What vLLM counts as available on a NUMA node (`utils/cpu_resource_utils.py`).
+# The memory that vLLM counts as available on a NUMA node (`utils/cpu_resource_utils.py`).
 _NODE_PARTS = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
 # The message of `CPUWorker.determine_available_memory`.
 _REFUSED = re.compile(r"Available memory on node \S+ \(([\d.]+)/[\d.]+ GiB\) on kv cache allocation is less than")
@@ -54,11 +55,11 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The memory that vLLM needs. Bytes, except where it says otherwise."""
+    """The memory that vLLM needs. In bytes, unless noted otherwise."""
 
     model: str
     weights: int  # Of each worker; 0 where they are not known.
-    sequence: int  # KV cache of the longest sequence, of each worker; 0 where it is not known.
+    sequence: int  # KV cache of the longest sequence, of each worker; 0 if it is not known.
     workers: int = 1  # Number of workers.
 
 
@@ -90,7 +91,7 @@ def kv_cache_size(demand: Demand, limits: Collection[Limit]) -> int:
 
 
 def smaller_size(demand: Demand, message: str) -> int | None:
-    """Choose a size below the figure that vLLM names where it refuses one; None where there is none."""
+    """Choose a size below the figure that vLLM names when it refuses one; None if no smaller size is possible."""
     found = _REFUSED.search(message)
     offered = int(float(found[1]) * _GIB) if found is not None else 0
     size = max(int(offered * _SHARE), demand.sequence, _LEAST_BYTES)
@@ -104,8 +105,8 @@ def _gib(size: float) -> str:
 def memory_limits(workers: int, root: Path = _ROOT) -> list[Limit]:
     """Read the limits of `machine_limits`, and what NUMA nodes have for an engine with so many workers.
 
-    vLLM binds each worker to a node. Here they get the roomiest ones; where it takes others, it refuses the size and
-    says what they have.
+    vLLM binds each worker to a node. Here they get the roomiest ones; if it binds to others, it refuses the size and
+    names their memory.
     """
     nodes = []
     for path in root.glob("sys/devices/system/node/node[0-9]*/meminfo"):
@@ -122,7 +123,7 @@ def memory_limits(workers: int, root: Path = _ROOT) -> list[Limit]:
 
 
 def machine_limits(root: Path = _ROOT) -> list[Limit]:
-    """Read what the machine has, and what each control group of this process still allows (version 1 and 2)."""
+    """Read the memory of the machine, and the rest that each control group of this process allows (versions 1 and 2)."""
     memory = psutil.virtual_memory()
     limits = [Limit("the machine", int(memory.available), int(memory.total))]
     for name, group in _control_groups(root):

@@ -12,10 +12,9 @@ T = TypeVar("T")
 
 
 def in_daemon_thread(function: Callable[[], T]) -> Awaitable[T]:
-    """Run `function` in a thread of its own, and return an awaitable of its result.
-
-    The awaiting task may be cancelled, and the process may end meanwhile. The interpreter joins the threads of
-    `asyncio.to_thread` before it exits; it does not join these.
+    """Run `function` in a new thread, and return an awaitable of its result. The awaiting task may be cancelled, and
+    the process may end before the function. The interpreter joins the threads of `asyncio.to_thread` before it exits;
+    it does not join these.
     """
     return _begin(function, "loading")
 
@@ -39,7 +38,7 @@ class LastingThread:
 
 def _begin(function: Callable[[], T], name: str, after: Callable[[], object] = lambda: None) -> Awaitable[T]:
     outcome: Future[T] = Future()
-    outcome.set_running_or_notify_cancel()  # whoever waits may be cancelled, but not the function
+    outcome.set_running_or_notify_cancel()  # the waiting task may be cancelled, but not the function
 
     def run() -> None:
         try:

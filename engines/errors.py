@@ -1,6 +1,6 @@
 """The errors of requests.
 
-Messages are for clients: they name the field, the value and what is allowed, and have no traceback or path.
+Messages are for clients: they name the field, the value and the allowed values, and have no traceback or path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class UnknownModel(RequestError):
 
 
 class NotServed(RequestError):
-    """The model cannot do what the call asks for, such as chat on an engine without it."""
+    """The model cannot do this, such as a chat on an engine without chats."""
 
 
 class NotReady(RequestError):
@@ -84,7 +84,7 @@ class AdapterError(RequestError):
 
 
 class AdapterConflict(AdapterError):
-    """The name is taken, or the order contradicts itself or what is registered."""
+    """The name is taken, or the order contradicts itself or the registered adapter."""
 
 
 class AdapterTaken(AdapterConflict):
@@ -128,7 +128,7 @@ class PromptTooLong(InvalidRequest):
 
 
 class Overloaded(RequestError):
-    """The queue is full. `status`: what LMI's clients get then."""
+    """The queue is full. `status`: the status for LMI's clients."""
 
     def __init__(self, message: str, status: int = 503) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The interface of engines, and what they share: signs of life, a watchdog, and several sequences as one answer."""
+"""The interface of engines, and their shared parts: signs of life, a watchdog, and several sequences as one answer."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Progress:
 
 class Watchdog:
     """Looks at an engine four times a second, for as long as it can be watched. A look that raises is logged once and
-    makes the engine unhealthy (`failure`); the looks go on."""
+    makes the engine unhealthy (`failure`); it keeps looking."""
 
     def __init__(self, look: Callable[[], Awaitable[bool]]) -> None:
-        """`look`: ends what waits for ever; returns False when there is nothing more to watch."""
+        """`look`: ends what waits for ever; returns False when nothing is left to watch."""
         self._look = look
         self._task: asyncio.Task[None] | None = None
-        self.failure = ""  # Why the engine must not serve any more; "" while it may.
+        self.failure = ""  # The reason why the engine must no longer serve; "" while it may.
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
@@ -84,7 +84,7 @@ class Sink(Protocol):
     """Receives one request's answer. Called on the event loop; must neither block nor raise."""
 
     def on_delta(self, delta: TokenDelta) -> None:
-        """Take what was added; `delta.last` says that nothing follows."""
+        """Return the addition; `delta.last` says that nothing follows."""
 
     def on_error(self, error: RequestError) -> None:
         """The request has ended with `error`; nothing follows."""
@@ -97,10 +97,10 @@ class Generation(Protocol):
         """Stop generating. Nothing more reaches the sink. Harmless when the request has ended."""
 
     def abort(self) -> None:
-        """Stop generating, and hand over what there is: each sequence that has not ended ends soon, as aborted.
+        """Stop generating, and pass on the rest: each sequence that has not ended ends soon, as aborted.
 
-        Its last delta has what was not handed over yet, `FinishReason.ABORT`, and true counts. Harmless when the
-        request has ended.
+        Its last delta has the tokens that were not passed on yet, `FinishReason.ABORT`, and true counts. Harmless when
+        the request has ended.
         """
 
 
@@ -119,7 +119,9 @@ class EngineHealth:
 
 
 class EngineAdapters(Protocol):
-    """The adapters of one engine. A request that was submitted keeps its adapter to its end, whatever becomes of it."""
+    """The adapters of one engine. A submitted request keeps its adapter to its end, even if the adapter is
+    unregistered.
+    """
 
     async def add(self, adapter: Adapter) -> None:
         """Let requests name an adapter; one of the same name is replaced.
@@ -141,7 +143,7 @@ class EngineAdapters(Protocol):
 
 
 class Engine(LoadedModel, Protocol):
-    """What runs one model."""
+    """A model runtime with one model."""
 
     max_sequences: int  # Sequences that run together; known once it has started.
     # The model's tokenizer, of Hugging Face's kind, for code that is not ours; known once it has started. `texts` has a
@@ -150,7 +152,7 @@ class Engine(LoadedModel, Protocol):
 
     @property
     def adapters(self) -> EngineAdapters | None:
-        """None where the engine has none, or `option.enable_lora` is off; known once it has started."""
+        """None if the engine has none, or `option.enable_lora` is off; known once it has started."""
 
     async def start(self) -> None: ...
 
@@ -214,7 +216,7 @@ async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
 class SequenceGroup:
     """Joins the sequences of one request into one answer.
 
-    Where more candidates are generated than returned, or the answer is not streamed, the sequences come when all have
+    If more candidates are generated than returned, or the answer is not streamed, the sequences come when all have
     finished, the most probable first (by cumulative log probability); `sequence` is then the rank. In a stream of all
     candidates the deltas pass as they come.
     """

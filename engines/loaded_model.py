@@ -15,7 +15,7 @@ from engines.request import Token
 from engines.statistics import Meter
 
 _LONG_IDS = 4096
-_CHARACTERS_PER_TOKEN = 256  # The most characters that a token has, where the tokenizer does not say it.
+_CHARACTERS_PER_TOKEN = 256  # The assumed length of the longest token, if the tokenizer does not tell it.
 
 
 def fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
@@ -25,7 +25,7 @@ def fast_tokenizer(tokenizer: Any) -> Tokenizer | None:
 
 
 def copied(tokenizer: Any) -> Any:
-    """Return a copy, whose truncation and padding are its own; a tokenizer without such state is returned as it is."""
+    """Return a copy, whose truncation and padding are its own; a tokenizer without such state is returned unchanged."""
     return tokenizer if fast_tokenizer(tokenizer) is None else copy.deepcopy(tokenizer)
 
 
@@ -53,7 +53,7 @@ class ModelTexts:
 
     @property
     def truncation_side(self) -> str:
-        """The side on which prompts are truncated, with every engine, whatever the model's files say."""
+        """The side on which prompts are truncated, with every engine and every model."""
         return "left"
 
     @property
@@ -131,6 +131,6 @@ class LoadedModel(Protocol):
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
     ) -> list[Token]:
-        """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`."""
+        """Return tokens whose joined texts are the text of `token_ids` after the text of `prompt_ids`."""
 
     def status(self) -> EngineStatus: ...

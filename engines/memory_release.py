@@ -2,7 +2,7 @@
 
 A whole collection holds up all threads, the event loop with every stream among them. With vLLM imported it would look
 through a million objects, for half a second on an idle machine and for several on a busy one; a loaded model is about
-15,000 of them. What imports make lives as long as the process, and is exempt from collection (`gc.freeze`).
+15,000 of them. Objects made by imports live as long as the process. They are exempt from collection (`gc.freeze`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _models_exempt = False  # Some of them are exempt as well, because something was
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Keep automatic collections out of imports, which find nothing there, and exempt what they have made. Collections
-    take a quarter of vLLM's import."""
+    """Switch automatic collections off during imports, in which they find nothing, and exempt the new objects.
+    Collections take a quarter of the import of vLLM.
+    """
     global _models_exempt
     known = len(sys.modules)
     gc.disable()
@@ -49,14 +50,15 @@ def collect_after_load(*, model_is_here: bool) -> None:
 
 
 def release_memory() -> None:
-    """Free all that nobody refers to, models among it, and give it back to the system. What is free there decides which
-    models still fit."""
+    """Free all that nobody refers to, models among it, and give it back to the system. The free memory decides which
+    models still fit.
+    """
     with _collecting:
         if _models_exempt:
             gc.unfreeze()
         gc.collect()
         if _models_exempt:
             gc.freeze()
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep less by themselves
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep less
     if malloc_trim is not None:
         malloc_trim(0)

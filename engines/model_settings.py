@@ -19,7 +19,7 @@ ChatFormat = Literal["lmi", "openai"]
 # `vision_chunk`: vLLM's name for images and videos of models that do not tell them apart.
 DEFAULT_MEDIA_COUNTS = {"image": 100, "vision_chunk": 100, "video": 4, "audio": 4}
 
-DEFAULT_MAX_LORAS = 4  # LMI's default of `option.max_loras`, where vLLM's is 1.
+DEFAULT_MAX_LORAS = 4  # LMI's default of `option.max_loras`. vLLM's is 1.
 
 LMI_ROLLING_BATCH_SIZE = 256  # LMI's default of `option.max_rolling_batch_size`.
 
@@ -65,7 +65,7 @@ class ModelSettings:
     max_rolling_batch_size: int | None = None  # Sequences that run together; None: the engine's default.
     output_formatter: OutputFormatter | None = None
     tgi_compat: bool = False
-    async_mode: bool = False  # `/invocations` has the schemas of LMI's asynchronous handler.
+    async_mode: bool = False  # `/invocations` has the schemas of the asynchronous handler of LMI.
     # How `/invocations` answers chat: in the objects of LMI's rolling batch, or in OpenAI's.
     chat_format: ChatFormat = "lmi"
     # Names of the model for OpenAI's clients, besides `name`; the first is the one in answers.
@@ -115,7 +115,7 @@ class ModelSettings:
     model_loading_timeout: float = 1800.0  # Seconds that loading may take.
     # Further `option.<name>` values, for the engine to interpret.
     engine_arguments: Mapping[str, str] = field(default_factory=dict)
-    # Where each engine argument came from, for error messages.
+    # The origin of each engine argument, for error messages.
     engine_argument_sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -125,7 +125,7 @@ class ModelSettings:
 
     @property
     def rolling_batch_size(self) -> int:
-        """Sequences that run together, by LMI's default if the settings do not say; vLLM has a default of its own."""
+        """Sequences that run together, by LMI's default if the settings do not say; vLLM has another default."""
         return self.max_rolling_batch_size or LMI_ROLLING_BATCH_SIZE
 
     @property

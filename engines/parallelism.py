@@ -13,13 +13,13 @@ from typing import Any
 Config = Mapping[str, Any]
 
 _GIB = 1 << 30
-MEMORY_SHARE = 0.92  # Of a GPU's memory, what vLLM takes by default (`gpu_memory_utilization`).
-_CACHE_SHARE = 0.2  # Of what vLLM takes, what the KV cache is to have at least. With less, few sequences run together.
+MEMORY_SHARE = 0.92  # The share of a GPU's memory that vLLM takes by default (`gpu_memory_utilization`).
+_CACHE_SHARE = 0.2  # The share of that memory that the KV cache gets at least. With less, few sequences run together.
 _OVERHEAD_BYTES = 2 << 30
 # Of a GPU's memory, for activations, CUDA graphs and the CUDA context: vLLM's batches are larger on larger GPUs.
 _OVERHEAD_SHARE = 0.04
 _VOCABULARY_PADDING = 64  # vLLM pads the vocabulary to a multiple of this before it is shared out.
-# vLLM splits the blocks of FP8 scales of experts down to this size where the blocks straddle two GPUs.
+# vLLM splits the blocks of FP8 scales of experts down to this size if the blocks straddle two GPUs.
 _LEAST_REFINED_BLOCK = 32
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -101,7 +101,8 @@ class Weights:
 
 def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:
     """Return the sizes from 1 to `gpus` that vLLM accepts for a model with this config.json, ascending. Every size
-    counts as accepted where the config says nothing."""
+    counts as accepted if the config says nothing.
+    """
     return tuple(size for size in range(1, gpus + 1) if size == 1 or _accepted(config, size))
 
 
@@ -116,7 +117,7 @@ class ModelMemory:
     config: Config  # The model's config.json.
     weights: Weights
     layout: Layout = Layout()
-    memory_share: float = MEMORY_SHARE  # Of a GPU's memory, what vLLM may take.
+    memory_share: float = MEMORY_SHARE  # The share of a GPU's memory that vLLM may take.
     max_model_len: int | None = None  # The longest sequence; None: the model's own context length.
     cache_element_bytes: int = 2  # Bytes of one number in the KV cache.
 
@@ -198,7 +199,7 @@ def _widths_fit(text: Config, size: int) -> bool:
 
 
 def _state_fits(text: Config, size: int) -> bool:
-    """Recurrent layers: heads are shared out evenly; so are groups, unless there is one."""
+    """Recurrent layers: heads are shared out evenly; so are groups, unless they are one."""
     heads = _numbers([text.get(name) for name in _STATE_HEADS])
     groups = _first(text, _STATE_GROUPS)
     return all(count % size == 0 for count in heads) and (groups in (0, 1) or groups % size == 0)
@@ -227,7 +228,7 @@ def _blocks_fit(text: Config, quantization: Config, size: int) -> bool:
 
 
 def _scale_block(quantization: Config) -> int:
-    """Return how many inputs of a layer share one scale; 0 where that does not matter."""
+    """Return how many inputs of a layer share one scale; 0 if it does not matter."""
     if blocks := quantization.get("weight_block_size"):
         return int(blocks[-1])
     sizes = [quantization.get("group_size"), quantization.get("q_group_size")]

@@ -2,7 +2,7 @@
 
 A conversation is sent whole with each of its turns, and many begin with the same system prompt. A tokenizer of the
 library `tokenizers` cuts a text at its added tokens (`<|im_end|>`) before it does anything else, so that the token ids
-of a segment do not depend on what is around it.
+of a segment do not depend on the other segments.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SegmentTokenizer:
 
 
 def by_segments(tokenizer: Tokenizer) -> SegmentTokenizer | None:
-    """Return what tokenizes by segments; None where a segment's tokens could depend on what is around it."""
+    """Return what tokenizes by segments; None if a segment's tokens could depend on other segments."""
     cut = _cutting_tokens(tokenizer)
     if not cut or any(
         token.lstrip or token.rstrip or token.single_word for token in tokenizer.get_added_tokens_decoder().values()

@@ -90,15 +90,16 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt, how to continue it, and what the answer shows. The `want_*` fields and `top_tokens` ask the engine
-    only for what the answer shows: log probabilities double the cost of a streamed token."""
+    """A prompt, its continuation, and the contents of the answer. The `want_*` fields and `top_tokens` ask the engine
+    only for data that the answer shows: log probabilities double the cost of a streamed token.
+    """
 
     request_id: str = ""
     prompt: str | tuple[int, ...] = ""  # Text, or token ids.
     # Put the model's special tokens around a text; a chat template has written them already.
     add_special_tokens: bool = True
     sampling: SamplingParameters = SamplingParameters()
-    stream: bool = False  # Deltas come as they are generated; otherwise one for each sequence, when it has finished.
+    stream: bool = False  # Deltas come when they are generated; otherwise one for each sequence, when it has finished.
     sequences: int = 1  # How many sequences are returned.
     # How many are generated, of which the `sequences` most probable are returned; at least `sequences`.
     candidates: int = 1
@@ -107,14 +108,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Tokens at the end of the prompt that were generated for the client; a limit on prompts does not count them.
     generated_before: int = 0
     # New tokens for which the context must have room, at least 1; otherwise the request is refused. A larger
-    # `max_tokens` is cut to the room that there is.
+    # `max_tokens` is cut to the free room.
     room: int = 1
     want_tokens: bool = False  # Deltas carry `tokens`, not text alone.
     want_logprobs: bool = False  # Tokens carry their log probability.
     want_ranks: bool = False  # Tokens carry their rank as well; only together with `want_logprobs`.
     want_prompt_tokens: bool = False  # The first delta carries the prompt's tokens with their log probabilities.
     top_tokens: int = 0  # How many of the most probable alternatives each token carries.
-    # A token's text is its own, whatever stands around it, and tokens do not wait for text that is held back.
+    # A token's text does not depend on its neighbours, and tokens do not wait for text that is held back.
     tokens_apart: bool = False
     adapter: str | None = None
     trace_context: Mapping[str, str] | None = None  # `traceparent` and `tracestate` of the client's trace.
@@ -129,7 +130,7 @@ class Token(msgspec.Struct, gc=False):
     """One token of the prompt or of the answer."""
 
     id: int
-    # What this token adds to the text; the texts of all tokens, joined, are the text. Empty while a character is
+    # The text that this token adds; the texts of all tokens, joined, are the text. Empty while a character is
     # incomplete, and for special tokens that are not shown.
     text: str
     logprob: float | None = None
@@ -139,7 +140,7 @@ class Token(msgspec.Struct, gc=False):
 
 
 class TokenDelta(msgspec.Struct, gc=False):
-    """What one or more engine steps added to one sequence of the answer."""
+    """The addition of one or more engine steps to one sequence of the answer."""
 
     text: str
     tokens: list[Token] = []  # Empty unless the request wants tokens.

@@ -2,7 +2,7 @@
 
 SageMaker unloads other models where memory is the reason, so an error counts as that only by its type, or by a whole
 message of vLLM or PyTorch. vLLM's are in `v1/core/kv_cache_utils.py`, `v1/worker/utils.py`, `gpu_model_runner.py` and
-`cpu_worker.py`; of what has failed in another process its executor and engine manager pass on a text alone.
+`cpu_worker.py`; its executor and engine manager pass on only the text of a failure in another process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from engines.interface import EngineOutOfMemory, EngineStartError
 
-_SHOWN = 800  # Characters: what is sent from a process must fit into a pipe at once.
+_SHOWN = 800  # Characters: a message from a process must fit into a pipe at once.
 # Python's and PyTorch's, by name: PyTorch is not imported here.
 _OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})
 _SIGNS = re.compile(
@@ -61,7 +61,7 @@ def failure_of(error: Exception) -> StartFailure:
 
 
 def _reason(error: Exception) -> str:
-    """Return the text of an error; of pydantic's only what is wrong, without all arguments and links.
+    """Return the text of an error; of a pydantic error only the faults, without arguments and links.
 
     vLLM's advice is replaced by the options that do the same.
     """

@@ -21,7 +21,7 @@ class StartupTimes:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure what runs meanwhile; a phase that fails is not kept."""
+        """Measure the duration of the block; a phase that fails is not kept."""
         started = time.monotonic()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
@@ -64,13 +64,13 @@ class Distribution:
 
 @dataclass(slots=True)
 class CallCounts:
-    """Calls of all contracts, answered by an engine: whole HTTP requests, whatever they hold."""
+    """Calls of all contracts, answered by an engine: whole HTTP requests of any kind."""
 
     succeeded: int = 0
     failed: int = 0
     succeeded_seconds: float = 0.0
     failed_seconds: float = 0.0
-    last_at: float = 0.0  # Seconds since the epoch; 0 if there was none.
+    last_at: float = 0.0  # Seconds since the epoch; 0 if none ran.
     durations: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))  # Of those that succeeded.
 
     def count(self, seconds: float, *, failed: bool) -> None:

@@ -38,7 +38,7 @@ def end_token_ids(configured: int | list[int] | None, tokenizer: Any) -> frozens
 
 
 def check_beams(sampling: SamplingParameters) -> None:
-    """Refuse what a beam search, which knows the model's own probabilities alone, would not keep to. Raises
+    """Refuse parameters that a beam search would ignore, since it uses only the model's probabilities. Raises
     InvalidParameter: naming the parameter."""
     if sampling.constraint is not None:
         raise InvalidParameter(sampling.constraint.parameter, _NOT_WITH_BEAMS)
@@ -55,8 +55,9 @@ _INVALID_PREFIX = "Invalid prefix encountered"
 
 
 class TokenTexts:
-    """The texts that the tokens of an answer add to it: "" while a character is incomplete. The texts, joined, are the
-    text of the answer where it follows that of `prompt_ids`."""
+    """The texts that the tokens of an answer add to it: "" while a character is incomplete. The joined texts are the
+    text of the answer after the text of `prompt_ids`.
+    """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
@@ -101,7 +102,7 @@ class TokenTexts:
 def _decoding_context(tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> list[int]:
     """Return what of a prompt a decoder has to see in front of the answer: its end, on which token texts may depend.
 
-    Nothing where the prompt ends within a character, or in U+FFFD, which looks the same: a decoder would wait for the
+    Empty if the prompt ends within a character, or in U+FFFD, which looks the same: a decoder would wait for the
     character's rest, and then give the prompt as if it were part of the answer.
     """
     end = list(prompt_ids[-_PROMPT_CONTEXT:])
@@ -149,8 +150,8 @@ def split_text(
     skip_special_tokens: bool,
     prompt_ids: Sequence[int] = (),
 ) -> list[Token]:
-    """Return tokens whose texts, joined, are the text of `token_ids` where it follows that of `prompt_ids`. A character
-    that takes several tokens comes whole with the last of them."""
+    """Return tokens whose joined texts are the text of `token_ids` after the text of `prompt_ids`. A character that
+    takes several tokens comes whole with the last of them."""
     texts = TokenTexts(tokenizer, prompt_ids, skip_special_tokens)
     return [Token(i, texts.add(i), None, i in special_ids) for i in token_ids]
 
@@ -199,7 +200,7 @@ class PromptTokenizer:
 
     async def _encode(self, text: str, request: GenerationRequest) -> list[int]:
         if len(text) > self._most_characters:
-            # Too long whatever its tokens are; tokenizing megabytes would cost seconds and gigabytes.
+            # Too long with any tokens; tokenizing megabytes would cost seconds and gigabytes.
             if request.truncate_prompt_tokens is None:
                 raise InvalidRequest(
                     f"the prompt has {len(text)} characters; the model's context of {self._max_model_len} tokens "

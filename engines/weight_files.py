@@ -44,7 +44,7 @@ def weight_files(model: Path | str) -> tuple[Path, ...]:
 
 
 def weight_bytes(model: Path | str) -> int:
-    """Return the total size of `weight_files`; 0 where there are none."""
+    """Return the total size of `weight_files`; 0 if none exist."""
     return sum(file.stat().st_size for file in weight_files(model))
 
 
@@ -81,7 +81,7 @@ def draft_model(speculative_config: object) -> str:
         try:
             speculative_config = json.loads(speculative_config)
         except ValueError:
-            return ""  # the engine says what is wrong with it
+            return ""  # the engine reports the fault
     model = speculative_config.get("model") if isinstance(speculative_config, dict) else None
     return model if isinstance(model, str) else ""
 

@@ -81,8 +81,33 @@ class _Deployment:
     stack: Stack
 
 
-def _read(file: Path | None, profile: str | None, **options: str | list[str] | None) -> _Deployment:
-    """Read the configuration from a file and from options, which are fields of the configuration."""
+def _read(
+    file: Path | None,
+    name: str | None,
+    model: str | None,
+    upload: str | None,
+    image: str | None,
+    push: str | None,
+    role: str | None,
+    instance_type: str | None,
+    env: list[str] | None,
+    assignments: list[str] | None,
+    region: str | None,
+    profile: str | None,
+) -> _Deployment:
+    """Read the configuration from the file and the options. The options override the file."""
+    options = {
+        "name": name,
+        "model": model,
+        "upload": upload,
+        "image": image,
+        "push": push,
+        "role": role,
+        "instance_type": instance_type,
+        "env": env,
+        "set": assignments,
+        "region": region,
+    }
     values = merge_tables(read_file(file) if file else {}, read_options(options))
     in_ecr, given = ecr_image(str(values.get("image"))), values.get("region")
     aws = Aws(given if isinstance(given, str) else None, profile, otherwise=in_ecr.region if in_ecr else None)
@@ -106,20 +131,7 @@ def deploy(
     dry_run: DryRun = False,
 ) -> None:
     """Deploy a model to a SageMaker endpoint, with one CloudFormation stack."""
-    deployment = _read(
-        file,
-        profile,
-        name=name,
-        model=model,
-        upload=upload,
-        image=image,
-        push=push,
-        role=role,
-        instance_type=instance_type,
-        env=env,
-        set=assignments,
-        region=region,
-    )
+    deployment = _read(file, name, model, upload, image, push, role, instance_type, env, assignments, region, profile)
     configuration, stack = deployment.configuration, deployment.stack
     name = configuration.name
     if dry_run:
@@ -153,20 +165,7 @@ def update(
     dry_run: DryRun = False,
 ) -> None:
     """Change a deployment to another configuration while it serves."""
-    deployment = _read(
-        file,
-        profile,
-        name=name,
-        model=model,
-        upload=upload,
-        image=image,
-        push=push,
-        role=role,
-        instance_type=instance_type,
-        env=env,
-        set=assignments,
-        region=region,
-    )
+    deployment = _read(file, name, model, upload, image, push, role, instance_type, env, assignments, region, profile)
     configuration, stack = deployment.configuration, deployment.stack
     if dry_run:
         _show(deployment)
@@ -198,20 +197,7 @@ def template(
     profile: Profile = None,
 ) -> None:
     """Print the CloudFormation template that `deploy` uses."""
-    deployment = _read(
-        file,
-        profile,
-        name=name,
-        model=model,
-        upload=upload,
-        image=image,
-        push=push,
-        role=role,
-        instance_type=instance_type,
-        env=env,
-        set=assignments,
-        region=region,
-    )
+    deployment = _read(file, name, model, upload, image, push, role, instance_type, env, assignments, region, profile)
     typer.echo(as_yaml(template_of(deployment.configuration)), nl=False)
 
 
@@ -230,10 +216,10 @@ def status(
 ) -> None:
     """Show the stack, the components and the scaling of an endpoint."""
     aws = Aws(region, profile)
-    stack_event = None
+    stack_status = None
     with contextlib.suppress(StackConflict):  # Something else than Slipway may have created the endpoint.
-        stack_event = _stack(aws, name).status()
-    found = endpoint.status(aws, name, stack_event)
+        stack_status = _stack(aws, name).status()
+    found = endpoint.status(aws, name, stack_status)
     typer.echo(json.dumps(found, indent=2, default=str) if as_json else as_yaml(found).rstrip())
 
 

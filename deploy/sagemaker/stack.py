@@ -13,9 +13,9 @@ from deploy.sagemaker.configuration import Configuration
 from deploy.sagemaker.template import secrets, template
 
 ENDPOINT_TAG = "slipway:endpoint"
-POLL = 5  # Seconds between two calls that look for news of an operation that takes minutes.
+POLL = 5  # Seconds between two looks at a running operation.
 
-_NOT_MADE = "REVIEW_IN_PROGRESS"  # A change set was created, and was not carried out.
+_ONLY_PROPOSED = "REVIEW_IN_PROGRESS"  # A change set was created, and was not carried out.
 # Such a stack can only be deleted.
 _DEAD = frozenset({"CREATE_FAILED", "ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"})
 # Resources that run containers. The log of the containers may show why they did not start.
@@ -60,7 +60,7 @@ class Stack:
         report: Callable[[str], None] = lambda line: None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Name the stack.
+        """Prepare to manage the stack of an endpoint.
 
         Args:
             client: boto3's client of CloudFormation.
@@ -93,7 +93,7 @@ class Stack:
             if is_missing(error):
                 return None
             raise
-        if found["StackStatus"] == _NOT_MADE:
+        if found["StackStatus"] == _ONLY_PROPOSED:
             return None
         if {"Key": ENDPOINT_TAG, "Value": self._endpoint} not in found.get("Tags", ()):
             raise StackConflict(

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Hashable)
 
-# Prompts of one batch where answers are streamed, whatever `batch_size` says: a client's list is one stream.
+# Prompts of one batch if answers are streamed, with any `batch_size`: a client's list is one stream.
 STREAMED_TOGETHER = 32
 _STUCK_SECONDS = 30.0  # How long a batch that was given up may take to end; then the engine's thread counts as lost.
 _STOP_SECONDS = 1.0
@@ -59,10 +59,10 @@ class _Waiting(NamedTuple):
 
 
 class BatchQueue(Generic[T]):
-    """Items that wait to be run in batches, each with items of its own key; for one event loop.
+    """Items that wait to be run in batches, each batch with items of one key; for one event loop.
 
     The item that came first is in the next batch, which is due when it is full, or when that item has waited for
-    `delay` seconds. `size`: the weight of a full batch; a heavier item is a batch of its own.
+    `delay` seconds. `size`: the weight of a full batch; a heavier item is a separate batch.
     """
 
     def __init__(self, size: int, delay: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,7 +79,7 @@ class BatchQueue(Generic[T]):
         self._changed.set()
 
     def discard(self, item: T) -> bool:
-        """Drop a waiting item; returns False if it does not wait (any more)."""
+        """Drop a waiting item; returns False if it does not wait."""
         return self._waiting.pop(item, None) is not None
 
     def drain(self) -> list[T]:
@@ -138,7 +138,7 @@ class BatchEngine:
         self._progress = Progress()
         self._given_up_at: float | None = None
         self._dead: str | None = None
-        self._abandoned = False  # Nobody waits for the model any more that a thread still loads.
+        self._abandoned = False  # Nothing waits for the model that a thread still loads.
         self._stopped = False
         self._watchdog = Watchdog(self._look)
         self._dispatcher: asyncio.Task[None] | None = None
@@ -202,7 +202,7 @@ class BatchEngine:
         return job
 
     def _key(self, job: Job) -> bytes:
-        """Return what the jobs of one batch have in common: all but prompt, seed and limit, each sequence's own."""
+        """Return the parameters that all jobs of a batch share: all but prompt, seed and limit, each sequence's own."""
         sampling = msgspec.structs.replace(job.request.sampling, seed=None, max_tokens=None)
         request = msgspec.structs.replace(job.request, request_id="", prompt="", sampling=sampling)
         return msgspec.msgpack.encode((request, None if self._runner.pads else len(job.prompt_ids)))
@@ -221,8 +221,9 @@ class BatchEngine:
             self._running = self._given_up_at = None
 
     def _serve(self) -> None:
-        """Run batches in the engine's thread, until there is None instead of one. In one thread, as PyTorch starts
-        threads of its own for each that it is called from."""
+        """Run batches in the engine's thread, until there is None instead of one. In one thread, since PyTorch starts
+        threads for each thread that calls it.
+        """
         while (batch := self._batches.get()) is not None:
             try:
                 self._runner.run(batch)
@@ -233,7 +234,7 @@ class BatchEngine:
             self._call(self._free.set)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits for it
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _deliver(
@@ -289,7 +290,7 @@ class BatchEngine:
             self._waiting.discard(job)
 
     def abort(self, job: Job) -> None:
-        """End a request with what there is: at once if it waits, otherwise in its batch, before the next step."""
+        """End a request with its text so far: at once if it waits, otherwise in its batch, before the next step."""
         if job.ended:
             return
         job.aborted = True
@@ -303,7 +304,7 @@ class BatchEngine:
             self._push(job, delta)
 
     async def _look(self) -> bool:
-        """Fail the requests of a batch in which nothing moves, and all requests where the engine serves no more."""
+        """Fail the requests of a batch that makes no progress, and all requests if the engine no longer serves."""
         if self._dead is not None:
             return False
         batch, now, limit = self._running, time.monotonic(), self._settings.predict_timeout

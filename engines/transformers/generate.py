@@ -2,8 +2,8 @@
 
 `generate` gives padding, KV cache, the steps and the beams. Without beams each step's tokens are chosen by the batch's
 `Sampler`, and each sequence ends by its own rules (`GeneratedSequence`): a logits processor and a stopping criterion do
-both. What has been generated stays with the sequence, so that a batch that fails half-way goes on where it was: in
-halves where memory ran out, each sequence alone where something else broke.
+both. The generated tokens stay with the sequence, so that a batch that fails half-way continues from there: in halves
+where memory ran out, each sequence alone where something else broke.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Row:
 
     job: Job
     sequence: GeneratedSequence
-    generator: torch.Generator  # Where its random numbers come from.
+    generator: torch.Generator  # The source of its random numbers.
     finished: bool = False  # It has failed, or its search has ended.
     last_at: float = 0.0  # When its last token came; belongs to the event loop.
 
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request with all its sequences. Belongs to the event loop, but for what `rows` says."""
+    """A request with all its sequences. Belongs to the event loop, except `rows`."""
 
     request: GenerationRequest
     prompt_ids: list[int]
@@ -57,10 +57,10 @@ class Job:
     arrived_at: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(default_factory=list)
     ended: bool = False  # Nothing more reaches the sink. The engine's thread reads it before each step.
-    aborted: bool = False  # It shall end with what there is. The engine's thread reads it before each step.
+    aborted: bool = False  # It is to end with its text so far. The engine's thread reads it before each step.
 
 
-# Takes the result of a step: when it was, the sequences that got a token, and what there is to tell.
+# Takes the result of a step: when it was, the sequences that got a token, and the deltas.
 Post = Callable[[float, Sequence[Row], Sequence[tuple[Job, TokenDelta | RequestError]]], None]
 
 
@@ -80,7 +80,7 @@ class BatchRunner:
         self._model, self._post = model, post
         # Prompts of different lengths can run together. A model without a mask would take padding for text.
         self.pads = "attention_mask" in inspect.signature(model.model.forward).parameters
-        # The request alone says how to generate; what the model's own configuration has would be added to it.
+        # The request alone says how to generate; the values of the model's configuration would be added.
         model.model.generation_config = GenerationConfig(pad_token_id=model.pad_token_id)
 
     def try_out(self) -> None:
@@ -93,7 +93,7 @@ class BatchRunner:
         """Run a batch to its end; every job of it ends with its last delta or an error.
 
         Raises:
-            DeviceLost: Nothing can be run any more.
+            DeviceLost: Nothing can run after that.
         """
         self._attempt(batch, [row for job in batch.jobs for row in job.rows])
 
@@ -203,7 +203,7 @@ class BatchRunner:
             ),
             stopping_criteria=StoppingCriteriaList([stopped]),
         )
-        # What follows a beam's own tokens is padding, which may look like tokens.
+        # Padding follows a beam's tokens, and may look like tokens.
         lengths = (found.beam_indices >= 0).sum(dim=1).tolist()
         beams = [ids[:length] for ids, length in zip(found.sequences[:, start:].tolist(), lengths, strict=True)]
         outcomes = []
@@ -252,12 +252,12 @@ class _Steps:
         return scores.fill_(-torch.inf).scatter_(1, torch.tensor(chosen, device=scores.device)[:, None], 0.0)
 
     def stopped(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """Tell which rows have ended, or have nobody waiting for them any more."""
+        """Return the rows that have ended, or for which nobody waits."""
         return torch.tensor([row.done for row in self._rows], device=input_ids.device)
 
 
 def _advance(row: Row, choice: Choice | RequestError) -> TokenDelta | RequestError | None:
-    """Add a choice to its sequence, or end that if it was aborted. What goes wrong is this request's alone."""
+    """Add a choice to its sequence, or end that if it was aborted. An error affects only this request."""
     if isinstance(choice, RequestError):
         return choice
     try:
@@ -279,7 +279,7 @@ def beam_deltas(job: Job, beams: Sequence[Sequence[int]], model: TransformersMod
         token_ids = beams[rank] if rank < len(beams) else ()
         if not job.aborted:
             sequence.limit = len(token_ids)
-        # Not always the last token: what the beam's end is judged by differs a little from what the sequence's is.
+        # Not always the last token: the scores that decide the end of a beam and of a sequence differ slightly.
         added = (sequence.add(Choice(token_id)) for token_id in token_ids)
         delta = next((delta for delta in added if delta is not None), None) or sequence.abort()
         assert delta is not None
@@ -300,7 +300,7 @@ def padded(prompts: Sequence[Sequence[int]], model: TransformersModel) -> dict[s
 
 
 def check_device(device: Any) -> None:
-    """Free what a failed pass has left, and compute something.
+    """Free the memory of a failed pass, and compute something.
 
     To be called once the pass's exception is gone, whose traceback holds tensors.
 
@@ -317,7 +317,7 @@ def check_device(device: Any) -> None:
 
 
 class DeviceLost(Exception):
-    """The device does not compute any more; nothing in this process will bring it back."""
+    """The device no longer computes; nothing in this process will bring it back."""
 
 
 _CHUNK = 256  # Tokens in one pass: the logits of all tokens of a long prompt would take gigabytes.
@@ -341,7 +341,7 @@ class GeneratedSequence:
         self.limit = room if s.max_tokens is None else min(s.max_tokens, room)
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        # To be set before the first token where the request wants the prompt's tokens.
+        # Set it before the first token if the request wants the prompt's tokens.
         self.prompt_logprobs: list[float] | None = None
         self._cumulative_logprob: float | None = None
         self._texts = TokenTexts(model.tokenizer, prompt_ids, s.skip_special_tokens)
@@ -351,8 +351,8 @@ class GeneratedSequence:
         self._prompt_tokens_due = request.want_prompt_tokens
 
     def add(self, choice: Choice) -> TokenDelta | None:
-        """Take the next token; returns what there is to tell, if anything. The last delta has a `finish_reason`, and
-        `last` set as for a request of a single sequence."""
+        """Take the next token; returns the deltas, if any. The last delta has a `finish_reason`, and `last` set as for
+        a request of a single sequence."""
         self.token_ids.append(choice.token_id)
         if choice.logprob is not None:
             self._cumulative_logprob = (self._cumulative_logprob or 0.0) + choice.logprob
@@ -430,8 +430,8 @@ class StopStrings:
         self._tail = ""
 
     def add(self, text: str, count: bool) -> int | None:
-        """Take what was added; where a stop string ends in it, how many characters of the text are to be taken back.
-        Without `count` the text is taken note of, but a stop string that ends in it does not."""
+        """Take the added text; if a stop string ends in it, the number of characters to take back. Without `count` the
+        text is taken note of, but a stop string that ends in it does not."""
         old, whole = len(self._tail), self._tail + text
         self._tail = whole[-self._reach :] if self._reach else ""
         found = ((whole.find(stop, max(old - len(stop) + 1, 0)), len(stop)) for stop in self._stop if text and count)

@@ -58,7 +58,7 @@ def loading_arguments(settings: ModelSettings) -> LoadingArguments:
 
 @dataclass(frozen=True, slots=True)
 class TransformersModel:
-    """A model on its device, with what the sampler and the detokenizer ask of it again and again."""
+    """A model on its device, with the values that the sampler and the detokenizer need often."""
 
     model: Any
     tokenizer: Any
@@ -181,7 +181,7 @@ def source(settings: ModelSettings, name: str) -> str:
 
 
 def check_kind(settings: ModelSettings, config: Any) -> None:
-    """Refuse what is no causal language model, though transformers would load a part of it as one. Raises
+    """Refuse a model that is no causal language model, though transformers would load a part of it as one. Raises
     EngineStartError: it is an encoder-decoder model, or an encoder."""
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder model"

@@ -1,6 +1,6 @@
 """From logits to tokens, for a batch whose sequences have the same parameters.
 
-transformers' own processors, in the order of vLLM's sampler: allowed tokens and bias, bad words, minimum length,
+transformers' processors, in the order of the sampler of vLLM: allowed tokens and bias, bad words, minimum length,
 penalties, then temperature, min_p, typical_p, top_k, top_p. Log probabilities are those of the logits as the model gave
 them.
 """
@@ -81,7 +81,7 @@ class Sampler:
         """`request`: any of the batch, as they differ in prompt, seed and limit alone.
 
         `generated`: the tokens of each sequence so far, to which the caller adds those that are chosen. `generators`:
-        where the random numbers of each come from, so that a seeded sequence draws the same ones in any batch.
+        the sources of their random numbers, so that a seeded sequence draws the same ones in any batch.
         """
         s = request.sampling
         self._request, self._sampling, self._model = request, s, model
@@ -97,8 +97,9 @@ class Sampler:
         self._wants_logprobs = request.want_logprobs or request.top_tokens > 0 or ranked
 
     def choose(self, input_ids: Any, logits: Any) -> list[Choice | RequestError]:
-        """Choose for each sequence from its row of `logits`; both tensors have a row for each. An error stands in the
-        place of a choice where the logits are no numbers, or the parameters forbid every token."""
+        """Choose for each sequence from its row of `logits`; both tensors have a row for each. An error replaces a
+        choice if the logits are no numbers, or the parameters forbid every token.
+        """
         scores = self._adjusted(input_ids, logits)
         for warper in self._warpers:
             scores = warper(input_ids, scores)
@@ -158,7 +159,7 @@ def random_numbers(seed: int | None, sequence: int, device: Any) -> torch.Genera
 
 
 def _bias(s: SamplingParameters, model: TransformersModel) -> Any:
-    """Return what is added to the logits at every step; None where it would be nothing."""
+    """Return the numbers that are added to the logits at every step; None if all are 0."""
     if s.allowed_token_ids is None and not s.logit_bias:
         return None
     bias = torch.zeros(model.vocabulary_size)
@@ -199,7 +200,7 @@ def _warpers(s: SamplingParameters) -> list[transformers.LogitsProcessor]:
 def _draw(scores: Any, generators: Sequence[torch.Generator]) -> Any:
     """Draw tokens as vLLM does, in a race of exponentially distributed times, whose rates are the probabilities.
 
-    Every token has a random number of its own, so that rounding, which differs between batches, matters only where it
+    Every token has a separate random number, so that rounding, which differs between batches, matters only where it
     changes the order of the first two; in a walk over the summed probabilities it would move all.
     """
     weights = scores.softmax(dim=-1)

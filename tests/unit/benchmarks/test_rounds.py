@@ -1,4 +1,4 @@
-"""How many rounds of a benchmark are made, and in which order."""
+"""The number of rounds of a benchmark, and their order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.rounds import in_time, in_turn
 
 
 def made(seconds: Sequence[float], rounds: int, deadline: float) -> list[tuple[int, int]]:
-    """The rounds and loads that are begun where each load takes so many seconds."""
+    """Return the rounds and loads that are started if each load takes so many seconds."""
     found: list[tuple[int, int]] = []
     for number, load in in_time(range(len(seconds)), rounds, deadline, lambda: sum(seconds[load] for _, load in found)):
         found.append((number, load))
