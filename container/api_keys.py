@@ -64,7 +64,9 @@ def keys_in(text: str) -> tuple[str, ...]:
 
 
 def keys_in_file(path: str) -> tuple[str, ...]:
-    """Read a file with one key a line. Empty lines and lines that begin with # are ignored.
+    """Read a file with one key a line.
+
+    Empty lines and lines that begin with # are ignored.
 
     Raises:
         ValueError: The file cannot be read, has no key, or has a line that is no key. The message quotes nothing of

@@ -32,7 +32,7 @@ class SliceNotChosen(Exception):
 
 
 def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
-    """The number of GPUs that this process sees."""
+    """Return the number of GPUs that this process sees."""
     files = os.listdir(_DEVICE_FILES)
     present = sum(1 for name in files if _DEVICE_FILE(name))
     if not present and _WSL2 in files:
@@ -100,7 +100,9 @@ def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
 
 
 def allowed_devices(gpus: int, load_on: str) -> tuple[int, ...]:
-    """The GPUs that `load_on` (`load_on_devices`) allows: `*`, `cpu`, or GPUs such as `0;1` and `gpu0`; none: the CPU.
+    """Return the GPUs that `load_on` (`load_on_devices`) allows: `*`, `cpu`, or GPUs such as `0;1` and `gpu0`.
+
+    None: the CPU.
 
     Raises:
         ValueError: `load_on` names a GPU that is not there.
@@ -146,7 +148,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def _gpu(gpus: list[ElementTree.Element], name: str) -> ElementTree.Element | None:
-    """The GPU of an entry of CUDA_VISIBLE_DEVICES: its number, or its UUID or the beginning of it."""
+    """Return the GPU of an entry of CUDA_VISIBLE_DEVICES: its number, or its UUID or the beginning of it."""
     if name.isdecimal():
         return gpus[int(name)] if int(name) < len(gpus) else None
     if not name.startswith("GPU-"):

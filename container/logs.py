@@ -61,11 +61,11 @@ class PlainFormatter(logging.Formatter):
         return super().formatMessage(record)
 
     def foreign(self, stream: str, line: str) -> str:
-        """A line that was written to a stream past the log."""
+        """Return a line that was written to a stream past the log."""
         return line
 
     def access(self, created: float, message: str, identity: str) -> str:
-        """A line of the access log, as `format` would make it."""
+        """Return a line of the access log, as `format` would make it."""
         if not message.isprintable():
             message = _CONTROL.sub(_escaped, message)
         return f"{_timestamp(created)} INFO    {self._replica}{_ACCESS.name} [{identity}]: {message}"
@@ -95,7 +95,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False)
 
     def foreign(self, stream: str, line: str) -> str:
-        """A line that was written to a stream past the log. Processes of vLLM write JSON already."""
+        """Return a line that was written to a stream past the log. Processes of vLLM write JSON already."""
         if line.startswith("{") and line.endswith("}"):
             try:
                 json.loads(line)

@@ -131,7 +131,7 @@ def handler_metrics(metrics: HandlerMetrics) -> Iterable[Metric]:
 
 
 def known_metrics(model: str, meter: Meter, status: EngineStatus, version: str | None = None) -> Iterable[Metric]:
-    """The series of a model that runs on an engine, by the names that vLLM, Triton and TGI have for them.
+    """Yield the series of a model that runs on an engine, by the names that vLLM, Triton and TGI have for them.
 
     `version`: tells the model from others of its name.
     """
@@ -194,7 +194,7 @@ def _tgi(meter: Meter, status: EngineStatus) -> Iterable[Metric]:
 
 
 def labelled(families: Mapping[str, Iterable[Metric]]) -> Iterable[Metric]:
-    """The series of several models together; each gets the label `model`, unless it names its model already."""
+    """Return the series of several models together; each gets the label `model`, unless it names its model already."""
     merged: dict[str, Metric] = {}
     for model, metrics in families.items():
         for metric in metrics:
@@ -215,7 +215,7 @@ _Family = type[CounterMetricFamily | GaugeMetricFamily | UntypedMetricFamily]
 def _each(
     family: _Family, name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
-    """A metric, by the values of its labels."""
+    """Return a metric, by the values of its labels."""
     metric = family(name, text, labels=labels)
     for key, value in values:
         metric.add_metric(key, value)

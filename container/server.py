@@ -163,7 +163,7 @@ class _Server(uvicorn.Server):
 
 
 def http_server(application: Application) -> uvicorn.Server:
-    """An HTTP server for an ASGI application; it runs until `should_exit` is set, whatever signals come.
+    """Return an HTTP server for an ASGI application; it runs until `should_exit` is set, whatever signals come.
 
     Raises:
         RuntimeError: This uvicorn is not one that Slipway knows.
@@ -363,7 +363,7 @@ class Process:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections from now on."""
+    """Return a socket that accepts connections from now on."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

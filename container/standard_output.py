@@ -42,7 +42,9 @@ class Writer:
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def add(self, size: int, make: Callable[..., str], *arguments: Any) -> None:
-        """Queue a line, or drop it if the queue is full. Never blocks.
+        """Queue a line, or drop it if the queue is full.
+
+        Never blocks.
 
         Args:
             size: The line's approximate length in bytes.

@@ -65,8 +65,11 @@ class Adapter:
 
 
 class AdapterHost(Protocol):
-    """Loads the adapters of one model. Methods return the message for the client, "" for the usual one. All may raise
-    AdapterError, which leaves everything as it was."""
+    """Loads the adapters of one model.
+
+    Methods return the message for the client, "" for the usual one. All may raise AdapterError, which leaves everything
+    as it was.
+    """
 
     # True if the host interprets `src`, which it gets unchanged and may replace; else it needs a directory.
     reads_src: bool
@@ -94,8 +97,10 @@ class AdapterDownloads(Protocol):
 
 
 class AdapterRegistry:
-    """The registered adapters. For the event loop alone. An order that has begun is completed even if its client
-    leaves."""
+    """The registered adapters.
+
+    For the event loop alone. An order that has begun is completed even if its client leaves.
+    """
 
     def __init__(
         self,
@@ -105,8 +110,10 @@ class AdapterRegistry:
         faults: Callable[[Path], Sequence[str]] | None = None,
         downloads: AdapterDownloads | None = None,
     ) -> None:
-        """`reserved`: the names of the model itself. `faults`: reasons why a directory is not allowed; may block.
-        `downloads`: None: adapters on S3 are refused."""
+        """`reserved`: the names of the model itself.
+
+        `faults`: reasons why a directory is not allowed; may block. `downloads`: None: adapters on S3 are refused.
+        """
         self._host, self._model_dir, self._reserved = host, model_dir, frozenset(reserved)
         self._faults, self._downloads = faults, downloads
         self._adapters: dict[str, Adapter] = {}
@@ -121,7 +128,7 @@ class AdapterRegistry:
         return tuple(self._adapters.values())
 
     def get(self, name: str, alias: str = "") -> Adapter:
-        """The adapter of this name.
+        """Return the adapter of this name.
 
         `alias`: its name in messages.
 
@@ -133,8 +140,10 @@ class AdapterRegistry:
         return adapter
 
     async def preload(self, model_dirs: Sequence[Path]) -> None:
-        """Register the adapters in `adapters/` below these directories. Raises AdapterError, InvalidRequest: one of
-        them, which is named, cannot be used or is not allowed."""
+        """Register the adapters in `adapters/` below these directories.
+
+        Raises AdapterError, InvalidRequest: one of them, which is named, cannot be used or is not allowed.
+        """
         found: dict[str, Path] = {}
         for directory in model_dirs:
             found = await asyncio.to_thread(_adapter_directories, directory) | found
@@ -147,7 +156,9 @@ class AdapterRegistry:
                 ) from None
 
     async def register(self, order: AdapterOrder, *, replacing: bool = False) -> str:
-        """Make an adapter usable. Returns the host's message, or "".
+        """Make an adapter usable.
+
+        Returns the host's message, or "".
 
         `replacing`: one of the same name is replaced once the new one is loaded; its running requests are completed.
 
@@ -280,7 +291,9 @@ class AdapterRegistry:
         return not self._host.reads_src and _ON_S3.match(src) is not None
 
     def _path(self, src: str) -> Path:
-        """Return the directory that `src` names. If it names none, the directory does not exist.
+        """Return the directory that `src` names.
+
+        If it names none, the directory does not exist.
 
         Raises:
             InvalidParameter: The host needs a directory, and `src` is a URL that names none.
@@ -297,7 +310,7 @@ class AdapterRegistry:
 
 
 def _file_path(text: str) -> str | None:
-    """The path of a `file:` URL of this machine; None for any other URL."""
+    """Return the path of a `file:` URL of this machine; None for any other URL."""
     try:
         url = urlsplit(text)
     except ValueError:

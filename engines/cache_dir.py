@@ -9,8 +9,10 @@ from pathlib import Path
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Return SLIPWAY_CACHE_DIR, else `slipway` in the user's cache directory, else a directory below /tmp. The last is
-    for containers without a home that can be written."""
+    """Return SLIPWAY_CACHE_DIR, else `slipway` in the user's cache directory, else a directory below /tmp.
+
+    The last is for containers without a home that can be written.
+    """
     environ = os.environ if environ is None else environ
     if configured := environ.get("SLIPWAY_CACHE_DIR"):
         return Path(configured)

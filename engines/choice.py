@@ -81,7 +81,7 @@ def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]
 
 
 def is_vllm(settings: ModelSettings) -> bool:
-    """Tell whether vLLM runs the model, once `auto` is decided."""
+    """Return True if vLLM runs the model, once `auto` is decided."""
     return settings.handler is None and settings.rolling_batch != "disable"
 
 

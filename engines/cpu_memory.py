@@ -123,7 +123,7 @@ def memory_limits(workers: int, root: Path = _ROOT) -> list[Limit]:
 
 
 def machine_limits(root: Path = _ROOT) -> list[Limit]:
-    """Read the memory of the machine, and the rest that each control group of this process allows (versions 1 and 2)."""
+    """Read the memory of the machine, and the rest that each control group of this process allows (v1 and v2)."""
     memory = psutil.virtual_memory()
     limits = [Limit("the machine", int(memory.available), int(memory.total))]
     for name, group in _control_groups(root):
@@ -136,8 +136,10 @@ def machine_limits(root: Path = _ROOT) -> list[Limit]:
 
 
 def page_cache(group: Path) -> int:
-    """Return the bytes of a control group that are pages of files, such as weights that were read or downloaded. They
-    count as used, but the kernel drops them where memory is needed."""
+    """Return the bytes of a control group that are pages of files, such as weights that were read or downloaded.
+
+    They count as used, but the kernel drops them where memory is needed.
+    """
     stat = dict(line.partition(" ")[::2] for line in _lines(group / "memory.stat"))
     # Version 1 tells a group's own pages (`inactive_file`) from those of the groups below it too (`total_`).
     return sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in ("inactive_file", "active_file"))
@@ -150,8 +152,10 @@ def _number(path: Path) -> int | None:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[str, Path]]:
-    """Find this process's memory control groups, each from its own up to the outermost in sight. In a container only
-    its own group may be in sight, mounted as if it were the outermost."""
+    """Find this process's memory control groups, each from its own up to the outermost in sight.
+
+    In a container only its own group may be in sight, mounted as if it were the outermost.
+    """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

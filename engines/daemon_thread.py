@@ -12,16 +12,19 @@ T = TypeVar("T")
 
 
 def in_daemon_thread(function: Callable[[], T]) -> Awaitable[T]:
-    """Run `function` in a new thread, and return an awaitable of its result. The awaiting task may be cancelled, and
-    the process may end before the function. The interpreter joins the threads of `asyncio.to_thread` before it exits;
-    it does not join these.
+    """Run `function` in a new thread, and return an awaitable of its result.
+
+    The awaiting task may be cancelled, and the process may end before the function. The interpreter joins the threads
+    of `asyncio.to_thread` before it exits; it does not join these.
     """
     return _begin(function, "loading")
 
 
 class LastingThread:
-    """A thread that runs one function and then stays until it is told to end. It is for starting processes that ask the
-    kernel to end with the thread that started them (PR_SET_PDEATHSIG)."""
+    """A thread that runs one function and then stays until it is told to end.
+
+    It is for starting processes that ask the kernel to end with the thread that started them (PR_SET_PDEATHSIG).
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

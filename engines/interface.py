@@ -38,8 +38,10 @@ class Progress:
         self.worked_seconds = 0.0  # Seconds with work, in all, up to the last sign of life.
 
     def look(self, busy: bool, mark: float) -> None:
-        """Record whether the engine has moved. `busy`: it has work. `mark`: any number that changes whenever it gives a
-        sign of life."""
+        """Record whether the engine has moved.
+
+        `busy`: it has work. `mark`: any number that changes whenever it gives a sign of life.
+        """
         now = self._clock()
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK), now
         if mark != self.mark:
@@ -51,8 +53,10 @@ class Progress:
 
 
 class Watchdog:
-    """Looks at an engine four times a second, for as long as it can be watched. A look that raises is logged once and
-    makes the engine unhealthy (`failure`); it keeps looking."""
+    """Looks at an engine four times a second, for as long as it can be watched.
+
+    A look that raises is logged once and makes the engine unhealthy (`failure`); it keeps looking.
+    """
 
     def __init__(self, look: Callable[[], Awaitable[bool]]) -> None:
         """`look`: ends what waits for ever; returns False when nothing is left to watch."""
@@ -119,8 +123,9 @@ class EngineHealth:
 
 
 class EngineAdapters(Protocol):
-    """The adapters of one engine. A submitted request keeps its adapter to its end, even if the adapter is
-    unregistered.
+    """The adapters of one engine.
+
+    A submitted request keeps its adapter to its end, even if the adapter is unregistered.
     """
 
     async def add(self, adapter: Adapter) -> None:
@@ -134,12 +139,16 @@ class EngineAdapters(Protocol):
         """
 
     async def change(self, adapter: Adapter) -> None:
-        """Pin an adapter that was added, or load it now, as `pin` and `preload` say. Raises AdapterFailed,
-        NoRoomForAdapter: as in `add`; it stays as it was."""
+        """Pin an adapter that was added, or load it now, as `pin` and `preload` say.
+
+        Raises AdapterFailed, NoRoomForAdapter: as in `add`; it stays as it was.
+        """
 
     async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
-        """Let no new request have the adapter, and free it when those that run with it have ended. `wait`: return when
-        it is free, or after half a minute, while it is being freed as soon as may be."""
+        """Let no new request have the adapter, and free it when those that run with it have ended.
+
+        `wait`: return when it is free, or after half a minute, while it is being freed as soon as may be.
+        """
 
 
 class Engine(LoadedModel, Protocol):
@@ -203,8 +212,10 @@ class _FirstDelta:
 
 
 async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
-    """Return the first delta of an answer, which ends there; the only one of a single sequence without a stream. Raises
-    RequestError: the request was refused or has failed."""
+    """Return the first delta of an answer, which ends there; the only one of a single sequence without a stream.
+
+    Raises RequestError: the request was refused or has failed.
+    """
     sink = _FirstDelta()
     generation = await submit(request, sink)
     try:

@@ -61,8 +61,11 @@ class ModelTexts:
         return int(getattr(self.tokenizer, "max_chars_per_token", 0)) or _CHARACTERS_PER_TOKEN
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return token ids. `special`: with the special tokens that the model wants around a text. Whatever the
-        tokenizer raises passes through."""
+        """Return token ids.
+
+        `special`: with the special tokens that the model wants around a text. Whatever the tokenizer raises passes
+        through.
+        """
         fast = self._fast
         if fast is None:
             tokenizer = self.tokenizer
@@ -99,8 +102,10 @@ class ModelTexts:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
     ) -> str:
-        """Return the prompt that the model's template makes of a conversation. A template is the model's own code, and
-        may refuse the messages with any exception."""
+        """Return the prompt that the model's template makes of a conversation.
+
+        A template is the model's own code, and may refuse the messages with any exception.
+        """
         return str(
             self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt

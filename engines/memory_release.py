@@ -24,6 +24,7 @@ _models_exempt = False  # Some of them are exempt as well, because something was
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
     """Switch automatic collections off during imports, in which they find nothing, and exempt the new objects.
+
     Collections take a quarter of the import of vLLM.
     """
     global _models_exempt
@@ -40,8 +41,10 @@ def importing() -> Iterator[None]:
 
 
 def collect_after_load(*, model_is_here: bool) -> None:
-    """Collect what loading has left behind; further automatic collections are rare. `model_is_here`: its objects are in
-    this process."""
+    """Collect what loading has left behind; further automatic collections are rare.
+
+    `model_is_here`: its objects are in this process.
+    """
     global _loaded
     with _collecting:
         gc.collect()
@@ -50,8 +53,9 @@ def collect_after_load(*, model_is_here: bool) -> None:
 
 
 def release_memory() -> None:
-    """Free all that nobody refers to, models among it, and give it back to the system. The free memory decides which
-    models still fit.
+    """Free all that nobody refers to, models among it, and give it back to the system.
+
+    The free memory decides which models still fit.
     """
     with _collecting:
         if _models_exempt:

@@ -100,8 +100,9 @@ class Weights:
 
 
 def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:
-    """Return the sizes from 1 to `gpus` that vLLM accepts for a model with this config.json, ascending. Every size
-    counts as accepted if the config says nothing.
+    """Return the sizes from 1 to `gpus` that vLLM accepts for a model with this config.json, ascending.
+
+    Every size counts as accepted if the config says nothing.
     """
     return tuple(size for size in range(1, gpus + 1) if size == 1 or _accepted(config, size))
 
@@ -122,8 +123,10 @@ class ModelMemory:
     cache_element_bytes: int = 2  # Bytes of one number in the KV cache.
 
     def fewest(self, sizes: Sequence[int], gpu_bytes: int) -> tuple[int, str]:
-        """Return the first of these sizes that holds the model, or else the last, and the reason in words. `gpu_bytes`:
-        total memory of the smallest GPU; 0 if unknown."""
+        """Return the first of these sizes that holds the model, or else the last, and the reason in words.
+
+        `gpu_bytes`: total memory of the smallest GPU; 0 if unknown.
+        """
         if not self.weights.total or not gpu_bytes:
             unknown = "the GPUs' memory" if self.weights.total else "the size of its weights"
             return sizes[-1], f"the most that the model allows, since {unknown} is not known"
@@ -135,15 +138,17 @@ class ModelMemory:
         return sizes[-1], f"the most that the model allows, which may be too few for {weights}"
 
     def fits(self, size: int, gpu_bytes: int) -> bool:
-        """Tell whether so many GPUs of this memory hold the weights and a useful KV cache."""
+        """Return True if so many GPUs of this memory hold the weights and a useful KV cache."""
         taken = int(gpu_bytes * self.memory_share)
         overhead = max(_OVERHEAD_BYTES, int(gpu_bytes * _OVERHEAD_SHARE))
         left = taken - overhead - self.weights.each(size, self.layout)
         return left >= max(self.sequence_bytes(size), int(taken * _CACHE_SHARE))
 
     def sequence_bytes(self, size: int) -> int:
-        """Return the bytes of KV cache of the longest sequence, on each of `size` GPUs; 0 if unknown. Layers with a
-        sliding window hold that much of it, layers with a recurrent state nothing."""
+        """Return the bytes of KV cache of the longest sequence, on each of `size` GPUs; 0 if unknown.
+
+        Layers with a sliding window hold that much of it, layers with a recurrent state nothing.
+        """
         text = _text(self.config)
         length = _first(text, _CONTEXT) if self.max_model_len is None else self.max_model_len
         if (rank := text.get("kv_lora_rank")) is not None:

@@ -46,8 +46,11 @@ class SegmentTokenizer:
         self._lock = Lock()
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Return token ids. `special`: with the special tokens that the model wants around a text. Whatever the
-        tokenizer raises passes through."""
+        """Return token ids.
+
+        `special`: with the special tokens that the model wants around a text. Whatever the tokenizer raises passes
+        through.
+        """
         segments = [segment for segment in self._cut(text) if segment]
         found = {segment: ids for segment in segments if (ids := self._find(segment)) is not None}
         if unknown := [segment for segment in dict.fromkeys(segments) if segment not in found]:
@@ -93,7 +96,7 @@ def by_segments(tokenizer: Tokenizer) -> SegmentTokenizer | None:
 
 
 def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The tokens before and after a text with special tokens."""
+    """Return the tokens before and after a text with special tokens."""
     plain, whole = [tokenizer.encode(_TRIALS[0], add_special_tokens=special).ids for special in (False, True)]
     start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
     return whole[:start], whole[start + len(plain) :]

@@ -24,8 +24,10 @@ class FinishReason(Enum):
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """A form that the text of an answer must have; exactly one of `choice` to `grammar` is set. The engine enforces it
-    token by token, or refuses the request with `InvalidParameter`."""
+    """A form that the text of an answer must have; exactly one of `choice` to `grammar` is set.
+
+    The engine enforces it token by token, or refuses the request with `InvalidParameter`.
+    """
 
     parameter: str  # The client's name for it, for error messages.
     choice: tuple[str, ...] | None = None  # One of these texts, and nothing else.
@@ -40,7 +42,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     as_is: bool = False
 
     def for_vllm(self) -> dict[str, Any]:
-        """The form by vLLM's name for it, as a field of `structured_outputs`."""
+        """Return the form by vLLM's name for it, as a field of `structured_outputs`."""
         forms = {
             "json": self.json_schema,
             "regex": self.regex,
@@ -90,8 +92,10 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt, its continuation, and the contents of the answer. The `want_*` fields and `top_tokens` ask the engine
-    only for data that the answer shows: log probabilities double the cost of a streamed token.
+    """A prompt, its continuation, and the contents of the answer.
+
+    The `want_*` fields and `top_tokens` ask the engine only for data that the answer shows: log probabilities double
+    the cost of a streamed token.
     """
 
     request_id: str = ""

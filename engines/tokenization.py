@@ -38,8 +38,10 @@ def end_token_ids(configured: int | list[int] | None, tokenizer: Any) -> frozens
 
 
 def check_beams(sampling: SamplingParameters) -> None:
-    """Refuse parameters that a beam search would ignore, since it uses only the model's probabilities. Raises
-    InvalidParameter: naming the parameter."""
+    """Refuse parameters that a beam search would ignore, since it uses only the model's probabilities.
+
+    Raises InvalidParameter: naming the parameter.
+    """
     if sampling.constraint is not None:
         raise InvalidParameter(sampling.constraint.parameter, _NOT_WITH_BEAMS)
     for name in ("allowed_token_ids", "bad_words", "logit_bias"):
@@ -55,8 +57,9 @@ _INVALID_PREFIX = "Invalid prefix encountered"
 
 
 class TokenTexts:
-    """The texts that the tokens of an answer add to it: "" while a character is incomplete. The joined texts are the
-    text of the answer after the text of `prompt_ids`.
+    """The texts that the tokens of an answer add to it: "" while a character is incomplete.
+
+    The joined texts are the text of the answer after the text of `prompt_ids`.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], skip_special: bool) -> None:
@@ -127,8 +130,10 @@ class HeldTokens:
         return tokens
 
     def release(self, characters: int, finished: bool) -> list[Token]:
-        """Return the tokens whose text may be shown now that so many more characters may. `finished`: return all,
-        without the text that belongs to a stop string."""
+        """Return the tokens whose text may be shown now that so many more characters may.
+
+        `finished`: return all, without the text that belongs to a stop string.
+        """
         tokens = self._tokens
         self._free += characters
         released = 0
@@ -150,8 +155,10 @@ def split_text(
     skip_special_tokens: bool,
     prompt_ids: Sequence[int] = (),
 ) -> list[Token]:
-    """Return tokens whose joined texts are the text of `token_ids` after the text of `prompt_ids`. A character that
-    takes several tokens comes whole with the last of them."""
+    """Return tokens whose joined texts are the text of `token_ids` after the text of `prompt_ids`.
+
+    A character that takes several tokens comes whole with the last of them.
+    """
     texts = TokenTexts(tokenizer, prompt_ids, skip_special_tokens)
     return [Token(i, texts.add(i), None, i in special_ids) for i in token_ids]
 

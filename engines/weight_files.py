@@ -25,8 +25,10 @@ _NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "scheduler.bin", 
 
 
 def weight_files(model: Path | str) -> tuple[Path, ...]:
-    """Return the files in the order of their names; none where `model` is no directory or file, such as a hub id. The
-    files of an index come first, then those of one format: safetensors before pickles. Subdirectories do not count."""
+    """Return the files in the order of their names; none where `model` is no directory or file, such as a hub id.
+
+    The files of an index come first, then those of one format: safetensors before pickles. Subdirectories do not count.
+    """
     path = Path(model)
     if path.is_file():
         return (path,)

@@ -56,7 +56,7 @@ _LONGEST_NAME = 80
 
 
 def read_constraint(read: ParameterReader) -> Constraint | None:
-    """The constraint among a request's parameters, whatever its name.
+    """Return the constraint among a request's parameters, whatever its name.
 
     Raises:
         InvalidParameter: It is wrong, or there are several.
@@ -70,8 +70,10 @@ def read_constraint(read: ParameterReader) -> Constraint | None:
 
 
 def constraint_of(name: str, value: Any) -> Constraint | None:
-    """The constraint that a field of this name, one of `FORMS`, has; None where it asks for plain text. Raises
-    InvalidParameter: naming the field or the member that is wrong, and what is expected."""
+    """Return the constraint that a field of this name, one of `FORMS`, has; None where it asks for plain text.
+
+    Raises InvalidParameter: naming the field or the member that is wrong, and what is expected.
+    """
     if FORMS[name] != "object":
         return Constraint(parameter=name, **_form(name, name.removeprefix("guided_"), value))
     members = ParameterReader({name: value}).optional_object(name) or {}
@@ -101,7 +103,7 @@ def refuse_unread(values: Mapping[str, Any], unread: Iterable[str], message: str
 
 
 def decoded(value: Any) -> Any:
-    """The document that a text holds; anything else as it is."""
+    """Return the document that a text holds; anything else as it is."""
     if not isinstance(value, str):
         return value
     try:

@@ -76,7 +76,9 @@ class Answer(Protocol):
         return ()
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return the bytes that a delta adds to the body. They may be empty.
+        """Return the bytes that a delta adds to the body.
+
+        They may be empty.
 
         Args:
             prompt: The position of the delta's request in `Exchange.requests`.
@@ -136,7 +138,9 @@ class Contract(Protocol):
 
 
 class ReplyWriter(Protocol):
-    """Takes one reply. No method blocks: the writer holds and merges the parts for a slow client.
+    """Takes one reply.
+
+    No method blocks: the writer holds and merges the parts for a slow client.
 
     If it would have to hold too much, it closes the connection, and the call is cancelled.
     """

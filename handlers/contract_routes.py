@@ -73,7 +73,9 @@ class ContractSetting:
     model: LoadedModel
 
     def adapter_of(self, call: Call, named: str | None) -> str | None:
-        """Return the adapter that SageMaker's header names, or else `named`. None is the model itself.
+        """Return the adapter that SageMaker's header names, or else `named`.
+
+        None is the model itself.
 
         Raises:
             InvalidParameter: The header names an adapter, and the server has none.

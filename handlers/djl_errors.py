@@ -24,38 +24,38 @@ def front_end_reply(status: int, kind: str, message: str) -> Reply:
 
 
 def refused(status: int, kind: str, message: str) -> ContractError:
-    """A call that the front end refuses. `kind`: a class name of DJL Serving's."""
+    """Return a call that the front end refuses. `kind`: a class name of DJL Serving's."""
     return ContractError(front_end_reply(status, kind, message), message)
 
 
 def bad_request(message: str) -> ContractError:
-    """A call that the front end refuses with 400: a parameter is missing or wrong."""
+    """Return a call that the front end refuses with 400: a parameter is missing or wrong."""
     return refused(400, "BadRequestException", message)
 
 
 def payload_error(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
-    """The body that says that a payload cannot be understood."""
+    """Return the body that says that a payload cannot be understood."""
     return f'{{"error":{_html_safe(message)},"code":{code}}}'.encode("utf-8", "replace")
 
 
 def failed_dependency(message: str) -> ContractError:
-    """A call that is refused with 424."""
+    """Return a call that is refused with 424."""
     return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(message)), message)
 
 
 def handler_failure(message: str, code: int = FAILED_DEPENDENCY) -> bytes:
-    """The body that says that a handler or a dynamic batch failed."""
+    """Return the body that says that a handler or a dynamic batch failed."""
     text = f'{{\n  "code":{code},\n  "message":"invoke handler failure",\n  "error":{quote(message)}\n}}'
     return text.encode("utf-8", "replace")
 
 
 def overloaded(error: Overloaded) -> Reply:
-    """The reply to a request for which the queue has no place."""
+    """Return the reply to a request for which the queue has no place."""
     return front_end_reply(error.status, "WlmCapacityException", error.message)
 
 
 def unknown_adapter(error: UnknownAdapter) -> Reply:
-    """The reply to a request for an adapter that is not registered."""
+    """Return the reply to a request for an adapter that is not registered."""
     return Reply(FAILED_DEPENDENCY, JSON, payload_error(error.message))
 
 

@@ -21,17 +21,17 @@ class FormError(InvalidRequest):
 
 
 def media_type(content_type: str) -> str:
-    """The content type without its parameters, in lower case."""
+    """Return the content type without its parameters, in lower case."""
     return content_type.partition(";")[0].strip().lower()
 
 
 def is_form(content_type: str) -> bool:
-    """Whether a body of this type has fields."""
+    """Return True if a body of this type has fields."""
     return media_type(content_type) in (_URLENCODED, _MULTIPART)
 
 
 def form_fields(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
-    """All fields and files of a form in order, without file names.
+    """Return all fields and files of a form in order, without file names.
 
     Raises:
         FormError: The form is broken.
@@ -49,7 +49,7 @@ def _urlencoded(body: bytes) -> list[tuple[str, bytes]]:
 
 
 def _unquoted(text: bytes) -> bytes:
-    """The text without its escapes, such as `%20`."""
+    """Return the text without its escapes, such as `%20`."""
     pieces, start = [], 0
     while start < len(text):
         end = start + _PIECE

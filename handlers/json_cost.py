@@ -49,7 +49,9 @@ class JsonDecoder(Generic[T]):
         self._decode: Callable[[bytes | str], T] = decoder.decode
 
     def decode(self, text: bytes | str) -> T:
-        """Decode a document. Call it in a thread if the text has `LONG_BODY` bytes or more.
+        """Decode a document.
+
+        Call it in a thread if the text has `LONG_BODY` bytes or more.
 
         Raises:
             JsonTooCostly: The text would take too long to decode.
@@ -72,7 +74,9 @@ async def off_the_loop(body: bytes, function: Callable[P, T], *args: P.args, **k
 
 
 def check_cost(text: bytes) -> None:
-    """Check a text piece by piece. Other threads run between the pieces.
+    """Check a text piece by piece.
+
+    Other threads run between the pieces.
 
     Raises:
         JsonTooCostly: Decoding would take longer than `MOST_NANOSECONDS`, or a number has too many digits, or too many

@@ -31,7 +31,7 @@ class JsonError(ValueError):
 
 
 def decode_json(text: bytes | str) -> Any:
-    """The document that a JSON text holds.
+    """Return the document that a JSON text holds.
 
     Raises:
         JsonError: It holds none, is nested too deeply, or would take too long to decode.
@@ -43,8 +43,10 @@ def decode_json(text: bytes | str) -> Any:
 
 
 def json_fault(text: bytes | str, error: Exception) -> str:
-    """The reason that msgspec's `error` gives for refusing `text`, corrected where it misleads. Near the end of a text
-    msgspec reports half a surrogate pair as a text that was cut off."""
+    """Return the reason that msgspec's `error` gives for refusing `text`, corrected where it misleads.
+
+    Near the end of a text msgspec reports half a surrogate pair as a text that was cut off.
+    """
     reason = str(error)
     if reason != _TRUNCATED:
         return reason
@@ -60,8 +62,10 @@ def json_kind(value: Any) -> str:
 
 
 class ParameterReader:
-    """Parameters by name, type and range; null counts as absent. All methods that return a value raise
-    `InvalidParameter`, which says what is allowed and what came."""
+    """Parameters by name, type and range; null counts as absent.
+
+    All methods that return a value raise `InvalidParameter`, which says what is allowed and what came.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = {name: value for name, value in values.items() if value is not None}
@@ -81,14 +85,14 @@ class ParameterReader:
         raise _wrong(name, "true or false", value)
 
     def integer(self, name: str, default: int, *, minimum: int | None = None, maximum: int | None = None) -> int:
-        """A whole number within bounds, both included."""
+        """Return a whole number within bounds, both included."""
         value = self._integer(name, "integer", default, minimum, maximum)
         return default if value is None else value
 
     def optional_integer(
         self, name: str, *, minimum: int | None = None, maximum: int | None = None, digits: bool = False
     ) -> int | None:
-        """A whole number within bounds, or None if absent. `digits`: a string of digits is taken as well."""
+        """Return a whole number within bounds, or None if absent. `digits`: a string of digits is taken as well."""
         return self._integer(name, ["integer", "string"] if digits else "integer", None, minimum, maximum)
 
     def _integer(self, name: str, kind: Kind, default: Any, minimum: int | None, maximum: int | None) -> int | None:
@@ -113,7 +117,7 @@ class ParameterReader:
         maximum: float | None = None,
         above: float | None = None,
     ) -> float:
-        """A finite number within bounds; `above` is a bound that is itself excluded."""
+        """Return a finite number within bounds; `above` is a bound that is itself excluded."""
         value = self._take(name, "number", default, minimum=minimum, maximum=maximum, exclusiveMinimum=above)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise _wrong(name, "a number", value)
@@ -139,11 +143,11 @@ class ParameterReader:
         raise _wrong(name, "an object", value)
 
     def value(self, name: str, kind: Kind) -> Any:
-        """The value as it is, or None if absent. `kind`: what it should be; an array holds strings."""
+        """Return the value as it is, or None if absent. `kind`: what it should be; an array holds strings."""
         return self._take(name, kind, None, items={"type": "string"} if kind == "array" else None)
 
     def strings(self, name: str, *, most: int = MAX_STRINGS, longest: int = MAX_STRING_LENGTH) -> tuple[str, ...]:
-        """A list of strings, none empty; one string alone stands for a list of it."""
+        """Return a list of strings, none empty; one string alone stands for a list of it."""
         items = {"type": "string", "maxLength": longest}
         value = self._take(name, ["array", "string"], [], items=items, maxItems=most)
         if isinstance(value, str):
@@ -165,7 +169,7 @@ class ParameterReader:
         return tuple(value)
 
     def logit_bias(self, name: str) -> dict[int, float] | None:
-        """An object of token ids (as strings, JSON has no other keys) and numbers from -100 to 100."""
+        """Return an object of token ids (as strings, JSON has no other keys) and numbers from -100 to 100."""
         value = self._take(name, "object", None, additionalProperties={"type": "number"})
         if value is None:
             return None
@@ -182,7 +186,7 @@ class ParameterReader:
         return biases
 
     def _take(self, name: str, kind: Kind, default: Any, **limits: Any) -> Any:
-        """The value, or the default. `kind`, `limits`: JSON schema's `type`, and what else it says."""
+        """Return the value, or the default. `kind`, `limits`: JSON schema's `type`, and what else it says."""
         self._read.add(name)
         if (given := self._values.get(name)) is None:
             return default

@@ -119,32 +119,34 @@ MEANINGS = {
 
 
 def an_object(properties: Mapping[str, Schema], *required: str, name: str = "", **more: Any) -> Schema:
-    """The schema of an object with these fields. `name`: the document has it once, under this name."""
+    """Return the schema of an object with these fields. `name`: the document has it once, under this name."""
     described = {key: {"description": MEANINGS.get(key, ""), **schema} for key, schema in properties.items()}
     title = {"title": name} if name else {}
     return {**title, "type": "object", "required": list(required), "properties": described, **more}
 
 
 def an_array(items: Schema) -> Schema:
-    """The schema of an array."""
+    """Return the schema of an array."""
     return {"type": "array", "items": items}
 
 
 def an_answer(name: str, description: str, *fields: str) -> Schema:
-    """The schema of an answer, with the names of its fields; the document has it once, under `name`."""
+    """Return the schema of an answer, with the names of its fields; the document has it once, under `name`."""
     return {"title": name, "type": "object", "description": description, "properties": {key: {} for key in fields}}
 
 
 def either(schemas: Sequence[Schema]) -> Schema:
-    """The schema of values that fit one of these."""
+    """Return the schema of values that fit one of these."""
     if not all(schemas):
         return ANYTHING
     return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
 
 
 def parameters(parse: Callable[[Reader], object]) -> dict[str, Schema]:
-    """Schemas of the parameters that a parser reads, by name. `parse`: calls the parser with an empty object and the
-    given reader."""
+    """Schemas of the parameters that a parser reads, by name.
+
+    `parse`: calls the parser with an empty object and the given reader.
+    """
     asked = _Asked()
     parse(lambda values: asked)
     return asked.properties
@@ -167,14 +169,14 @@ _OF_THE_STRUCT = ("title", "description")  # A struct's name and docstring, whic
 
 
 def struct(shape: type[msgspec.Struct], name: str = "") -> Schema:
-    """The schema of a body that msgspec decodes to `shape`, where null counts as absent."""
+    """Return the schema of a body that msgspec decodes to `shape`, where null counts as absent."""
     _, definitions = msgspec.json.schema_components((shape,), ref_template="{name}")
     schema = _plain(definitions[shape.__name__], definitions)
     return an_object(schema["properties"], *schema.get("required", ()), name=name)
 
 
 def _plain(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """A schema from msgspec with its references resolved and without nulls."""
+    """Return a schema from msgspec with its references resolved and without nulls."""
     if isinstance(schema, list):
         return [_plain(item, definitions) for item in schema]
     if not isinstance(schema, dict):

@@ -16,8 +16,10 @@ class Abortable(Protocol):
 
 
 class EngineQueue:
-    """The calls of one engine. At most `limit` sequences are in the engine at a time, running or waiting; further calls
-    are refused at once."""
+    """The calls of one engine.
+
+    At most `limit` sequences are in the engine at a time, running or waiting; further calls are refused at once.
+    """
 
     def __init__(self, engine: Engine, limit: int, overload_status: int = 503) -> None:
         """`overload_status`: what LMI's clients get where there is no place."""

@@ -184,8 +184,11 @@ class _KeepAlive:
 
 
 class CumulativeCall(RunningCall):
-    """A call whose answer repeats all before it in each part. Short parts come at once, or for several sequences once
-    for each step of the engine. Long ones come as often as `_BYTES_PER_SECOND` allows."""
+    """A call whose answer repeats all before it in each part.
+
+    Short parts come at once, or for several sequences once for each step of the engine. Long ones come as often as
+    `_BYTES_PER_SECOND` allows.
+    """
 
     def __init__(
         self, queue: EngineQueue, exchange: Exchange, writer: ReplyWriter, request_id: str, answer: CumulativeAnswer

@@ -58,8 +58,10 @@ class VllmParameters:
 
 
 class TextReader(ParameterReader):
-    """Takes text for numbers, booleans and documents ("16", "0.5", "true", "[1, 2]"), as Triton's clients send it. Text
-    that stands for no such value is refused by its name."""
+    """Takes text for numbers, booleans and documents ("16", "0.5", "true", "[1, 2]"), as Triton's clients send it.
+
+    Text that stands for no such value is refused by its name.
+    """
 
     def _meant(self, kind: Kind, value: Any) -> Any:
         if not isinstance(value, str):
@@ -72,7 +74,7 @@ class TextReader(ParameterReader):
 
 
 def number_of_text(text: str) -> int | float | str:
-    """The number that a text stands for, or the text itself."""
+    """Return the number that a text stands for, or the text itself."""
     stripped = text.strip()
     if _TEXT_INTEGER(stripped):
         return int(stripped)

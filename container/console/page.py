@@ -40,7 +40,7 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def _read(path: Path, **more: str) -> Response:
-    """A file of the page, as an ASGI application."""
+    """Return a file of the page, as an ASGI application."""
     return Response(path.read_bytes(), headers={**HEADERS, "content-type": _TYPES[path.suffix], **more})
 
 
@@ -51,7 +51,7 @@ def files() -> Mapping[str, Application]:
 
 
 def for_browsers(otherwise: Application) -> Application:
-    """The page for a browser, which accepts text/html; `otherwise` answers everyone else."""
+    """Return the page for a browser, which accepts text/html; `otherwise` answers everyone else."""
     page = _read(DIRECTORY / _INDEX, vary="accept")
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:

@@ -22,7 +22,9 @@ from handlers.djl_errors import JSON
 def console_state(
     state: AppState, report: ServerReport | None, endpoints: tuple[str, ...], *, management: bool
 ) -> Response:
-    """The document. `endpoints`: those of SageMaker that the container itself serves.
+    """Return the document.
+
+    `endpoints`: those of SageMaker that the container itself serves.
 
     `management`: the listener that was asked serves the management API, whose callers alone see settings and where
     adapters are from.

@@ -40,7 +40,9 @@ class Router:
         self._open: set[tuple[str, str]] = set()
 
     def add(self, path: str, method: str, application: Application, *, without_key: bool = False) -> None:
-        """Serve a path. The first application that is added for a path and method stays.
+        """Serve a path.
+
+        The first application that is added for a path and method stays.
 
         Args:
             path: May have `{name}` for a segment.

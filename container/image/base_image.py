@@ -29,12 +29,12 @@ _PTH = "base_image.pth"
 
 
 def package_directories() -> list[str]:
-    """The directories of this Python's packages: site-packages, and dist-packages on Debian and Ubuntu."""
+    """Return the directories of this Python's packages: site-packages, and dist-packages on Debian and Ubuntu."""
     return [path for path in sys.path if path.endswith("-packages")]
 
 
 def installed() -> dict[str, str]:
-    """The version of each package by its canonical name; of two with the same name the one that is imported."""
+    """Return the version of each package by its canonical name; of two with the same name the one that is imported."""
     versions: dict[str, str] = {}
     for package in metadata.distributions():
         if package.name:
@@ -43,7 +43,7 @@ def installed() -> dict[str, str]:
 
 
 def constraints(present: Mapping[str, str], lock: str, dependencies: list[str]) -> list[str]:
-    """The lock file's lines of packages that pip may have to add: missing ones, and those too old for Slipway."""
+    """Return the lock file's lines of packages that are missing or too old for Slipway."""
     unfit = {
         canonicalize_name(requirement.name)
         for requirement in map(Requirement, dependencies)

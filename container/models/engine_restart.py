@@ -23,7 +23,9 @@ class EngineRestarts:
         self._models, self._server, self._loads = models, server, loads
 
     def begin(self, model: Model, reason: str) -> bool:
-        """Begin to restart a model's engine. The model counts as failed until it is ready.
+        """Begin to restart a model's engine.
+
+        The model counts as failed until it is ready.
 
         Returns:
             False if the engine may not be restarted, or not once more.

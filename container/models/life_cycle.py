@@ -96,7 +96,9 @@ class Lifecycle:
         return custom is not None and custom.pool.ready < custom.pool.min_workers
 
     async def start(self, place: Callable[[ModelSettings], ModelSettings] | None = None) -> None:
-        """Load the model and generate a first token. The model is ready after that.
+        """Load the model and generate a first token.
+
+        The model is ready after that.
 
         Args:
             place: Chooses the model's GPUs after its weights were downloaded. It may block. It may raise an error that
@@ -116,7 +118,9 @@ class Lifecycle:
             self.stage = State.READY
 
     async def restart(self, place: Callable[[ModelSettings], ModelSettings]) -> None:
-        """Stop a model that has failed, and load it again with its adapters. It counts as failed until it is ready.
+        """Stop a model that has failed, and load it again with its adapters.
+
+        It counts as failed until it is ready.
 
         Args:
             place: As in `start`.
@@ -181,7 +185,9 @@ class Lifecycle:
         logger.info("model %s is ready after %.1f s: %s", self.model.name, seconds, self.startup_times)
 
     async def fetch(self) -> None:
-        """Download the weights that are on S3. `start` does so if it was not done before.
+        """Download the weights that are on S3.
+
+        `start` does so if it was not done before.
 
         Raises:
             EngineStartError: The download fails, or the secure mode refuses a file.

@@ -136,7 +136,9 @@ class Registrar:
         await asyncio.shield(self._begin(self._unload(model, load)))
 
     def scale(self, model: Model, min_workers: int, max_workers: int) -> tuple[int, int]:
-        """Set the numbers of workers. An engine has one worker, or none if it is scaled down.
+        """Set the numbers of workers.
+
+        An engine has one worker, or none if it is scaled down.
 
         Returns:
             The numbers that hold now, the least and the most.

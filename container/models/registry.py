@@ -121,7 +121,9 @@ class Models:
         raise UnknownModel(named, f"Model not found: {named[:200]}. This server has {kind}{self._names()}.")
 
     def choose(self, name: str, version: str | None = None) -> Model:
-        """Return one model. Several versions take turns, and only the ready ones if any is ready.
+        """Return one model.
+
+        Several versions take turns, and only the ready ones if any is ready.
 
         Raises:
             UnknownModel: The server has no such model or version.

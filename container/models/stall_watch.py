@@ -16,7 +16,9 @@ NEW_ENGINE_SECONDS = 600.0  # An engine is new for so many seconds of work.
 
 
 class StallWatch:
-    """Finds out when an engine is stalled. The log has the begin and the end.
+    """Finds out when an engine is stalled.
+
+    The log has the begin and the end.
 
     A stall begins after `limit` seconds in which requests ran and no token came. It ends with the engine's next sign of
     life. An engine whose requests have all timed out is still stalled.

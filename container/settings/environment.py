@@ -74,7 +74,7 @@ def _kv_cache_dtype(text: str) -> str:
 
 
 def _one_key(text: str) -> str:
-    """A key that may have a comma."""
+    """Return a key that may have a comma."""
     return json.dumps([text.strip()])
 
 
@@ -123,7 +123,7 @@ _KNOWN = _VARIABLES | {alias.variable for alias in ALIASES}
 def read_variables(
     environ: Mapping[str, str], problems: list[str], warnings: list[str]
 ) -> tuple[dict[str, Value], tuple[Alias, ...]]:
-    """The variables that count, with those that aliases stand for, and the aliases that are in effect.
+    """Return the variables that count, with those that aliases stand for, and the aliases that are in effect.
 
     An empty variable counts as unset, but an empty SM_VLLM_* is true. There is a warning for each alias that says
     something else than the variable that it stands for.
@@ -176,7 +176,10 @@ FOR_HUB_MODEL = frozenset(
 
 
 def for_every_model(environ: Mapping[str, str]) -> dict[str, str]:
-    """All variables but those that say which models there are; they count for each model of a server with several."""
+    """Return all variables but those that say which models there are.
+
+    They count for each model of a server with several.
+    """
     for_one = FOR_HUB_MODEL | {"SERVING_MODEL_NAME", "SERVING_MODEL_STORE", "SERVING_LOAD_MODELS"}
     return {name: text for name, text in environ.items() if name not in for_one}
 

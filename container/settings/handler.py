@@ -21,7 +21,7 @@ SERVICE_FOR_VLLM = "djl_python.lmi_vllm.vllm_async_service"
 def handler_settings(
     sources: Sources, entry_point: str, function: str, model_id: str | None, packages: Mapping[str, Any]
 ) -> HandlerSettings | None:
-    """The handler's settings; None where something is wrong with them, which is then among the problems.
+    """Return the handler's settings; None where something is wrong with them, which is then among the problems.
 
     `packages`: the fields for `requirements.txt`.
     """
@@ -67,7 +67,7 @@ def handler_settings(
 
 
 def handler_before_engine(sources: Sources, model_id: str | None, packages: Mapping[str, Any]) -> HandlerSettings:
-    """The settings of a `handle` beside LMI's service for vLLM: one worker, which sees all GPUs of the model."""
+    """Return the settings of a `handle` beside LMI's service for vLLM: one worker, which sees all GPUs of the model."""
     devices = _worker_devices(sources, gpu_count())
     return HandlerSettings(
         entry_point=SERVICE_FOR_VLLM,
@@ -103,7 +103,7 @@ def _worker_devices(sources: Sources, gpus: int) -> tuple[str, ...]:
 
 
 def _is_hugging_face(model_dir: Path, model_id: str | None) -> bool:
-    """Whether there is a Hugging Face model; a hub id is taken for one."""
+    """Return True if there is a Hugging Face model; a hub id is taken for one."""
     if model_id is None or model_id == str(model_dir):
         return location.has_model(model_dir)
     return location.is_hub_id(model_id) or location.has_model(Path(model_id))

@@ -128,7 +128,7 @@ def load_server(environ: Mapping[str, str], command_line: Mapping[str, str]) -> 
 
 
 def _place(model_dir: Path | str | Value | None, layer: Mapping[str, Value]) -> Value | None:
-    """The model directory as it was given; None for the default one."""
+    """Return the model directory as it was given; None for the default one."""
     if isinstance(model_dir, Path | str):
         return Value(str(model_dir), "command line: --model-dir")
     return model_dir or layer.get("model_store")
@@ -158,7 +158,7 @@ def _model_dir(place: Value | None, variables: Mapping[str, Value], remote: Remo
 
 
 def _directories(place: Value | None) -> tuple[Path, ...]:
-    """The model directories that are meant by one, which has to exist unless it is the default one."""
+    """Return the model directories that are meant by one, which has to exist unless it is the default one."""
     if place is None:
         return location.models_in(location.DEFAULT_MODEL_DIR)
     try:
@@ -185,7 +185,10 @@ def _sources(
     remote: RemoteModels,
     lookup: Lookup,
 ) -> Sources:
-    """The texts of the model's settings; keys that say something of the model are taken out of the server's `layer`."""
+    """Return the texts of the model's settings.
+
+    Keys that say something of the model are taken out of the server's `layer`.
+    """
     given = option_layer(variables, lookup.problems) | read_properties(directory, lookup.problems)
     model = {**given, **sagemaker_model_layer(variables), **arguments}
     for key in ("download_dir", "model_store"):
@@ -275,7 +278,7 @@ def further_settings(
     command_line: Mapping[str, str],
     arguments: Mapping[str, Value] | None = None,
 ) -> Settings:
-    """The settings of one model of several: its own file under the same environment and server settings.
+    """Return the settings of one model of several: its own file under the same environment and server settings.
 
     `url` is an absolute path, `file://` and one, or `s3://`; the other arguments are those of `load_settings`. Raises
     UrlNotFound where it is of another kind or nothing is there, and SettingsError.
@@ -333,7 +336,7 @@ def _listed(value: Value, environ: Mapping[str, str], command_line: Mapping[str,
 
 
 def _has_another(directories: tuple[Path, ...], variables: Mapping[str, Value]) -> bool:
-    """Whether HF_MODEL_ID names a model beside the one that the directory holds."""
+    """Return True if HF_MODEL_ID names a model beside the one that the directory holds."""
     hub = variables.get("HF_MODEL_ID")
     if hub is None or not directories or _MODEL_VARIABLES & variables.keys():
         return False

@@ -68,7 +68,7 @@ _CANNOT_BE_TOLD = re.compile(r"^\s*from\s+\S+\s+import\s+\*|(?<![.\w])(exec|glob
 
 
 def model_fields(sources: Sources) -> dict[str, Any]:
-    """The fields of `ModelSettings`; what is wrong is added to `sources.lookup.problems`."""
+    """Return the fields of `ModelSettings`; what is wrong is added to `sources.lookup.problems`."""
     function = str(sources.lookup.value(FUNCTION, sources.model) or FUNCTION.default)
     files = (sources.model_dir / "model.py", sources.model_dir / f"{sources.model_dir.name}.py")
     code = next((path for path in files if os.path.isfile(path)), None)
@@ -80,7 +80,7 @@ def model_fields(sources: Sources) -> dict[str, Any]:
 
 
 def _script(sources: Sources, code: Path | None) -> Path | None:
-    """The file with `model_fn`: `model.py`, or where SageMaker's toolkits have it."""
+    """Return the file with `model_fn`: `model.py`, or where SageMaker's toolkits have it."""
     program = sources.variables.get("SAGEMAKER_PROGRAM")
     inference = program.text.strip() if program is not None else "inference.py"
     places = (code, sources.model_dir / "code" / inference, sources.model_dir / "inference.py")
@@ -88,7 +88,7 @@ def _script(sources: Sources, code: Path | None) -> Path | None:
 
 
 def _entry_point(sources: Sources, code: Path | None, script: Path | None, function: str) -> str | None:
-    """The handler's file or module; None where an engine serves."""
+    """Return the handler's file or module; None where an engine serves."""
     given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
     text = sources.value(ENTRY_POINT)
     if text is None or given is None:
@@ -127,7 +127,7 @@ def _entry_point(sources: Sources, code: Path | None, script: Path | None, funct
 
 
 def _defines(path: Path, function: str) -> bool:
-    """Whether a file may define the function; true of a broken file, so that running it says what is wrong."""
+    """Return True if a file may define the function; true of a broken file, so that running it says what is wrong."""
     try:
         source = importlib.util.decode_source(path.read_bytes())
         scopes = [symtable.symtable(source, str(path), "exec")]
@@ -194,7 +194,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
 
 
 def _has_handle_before_engine(sources: Sources, code: Path | None) -> bool:
-    """Whether there may be a `handle` that LMI's service for vLLM asks first."""
+    """Return True if there may be a `handle` that LMI's service for vLLM asks first."""
     given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
     if given is None or given.text.strip() != SERVICE_FOR_VLLM:
         return False

@@ -73,14 +73,14 @@ class Option:
 
 
 def _one_of(words: Mapping[str, Scalar]) -> Parser:
-    """A parser of words in any case, which leaves any other text as it is: `refused` says what to do instead."""
+    """Return a parser of words in any case, which leaves any other text as it is: `refused` says what to do instead."""
     return Parser(
         lambda text: words.get(text.strip().lower(), text), ", ".join(map(str, dict.fromkeys(words.values())))
     )
 
 
 def refused(key: str, parser: Parser, serves: tuple[Scalar, ...], advice: str, *variables: str) -> Option:
-    """An option of LMI of which only the values in `serves` are served."""
+    """Return an option of LMI of which only the values in `serves` are served."""
     served = frozenset(serves)
     return Option(key, parser, variables=variables, shows_default=False, serves=served, advice=advice)
 
@@ -96,7 +96,7 @@ class Lookup:
     def value(
         self, option: Option, layer: Mapping[str, Value], variables: Mapping[str, Value] = MappingProxyType({})
     ) -> Scalar | None:
-        """The value of an option: from its keys in `layer`, else from its variables, else its default.
+        """Return the value of an option: from its keys in `layer`, else from its variables, else its default.
 
         None where there is no value, or where it is wrong, which is then among the problems.
         """

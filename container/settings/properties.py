@@ -13,7 +13,7 @@ FILE_NAME = "serving.properties"
 
 
 def read_properties(directory: Path, problems: list[str]) -> dict[str, Value]:
-    """The values of a model directory's file, by key; what is wrong with it is added to `problems`."""
+    """Return the values of a model directory's file, by key; what is wrong with it is added to `problems`."""
     try:
         data = (directory / FILE_NAME).read_bytes()
     except FileNotFoundError:

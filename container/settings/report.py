@@ -12,7 +12,7 @@ _HEAD = ("setting", "value", "source")
 
 
 def startup_text(startup: Startup) -> str:
-    """The table of the one model's settings, or one of the server's and one of each model's."""
+    """Return the table of the one model's settings, or one of the server's and one of each model's."""
     if startup.report is None:
         return render_text(startup.models[0].settings)
     parts = [render_text(startup.report)]
@@ -21,7 +21,7 @@ def startup_text(startup: Startup) -> str:
 
 
 def startup_json(startup: Startup) -> str:
-    """The same as JSON; where there is not one model, `{"server": {...}, "models": {"<name>": {...}}}`."""
+    """Return the same as JSON; where there is not one model, `{"server": {...}, "models": {"<name>": {...}}}`."""
     if startup.report is None:
         content = report_object(startup.models[0].settings)
     else:
@@ -31,7 +31,7 @@ def startup_json(startup: Startup) -> str:
 
 
 def render_text(settings: ServerReport) -> str:
-    """A table of name, value and source, then the aliases and the warnings."""
+    """Return a table of name, value and source, then the aliases and the warnings."""
     rows = [_HEAD, *(_row(entry) for entry in settings.entries)]
     name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"{name:{name_width}}  {value:{value_width}}  {source}" for name, value, source in rows]
@@ -41,7 +41,7 @@ def render_text(settings: ServerReport) -> str:
 
 
 def report_object(settings: ServerReport) -> dict[str, Any]:
-    """The settings, aliases and warnings as data."""
+    """Return the settings, aliases and warnings as data."""
     return {
         "settings": [_object(entry) for entry in settings.entries],
         "aliases": [

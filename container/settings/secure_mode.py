@@ -135,7 +135,7 @@ class SecureMode:
 
 
 def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> SecureMode | None:
-    """The mode that the environment asks for; None where it is off. Wrong values are added to `problems`."""
+    """Return the mode that the environment asks for; None where it is off. Wrong values are added to `problems`."""
     mode = variables.get(MODE)
     if mode is None or mode.word != "true":
         return None
@@ -206,7 +206,7 @@ def _template_in(path: Path) -> str:
 
 
 def _files(channels: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
-    """Each file below the channels, with its channel; links are followed, and each directory is read once."""
+    """Yield each file below the channels, with its channel; links are followed, and each directory is read once."""
     seen: set[str] = set()
     for channel in channels:
         for folder, subfolders, names in os.walk(channel, followlinks=True):

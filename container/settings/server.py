@@ -146,7 +146,7 @@ _KEYS = frozenset({*(option.key for option in SERVER_OPTIONS), _INFERENCE_ADDRES
 
 
 def server_layer(variables: Mapping[str, Value], command_line: Mapping[str, str], lookup: Lookup) -> dict[str, Value]:
-    """The server's keys; what is wrong with them is added to `lookup.problems`."""
+    """Return the server's keys; what is wrong with them is added to `lookup.problems`."""
     given = {key: Value(text, f"command line: {_flag(key)}") for key, text in command_line.items() if text}
     serving = serving_layer(variables, lookup.problems)
     if (text := lookup.value(_INFERENCE_ADDRESS, serving)) is not None:
@@ -163,7 +163,7 @@ def _flag(key: str) -> str:
 
 
 def server_fields(layer: dict[str, Value], lookup: Lookup) -> dict[str, Any]:
-    """The fields of `ServerSettings`; wrong values are added to `lookup.problems`."""
+    """Return the fields of `ServerSettings`; wrong values are added to `lookup.problems`."""
     if os.path.exists(SAGEMAKER_METADATA):
         for key, text in _ON_SAGEMAKER.items():
             layer.setdefault(key, Value(text, "default on SageMaker"))

@@ -15,7 +15,9 @@ from engines.model_settings import ModelSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How the process listens, queues, logs and ends. Sizes are in bytes, times in seconds.
+    """How the process listens, queues, logs and ends.
+
+    Sizes are in bytes, times in seconds.
 
     `container.settings.server` has their names and what may be given, docs/configuration.md what each is for.
     """

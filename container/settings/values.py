@@ -66,7 +66,7 @@ class Value:
 
 
 def is_true(value: Value | None) -> bool:
-    """Whether there is a value, and it says yes."""
+    """Return True if there is a value, and it says yes."""
     return value is not None and value.word in TRUE
 
 
@@ -103,7 +103,7 @@ def integer(minimum: int, maximum: int | None = None) -> Parser:
 
 
 def integer_or(word: str, minimum: int) -> Parser:
-    """An integer, or one word in any case."""
+    """Return an integer, or one word in any case."""
     number = integer(minimum)
     return Parser(lambda text: word if text.lower() == word else number.convert(text), f"{number.allowed}, or {word}")
 
@@ -128,7 +128,7 @@ def matching(pattern: str, allowed: str, flags: re.RegexFlag = re.NOFLAG) -> Par
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The names in a JSON array, or in a list with commas or blanks between; quotes and empty names are dropped."""
+    """Return the names in a JSON array, or in a list with commas or blanks. Quotes and empty names are dropped."""
     if text.lstrip().startswith("["):
         values = json.loads(text)
     else:
@@ -137,7 +137,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def assignments(text: str) -> dict[str, str]:
-    """The variables in `K=V,K=V`; a comma that no name follows belongs to the value before it.
+    """Return the variables in `K=V,K=V`; a comma that no name follows belongs to the value before it.
 
     Raises:
         ValueError: The text does not begin with a name and `=`.

@@ -55,7 +55,7 @@ class RemoteFile:
 
     @property
     def is_weights(self) -> bool:
-        """Whether the settings can be read without this file."""
+        """True if the settings can be read without this file."""
         return self.size > _MAX_SETTINGS_BYTES or PurePosixPath(self.path).suffix.lower() in WEIGHTS
 
 

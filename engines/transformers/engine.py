@@ -221,8 +221,9 @@ class BatchEngine:
             self._running = self._given_up_at = None
 
     def _serve(self) -> None:
-        """Run batches in the engine's thread, until there is None instead of one. In one thread, since PyTorch starts
-        threads for each thread that calls it.
+        """Run batches in the engine's thread, until there is None instead of one.
+
+        In one thread, since PyTorch starts threads for each thread that calls it.
         """
         while (batch := self._batches.get()) is not None:
             try:

@@ -268,8 +268,10 @@ def _advance(row: Row, choice: Choice | RequestError) -> TokenDelta | RequestErr
 
 
 def beam_deltas(job: Job, beams: Sequence[Sequence[int]], model: TransformersModel) -> list[TokenDelta]:
-    """Return one delta for each beam of a search; `beams`: their tokens, best first, none before the first step. A beam
-    of an aborted job that has not come to its own end is aborted."""
+    """Return one delta for each beam of a search; `beams`: their tokens, best first, none before the first step.
+
+    A beam of an aborted job that has not come to its own end is aborted.
+    """
     assert job.request.beam_search is not None
     whole = msgspec.structs.replace(job.request, stream=False)
     width = job.request.beam_search.width
@@ -351,8 +353,10 @@ class GeneratedSequence:
         self._prompt_tokens_due = request.want_prompt_tokens
 
     def add(self, choice: Choice) -> TokenDelta | None:
-        """Take the next token; returns the deltas, if any. The last delta has a `finish_reason`, and `last` set as for
-        a request of a single sequence."""
+        """Take the next token; returns the deltas, if any.
+
+        The last delta has a `finish_reason`, and `last` set as for a request of a single sequence.
+        """
         self.token_ids.append(choice.token_id)
         if choice.logprob is not None:
             self._cumulative_logprob = (self._cumulative_logprob or 0.0) + choice.logprob
@@ -430,8 +434,10 @@ class StopStrings:
         self._tail = ""
 
     def add(self, text: str, count: bool) -> int | None:
-        """Take the added text; if a stop string ends in it, the number of characters to take back. Without `count` the
-        text is taken note of, but a stop string that ends in it does not."""
+        """Take the added text; if a stop string ends in it, the number of characters to take back.
+
+        Without `count` the text is taken note of, but a stop string that ends in it does not.
+        """
         old, whole = len(self._tail), self._tail + text
         self._tail = whole[-self._reach :] if self._reach else ""
         found = ((whole.find(stop, max(old - len(stop) + 1, 0)), len(stop)) for stop in self._stop if text and count)

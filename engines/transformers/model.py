@@ -181,8 +181,10 @@ def source(settings: ModelSettings, name: str) -> str:
 
 
 def check_kind(settings: ModelSettings, config: Any) -> None:
-    """Refuse a model that is no causal language model, though transformers would load a part of it as one. Raises
-    EngineStartError: it is an encoder-decoder model, or an encoder."""
+    """Refuse a model that is no causal language model, though transformers would load a part of it as one.
+
+    Raises EngineStartError: it is an encoder-decoder model, or an encoder.
+    """
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder model"
     elif type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False:

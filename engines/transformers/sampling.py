@@ -97,8 +97,9 @@ class Sampler:
         self._wants_logprobs = request.want_logprobs or request.top_tokens > 0 or ranked
 
     def choose(self, input_ids: Any, logits: Any) -> list[Choice | RequestError]:
-        """Choose for each sequence from its row of `logits`; both tensors have a row for each. An error replaces a
-        choice if the logits are no numbers, or the parameters forbid every token.
+        """Choose for each sequence from its row of `logits`; both tensors have a row for each.
+
+        An error replaces a choice if the logits are no numbers, or the parameters forbid every token.
         """
         scores = self._adjusted(input_ids, logits)
         for warper in self._warpers:

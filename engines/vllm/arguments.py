@@ -69,8 +69,10 @@ _PATHS = frozenset({"chat_template", "tool_parser_plugin"})
 
 
 def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
-    """Return keyword arguments of vLLM's `AsyncEngineArgs`; for the rest `serve_defaults` hold. Raises
-    EngineStartError: an option has a value that vLLM's own argument parser refuses; the option is named."""
+    """Return keyword arguments of vLLM's `AsyncEngineArgs`; for the rest `serve_defaults` hold.
+
+    Raises EngineStartError: an option has a value that vLLM's own argument parser refuses; the option is named.
+    """
     given = {name: text for name, text in settings.engine_arguments.items() if name not in FRONT_END}
     passed = _parse(AsyncEngineArgs.add_cli_args, settings, given)
     arguments: dict[str, Any] = {
@@ -187,8 +189,11 @@ def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: 
 
 
 def _is_read(action: Any) -> bool:
-    """Tell whether the parser has the argument, and reads it. An action that says of an argument without effect that it
-    is deprecated would say what to write on vLLM's command line instead."""
+    """Return True if the parser has the argument, and reads it.
+
+    An action that says of an argument without effect that it is deprecated would say what to write on vLLM's command
+    line instead.
+    """
     deprecated = isinstance(action, DeprecatedLogConfigFileAction)
     return action is not None and not deprecated
 

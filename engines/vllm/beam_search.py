@@ -124,7 +124,7 @@ class BeamSearchTask:
         return self._ranked(self._finished + self._running)
 
     def _settled(self) -> bool:
-        """Tell whether no running beam can displace a finished one any more."""
+        """Return True if no running beam can displace a finished one any more."""
         if len(self._finished) < self._options.width:
             return False
         if self._options.early_stopping:

@@ -63,8 +63,9 @@ _COMBINED = ("anyOf", "oneOf", "$ref", "if", "unevaluatedProperties", "additiona
 
 
 def choose_backend(config: VllmConfig, option: str) -> None:
-    """Set what `structured_outputs_config` leaves open: the back end, and that JSON is compact. A model that may write
-    any white space sometimes writes nothing else.
+    """Set what `structured_outputs_config` leaves open: the back end, and that JSON is compact.
+
+    A model that may write any white space sometimes writes nothing else.
 
     Args:
         config: of an engine that is not made yet.

@@ -332,7 +332,9 @@ class VllmEngine:
 
 def _repeated(request: GenerationRequest) -> Hashable:
     """Return what makes requests alike for vLLM's checks, whatever their prompts; None for one that is not remembered.
-    Left out are those that are rarely repeated, whose parameters may be large, or that have tokens as their prompt."""
+
+    Left out are those that are rarely repeated, whose parameters may be large, or that have tokens as their prompt.
+    """
     s = request.sampling
     if not isinstance(request.prompt, str) or s.min_tokens or s.seed is not None or s.constraint is not None:
         return None

@@ -33,8 +33,10 @@ class _ForkServer:
         self._started = False
 
     def start(self) -> None:
-        """Start it, or start it again if it has ended; does not wait until it has imported vLLM. To be called from the
-        main thread: the kernel ends the fork server with the thread that started it."""
+        """Start it, or start it again if it has ended; does not wait until it has imported vLLM.
+
+        To be called from the main thread: the kernel ends the fork server with the thread that started it.
+        """
         if self._wanted is None:
             # Looked at once: vLLM sets the variable itself when it is configured for a CPU.
             self._wanted = not os.environ.get(_METHOD) and not _needs_spawn()
@@ -47,8 +49,10 @@ class _ForkServer:
         start_no_other()
 
     def context(self) -> ForkServerContext | None:
-        """Return what starts processes; None where they have to be spawned. Blocks until vLLM is imported. The fork
-        server ends by itself where it must not fork, and says why."""
+        """Return what starts processes; None where they have to be spawned.
+
+        Blocks until vLLM is imported. The fork server ends by itself where it must not fork, and says why.
+        """
         if not self._started:
             return None
         context = multiprocessing.get_context("forkserver")
@@ -78,7 +82,7 @@ def end_with_parent() -> None:
 
 
 def is_forked() -> bool:
-    """Tell whether this process is from the fork server; multiprocessing gives only those a list."""
+    """Return True if this process is from the fork server; multiprocessing gives only those a list."""
     return forkserver.get_inherited_fds() is not None
 
 
@@ -112,8 +116,11 @@ def _bind_threads(cpus: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Set the environment that the fork server is to see, for a while. It imports from where this process does, and
-    never from the working directory, which may be a model's. OpenBLAS starts no threads, which a fork would lose."""
+    """Set the environment that the fork server is to see, for a while.
+
+    It imports from where this process does, and never from the working directory, which may be a model's. OpenBLAS
+    starts no threads, which a fork would lose.
+    """
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in own}
@@ -129,7 +136,7 @@ def _environment() -> Iterator[None]:
 
 
 def _needs_spawn() -> bool:
-    """Tell whether something matters that a process reads only as it is executed, so that it cannot be forked.
+    """Return True if something matters that a process reads only as it is executed, so that it cannot be forked.
 
     On WSL the NVIDIA driver's library does not work after a fork; vLLM spawns there as well. CUDA's libraries for older
     drivers are found through LD_LIBRARY_PATH, which vLLM sets. Intel's OpenMP binds its threads as it is loaded.

@@ -81,8 +81,10 @@ def _limit() -> None:
 
 
 def main() -> None:
-    """Answer each line until the standard input ends, or the server does, be it in the middle of a constraint. The
-    timer's signal is not handled, so it ends the process."""
+    """Answer each line until the standard input ends, or the server does, be it in the middle of a constraint.
+
+    The timer's signal is not handled, so it ends the process.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints must not come between the answers

@@ -88,8 +88,10 @@ class VllmAdapters:
     """The adapters of one engine, in vLLM's memory or outside it."""
 
     def __init__(self, llm: AsyncLLM, patience: float, empty_slots: int = 0) -> None:
-        """`patience`: seconds that loading may take, and a wait for a place in memory. `empty_slots`: so many of the
-        places that vLLM has stay empty."""
+        """`patience`: seconds that loading may take, and a wait for a place in memory.
+
+        `empty_slots`: so many of the places that vLLM has stay empty.
+        """
         lora: Any = llm.vllm_config.lora_config
         self._llm, self._patience = llm, patience
         self._places: int = (lora.max_cpu_loras or lora.max_loras) - empty_slots

@@ -41,8 +41,10 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def check_adapter(directory: Path, max_rank: int) -> None:
-    """Refuse a directory that is no adapter, or one of too large a rank. Reads its configuration; may block. Raises
-    AdapterFailed: the file that is missing or broken is named."""
+    """Refuse a directory that is no adapter, or one of too large a rank.
+
+    Reads its configuration; may block. Raises AdapterFailed: the file that is missing or broken is named.
+    """
     if not os.path.isdir(directory):
         raise AdapterMissing(f"src: there is no directory {directory}")
     config = _config(directory / CONFIG)

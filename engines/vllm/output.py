@@ -192,8 +192,10 @@ class PushedState(RequestState):
         traced: bool = False,
         interval: int = 1,
     ) -> None:
-        """`traced`: vLLM makes a span of the sequence when it has ended. `interval`: tokens in each part of a stream,
-        after the first part, which has what came with the first token."""
+        """`traced`: vLLM makes a span of the sequence when it has ended.
+
+        `interval`: tokens in each part of a stream, after the first part, which has what came with the first token.
+        """
         self.want_tokens = generation.want_tokens
         # A part goes out when there are so many tokens, or at the end.
         self.due, self.interval = (0, interval) if generation.stream else (sys.maxsize, 0)

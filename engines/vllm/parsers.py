@@ -102,7 +102,7 @@ def _tells_end(parser: type[ReasoningParser]) -> bool:
 
 
 def tells_end_of_reasoning(config: VllmConfig) -> bool:
-    """Tell whether a model has a parser of reasoning that knows where reasoning ends."""
+    """Return True if a model has a parser of reasoning that knows where reasoning ends."""
     name = config.structured_outputs_config.reasoning_parser
     return bool(name) and _tells_end(ReasoningParserManager.get_reasoning_parser(name))
 

@@ -102,7 +102,9 @@ _this_thread = threading.local()
 
 @contextlib.contextmanager
 def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Connection]:
-    """Start vLLM's processes as the module says. The calling thread has to outlive them where they are spawned.
+    """Start vLLM's processes as the module says.
+
+    The calling thread has to outlive them where they are spawned.
 
     Several threads may start engines at a time, one for each model. Gives the connection that `first_failure` reads.
     `spawned`: do not fork them, even with a fork server: vLLM binds a process to a NUMA node as it is spawned.
@@ -167,8 +169,11 @@ def prepare_engine(report: Connection) -> None:
 
 
 def _end_workers(workers: Sequence[BaseProcess]) -> None:
-    """Wait for the workers' end, as vLLM does; if one has died, kill the others first. They wait for it, and end by
-    themselves only when the engine process has waited for them for 8 seconds. It tells nobody until then."""
+    """Wait for the workers' end, as vLLM does; if one has died, kill the others first.
+
+    They wait for it, and end by themselves only when the engine process has waited for them for 8 seconds. It tells
+    nobody until then.
+    """
     if any(worker.exitcode for worker in workers):
         for worker in workers:
             worker.kill()

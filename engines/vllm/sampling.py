@@ -50,8 +50,10 @@ class SamplingTranslator:
     def sampling_params(
         self, request: GenerationRequest, prompt_length: int, structured_outputs: StructuredOutputsParams | None = None
     ) -> SamplingParams:
-        """Return the parameters of the request's first sequence; `structured_outputs`: its constraint. Raises
-        InvalidRequest: vLLM would refuse it, or it would harm the engine."""
+        """Return the parameters of the request's first sequence; `structured_outputs`: its constraint.
+
+        Raises InvalidRequest: vLLM would refuse it, or it would harm the engine.
+        """
         self.check(request)
         s = request.sampling
         room = self.max_model_len - prompt_length
@@ -157,16 +159,20 @@ def sibling(request: EngineCoreRequest, index: int) -> EngineCoreRequest:
 
 
 def check_bad_words(params: SamplingParams) -> None:
-    """Refuse bad words of more tokens than the engine has room for; to be called once vLLM has tokenized them. Raises
-    InvalidParameter: there are too many."""
+    """Refuse bad words of more tokens than the engine has room for; to be called once vLLM has tokenized them.
+
+    Raises InvalidParameter: there are too many.
+    """
     count = sum(len(token_ids) for token_ids in params.bad_words_token_ids or ())
     if count > MAX_BAD_WORD_TOKENS:
         raise InvalidParameter("bad_words", f"must have at most {MAX_BAD_WORD_TOKENS} tokens together, got {count}")
 
 
 def load_typical(config: VllmConfig) -> str:
-    """Have the engine load the processor that fits its model runner. Returns why it cannot, as the rest of a sentence
-    that begins with the parameter's name; "" if it can."""
+    """Have the engine load the processor that fits its model runner.
+
+    Returns why it cannot, as the rest of a sentence that begins with the parameter's name; "" if it can.
+    """
     if config.speculative_config is not None:
         return "cannot be used together with speculative decoding"
     if config.model_config.return_sampling_mask:

@@ -40,7 +40,9 @@ def joined(messages: Sequence[Message], *more: tuple[str, str]) -> Message:
 
 
 def split_output(output: Message, size: int) -> list[Message]:
-    """Return one output for each request. An error or a 204 is the answer to every request.
+    """Return one output for each request.
+
+    An error or a 204 is the answer to every request.
 
     Raises:
         BatchMismatch: The output does not have one answer for each request.

@@ -60,7 +60,9 @@ def input_of(call: Call) -> HandlerInput:
 
 
 def priority_of(given: HandlerInput) -> int:
-    """Return the property `x-priority`. Requests with a lower priority are served first.
+    """Return the property `x-priority`.
+
+    Requests with a lower priority are served first.
 
     Raises:
         ContractError: 400. The property is not an integer.

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 
 class IdleTimeout:
-    """Calls `expired` when `seconds` have passed since the last restart. Pauses do not count.
+    """Calls `expired` when `seconds` have passed since the last restart.
+
+    Pauses do not count.
 
     `restart` is only an assignment, so it is cheap enough for every part of a stream.
     """

@@ -71,7 +71,9 @@ def requirements_dir(model_dir: Path, settings: HandlerSettings) -> Path:
 
 
 async def prepare_interpreter(model_dir: Path, settings: HandlerSettings) -> str:
-    """Return the interpreter for the model's workers. Install the requirements if that has not been done yet.
+    """Return the interpreter for the model's workers.
+
+    Install the requirements if that has not been done yet.
 
     Raises:
         EngineStartError: The interpreter cannot be run or cannot create an environment, or pip fails.

@@ -47,7 +47,9 @@ class _ActiveRequest:
 
 
 class RollingBatcher:
-    """Calls the handler of one worker step by step. Each step is a call for all active requests.
+    """Calls the handler of one worker step by step.
+
+    Each step is a call for all active requests.
 
     New requests join the batch between two steps. A request stays in the handler's batch until the handler marks its
     last part, and cannot be removed earlier. So the request of a client that has gone continues until all clients of

@@ -285,7 +285,9 @@ def _spawn(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) ->
 
 
 def least_used(groups: Sequence[str], used: Sequence[str]) -> str:
-    """Return the group of devices with the fewest workers. The first of several such groups wins.
+    """Return the group of devices with the fewest workers.
+
+    The first of several such groups wins.
 
     Args:
         groups: The groups of devices, such as `0` or `0,1`.

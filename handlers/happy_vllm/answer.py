@@ -39,8 +39,10 @@ _SPACED = _Style(", ", ": ", encode_basestring_ascii)
 
 
 class _Answer(Answer):
-    """All sequences of one answer, as far as they have been generated. The text of a sequence is kept as JSON, without
-    the quotes, so that a step encodes only what it has added."""
+    """All sequences of one answer, as far as they have been generated.
+
+    The text of a sequence is kept as JSON, without the quotes, so that a step encodes only what it has added.
+    """
 
     _style: _Style
 
@@ -56,8 +58,10 @@ class _Answer(Answer):
             self._end = f'{self._style.comma}"prompt"{self._style.colon}{self._style.quote(generation.prompt)}'
 
     def add(self, prompt: int, delta: TokenDelta) -> bool:
-        """Take a delta; whether it changed anything: beams that are not shown do not. The hot path: called for each
-        token of each stream."""
+        """Take a delta; whether it changed anything: beams that are not shown do not.
+
+        The hot path: called for each token of each stream.
+        """
         sequence = delta.sequence
         if sequence >= len(self._responses):
             return False
@@ -73,7 +77,7 @@ class _Answer(Answer):
         return refuse(error)
 
     def _document(self, addition: str = "") -> str:
-        """The whole object; `addition`: further members at its end."""
+        """Return the whole object; `addition`: further members at its end."""
         comma, colon, _ = self._style
         prompt_tokens = self._prompt_tokens
         responses = f'"{comma}"'.join(self._responses)
@@ -102,8 +106,10 @@ class WholeAnswer(_Answer):
 
 
 class StreamAnswer(_Answer):
-    """`/v1/generate_stream`: a line for each step, with no content type, as the original has none. A
-    `CumulativeAnswer`: a client that lags is sent fewer lines."""
+    """`/v1/generate_stream`: a line for each step, with no content type, as the original has none.
+
+    A `CumulativeAnswer`: a client that lags is sent fewer lines.
+    """
 
     content_type = ""
     _style = _SPACED
@@ -115,7 +121,7 @@ class StreamAnswer(_Answer):
         return (self._document() + "\n").encode()
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """A last line with the texts so far, aborted, and the reason; the original breaks the connection off."""
+        """Return a last line with the texts so far, aborted, and the reason; the original breaks the connection off."""
         self._reasons = [_ABORTED if reason == _UNFINISHED else reason for reason in self._reasons]
         reason = f', "error": {encode_basestring_ascii(error.message)}'
         return (self._document(reason) + "\n").encode()

@@ -32,7 +32,7 @@ _BYTE = re.compile(r" \(byte ([0-9]+)\)$")
 
 
 def json_reply(body: dict[str, Any] | None, status: int = 200) -> Reply:
-    """A reply as Starlette writes JSON: compact, in UTF-8."""
+    """Return a reply as Starlette writes JSON: compact, in UTF-8."""
     return Reply(status, JSON, msgspec.json.encode(body))
 
 
@@ -45,7 +45,7 @@ class WrongBody(errors.InvalidRequest):
 
 
 def not_json(reason: str) -> WrongBody:
-    """The refusal of a body that is not JSON. `reason`: the decoder's, with the place at its end."""
+    """Return the refusal of a body that is not JSON. `reason`: the decoder's, with the place at its end."""
     place = _BYTE.search(reason)
     error = WrongBody("the body is not JSON", "json_invalid", "JSON decode error", int(place[1]) if place else 0)
     error.entry["ctx"] = {"error": _BYTE.sub("", reason)}
@@ -53,7 +53,7 @@ def not_json(reason: str) -> WrongBody:
 
 
 def refuse(error: errors.RequestError) -> Reply:
-    """The reply to a call that has failed before its first byte."""
+    """Return the reply to a call that has failed before its first byte."""
     status = _status_of(error)
     if status == 500:
         return json_reply({"error": type(error).__name__, "messages": [error.message]}, status)
@@ -65,7 +65,7 @@ def refuse(error: errors.RequestError) -> Reply:
 
 
 def vllm_error(error: errors.RequestError) -> Reply:
-    """The same in vLLM's error object, which `/v2/tokenizer` and `/v2/decode` have."""
+    """Return the same in vLLM's error object, which `/v2/tokenizer` and `/v2/decode` have."""
     status, parameter = _status_of(error), None
     if status == 422:
         status = 400
@@ -82,5 +82,5 @@ def _status_of(error: errors.RequestError) -> int:
 
 
 def _entry(kind: str, message: str, *location: str | int) -> dict[str, Any]:
-    """An error as Pydantic has it, without `input`: the client's own text is not sent back."""
+    """Return an error as Pydantic has it, without `input`: the client's own text is not sent back."""
     return {"type": kind, "loc": ["body", *location], "msg": message}

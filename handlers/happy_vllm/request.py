@@ -30,7 +30,7 @@ _LONGEST_NAME = 80
 
 
 def document(call: Call) -> dict[str, Any]:
-    """The call's JSON object.
+    """Return the call's JSON object.
 
     Raises:
         WrongBody: There is none.
@@ -49,8 +49,10 @@ def document(call: Call) -> dict[str, Any]:
 
 
 class BodyReader(ParameterReader):
-    """A body's fields; booleans and integers may be what Pydantic takes as such: "yes", 1, "16". Where a required one
-    is absent, `WrongBody` is raised."""
+    """A body's fields; booleans and integers may be what Pydantic takes as such: "yes", 1, "16".
+
+    Where a required one is absent, `WrongBody` is raised.
+    """
 
     def required_string(self, name: str) -> str:
         self._require(name)
@@ -141,7 +143,7 @@ def _json_format(read: BodyReader) -> Constraint | None:
 
 
 def _schema_of(simple_form: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema of an object that has all of these fields, and no other."""
+    """Return the JSON schema of an object that has all of these fields, and no other."""
     return {
         "type": "object",
         "properties": {name: _property(name, kind) for name, kind in simple_form.items()},

@@ -121,7 +121,10 @@ def _generating(summary: str, texts: tuple[str, Mapping[str, Schema]]) -> Operat
 def _info(
     path: str, reply_of: Callable[[Call, ModelView], Reply], summary: str, answer: str, **fields: Schema
 ) -> InfoRoute:
-    """A route that generates nothing. `answer`: names of its fields. `fields`: those of the body, if it has one."""
+    """Return a route that generates nothing.
+
+    `answer`: names of its fields. `fields`: those of the body, if it has one.
+    """
     methods = ("POST",) if fields else ("GET",)
     return InfoRoute(path=path, answer=reply_of, methods=methods, about=_telling(summary, answer, **fields))
 

@@ -117,7 +117,7 @@ def _read(call: Call) -> BodyReader:
 
 
 def _with_texts(read: BodyReader) -> bool:
-    """The original's request schema says `with_token_str`, and its code reads `with_tokens_str`."""
+    """Return True if the original's request schema says `with_token_str`, and its code reads `with_tokens_str`."""
     return read.boolean("with_tokens_str", read.boolean("with_token_str", False))
 
 
@@ -173,8 +173,10 @@ def ids_inside(model: LoadedModel, text: str) -> list[int]:
 
 
 def _behind(model: LoadedModel, word: str, text: str, tries: int) -> tuple[str, list[int]]:
-    """The longest beginning of the word whose tokens do not change when the text follows it, and the text's ids. After
-    so many `tries` the text is tokenized by itself."""
+    """Return the longest beginning of the word whose tokens do not change when the text follows it, and the text's ids.
+
+    After so many `tries` the text is tokenized by itself.
+    """
     while word and tries:
         before, together = _encode(model, word), _encode(model, word + text)
         if together[: len(before)] == before:
@@ -188,8 +190,10 @@ def _encode(model: LoadedModel, text: str) -> list[int]:
 
 
 def texts_inside(model: LoadedModel, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token, as inside a longer text; joined, they are the text of all. A character that takes several
-    tokens comes whole with the last of them."""
+    """Return the text of each token, as inside a longer text; joined, they are the text of all.
+
+    A character that takes several tokens comes whole with the last of them.
+    """
     before = _encode(model, _WORD)[-1:]
     texts: list[str] = []
     while len(texts) < len(token_ids):
@@ -214,8 +218,10 @@ def _pending(texts: Sequence[str]) -> int:
 
 
 def split_text(model: LoadedModel, text: str, minimum: int, separators: Iterable[str]) -> list[str]:
-    """Chunks of at least `minimum` tokens that end right after a separator; the last one has the rest. Separators are
-    compared as tokens: "?" is not " ?". The chunks, joined, are the text."""
+    """Chunks of at least `minimum` tokens that end right after a separator; the last one has the rest.
+
+    Separators are compared as tokens: "?" is not " ?". The chunks, joined, are the text.
+    """
     ids = ids_inside(model, text)
     texts = texts_inside(model, ids)
     by_last_id: dict[int, list[list[int]]] = {}

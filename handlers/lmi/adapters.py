@@ -54,7 +54,7 @@ _decode_adapters = JsonDecoder(_Fields).decode
 
 
 def named_adapter(call: Call) -> str | None:
-    """The one adapter that a call names, as far as its body can be read."""
+    """Return the one adapter that a call names, as far as its body can be read."""
     try:
         return adapters_of(call, adapters_in(call.body), 1)[0]
     except errors.InvalidRequest:
@@ -84,7 +84,7 @@ def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
 
 
 def adapters_in(body: bytes) -> Any:
-    """The field `adapters` of a JSON body; None if there is none, or the body cannot be read."""
+    """Return the field `adapters` of a JSON body; None if there is none, or the body cannot be read."""
     if _FIELD not in body and b"\\u" not in body:  # its name may be written with escapes
         return None
     try:
@@ -94,12 +94,12 @@ def adapters_in(body: bytes) -> Any:
 
 
 def adapter_query(call: Call) -> str | None:
-    """The query parameter `adapter`; None if there is none."""
+    """Return the query parameter `adapter`; None if there is none."""
     return next((value for name, value in call.query if name == "adapter"), None)
 
 
 def registration(call: Call) -> AdapterOrder:
-    """The order of `POST .../adapters`.
+    """Return the order of `POST .../adapters`.
 
     Raises:
         InvalidRequest: `name` or `src` is missing, or a value is of the wrong kind.
@@ -111,7 +111,7 @@ def registration(call: Call) -> AdapterOrder:
 
 
 def change(call: Call) -> AdapterOrder:
-    """The order of `POST .../adapters/<name>/update`.
+    """Return the order of `POST .../adapters/<name>/update`.
 
     Raises:
         InvalidRequest: A value is of the wrong kind.
@@ -120,13 +120,15 @@ def change(call: Call) -> AdapterOrder:
 
 
 def alias(call: Call) -> str:
-    """The adapter's name for messages, from its header; empty if there is none."""
+    """Return the adapter's name for messages, from its header; empty if there is none."""
     return next((value.strip() for name, value in call.headers if name.lower() == ALIAS_HEADER.lower()), "")
 
 
 def done(call: Call, name: str, what: str, message: str) -> Reply:
-    """The answer to an order that was carried out. `what`: such as "registered". `message`: a custom handler's own,
-    which replaces the usual text."""
+    """Return the answer to an order that was carried out.
+
+    `what`: such as "registered". `message`: a custom handler's own, which replaces the usual text.
+    """
     text = message or f"Adapter {alias(call) or name} {what}"
     if _is_json(call):
         return Reply(200, _TEXT, text.encode("utf-8", "replace"))
@@ -134,12 +136,12 @@ def done(call: Call, name: str, what: str, message: str) -> Reply:
 
 
 def described(adapter: Adapter) -> Reply:
-    """The answer to `GET .../adapters/<name>`."""
+    """Return the answer to `GET .../adapters/<name>`."""
     return _document(_entry(adapter))
 
 
 def listed(call: Call, adapters: Sequence[Adapter]) -> Reply:
-    """The answer to `GET .../adapters`: at most `limit` of them, and the token of the next page.
+    """Return the answer to `GET .../adapters`: at most `limit` of them, and the token of the next page.
 
     Raises:
         InvalidRequest: `limit` or `next_page_token` is not a number.
@@ -153,7 +155,7 @@ def listed(call: Call, adapters: Sequence[Adapter]) -> Reply:
 
 
 def refuse(error: errors.RequestError) -> Reply:
-    """The answer to an error."""
+    """Return the answer to an error."""
     status, kind = next(
         ((status, kind) for cause, status, kind in _REFUSALS if isinstance(error, cause)),
         (500, "InternalServerException"),
@@ -162,7 +164,7 @@ def refuse(error: errors.RequestError) -> Reply:
 
 
 def wrong_method(call: Call) -> Reply:
-    """The answer to a method that the route does not have."""
+    """Return the answer to a method that the route does not have."""
     message = f"Method {call.method[:20]} is not allowed for {call.path[:200]}"
     return front_end_reply(405, "MethodNotAllowedException", message)
 

@@ -51,8 +51,10 @@ _NO_TOKEN = Token(-1, "")
 
 
 class LmiAsyncContract:
-    """Parses bodies with `inputs` for one model. `model_defaults`: vLLM's default sampling parameters for the model,
-    from its generation config."""
+    """Parses bodies with `inputs` for one model.
+
+    `model_defaults`: vLLM's default sampling parameters for the model, from its generation config.
+    """
 
     def __init__(self, settings: ModelSettings, model_defaults: Mapping[str, Any] | None = None) -> None:
         self._settings, self._model_defaults = settings, model_defaults or {}
@@ -79,8 +81,10 @@ class LmiAsyncContract:
         return Exchange((request,), answer, notes_of(document, self._fields, parameters.ignored))
 
     def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
-        """The same request as one to vLLM's completions, which is what LMI makes of it, and notes for the log. Raises
-        ContractError: as `parse`."""
+        """Return the same request as one to vLLM's completions, which is what LMI makes of it, and notes for the log.
+
+        Raises ContractError: as `parse`.
+        """
         try:
             document, prompt, stream, parameters = self._read(call)
         except InvalidRequest as error:
@@ -233,7 +237,7 @@ class StreamAnswer(_Answer):
     content_type = "application/jsonlines"
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """A line for each token. The hot path: called for each token of each stream."""
+        """Return a line for each token. The hot path: called for each token of each stream."""
         self._sequence.text.append(delta.text)
         if not delta.last:
             return "".join([_record(token) for token in delta.tokens]).encode()

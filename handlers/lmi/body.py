@@ -41,7 +41,7 @@ class Body(msgspec.Struct):
 
 
 def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: str = "`inputs`") -> Body:
-    """A call's body, whatever its content type.
+    """Return a call's body, whatever its content type.
 
     `prompts_of`: reads `inputs` that are not simply one prompt. `wanted`: what the body should have, for the message.
 
@@ -66,7 +66,7 @@ def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: 
 
 
 def decode(body: bytes, content_type: str) -> Any:
-    """The JSON document that the body is or stands for.
+    """Return the JSON document that the body is or stands for.
 
     text/plain is the prompt itself, and text/csv has prompts in its column `inputs`; a form has the prompt in `inputs`,
     else in `data`, else in its first field of another name than `parameters`, `stream` and `adapters`. JSON is also
@@ -136,7 +136,7 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
 
 
 def stream_of(value: Any) -> bool:
-    """The field `stream` of a body; false where it is absent or null.
+    """Return True if the field `stream` of a body; false where it is absent or null.
 
     Raises:
         InvalidRequest: It is not a boolean.
@@ -147,7 +147,7 @@ def stream_of(value: Any) -> bool:
 
 
 def request_ids(call: Call, prompts: int) -> tuple[str, ...]:
-    """An id for each prompt of a call: the call's own where there is one prompt."""
+    """Return an id for each prompt of a call: the call's own where there is one prompt."""
     return (call.request_id,) if prompts == 1 else tuple(f"{call.request_id}-{place}" for place in range(prompts))
 
 

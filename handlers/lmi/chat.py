@@ -68,17 +68,17 @@ _decode_error = msgspec.json.Decoder(_ErrorObject).decode
 
 
 def events(data: bytes) -> list[bytes]:
-    """The events in a piece of a stream, without frames; comments, which keep a connection alive, are left out."""
+    """Return the events in a piece of a stream, without frames and without comments."""
     return [part.removeprefix(_EVENT) for part in data.split(b"\n\n") if part.startswith(_EVENT)]
 
 
 def is_error(event: bytes) -> bool:
-    """Whether an event is an error object rather than a chunk."""
+    """Return True if an event is an error object rather than a chunk."""
     return event.startswith(b'{"error"')
 
 
 def error_of(body: bytes) -> VllmError:
-    """The error that an error object holds; an empty one if the body is not an error object."""
+    """Return the error that an error object holds; an empty one if the body is not an error object."""
     try:
         return _decode_error(body).error
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -86,8 +86,11 @@ def error_of(body: bytes) -> VllmError:
 
 
 class LmiChatShape:
-    """Chat as LMI's rolling batch answers it; used for one answer. `sse`: a stream is server-sent events instead of
-    lines. `stop_token_ids`: the request's own; vLLM reports further end tokens of the model as stop tokens, too."""
+    """Chat as LMI's rolling batch answers it; used for one answer.
+
+    `sse`: a stream is server-sent events instead of lines. `stop_token_ids`: the request's own; vLLM reports further
+    end tokens of the model as stop tokens, too.
+    """
 
     def __init__(self, *, sse: bool = False, stop_token_ids: Collection[int] = (), overload_status: int = 503) -> None:
         self.stream_type = "text/event-stream" if sse else "application/jsonlines"
@@ -114,7 +117,7 @@ class LmiChatShape:
         return Reply(reply.status, JSON, _json(document).encode(), reply.headers)
 
     def event(self, data: bytes) -> bytes:
-        """A server-sent event of vLLM's, which comes without its frame: a chunk, an error object, or `[DONE]`."""
+        """Return the bytes of a vLLM event, given without its frame: a chunk, an error object, or `[DONE]`."""
         if data == DONE:
             return b"data: [DONE]\n\n" if self._sse else b""
         if is_error(data):

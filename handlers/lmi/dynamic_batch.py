@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_
 
 
 def default_max_new_tokens(settings: ModelSettings) -> int:
-    """The limit on new tokens where a request has none."""
+    """Return the limit on new tokens where a request has none."""
     return DEFAULT_MAX_NEW_TOKENS if settings.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
 
 
@@ -45,8 +45,10 @@ def parameter_rules(settings: ModelSettings) -> ParameterRules:
 
 
 class LmiDynamicContract:
-    """Parses dynamic-batch bodies for one model. `pad_text`: what a streamed record holds for a prompt that has
-    finished; the text of the model's pad token."""
+    """Parses dynamic-batch bodies for one model.
+
+    `pad_text`: what a streamed record holds for a prompt that has finished; the text of the model's pad token.
+    """
 
     def __init__(self, settings: ModelSettings, pad_text: str = "") -> None:
         self._pad_text = pad_text
@@ -107,7 +109,7 @@ def _prompts(inputs: Any) -> tuple[str, ...]:
 
 
 def _plain_names(values: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
-    """The parameters that were given, under rolling batch's names, with this contract's limit on new tokens."""
+    """Return the parameters that were given, under rolling batch's names, with this contract's limit on new tokens."""
     given = {name: value for name, value in values.items() if value is not None}
     if "manual_seed" in given:
         given.setdefault("seed", given["manual_seed"])
@@ -174,7 +176,7 @@ class RecordListAnswer(Answer):
         return _failure(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """The pending record, and the error as one without `outputs`."""
+        """Return the pending record, and the error as one without `outputs`."""
         pending = self._flush() if any(self._entries) else ""
         reason = encode_basestring_ascii(error.message)
         record = f'{{"code": {status_of(error)}, "message": "invoke handler failure", "error": {reason}}}\n'

@@ -86,9 +86,11 @@ class AdapterFormatters:
         time_limit: float,
         async_mode: bool = False,
     ) -> None:
-        """`otherwise`: answers all other calls. `make`: makes a handler with these formatters. `base`: the model's own,
-        for a kind that an adapter lacks. `time_limit`: seconds that running a `model.py` may take. `async_mode`: the
-        mode that they have to fit."""
+        """`otherwise`: answers all other calls.
+
+        `make`: makes a handler with these formatters. `base`: the model's own, for a kind that an adapter lacks.
+        `time_limit`: seconds that running a `model.py` may take. `async_mode`: the mode that they have to fit.
+        """
         self._otherwise, self._make, self._base = otherwise, make, base or Formatters(None, None)
         self._time_limit, self._async_mode = time_limit, async_mode
         self._loaded: dict[str, LoadedFormatters] = {}
@@ -134,7 +136,7 @@ class AdapterFormatters:
 
 
 def _run(adapter: Adapter) -> ModuleType | None:
-    """The module of the adapter's `model.py`, under a name that no other has; None if there is no such file."""
+    """Return the module of the adapter's `model.py`, under a name that no other has; None if there is no such file."""
     directory = str(adapter.path)
     try:
         if not (adapter.path / MODEL_FILE).is_file():

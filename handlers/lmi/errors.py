@@ -14,13 +14,13 @@ from handlers.djl_errors import FAILED_DEPENDENCY, JSON, overloaded, payload_err
 
 
 def payload_refused(message: str) -> ContractError:
-    """A call whose payload cannot be understood, refused in the words of LMI's parser."""
+    """Return a call whose payload cannot be understood, refused in the words of LMI's parser."""
     text = f"Input Parsing failed. {message[:1].upper()}{message[1:]}."
     return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(text)), message)
 
 
 def request_error(message: str, code: int, error_type: str | None = None) -> str:
-    """The schema's object for a request that failed, where the answer is not streamed."""
+    """Return the schema's object for a request that failed, where the answer is not streamed."""
     return (
         '{"generated_text": "", "details": {"finish_reason": "error", "generated_tokens": null, "inputs": null, '
         f'"tokens": null}}, {_reason(message, code, error_type)}}}'
@@ -28,7 +28,10 @@ def request_error(message: str, code: int, error_type: str | None = None) -> str
 
 
 def stream_error(message: str, code: int, error_type: str | None = None) -> str:
-    """The schema's record for a request that failed, where the answer is streamed; `error_type` under tgi_compat."""
+    """Return the schema's record for a request that failed, where the answer is streamed.
+
+    `error_type` under tgi_compat.
+    """
     token = (
         '{"id": -1, "text": "", "log_prob": -1, "special_token": true, "error_msg": ' + quote(message) + "}"
         if error_type is None
@@ -42,7 +45,7 @@ def stream_error(message: str, code: int, error_type: str | None = None) -> str:
 
 
 def status_of(error: RequestError) -> int:
-    """The HTTP status for a request that failed before its first byte."""
+    """Return the HTTP status for a request that failed before its first byte."""
     return 500 if isinstance(error, EngineDead) else FAILED_DEPENDENCY
 
 
@@ -54,7 +57,7 @@ def tgi_error_type(error: RequestError) -> str:
 
 
 def failure(error: RequestError, body: bytes, status: int | None = None) -> Reply:
-    """The reply to a request that failed before its first byte: `body`, or the front end's own for a full queue."""
+    """Return the reply to a request that failed before its first byte: `body`, or the front end's if the queue is full."""
     if isinstance(error, Overloaded):
         return overloaded(error)
     return Reply(status_of(error) if status is None else status, JSON, body)

@@ -83,7 +83,7 @@ class Formatting:
     answer_object: Callable[[str, bytes], Any] | None = None
 
     async def of_call(self, change: Callable[[Call], Call], call: Call) -> Call:
-        """The call as one of the formatters' methods changes it.
+        """Return the call as one of the formatters' methods changes it.
 
         Raises:
             ContractError: The call is refused.

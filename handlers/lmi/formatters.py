@@ -59,8 +59,11 @@ class FormatterContract:
         writes_tokens: bool = False,
         tokenizer: Any = None,
     ) -> None:
-        """Wrap `contract`. `read` and `write` are the input and the output formatter; `writes_tokens`: the latter is of
-        the older kind, called with each token. `tokenizer`: what an input formatter gets under this name."""
+        """Wrap `contract`.
+
+        `read` and `write` are the input and the output formatter; `writes_tokens`: the latter is of the older kind,
+        called with each token. `tokenizer`: what an input formatter gets under this name.
+        """
         self._contract, self._settings = contract, settings
         self._read, self._write, self._writes_tokens = read, write, writes_tokens
         self._tokenizer = tokenizer
@@ -128,7 +131,7 @@ class FormatterContract:
         return request
 
     def _read_as_usual(self, call: Call) -> RequestInput | None:
-        """The request of a body without an input formatter; None if the body is wrong."""
+        """Return the request of a body without an input formatter; None if the body is wrong."""
         try:
             body = read_body(call, lambda _: ())
             document, parameters = body.document, body.parameters
@@ -164,7 +167,10 @@ def _handler_input(call: Call) -> Input:
 
 
 def _document(request: RequestInput, formatter: str | None, stream: bool, own_answer: bool) -> bytes:
-    """The request as the wrapped contract reads it. `own_answer`: the output formatter writes it, from all details."""
+    """Return the request as the wrapped contract reads it.
+
+    `own_answer`: the output formatter writes it, from all details.
+    """
     parameters = {
         name: value for name, value in request.parameters.items() if name not in ("stream", "output_formatter")
     }
@@ -206,7 +212,7 @@ class FormatterAnswer(Answer):
         self._output = TextGenerationOutput(request_id=request.request_id, input=request)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The formatter's text.
+        """Return the formatter's text.
 
         Raises:
             GenerationFailed: The formatter raised an error, or returned something else than text.
@@ -286,7 +292,7 @@ class PayloadFormatters:
         self.writes = write is not None  # There is an output formatter.
 
     def read(self, call: Call) -> Call:
-        """The call with the body that the input formatter makes of its own.
+        """Return the call with the body that the input formatter makes of its own.
 
         As in LMI the formatter does not see `adapters`, which has been taken out by then.
 
@@ -310,7 +316,7 @@ class PayloadFormatters:
         return replace(call, body=body, content_type=JSON)
 
     def as_completion(self, call: Call) -> Call:
-        """A call with `inputs` as one to vLLM's completions, so that its answer is vLLM's.
+        """Return a call with `inputs` as one to vLLM's completions, so that its answer is vLLM's.
 
         Raises:
             ContractError: The call is refused.
@@ -321,8 +327,10 @@ class PayloadFormatters:
         return completion
 
     def written(self, response: Any) -> bytes:
-        """What the output formatter makes of vLLM's response, or of one event of its stream, as a line. Raises
-        GenerationFailed: the formatter raised an error, or returned something that cannot be sent."""
+        """What the output formatter makes of vLLM's response, or of one event of its stream, as a line.
+
+        Raises GenerationFailed: the formatter raised an error, or returned something that cannot be sent.
+        """
         assert self._write is not None
         try:
             return _line(self._write(response))

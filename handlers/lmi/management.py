@@ -109,8 +109,10 @@ def read_registration(call: Call) -> Registration:
 
 
 def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
-    """`min_worker` and `max_worker` of a PUT; one that is not given keeps its value as far as the other allows. Raises
-    ContractError: 400; none is given, or one is wrong."""
+    """`min_worker` and `max_worker` of a PUT; one that is not given keeps its value as far as the other allows.
+
+    Raises ContractError: 400; none is given, or one is wrong.
+    """
     given = dict(call.query)
     least, most = (
         _integer(name, given[name], 0, MAX_WORKERS) if name in given else None for name in ("min_worker", "max_worker")
@@ -127,7 +129,7 @@ def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
 
 
 def read_page(call: Call) -> tuple[int, int]:
-    """The first place and the greatest length of a list, from `next_page_token` and `limit`.
+    """Return the first place and the greatest length of a list, from `next_page_token` and `limit`.
 
     Raises:
         ContractError: 400; one of them is not an integer in its range.
@@ -178,22 +180,22 @@ def _integer(parameter: str, text: str, least: int, most: int | None = None) -> 
 
 
 def registered(name: str) -> Reply:
-    """The answer to a registration: the model is loaded."""
+    """Return the answer to a registration: the model is loaded."""
     return _status(f'Model "{name}" registered.')
 
 
 def registration_scheduled(name: str) -> Reply:
-    """The answer to a registration that does not wait for the model."""
+    """Return the answer to a registration that does not wait for the model."""
     return _status(f'Model "{name}" registration scheduled.', 202)
 
 
 def unregistered(name: str) -> Reply:
-    """The answer to a DELETE."""
+    """Return the answer to a DELETE."""
     return _status(f'Model or workflow "{name}" unregistered')
 
 
 def scaled(name: str, least: int, most: int) -> Reply:
-    """The answer to a PUT: the numbers of workers."""
+    """Return the answer to a PUT: the numbers of workers."""
     return _status(f'Workflow "{name}" worker scaled. New Worker configuration min workers:{least} max workers:{most}')
 
 

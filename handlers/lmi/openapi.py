@@ -26,8 +26,10 @@ _FRONT_END_ERROR = an_answer(
 
 
 def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operation:
-    """`/invocations` under these settings. `for_vllm`: schemas of the bodies that vLLM's front end answers there, by
-    vLLM's path for them."""
+    """`/invocations` under these settings.
+
+    `for_vllm`: schemas of the bodies that vLLM's front end answers there, by vLLM's path for them.
+    """
     if model.handler is not None:
         return _custom_handler(model.handler)
     if model.rolling_batch == "disable":

@@ -56,8 +56,11 @@ class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
 def read_parameters(
     values: Mapping[str, Any], rules: ParameterRules, reader: Reader = ParameterReader
 ) -> LmiParameters:
-    """Validate and translate `parameters`. The API description asks with a `reader` of its own. Raises
-    InvalidParameter: naming the parameter, its value and what is allowed."""
+    """Validate and translate `parameters`.
+
+    The API description asks with a `reader` of its own. Raises InvalidParameter: naming the parameter, its value and
+    what is allowed.
+    """
     # TensorRT-LLM's table calls `stop` a boolean, to which LMI gives no meaning; elsewhere it is a list of strings.
     stop_ignored = rules.trtllm and isinstance(values.get("stop"), bool)
     read = reader({**values, "stop": None} if stop_ignored else values)

@@ -235,7 +235,7 @@ class RecordAnswer(Answer):
         self._sequence = GeneratedSequence()
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The records of this delta's tokens. The hot path: called for each token of each stream."""
+        """Return the records of this delta's tokens. The hot path: called for each token of each stream."""
         if delta.sequence:
             return b""
         sequence, tokens = self._sequence, delta.tokens
@@ -254,14 +254,14 @@ class RecordAnswer(Answer):
         return ("".join(records) + self._record(final) + self._end()).encode()
 
     def fail(self, error: RequestError) -> Reply:
-        """The error's record as a JSON document, since nothing has been streamed."""
+        """Return the error's record as a JSON document, since nothing has been streamed."""
         return _failure(error, self._options, stream_error)
 
     def fail_midway(self, error: RequestError) -> bytes:
         return (self._before + _error(error, self._options, stream_error) + self._after).encode()
 
     def _record(self, token: Token) -> str:
-        """A record up to where the token's own object has closed."""
+        """Return a record up to where the token's own object has closed."""
         return self._head + _token(token, self._options)
 
     def _end(self) -> str:

@@ -76,7 +76,7 @@ class Sessions:
         await self._run(lambda: _check(manager, session_id))
 
     async def answer(self, call: Call) -> Reply:
-        """The reply to a body with a `requestType`.
+        """Return the reply to a body with a `requestType`.
 
         Raises:
             ContractError: 424, as for `check` or because the body is wrong; or the status of overload if there are too
@@ -150,8 +150,11 @@ class Sessions:
 
 
 async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessions:
-    """The sessions of a model with these settings. They are off if they cannot be kept in the default place. Raises
-    EngineStartError: they cannot be kept in the place that the settings name."""
+    """Return the sessions of a model with these settings.
+
+    They are off if they cannot be kept in the default place. Raises EngineStartError: they cannot be kept in the place
+    that the settings name.
+    """
     if not settings.enable_stateful_sessions:
         return Sessions(None, overload_status)
     properties = {
@@ -199,7 +202,7 @@ def _close(manager: SessionManager, session_id: str) -> None:
 
 
 def session_of(call: Call) -> str:
-    """The session that the call's header names; empty if it names none or asks for a new one.
+    """Return the session that the call's header names; empty if it names none or asks for a new one.
 
     Raises:
         ContractError: 424; the header is not an id.
@@ -213,7 +216,7 @@ def session_of(call: Call) -> str:
 
 
 def action_of(body: bytes) -> str:
-    """The action that a body with a `requestType` asks for.
+    """Return the action that a body with a `requestType` asks for.
 
     Raises:
         ContractError: 424; it is another, or the body has further fields.
@@ -234,14 +237,17 @@ def action_of(body: bytes) -> str:
 
 
 def created(session_id: str, expires: float) -> Reply:
-    """The reply to NEW_SESSION. `expires`: in seconds since the epoch. SageMaker reads the first of the headers;
-    clients that ask LMI directly read the second."""
+    """Return the reply to NEW_SESSION.
+
+    `expires`: in seconds since the epoch. SageMaker reads the first of the headers; clients that ask LMI directly read
+    the second.
+    """
     value = f"{session_id}; Expires={datetime.fromtimestamp(expires, UTC):%Y-%m-%dT%H:%M:%SZ}"
     return _done(session_id, "created", ((NEW_SESSION_ID, value), (SESSION_ID, value)))
 
 
 def closed(session_id: str) -> Reply:
-    """The reply to CLOSE."""
+    """Return the reply to CLOSE."""
     return _done(session_id, "closed", ((CLOSED_SESSION_ID, session_id),))
 
 

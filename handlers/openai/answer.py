@@ -134,7 +134,7 @@ class ChatStream(StreamAnswer):
         self._begun = False
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The records of a step. The hot path: called for each token of each stream."""
+        """Return the records of a step. The hot path: called for each token of each stream."""
         if self._begun and self._plain and delta.finish_reason is None:
             return f"{self._heads[delta.sequence]}{quote(delta.text)}{_PLAIN_CHAT}".encode()
         data = ""
@@ -206,7 +206,7 @@ class CompletionStream(StreamAnswer):
         self._prompt_tokens = 0
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The records of a step. The hot path: called for each token of each stream."""
+        """Return the records of a step. The hot path: called for each token of each stream."""
         index = prompt * self._options.sequences + delta.sequence
         if self._plain and delta.finish_reason is None:
             return f"{self._heads[index]}{quote(delta.text)}{_PLAIN_COMPLETION}".encode()
@@ -256,7 +256,7 @@ class CompletionDocument(DocumentAnswer):
 
 
 def _head(options: AnswerOptions, kind: str) -> str:
-    """The fields with which every document and record of an answer begins."""
+    """Return the fields with which every document and record of an answer begins."""
     return f'"id":{quote(options.id)},"object":"{kind}","created":{options.created},"model":{quote(options.model)}'
 
 
@@ -267,18 +267,18 @@ def usage_of(prompt_tokens: int, new_tokens: int) -> str:
 
 
 def stop_reason(delta: TokenDelta) -> str:
-    """The stop string or the stop token that ended a sequence."""
+    """Return the stop string or the stop token that ended a sequence."""
     reason = delta.stop_reason
     return "null" if reason is None else quote(reason) if isinstance(reason, str) else str(reason)
 
 
 def in_stream(token: Token) -> str:
-    """A token's log probability, as pydantic writes it."""
+    """Return a token's log probability, as pydantic writes it."""
     return msgspec.json.encode(_logprob(token)).decode()
 
 
 def in_document(token: Token) -> str:
-    """A token's log probability, as Python's `json` writes it."""
+    """Return a token's log probability, as Python's `json` writes it."""
     return repr(_logprob(token))
 
 
@@ -288,12 +288,12 @@ def _logprob(token: Token) -> float:
 
 
 def alternatives(token: Token) -> list[Token]:
-    """A token and the most probable ones at its place, each once."""
+    """Return a token and the most probable ones at its place, each once."""
     return [token, *(other for other in token.top if other.id != token.id)]
 
 
 def _failure(error: RequestError) -> Reply:
-    """The reply of a call that failed before its answer began, in the words of the other way."""
+    """Return the reply of a call that failed before its answer began, in the words of the other way."""
     return refuse(GenerationFailed(_FAULT) if isinstance(error, EngineFault) else error)
 
 
@@ -314,12 +314,12 @@ def _entry(token: Token, number: Callable[[Token], str]) -> str:
 
 @lru_cache(maxsize=65536)
 def _spelled(text: str) -> tuple[str, str]:
-    """A token's text as JSON, and its bytes as a list of numbers."""
+    """Return a token's text as JSON, and its bytes as a list of numbers."""
     return quote(text), f"[{','.join(map(str, text.encode('utf-8', 'replace')))}]"
 
 
 def _completion_logprobs(tokens: Sequence[Token], number: Callable[[Token], str], offset: int) -> tuple[str, int]:
-    """The log probabilities of tokens whose text begins at `offset`, and where the next one's does."""
+    """Return the log probabilities of tokens whose text begins at `offset`, and where the next one's does."""
     offsets, numbers, texts, tops = [], [], [], []
     for token in tokens:
         offsets.append(str(offset))

@@ -141,7 +141,7 @@ read_chat = JsonDecoder(ChatBody).decode
 
 
 def sampling_of(body: Body, defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParameters:
-    """The sampling parameters of a body.
+    """Return the sampling parameters of a body.
 
     `defaults`: the model's own, by vLLM's names.
 

@@ -39,7 +39,7 @@ _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 
 
 def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True) -> dict[str, Any]:
-    """The fields to replace, so that vLLM enforces all that the body asks for; a field that is None goes.
+    """Return the fields to replace, so that vLLM enforces all that the body asks for; a field that is None goes.
 
     `body`: its `FIELDS` at least. `parses_tools`: the model has a parser of tool calls.
 
@@ -87,7 +87,7 @@ def form_name(body: Mapping[str, Any], path: str) -> str:
 
 
 def _forms(body: Mapping[str, Any], path: str) -> list[str]:
-    """The names of the forms that a body asks for.
+    """Return the names of the forms that a body asks for.
 
     Raises:
         InvalidParameter: It has none on this route.
@@ -107,7 +107,7 @@ def _forced(body: Mapping[str, Any]) -> bool:
 
 
 def _named_tool(choice: Any) -> dict[str, Any]:
-    """The field to replace where TGI's clients name a tool by a string."""
+    """Return the field to replace where TGI's clients name a tool by a string."""
     if not isinstance(choice, str) or choice in ("", "auto", "none", "required"):
         return {}
     return {"tool_choice": {"type": "function", "function": {"name": choice}}}
@@ -127,7 +127,7 @@ def _check_tool_choice(body: Mapping[str, Any], path: str, parses_tools: bool) -
 
 
 def _without_formats(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields to replace where the model has to call a tool.
+    """Return the fields to replace where the model has to call a tool.
 
     Raises:
         InvalidParameter: `response_format` is wrong.

@@ -118,15 +118,19 @@ class EngineClient:
         return getattr(self._llm, name)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuse a call before its prompt is rendered, where it is clear that it gets no places. Raises as
-        `generate`."""
+        """Refuse a call before its prompt is rendered, where it is clear that it gets no places.
+
+        Raises as `generate`.
+        """
         call = current_call.get()
         with _vllms_errors():
             call.take(n)
         call.release(n)
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
-        """See `AsyncLLM.generate`. Not a coroutine: what is refused is refused before a reply has begun.
+        """See `AsyncLLM.generate`.
+
+        Not a coroutine: what is refused is refused before a reply has begun.
 
         Raises:
             VLLMValidationError: the parameters would harm the engine, or there are too many sequences.
@@ -205,8 +209,10 @@ class EngineClient:
         return ids
 
     async def _adapter(self, call: OpenAICall, name: str) -> Any:
-        """What vLLM is told of the adapter of this name, which is in its memory until the call ends. It is looked up
-        anew: another one may have taken its place since the front end did."""
+        """What vLLM is told of the adapter of this name, which is in its memory until the call ends.
+
+        It is looked up anew: another one may have taken its place since the front end did.
+        """
         assert self._engine.adapters is not None
         claim = call.adapters.get(name) or call.keep(name, await self._engine.adapters.claim(name))
         return claim.request

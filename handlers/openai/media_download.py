@@ -46,7 +46,7 @@ class DownloadFailed(Exception):
 
 
 def is_allowed(address: str, networks: Sequence[Network]) -> bool:
-    """Tell whether media may come from an address: a public one, or one of the networks."""
+    """Return True if media may come from an address: a public one, or one of the networks."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address) and (inner := _embedded(found)) is not None:
         return any(found in network for network in networks) or is_allowed(str(inner), networks)
@@ -139,8 +139,10 @@ class Downloader:
             return bytes(parts)
 
     def _check_for_proxy(self, host: str) -> None:
-        """Refuse inner addresses that the URL itself has, and the proxy's own machine. Names are for the proxy to
-        resolve. Raises OSError."""
+        """Refuse inner addresses that the URL itself has, and the proxy's own machine.
+
+        Names are for the proxy to resolve. Raises OSError.
+        """
         host = host.rstrip(".")
         if host in ("localhost", "ip6-localhost") or host.endswith(".localhost"):
             raise OSError(errno.EACCES, "not a public address")
@@ -164,6 +166,6 @@ class Downloader:
 
 
 def _proxy_for(target: URL) -> str | None:
-    """The proxy that the environment names for a URL (HTTP_PROXY, HTTPS_PROXY, NO_PROXY)."""
+    """Return the proxy that the environment names for a URL (HTTP_PROXY, HTTPS_PROXY, NO_PROXY)."""
     proxy = urllib.request.getproxies().get(target.scheme)
     return None if urllib.request.proxy_bypass(str(target.host)) else proxy

@@ -92,13 +92,13 @@ def _card(
 
 
 def error_reply(message: str, kind: str, status: int, parameter: str | None = None) -> Reply:
-    """A reply with vLLM's error object. `kind`: such as "BadRequestError"."""
+    """Return a reply with vLLM's error object. `kind`: such as "BadRequestError"."""
     safe = message.encode("utf-8", "replace").decode()  # a client's lone surrogates have no bytes
     return Reply(status, JSON, error_body(safe, kind, status, parameter))
 
 
 def refuse(error: errors.RequestError) -> Reply:
-    """The reply to an error, with the status and type that vLLM has for it."""
+    """Return the reply to an error, with the status and type that vLLM has for it."""
     match error:
         case errors.Unauthorized():
             return Reply(401, JSON, b'{"error":"Unauthorized"}')  # from vLLM's middleware, which has no error object
@@ -121,12 +121,12 @@ def refuse(error: errors.RequestError) -> Reply:
 
 
 def wrong_method(call: Call) -> Reply:
-    """The reply to a method that the route does not have."""
+    """Return the reply to a method that the route does not have."""
     return _of_status(HTTPStatus.METHOD_NOT_ALLOWED)
 
 
 def not_found(call: Call) -> Reply:
-    """The reply to a path that nothing serves."""
+    """Return the reply to a path that nothing serves."""
     return _of_status(HTTPStatus.NOT_FOUND)
 
 
@@ -155,7 +155,7 @@ class UnloadOrder(msgspec.Struct, frozen=True):
 
 
 def read_load(call: Call) -> LoadOrder:
-    """The adapter to load.
+    """Return the adapter to load.
 
     Raises:
         InvalidRequest: The body is wrong.
@@ -169,7 +169,7 @@ def read_load(call: Call) -> LoadOrder:
 
 
 def read_unload(call: Call) -> UnloadOrder:
-    """The adapter to remove.
+    """Return the adapter to remove.
 
     Raises:
         InvalidRequest: The body is wrong.
@@ -181,12 +181,12 @@ def read_unload(call: Call) -> UnloadOrder:
 
 
 def loaded(name: str) -> Reply:
-    """The reply to a call that loaded an adapter."""
+    """Return the reply to a call that loaded an adapter."""
     return Reply(200, _TEXT, f"Success: LoRA adapter '{name}' added successfully.".encode())
 
 
 def unloaded(name: str) -> Reply:
-    """The reply to a call that removed an adapter."""
+    """Return the reply to a call that removed an adapter."""
     return Reply(200, _TEXT, f"Success: LoRA adapter '{name}' removed successfully.".encode())
 
 
@@ -200,7 +200,7 @@ def _read(call: Call, shape: type[T]) -> T:
 
 
 def refuse_adapter(error: errors.RequestError) -> Reply:
-    """The reply to an error on these routes."""
+    """Return the reply to an error on these routes."""
     match error:
         case errors.CrossSite():
             return error_reply(error.message, HTTPStatus.FORBIDDEN.phrase, 403)

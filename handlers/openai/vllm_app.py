@@ -142,7 +142,9 @@ def routers() -> list[Any]:
 
 
 def stop_at_first_fault(kind: type[BaseModel], done: set[type]) -> None:
-    """Have the lists in a request refused with the first item that is wrong. To be called before FastAPI sees it.
+    """Have the lists in a request refused with the first item that is wrong.
+
+    To be called before FastAPI sees it.
 
     Pydantic would say of each item why it is none of the kinds that it may be. That takes it up to 5 ms for each, and
     the event loop waits. `done`: what was changed before.
@@ -196,7 +198,7 @@ async def build(
     accepts: Callable[[str], bool],
     adapters: dict[str, Any] | None = None,
 ) -> Any:
-    """The application, around an engine client.
+    """Return the application, around an engine client.
 
     `names`: the model's, the first of which is in every answer. `accepts`: says of a name that is none of them whether
     it will do as well. `adapters`: vLLM's requests for adapters by their names, as they come and go.
@@ -262,7 +264,9 @@ def front_end(
     app: FastAPI, config: Any, model: str, accepts: Callable[[str], bool], adapters: Collection[str]
 ) -> FrontEnd | None:
     """What an application of `build` makes of common requests; None where its answers have more than ours show.
-    `config`: vLLM's whole configuration. The rest as in `build`."""
+
+    `config`: vLLM's whole configuration. The rest as in `build`.
+    """
     chat, completions = app.state.openai_serving_chat, app.state.openai_serving_completion
     if not isinstance(chat.renderer, HfRenderer) or _shows_more(completions, config):
         return None
@@ -286,7 +290,7 @@ def front_end(
 
 
 def _shows_more(serving: Any, config: Any) -> bool:
-    """Whether options add to what answers have, or to what is generated."""
+    """Return True if options add to what answers have, or to what is generated."""
     model = config.model_config
     return any(
         (
@@ -336,7 +340,7 @@ def chat_renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
 
 
 def _direct_renderer(renderer: HfRenderer, params: Any) -> Callable[[list[dict[str, Any]]], str]:
-    """The same with all done once that is alike for each request, in a fifth of the time.
+    """Return the same with all done once that is alike for each request, in a fifth of the time.
 
     Raises:
         Exception: Something about the model or its template is not alike.
@@ -404,15 +408,18 @@ def _reads_body(modules: Sequence[str]) -> bool:
 
 
 def _is_clients(error: BaseException) -> bool:
-    """Whether vLLM answers the exception as the client's fault, or as a thing that it does not do now or ever."""
+    """Return True if vLLM answers the exception as a fault of the client, or as a feature that it does not have."""
     if not isinstance(error, Exception):
         return False
     return isinstance(error, GracefulHTTPError | NotImplementedError) or create_error_response(error).error.code < 500
 
 
 def refusal(error: BaseException) -> Reply | None:
-    """The answer to an exception that left the application after a reply had begun; None if it is the server's fault.
-    vLLM's responses are generated once their stream has begun, and it has no answer to what is refused then."""
+    """Return the answer to an exception that left the application after a reply had begun.
+
+    None if it is the server's fault. vLLM's responses are generated once their stream has begun, and it has no answer
+    to what is refused then.
+    """
     if isinstance(error, RuntimeError) and error.__cause__ is not None:  # Starlette's, for one that has a handler
         error = error.__cause__
     if not isinstance(error, VLLMClientError | GracefulHTTPError):

@@ -222,7 +222,9 @@ def check_body(body: bytes, path: str, max_model_len: int) -> None:
 
 
 def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = None, parses_tools: bool = False) -> Call:
-    """Translate a call for vLLM's serving classes. They refuse a body that is no JSON.
+    """Translate a call for vLLM's serving classes.
+
+    They refuse a body that is no JSON.
 
     Constraints get the form in which vLLM enforces them. Null fields of a chat's messages are removed: TGI's Python
     client sends every field, and TGI and Slipway's contracts take null for absent.

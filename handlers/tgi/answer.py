@@ -124,7 +124,7 @@ class GenerationAnswer(_WholeAnswer):
 
 
 def stream_headers(compute_type: str, characters: int) -> Headers:
-    """The headers of a stream, be it of an error alone. `characters`: the length of `inputs`."""
+    """Return the headers of a stream, be it of an error alone. `characters`: the length of `inputs`."""
     return (
         ("x-compute-type", compute_type),
         ("x-compute-characters", str(characters)),
@@ -146,7 +146,7 @@ class StreamAnswer(Answer):
         self.headers = stream_headers(options.compute_type, options.characters)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The events of this delta's tokens. The hot path: called for each token of each stream."""
+        """Return the events of this delta's tokens. The hot path: called for each token of each stream."""
         self._text.append(delta.text)
         if not delta.last or delta.finish_reason not in FINISH_REASONS:
             events = "".join([self._event(token) for token in delta.tokens]).encode()

@@ -13,17 +13,17 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 def unreadable(status: int, explanation: str) -> ContractError:
-    """The refusal of a body that is not a request; the reason is plain text, as from TGI's web framework."""
+    """Return the refusal of a body that is not a request; the reason is plain text, as from TGI's web framework."""
     return ContractError(Reply(status, _TEXT, explanation.encode("utf-8", "replace")), explanation)
 
 
 def does_not_fit(reason: str) -> ContractError:
-    """The refusal of a body that is JSON of another shape."""
+    """Return the refusal of a body that is JSON of another shape."""
     return unreadable(422, f"Failed to deserialize the JSON body into the target type: {reason}")
 
 
 def refuse(error: errors.RequestError) -> Reply:
-    """The reply to an error before the first byte of an answer that is not streamed."""
+    """Return the reply to an error before the first byte of an answer that is not streamed."""
     if isinstance(error, errors.Unauthorized):
         return Reply(401, "", b"")
     if isinstance(error, errors.BodyTooLarge):
@@ -35,18 +35,18 @@ def refuse(error: errors.RequestError) -> Reply:
 
 
 def refuse_stream(error: errors.RequestError, headers: tuple[tuple[str, str], ...]) -> Reply:
-    """The same where a stream was asked for: the status is 200, and the error an event."""
+    """Return the same where a stream was asked for: the status is 200, and the error an event."""
     return Reply(200, EVENTS, event(error), headers)
 
 
 def event(error: errors.RequestError) -> bytes:
-    """The event that ends a stream."""
+    """Return the event that ends a stream."""
     _, kind, text = _meaning(error)
     return f"data:{error_document(text, kind)}\n\n".encode("utf-8", "replace")
 
 
 def error_document(text: str, kind: str) -> str:
-    """An error's JSON object. `kind`: the `error_type`, by which clients choose the exception."""
+    """Return an error's JSON object. `kind`: the `error_type`, by which clients choose the exception."""
     return f'{{"error":{quote(text)},"error_type":{quote(kind)}}}'
 
 

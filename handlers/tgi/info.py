@@ -34,7 +34,7 @@ def tell_health(_: Call, views: Sequence[ModelView]) -> Reply:
 
 
 def tell_info(_: Call, view: ModelView) -> Reply:
-    """The model and its limits."""
+    """Return the model and its limits."""
     model = view.text()
     info: dict[str, Any] = {
         "model_id": view.settings.model_id,
@@ -56,7 +56,7 @@ def tell_info(_: Call, view: ModelView) -> Reply:
 
 
 def tell_tokens(call: Call, view: ModelView) -> Reply:
-    """The tokens of `inputs` with their places; only the last `truncate` of them."""
+    """Return the tokens of `inputs` with their places; only the last `truncate` of them."""
     texts = view.text().texts
     check_body(call)
     body, _ = read(call, Body)
@@ -66,7 +66,7 @@ def tell_tokens(call: Call, view: ModelView) -> Reply:
 
 
 def tell_chat_tokens(call: Call, view: ModelView) -> Reply:
-    """The prompt that a chat becomes, and its tokens."""
+    """Return the prompt that a chat becomes, and its tokens."""
     texts = view.text().texts
     check_body(call)
     chat, _ = read(call, Chat)
@@ -76,7 +76,7 @@ def tell_chat_tokens(call: Call, view: ModelView) -> Reply:
 
 
 def _tokens(text: str, texts: ModelTexts, *, special: bool, truncate: int | None = None) -> bytes:
-    """The last `truncate` tokens as JSON objects. `special`: with those that the model wants around a text."""
+    """Return the last `truncate` tokens as JSON objects. `special`: with those that the model wants around a text."""
     try:
         ids, places = texts.places(text, special=special)
     except Exception as error:  # a tokenizer may raise anything
@@ -95,7 +95,7 @@ def _tokens(text: str, texts: ModelTexts, *, special: bool, truncate: int | None
 
 
 def _byte_places(text: str) -> Sequence[int]:
-    """The byte in the text's UTF-8 at which each character begins, and the one at which the last ends."""
+    """Return the byte in the text's UTF-8 at which each character begins, and the one at which the last ends."""
     if text.isascii():
         return range(len(text) + 1)
     return array("L", accumulate((len(character.encode()) for character in text), initial=0))
@@ -119,8 +119,10 @@ class Chat(msgspec.Struct, frozen=True):
 
 
 def templated(chat: Chat, texts: ModelTexts) -> str:
-    """The prompt of a chat; it ends where the model's turn begins, or with the model's own last turn. Raises
-    ContractError: the model has no template, or the template does not take these messages."""
+    """Return the prompt of a chat; it ends where the model's turn begins, or with the model's own last turn.
+
+    Raises ContractError: the model has no template, or the template does not take these messages.
+    """
     messages = [msgspec.to_builtins(message) | {"content": _text(message.content)} for message in chat.messages]
     if not texts.has_chat_template:
         raise _template_error("template not found: this model has no chat template")
@@ -135,7 +137,7 @@ def templated(chat: Chat, texts: ModelTexts) -> str:
 
 
 def _text(content: str | list[dict[str, Any]] | None) -> str:
-    """The texts of all parts, joined; an image becomes a link, as in TGI."""
+    """Return the texts of all parts, joined; an image becomes a link, as in TGI."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(map(_part, content))

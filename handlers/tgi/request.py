@@ -75,7 +75,7 @@ class Body(msgspec.Struct, frozen=True):
 
 
 def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
-    """The body in its shape, and as it came.
+    """Return the body in its shape, and as it came.
 
     Raises:
         ContractError: With the reply that TGI's web framework gives.
@@ -97,7 +97,7 @@ def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
 
 
 def max_input_tokens(model: LoadedModel, settings: ModelSettings) -> int:
-    """The length of the longest prompt, in tokens."""
+    """Return the length of the longest prompt, in tokens."""
     context = model.max_model_len - 1
     return context if settings.max_prompt_tokens is None else min(settings.max_prompt_tokens, context)
 
@@ -119,7 +119,7 @@ class TgiParameters:
         return None if sampling.greedy or sampling.seed is None else sampling.seed % _UINT64
 
     def seeded(self) -> TgiParameters:
-        """The same with a random seed, if the request samples and has none."""
+        """Return the same with a random seed, if the request samples and has none."""
         sampling = self.request.sampling
         if sampling.greedy or sampling.seed is not None:
             return self

@@ -120,7 +120,7 @@ _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
 
 
 def _about(summary: str, answer: Mapping[str, Schema], request: Schema | None = None) -> Operation:
-    """A route for the API description. `answer`: by media type."""
+    """Return a route for the API description. `answer`: by media type."""
     answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": (summary, answer)}
     if request is not None:
         answers |= _UNREADABLE

@@ -46,7 +46,7 @@ class _Answer(Answer):
         self._names = sorted((*self._members, *request.outputs, "text_output"))
 
     def fail(self, error: RequestError) -> Reply:
-        """The error as a JSON document, of a stream as well, since nothing has been streamed."""
+        """Return the error as a JSON document, of a stream as well, since nothing has been streamed."""
         return refusal(error)
 
     def _response(self, prompt_token_count: int) -> str:
@@ -81,8 +81,10 @@ class _Answer(Answer):
 
 
 class CollectedAnswer(_Answer):
-    """One response: an object, or the only event of a stream. With `stream` each step of the engine is a response, and
-    more than one of them is an error."""
+    """One response: an object, or the only event of a stream.
+
+    With `stream` each step of the engine is a response, and more than one of them is an error.
+    """
 
     def __init__(self, model: str, request: TritonRequest, *, events: bool) -> None:
         super().__init__(model, request)
@@ -91,7 +93,7 @@ class CollectedAnswer(_Answer):
         self._fed = False
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The response, with the last delta.
+        """Return the response, with the last delta.
 
         Raises:
             SeveralResponses: This is a second step, and there is room for one.
@@ -120,7 +122,7 @@ class EventAnswer(_Answer):
         self._plain = f'data: {{{head}"text_output":' if shows_text_alone else None
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """The event of this delta. The hot path: called for each token of each stream."""
+        """Return the event of this delta. The hot path: called for each token of each stream."""
         if self._plain is not None:
             return f"{self._plain}{quote(delta.text)}}}\n\n".encode()
         for place, piece in enumerate(self._pieces):
@@ -139,7 +141,7 @@ def _tensor(elements: Iterable[str]) -> str:
 
 
 def _float32(value: float | None) -> str:
-    """A float as Triton prints it: the nearest 32-bit value, in the digits of a double."""
+    """Return a float as Triton prints it: the nearest 32-bit value, in the digits of a double."""
     if value is None:
         return "0.0"
     return repr(_FLOAT32.unpack(_FLOAT32.pack(value))[0]) if isfinite(value) else "null"
@@ -154,7 +156,7 @@ def _rectangle(pieces: Sequence[GeneratedSequence]) -> Iterable[str]:
 
 
 def _candidates(token: Token) -> dict[int, dict[str, Any]]:
-    """The chosen token, then the other most probable ones."""
+    """Return the chosen token, then the other most probable ones."""
     found = {token.id: _candidate(token, token.rank)}
     for place, other in enumerate(token.top, start=1):
         found.setdefault(other.id, _candidate(other, place if other.rank is None else other.rank))

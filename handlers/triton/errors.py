@@ -44,17 +44,17 @@ class SeveralResponses(TritonRefusal):
 
 
 def error_reply(status: int, message: str) -> Reply:
-    """The reply with an error object."""
+    """Return the reply with an error object."""
     return Reply(status, JSON, error_object(message).encode("utf-8", "replace"))
 
 
 def error_object(message: str) -> str:
-    """The error object, as it is in a reply and in a stream."""
+    """Return the error object, as it is in a reply and in a stream."""
     return f'{{"error":{quote(message)}}}'
 
 
 def message_of(error: errors.RequestError) -> str:
-    """The message for the client; an error of the model begins as Triton's vLLM backend begins it."""
+    """Return the message for the client; an error of the model begins as Triton's vLLM backend begins it."""
     if isinstance(error, errors.UnknownModel):
         return unknown_model(error.name)
     if isinstance(error, errors.InvalidRequest | errors.GenerationFailed) and not isinstance(error, TritonRefusal):
@@ -63,7 +63,7 @@ def message_of(error: errors.RequestError) -> str:
 
 
 def refusal(error: errors.RequestError) -> Reply:
-    """The reply to a call that ends with an error before anything was sent."""
+    """Return the reply to a call that ends with an error before anything was sent."""
     status = next((status for status, kinds in _STATUS.items() if isinstance(error, kinds)), 500)
     return error_reply(status, message_of(error))
 
@@ -75,7 +75,7 @@ def unknown_model(name: str, version: str | None = None) -> str:
 
 
 def missing_model(names: Mapping[str, str], settings: ModelSettings) -> Reply | None:
-    """The reply to a path that names another model or version than the one served; None if it names that one."""
+    """Return the reply to a path that names another model or version than the one served; None if it names that one."""
     name, version = names["model"], names.get("version")
     if name != settings.name:
         return error_reply(404, unknown_model(name))

@@ -38,7 +38,7 @@ Tell = Callable[[Call, ModelView], Reply]
 
 
 def of_served_model(tell: Tell) -> Tell:
-    """A function that answers with Triton's error unless the path names the model that is served."""
+    """Return a function that answers with Triton's error unless the path names the model that is served."""
 
     def checked(call: Call, view: ModelView) -> Reply:
         return missing_model(call.path_parameters, view.settings) or tell(call, view)
@@ -70,7 +70,7 @@ def model_ready(call: Call, view: ModelView) -> Reply:
 
 @of_served_model
 def metadata(call: Call, view: ModelView) -> Reply:
-    """The model's inputs and outputs; none where a custom handler decides them."""
+    """Return the model's inputs and outputs; none where a custom handler decides them."""
     inputs, outputs = _tensors(view)
     return _json(
         {
@@ -170,7 +170,7 @@ def _statistics(view: ModelView) -> dict[str, Any]:
 
 
 def repository_index(call: Call, views: Sequence[ModelView]) -> Reply:
-    """The models and their states; with `{"ready": true}` only those that are ready."""
+    """Return the models and their states; with `{"ready": true}` only those that are ready."""
     only_ready: Any = False
     if call.body.strip():
         try:

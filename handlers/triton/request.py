@@ -115,7 +115,7 @@ class TritonRequest:
 
     @property
     def shows_logprobs(self) -> bool:
-        """Whether the output `logprobs` has any; without the parameter of that name it is "null"."""
+        """True if the output `logprobs` has any; without the parameter of that name it is "null"."""
         return "logprobs" in self.outputs and self.vllm.logprobs is not None
 
     def for_engine(self, request_id: str, adapter: str | None) -> GenerationRequest:
@@ -211,7 +211,7 @@ def _members(body: bytes) -> list[tuple[str, Any]]:
 
 
 def _repeats(body: bytes, document: Any) -> bool:
-    """Whether an input may occur twice in one object, of which the decoder has kept the last."""
+    """Return True if an input may occur twice in one object, of which the decoder has kept the last."""
     if not isinstance(document, dict):
         return False
     within = document.get("parameters")
@@ -244,7 +244,7 @@ def _inputs_and_parameters(
 
 
 def _flattened(members: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, str]]:
-    """Every name and value, and the beginning of Triton's messages about it."""
+    """Yield every name and value, and the beginning of Triton's messages about it."""
     for name, value in members:
         if name == "parameters":
             if not isinstance(value, dict | _Object):
@@ -341,7 +341,7 @@ def _vllm(values: Mapping[str, Any], constraint: Constraint | None, stream: bool
 
 
 def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values under today's names, without the prefix.
+    """Return the same values under today's names, without the prefix.
 
     Raises:
         InvalidParameter: Two of them have one name.
@@ -380,7 +380,7 @@ def to_vllm(plain: Mapping[str, Any], eos_token_ids: frozenset[int]) -> tuple[di
 
 
 def _words(value: Any) -> Any:
-    """The words of a list; an empty string stands for none."""
+    """Return the words of a list; an empty string stands for none."""
     words = [value] if isinstance(value, str) else value
     return [word for word in words if word] if isinstance(words, list) else value
 

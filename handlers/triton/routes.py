@@ -93,7 +93,7 @@ _INDEX = an_object({"ready": {"type": "boolean", "default": False, "description"
 
 
 def _about(summary: str, answer: Schema | None = OBJECT, kind: str = JSON, request: Schema | None = None) -> Operation:
-    """A route for the API description. `answer`: None is an empty body."""
+    """Return a route for the API description. `answer`: None is an empty body."""
     return Operation(summary=summary, request=request, answers={"200": (summary, {kind: answer} if answer else {})})
 
 
