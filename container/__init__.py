@@ -1,1 +1,1 @@
-"""What makes a process: settings, life cycle, HTTP, metrics, the command line."""
+"""The process: settings, life cycle, HTTP, metrics, the command line."""

@@ -105,7 +105,7 @@ def read_startup(
     model_name: str | None,
     api_keys: Sequence[str] | None = None,
 ) -> Startup:
-    """Read the settings of the server and its models. Prints what is wrong and ends the process with 2 if they fail."""
+    """Read the settings of the server and its models. Prints the faults and ends the process with 2 if they fail."""
     given = {"port": port, "host": host, "model_name": model_name}
     if api_keys:
         given["api_keys"] = json.dumps(list(api_keys))

@@ -1,4 +1,4 @@
-"""Whether the event loop keeps up: how late it is, and what it was doing when it stood still."""
+"""Whether the event loop keeps up: its delay, and the stack when it stood still."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 
 class EventLoopWatch:
-    """Measures ten times a second how late the event loop is; a thread of its own finds out what holds it up."""
+    """Measures ten times a second how late the event loop is; another thread finds out the cause."""
 
     def __init__(self) -> None:
         self.lag = Distribution(_BUCKETS)
@@ -46,7 +46,7 @@ class EventLoopWatch:
         late = max(now - self._due, 0.0)
         self.lag.observe(late)
         if late > LIMIT_SECONDS:
-            # The watch has a thread of its own: where that has not run either, no thread could.
+            # The watch has a separate thread: if that has not run either, no thread could.
             why = "" if self._reported == self._due else "; no other thread ran either, or the machine stood still"
             logger.warning("the event loop goes on after %.1f s%s", late, why)
         self._due = now + _TICK_SECONDS

@@ -21,7 +21,7 @@ FLUSH_SECONDS = 1.0  # How long the end of a process waits for who reads its log
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
 _PLAIN = "%(asctime)s %(levelname)-7s %(replica)s%(name)s%(request)s: %(message)s"
 _ACCESS = logging.getLogger("slipway.access")
-# What ends lines, or moves a terminal's cursor; and what no encoding has.
+# Characters that end lines, or move a terminal's cursor; and what no encoding has.
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
@@ -39,7 +39,7 @@ def _second(seconds: int) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """One line of text for each record about a request, whatever its client has sent; others may have several."""
+    """One line of text for each record about a request, with any data of its client; others may have several."""
 
     def __init__(self, replica: str = "") -> None:
         """`replica`: the name of this process among others that serve the same."""
@@ -55,7 +55,7 @@ class PlainFormatter(logging.Formatter):
         return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """What is said of a request may have parts of it, which must not look like further records."""
+        """A record about a request may have parts of it, which must not look like further records."""
         if record.request:  # type: ignore[attr-defined]
             record.message = _CONTROL.sub(_escaped, record.message)
         return super().formatMessage(record)
@@ -120,7 +120,7 @@ class LogHandler(logging.Handler):
         self._writer = writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a record as it is now: arguments may change, and a traceback would keep what its frames have."""
+        """Take a record in its present state: arguments may change, and a traceback would keep what its frames have."""
         try:
             record = copy.copy(record)
             record.msg, record.args = record.getMessage(), None
@@ -174,7 +174,7 @@ _log = _Log()
 
 
 def output_handler() -> logging.Handler:
-    """What writes the lines of this process. vLLM reads `configuration` as it is imported, in this process as well."""
+    """The writer of this process's lines. vLLM reads `configuration` when it is imported, in this process as well."""
     return _log.handler or logging.StreamHandler(sys.stdout)
 
 
@@ -217,7 +217,7 @@ def configure(log_format: str, level: str, replica: str = "", *, redirect: bool 
     logging.captureWarnings(True)
     atexit.register(flush)
     if _log.output is not None and _log.output.stderr is not None:
-        # A process that crashes does not get to read what it has written to itself.
+        # A process that crashes cannot read its own output.
         faulthandler.enable(_log.output.stderr)
 
 

@@ -1,4 +1,4 @@
-"""`/metrics`: what the hot path has counted, as Prometheus text.
+"""`/metrics`: the counts of the hot path, as Prometheus text.
 
 The counting is in `engines.statistics` and in `HttpCounts`, as plain numbers; only a scrape makes metrics of them.
 """
@@ -29,7 +29,7 @@ from handlers.custom.metrics import HandlerMetrics
 from handlers.custom.worker_pool import WorkerPool
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_VERSION = "1"  # What Triton's series say of a model that has no version.
+_VERSION = "1"  # The version in Triton's series if a model has none.
 _MICROSECONDS = 1e6
 
 Labels = Mapping[str, str]
@@ -79,7 +79,7 @@ class Metrics(Collector):
         yield _histogram("slipway_request_seconds", "Duration of HTTP requests.", self._counts.duration)
 
     def _container(self) -> Iterable[Metric]:
-        # As with /ping, a model that comes later leaves it as it is until it is there.
+        # As with /ping, a model that is added later does not change it until it is loaded.
         counts = [m for m in self._models if m.at_startup or m.lifecycle.state is not State.STARTING]
         ready = all(m.lifecycle.state is State.READY and not m.lifecycle.stalled for m in counts)
         yield _gauge("slipway_ready", "1 when the model can serve.", float(ready and not self._models.draining))
@@ -115,7 +115,7 @@ class Metrics(Collector):
 
 
 def handler_metrics(metrics: HandlerMetrics) -> Iterable[Metric]:
-    """What a customer's handler prints of itself, as DJL Serving shows it."""
+    """The metrics that a customer's handler prints, in the form of DJL Serving."""
     for metric in metrics.snapshot():
         text, labels = f"Printed by the handler, unit: {metric.unit}", [metric.label]
         if metric.kind == "h":

@@ -48,7 +48,7 @@ from handlers.lmi.sessions import remove_sessions
 
 logger = logging.getLogger(__name__)
 
-EXIT_OK, EXIT_FAILED_TO_START, EXIT_ENGINE_DIED = 0, 1, 137  # 137 is what LMI exits with under SERVING_FAIL_FAST.
+EXIT_OK, EXIT_FAILED_TO_START, EXIT_ENGINE_DIED = 0, 1, 137  # LMI exits with 137 under SERVING_FAIL_FAST.
 # Open files: more than a server's calls and idle connections are; as many as vLLM's own server asks for.
 ENOUGH = 65536
 
@@ -66,13 +66,13 @@ _FAILED_SECONDS = 3.0  # How long a model that failed to load can be asked for i
 # A process that was told to stop ends after 25 s at the latest, because SageMaker kills it after 30 s. If the drain may
 # take longer than 20 s, the other steps together have 5 s after it.
 _END_SECONDS, _STOP_SECONDS = 25.0, 5.0
-_LAST_SECONDS = 3.0  # How long clients may take what has been sent to them.
+_LAST_SECONDS = 3.0  # The time for clients to read the sent data.
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
-_EXIT_SECONDS = 3.0  # How long threads that nobody waits for any more may keep the process from ending.
+_EXIT_SECONDS = 3.0  # The time for which abandoned threads may delay the end of the process.
 
 
 def ensure_home() -> None:
-    """Point HOME at a directory that can be written, where it is missing, or a read-only file system."""
+    """Point HOME at a writable directory if it is missing or read-only."""
     home = os.environ.get("HOME") or os.path.expanduser("~")
     if os.path.isabs(home) and is_writable(Path(home)):
         return
@@ -96,17 +96,18 @@ def allow_open_files() -> None:
 
 @contextlib.contextmanager
 def socket_directory() -> Iterator[None]:
-    """Have sockets in a temporary directory meanwhile: multiprocessing's, and vLLM's unless the environment names one.
+    """Keep sockets in a temporary directory during the block: multiprocessing's, and vLLM's unless the environment
+    names one.
 
-    Where the path of a temporary directory is too long for sockets, they are wherever both have them by themselves.
+    If the path of a temporary directory is too long for sockets, falls back to the libraries' default directories.
     """
     _remove_left_directories()
     ours = _SOCKETS not in os.environ
-    # What is passed on to all processes that this one starts.
+    # Inherited by all processes that this one starts.
     passed_on: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
     before = passed_on.get("tempdir")
     with tempfile.TemporaryDirectory(prefix=_SOCKETS_PREFIX, ignore_cleanup_errors=True) as directory:
-        lock = _lock(directory)  # until this process ends, however it does
+        lock = _lock(directory)  # until this process ends, for any reason
         if len(os.fsencode(directory)) + _SOCKET_NAME <= _SOCKET_PATH:
             passed_on["tempdir"] = directory
             if ours:
@@ -163,7 +164,7 @@ class _Server(uvicorn.Server):
 
 
 def http_server(application: Application) -> uvicorn.Server:
-    """Return an HTTP server for an ASGI application; it runs until `should_exit` is set, whatever signals come.
+    """Return an HTTP server for an ASGI application; it runs until `should_exit` is set, and ignores signals.
 
     Raises:
         RuntimeError: This uvicorn is not one that Slipway knows.
@@ -218,7 +219,7 @@ class ModelServer:
     async def watch(self) -> None:
         """Watch the engines; returns when the process should end, as `fail_fast` says.
 
-        Models that cannot be watched any more count as failed.
+        Models that can no longer be watched count as failed.
         """
         try:
             await self._watch_engines()
@@ -272,7 +273,7 @@ class Process:
     def __init__(
         self, startup: Startup, mounts: Sequence[Mount] = (), clean_up: Callable[[], None] = lambda: None
     ) -> None:
-        """`clean_up`: called where the process ends at once."""
+        """`clean_up`: called if the process ends at once."""
         self._settings = startup.server
         self._clean_up = clean_up
         self.server = ModelServer(startup, mounts)
@@ -377,7 +378,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _run(process: Process, clean_up: Callable[[], None]) -> int:
-    """`process.run`, after which the process ends soon, whatever its threads do.
+    """`process.run`, after which the process ends soon, even if threads still run.
 
     The interpreter joins the threads of all executors, and one may hang in a model's code or in a session's file.
     """
@@ -426,7 +427,7 @@ def prepared(startup: Startup) -> Iterator[None]:
     os.environ.update(startup.exports)
     _remove_empty_entries("LD_LIBRARY_PATH")
     if startup.server.api_keys is not None:
-        for name in KEY_VARIABLES:  # no other process needs a key of ours
+        for name in KEY_VARIABLES:  # no other process needs the server's keys
             os.environ.pop(name, None)
         logger.info("callers need one of %d API keys", len(startup.server.api_keys.digests))
     # GPUs are chosen by the numbers of nvidia-smi, so CUDA has to count them in the same order.
@@ -450,6 +451,6 @@ def serve(startup: Startup, mounts: Sequence[Mount] = ()) -> int:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(prepared(startup))
-        with importing():  # what was imported before is exempt from collection as well
+        with importing():  # earlier imports are exempt from collection as well
             import uvloop
         return uvloop.run(_run(Process(startup, mounts, stack.close), stack.close))

@@ -11,7 +11,9 @@ from botocore.exceptions import ClientError
 
 os.environ.setdefault("AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME", "http://127.0.0.1:8080")
 os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
-os.environ.setdefault("AWS_ACCESS_KEY_ID", "local")  # boto3 must sign; the local endpoint checks nothing
+os.environ.setdefault(
+    "AWS_ACCESS_KEY_ID", "local"
+)  # boto3 has to sign requests. The local endpoint does not check the signature.
 os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "local")
 
 client = boto3.client("sagemaker-runtime")
@@ -26,7 +28,7 @@ stream = client.invoke_endpoint_with_response_stream(
 print("streamed:", end=" ")
 pending = b""
 for event in stream["Body"]:
-    # A part may end anywhere; each record ends with a line feed.
+    # A part may end anywhere. Each record ends with a line feed.
     *lines, pending = (pending + event["PayloadPart"]["Bytes"]).split(b"\n")
     for line in lines:
         print(json.loads(line)["token"]["text"], end="", flush=True)

@@ -1,4 +1,4 @@
-"""langchain-aws against a local endpoint: texts and chats, whole and streamed.
+"""langchain-aws against a local endpoint: completions and chats, whole and streamed.
 
 Start the endpoint first: slipway serve --model-dir <model> --local-endpoint my-endpoint
 """
@@ -29,11 +29,11 @@ class Texts(LLMContentHandler):
         self.stream = stream
 
     def transform_input(self, prompt: str, model_kwargs: dict[str, Any]) -> bytes:
-        """The request's body."""
+        """Return the body of a request."""
         return json.dumps({"inputs": prompt, "parameters": model_kwargs, "stream": self.stream}).encode()
 
     def transform_output(self, output: Any) -> str:
-        """The text of an answer, or of a line of a stream."""
+        """Return the text of an answer, or of a line of a stream."""
         if self.stream:
             text: str = json.loads(output)["token"]["text"]
         else:
@@ -48,11 +48,11 @@ class Chats(ChatModelContentHandler):
     accepts = "application/json"
 
     def transform_input(self, prompt: Any, model_kwargs: dict[str, Any]) -> bytes:
-        """The request's body."""
+        """Return the body of a request."""
         return json.dumps({"messages": prompt, **model_kwargs}).encode()
 
     def transform_output(self, output: Any) -> Any:
-        """The message of an answer, or a part of it from a line of a stream."""
+        """Return the message of an answer, or of a line of a stream."""
         if isinstance(output, str | bytes):
             return AIMessageChunk(content=json.loads(output)["choices"][0]["delta"].get("content") or "")
         return AIMessage(content=json.loads(output.read())["choices"][0]["message"]["content"])

@@ -1,7 +1,7 @@
 """litellm's SageMaker providers against a local endpoint.
 
-litellm ignores AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME; `sagemaker_base_url` is the whole URL of the call.
-Start the endpoint first: slipway serve --model-dir <model> --local-endpoint my-endpoint
+litellm ignores AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME. `sagemaker_base_url` is the whole URL of the call. Start the
+endpoint first: slipway serve --model-dir <model> --local-endpoint my-endpoint
 """
 
 import os
@@ -9,7 +9,7 @@ import os
 os.environ.setdefault("AWS_REGION_NAME", "us-east-1")
 os.environ.setdefault("AWS_ACCESS_KEY_ID", "local")
 os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "local")
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else litellm asks GitHub for it
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # Otherwise litellm fetches it from GitHub.
 
 import litellm
 

@@ -44,19 +44,19 @@ _OUTPUTS = ("structured_outputs", "guided_decoding")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # Fields of earlier releases that select a back end, which the server does.
 _WITHOUT_EFFECT = ("disable_fallback", "backend_was_auto")
-# What `type` may be: OpenAI's and TGI's, and TGI's alone.
+# The values of `type`: OpenAI's and TGI's, and TGI's alone.
 _TYPES = {
     "response_format": ("text", "json_object", "json_schema", "json", "regex"),
     "grammar": ("json_object", "json_schema", "json", "regex"),
 }
-# Where the schema or the expression is: TGI's, OpenAI's, and that of others who followed OpenAI.
+# The place of the schema or the expression: TGI's, OpenAI's, and that of others who followed OpenAI.
 _MEMBERS = ("value", "json_schema", "schema")
 _CHOICES = ("tool_choice", "function_call")
 _LONGEST_NAME = 80
 
 
 def read_constraint(read: ParameterReader) -> Constraint | None:
-    """Return the constraint among a request's parameters, whatever its name.
+    """Return the constraint among a request's parameters, under any of its names.
 
     Raises:
         InvalidParameter: It is wrong, or there are several.
@@ -70,9 +70,9 @@ def read_constraint(read: ParameterReader) -> Constraint | None:
 
 
 def constraint_of(name: str, value: Any) -> Constraint | None:
-    """Return the constraint that a field of this name, one of `FORMS`, has; None where it asks for plain text.
+    """Return the constraint that a field of this name, one of `FORMS`, has; None if it asks for plain text.
 
-    Raises InvalidParameter: naming the field or the member that is wrong, and what is expected.
+    Raises InvalidParameter: with the wrong field or member, and the expected value.
     """
     if FORMS[name] != "object":
         return Constraint(parameter=name, **_form(name, name.removeprefix("guided_"), value))
@@ -103,7 +103,7 @@ def refuse_unread(values: Mapping[str, Any], unread: Iterable[str], message: str
 
 
 def decoded(value: Any) -> Any:
-    """Return the document that a text holds; anything else as it is."""
+    """Return the document that a text holds; anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -161,7 +161,7 @@ def _schema(name: str, value: Any) -> str:
 
 
 def _typed(name: str, form: dict[str, Any]) -> Constraint | None:
-    """OpenAI's `response_format` and TGI's `grammar`: an object whose `type` says what it is."""
+    """OpenAI's `response_format` and TGI's `grammar`: an object with a `type`."""
     kind, members = form.get("type"), [member for member in _MEMBERS if form.get(member) is not None]
     if kind not in _TYPES[name]:
         given = str(kind)[:_LONGEST_NAME] if kind is not None else "none"

@@ -18,7 +18,7 @@ HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=": 
 
 
 def front_end_reply(status: int, kind: str, message: str) -> Reply:
-    """What the front end itself answers. `kind`: a class name of DJL Serving's."""
+    """Return an answer of the front end. `kind`: a class name of DJL Serving's."""
     text = f'{{\n  "code": {status},\n  "type": {_html_safe(kind)},\n  "message": {_html_safe(message)}\n}}\n'
     return Reply(status, JSON, text.encode("utf-8", "replace"))
 

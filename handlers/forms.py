@@ -54,7 +54,7 @@ def _unquoted(text: bytes) -> bytes:
     while start < len(text):
         end = start + _PIECE
         if (escape := text.find(b"%", end - 2, end)) > 0:
-            end = escape  # it goes on in the next piece
+            end = escape  # it continues in the next piece
         pieces.append(unquote_to_bytes(text[start:end]))
         start = end
     return b"".join(pieces)

@@ -11,7 +11,7 @@ from typing import Any
 from engines.errors import InvalidParameter
 from handlers.json_cost import JsonDecoder
 
-MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # What engines can carry; no parameter means anything beyond.
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1  # The range of engines; no parameter means anything beyond.
 MAX_STRINGS, MAX_STRING_LENGTH = 64, 1000  # Engines look for each of them after each token.
 
 Kind = str | list[str]  # `type` of a JSON schema, such as "integer".
@@ -43,7 +43,7 @@ def decode_json(text: bytes | str) -> Any:
 
 
 def json_fault(text: bytes | str, error: Exception) -> str:
-    """Return the reason that msgspec's `error` gives for refusing `text`, corrected where it misleads.
+    """Return the reason that msgspec's `error` gives for refusing `text`, corrected if it misleads.
 
     Near the end of a text msgspec reports half a surrogate pair as a text that was cut off.
     """
@@ -57,14 +57,14 @@ def json_fault(text: bytes | str, error: Exception) -> str:
 
 
 def json_kind(value: Any) -> str:
-    """What a JSON value is, for a message: "a string", "an array", ...; "null" for None."""
+    """Return the kind of a JSON value, for a message: "a string", "an array", ...; "null" for None."""
     return _KINDS.get(type(value), "null")
 
 
 class ParameterReader:
     """Parameters by name, type and range; null counts as absent.
 
-    All methods that return a value raise `InvalidParameter`, which says what is allowed and what came.
+    All methods that return a value raise `InvalidParameter`, with the allowed and the given value.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -143,7 +143,7 @@ class ParameterReader:
         raise _wrong(name, "an object", value)
 
     def value(self, name: str, kind: Kind) -> Any:
-        """Return the value as it is, or None if absent. `kind`: what it should be; an array holds strings."""
+        """Return the value unchanged, or None if absent. `kind`: the expected kind; an array holds strings."""
         return self._take(name, kind, None, items={"type": "string"} if kind == "array" else None)
 
     def strings(self, name: str, *, most: int = MAX_STRINGS, longest: int = MAX_STRING_LENGTH) -> tuple[str, ...]:
@@ -196,7 +196,7 @@ class ParameterReader:
         return value
 
     def _meant(self, kind: Kind, value: Any) -> Any:
-        """What a value stands for where one of this kind is asked for; here itself."""
+        """Return the meaning of a value if one of this kind is expected; here itself."""
         return value
 
 

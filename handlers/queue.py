@@ -1,4 +1,4 @@
-"""The queue of an engine: how many sequences may be in it at a time, whatever the contracts of their calls."""
+"""The queue of an engine: the places for sequences, for the calls of all contracts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Abortable(Protocol):
     """A call that can be ended early."""
 
     def abort(self) -> None:
-        """End the call. Its client gets the text that there is."""
+        """End the call. Its client gets the text so far."""
 
 
 class EngineQueue:
@@ -22,7 +22,7 @@ class EngineQueue:
     """
 
     def __init__(self, engine: Engine, limit: int, overload_status: int = 503) -> None:
-        """`overload_status`: what LMI's clients get where there is no place."""
+        """`overload_status`: the status for LMI's clients if the queue is full."""
         self.engine, self.limit, self.overload_status = engine, limit, overload_status
         self.open_sequences = 0  # Places that are taken.
         self.running: dict[str, Abortable] = {}  # By their ids.
@@ -47,11 +47,11 @@ class EngineQueue:
             raise self.overloaded()
 
     def overloaded(self) -> Overloaded:
-        """What a call is refused with that gets no place."""
+        """Return the error of a call that gets no place."""
         message = f"the queue is full: {self.open_sequences} of {self.limit} places are taken; try again later"
         return Overloaded(message, self.overload_status)
 
     def abort(self, request_id: str) -> None:
-        """End the call with this id, if it is running: its client gets what there is of the answer, as aborted."""
+        """End the call with this id, if it is running: its client gets the answer so far, as aborted."""
         if (running := self.running.get(request_id)) is not None:
             running.abort()

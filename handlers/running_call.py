@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0  # Between the comments of a stream that has nothing to say; TGI's interval.
 _SUBMITS_PER_TURN = 16  # After so many prompts of one call others get their turn on the event loop.
-_LONG = 64 * 1024  # Bytes; parts of a cumulative answer up to this length come as often as there is something new.
-_BYTES_PER_SECOND = 32 * 1024 * 1024  # What one cumulative answer makes of longer parts.
+_LONG = 64 * 1024  # Bytes; parts of a cumulative answer up to this length come with each addition.
+_BYTES_PER_SECOND = 32 * 1024 * 1024  # The rate of longer parts of one cumulative answer.
 
 
 class RunningCall:
@@ -54,7 +54,7 @@ class RunningCall:
                 self._generations.append(generation)
                 if self._aborted:
                     generation.abort()
-                if self.answered:  # an earlier prompt of this call has failed meanwhile
+                if self.answered:  # an earlier prompt of this call has failed
                     generation.cancel()
                     return
         except RequestError as error:
@@ -91,7 +91,7 @@ class RunningCall:
             self._writer.reply(self._answer.fail(error))
 
     def abort(self) -> None:
-        """Stop generating: every sequence that has not ended ends with what there is of it."""
+        """Stop generating: every unfinished sequence ends with its text so far."""
         self._aborted = True
         for generation in list(self._generations):
             generation.abort()
@@ -170,7 +170,7 @@ class _KeepAlive:
 
     def __init__(self, comment: bytes, writer: ReplyWriter) -> None:
         self._comment, self._writer = comment, writer
-        self.spoken = True  # Set by whoever writes to the stream: cheaper for each token than a look at the clock.
+        self.spoken = True  # Set by the writers of the stream: cheaper for each token than a look at the clock.
         self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
 
     def _tick(self) -> None:

@@ -1,8 +1,8 @@
 """vLLM's sampling parameters by the names that vLLM's own clients use: types, ranges, defaults.
 
-happy_vllm and Triton's vLLM backend hand whatever a client sends to vLLM's `SamplingParams`; so these are its names,
-with those of earlier releases (`best_of`, `use_beam_search`, `guided_decoding`) that their clients still send.
-Source: vLLM, `sampling_params.py`.
+happy_vllm and Triton's vLLM backend pass all parameters of a client to vLLM's `SamplingParams`; so these are its names,
+with those of earlier releases (`best_of`, `use_beam_search`, `guided_decoding`) that their clients still send. Source:
+vLLM, `sampling_params.py`.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def number_of_text(text: str) -> int | float | str:
 def read_vllm_parameters(values: Mapping[str, Any], reader: Reader = ParameterReader) -> VllmParameters:
     """Validate and translate vLLM's keywords; null is absent.
 
-    The API description asks with a `reader` of its own.
+    The API description passes another `reader`.
 
     Raises:
-        InvalidParameter: Naming the parameter, its value and what is allowed; also for an unknown name.
+        InvalidParameter: With the parameter, its value and the allowed values; also for an unknown name.
     """
     read = reader(values)
     sampling = _sampling(read)

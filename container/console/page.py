@@ -22,7 +22,7 @@ POLICY = "; ".join(
         "default-src 'none'",
         *("script-src 'self'", "style-src 'self'", "img-src 'self'", "connect-src 'self'"),
         *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
-        # No text becomes markup, whatever the script does: the browser refuses `innerHTML` and the like.
+        # No text becomes markup, even if the script is faulty: the browser refuses `innerHTML` and the like.
         *("require-trusted-types-for 'script'", "trusted-types 'none'"),
     )
 )
@@ -45,7 +45,7 @@ def _read(path: Path, **more: str) -> Response:
 
 
 def files() -> Mapping[str, Application]:
-    """What the page is made of, by path. It refers to its parts by relative paths, so a proxy may add a prefix."""
+    """The files of the page, by path. It refers to its parts by relative paths, so a proxy may add a prefix."""
     found = {f"/console/{path.name}": _read(path) for path in sorted(DIRECTORY.iterdir()) if path.name != _INDEX}
     return {"/console": _read(DIRECTORY / _INDEX), "/console/": RedirectResponse("../console"), **found}
 

@@ -1,4 +1,4 @@
-"""`/console/state`: what the page shows of the server, as JSON."""
+"""`/console/state`: the state of the server for the page, as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def console_state(
         "health": {"status": health.status, "models": msgspec.json.decode(health.body)},
         "models": [_model(model, management) for model in state.models],
         "single": state.models.single,
-        # Where the server has exactly one model, its report has them.
+        # If the server has exactly one model, its report has them.
         "settings": report_object(report) if report is not None and management else None,
         "management": management,
         "endpoints": endpoints,

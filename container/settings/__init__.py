@@ -1,1 +1,1 @@
-"""The settings of a server and of its models: options, where they are read from, and how they are checked."""
+"""The settings of a server and of its models: options, their sources, and their checks."""

@@ -1,7 +1,7 @@
 """The environment: which variables count, what those of other containers stand for, and which keys they set.
 
-The rules are LMI's. A variable of TGI, of AWS's vLLM image, or an older one of LMI stands for one of LMI's, unless that
-one is set. Nothing is converted here; `options` and `server` say what a value may be.
+The rules are LMI's. A variable of TGI, of AWS's vLLM image, or an older variable of LMI stands for a variable of LMI,
+unless that one is set. Nothing is converted here; `options` and `server` have the allowed values.
 """
 
 from __future__ import annotations

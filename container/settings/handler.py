@@ -1,4 +1,4 @@
-"""The settings of a customer's handler: its workers, their devices, and what the handler is told."""
+"""The settings of a customer's handler: its workers, their devices, and its properties."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def handler_settings(
     given = sources.model.get(ROLLING_BATCH.key)
     rolling_batch = given.word if given is not None else "disable"
     if rolling_batch == "auto" and _is_hugging_face(sources.model_dir, model_id):
-        # LMI makes `disable` of `auto` where there is a Hugging Face model and its own engine is not used.
+        # LMI turns `auto` into `disable` if the model is a Hugging Face model and no engine of LMI is used.
         properties["rolling_batch"] = rolling_batch = "disable"
     return HandlerSettings(
         entry_point=entry_point,
@@ -110,7 +110,7 @@ def _is_hugging_face(model_dir: Path, model_id: str | None) -> bool:
 
 
 def _properties(sources: Sources, model_id: str | None) -> dict[str, str]:
-    """What LMI tells a handler: every setting of the model, without `option.`."""
+    """The properties that LMI gives to a handler: every setting of the model, without `option.`."""
     properties = {key.removeprefix(PREFIX): value.text for key, value in sources.model.items()}
     named = "model_id" in properties or "HF_MODEL_ID" in sources.variables
     if named and model_id is not None:

@@ -124,7 +124,7 @@ def load_server(environ: Mapping[str, str], command_line: Mapping[str, str]) -> 
     )
 
 
-# The model directory and what it says
+# The model directory and its settings
 
 
 def _place(model_dir: Path | str | Value | None, layer: Mapping[str, Value]) -> Value | None:
@@ -205,7 +205,7 @@ def _sources(
     return Sources(directory, variables, layer, model, {**given, **arguments}, remote.open, remote.has, lookup)
 
 
-# What is made of the settings
+# Values made from the settings
 
 
 def _exports(variables: Mapping[str, Value]) -> dict[str, str]:
@@ -256,7 +256,7 @@ def load_startup(model_dir: Path | str | None, environ: Mapping[str, str], comma
     try:
         directories = _directories(_place(model_dir, layer))
     except ModelNotFound:
-        directories = ()  # reading the settings says what is wrong
+        directories = ()  # reading the settings reports the fault
     if len(directories) < 2 and not _has_another(directories, variables):
         settings = load_settings(model_dir, environ, command_line)
         return Startup(settings.server, (StartupModel(settings, str(settings.model.model_dir)),))

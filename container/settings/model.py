@@ -59,7 +59,7 @@ _SHARED_OPTIONS = frozenset(
         *("option.max_rolling_batch_size", "option.enable_lora"),
     }
 )
-_HANDLERS_ROLLING_BATCH = 32  # LMI's default of `option.max_rolling_batch_size` where none of its own engines runs.
+_HANDLERS_ROLLING_BATCH = 32  # LMI's default of `option.max_rolling_batch_size` if none of its engines runs.
 _DRAFT_LENGTH = 5  # Tokens that a draft model proposes at a time, as in LMI.
 _SPECULATIVE = "speculative_config"
 _NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())  # `option.model` is a property of a handler's own.
@@ -123,11 +123,11 @@ def _entry_point(sources: Sources, code: Path | None, script: Path | None, funct
         fault = "allowed: a file that ends in .py, or the name of a module"
     if fault:
         sources.lookup.problems.append(f"{given.describe(ENTRY_POINT.key)}: {fault}")
-    return name  # also a wrong one: a handler was meant, and a missing model is no problem of its own
+    return name  # also a wrong one: a handler was meant, and a missing model is no further problem
 
 
 def _defines(path: Path, function: str) -> bool:
-    """Return True if a file may define the function; true of a broken file, so that running it says what is wrong."""
+    """Return True if a file may define the function; true for a broken file, so that running it reports the fault."""
     try:
         source = importlib.util.decode_source(path.read_bytes())
         scopes = [symtable.symtable(source, str(path), "exec")]
@@ -202,7 +202,7 @@ def _has_handle_before_engine(sources: Sources, code: Path | None) -> bool:
 
 
 def _choose_engine(layer: Mapping[str, Value], fields: dict[str, Any], lookup: Lookup) -> None:
-    """Set `rolling_batch`: a batch size above 1 means dynamic batch, whatever the option says.
+    """Set `rolling_batch`: a batch size above 1 means dynamic batch with any value of the option.
 
     In the asynchronous mode `rolling_batch=disable`, as LMI's configurations have it, only selects the schema; the
     engine batches all the same.
@@ -248,7 +248,7 @@ def _set_formatters(layer: Mapping[str, Value], fields: dict[str, Any], code: Pa
 
 
 def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Lookup) -> dict[str, Value]:
-    """Keys that are no options of ours: those that begin with `option.` are the engine's, the rest have no effect."""
+    """Handle keys that are no options of Slipway: `option.*` goes to the engine, the rest has no effect."""
     arguments: dict[str, Value] = {}
     for key, value in layer.items():
         name = key.removeprefix(PREFIX)
@@ -270,7 +270,7 @@ def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Loo
 
 
 def _set_draft_model(arguments: dict[str, Value], rolling_batch: str, lookup: Lookup) -> None:
-    """Make vLLM's `speculative_config` of LMI's two options for a draft model."""
+    """Make the `speculative_config` of vLLM from the two options of LMI for a draft model."""
     draft = arguments.pop(str(DRAFT_MODEL.argument), None)
     length = arguments.pop(str(DRAFT_LENGTH.argument), None)
     if rolling_batch == "disable" or draft is None:
@@ -298,7 +298,7 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
     try:
         config = json.loads(given.text)
     except ValueError:
-        return  # the engine says what is wrong with it
+        return  # the engine reports the fault
     url = config.get("model") if isinstance(config, dict) else None
     if not isinstance(url, str) or not url:
         return
@@ -309,9 +309,9 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
             sources.lookup.problems.append(f"{given.describe(PREFIX + _SPECULATIVE)}: {error}")
             return
     elif os.path.isdir(sources.model_dir / url):
-        directory = str(sources.model_dir / url)  # an absolute path stays as it is
+        directory = str(sources.model_dir / url)  # an absolute path stays unchanged
     else:
-        return  # a hub id, or the engine says that there is no such directory
+        return  # a hub id, or the engine reports the missing directory
     arguments[_SPECULATIVE] = Value(json.dumps(config | {"model": directory}), given.source)
 
 
@@ -326,7 +326,7 @@ def _engine_devices(load_on: str, lookup: Lookup) -> tuple[int, ...] | None:
         return None
 
 
-# A model with a handler of its own
+# A model with a custom handler
 
 
 def _handler_model(sources: Sources, entry_point: str, function: str) -> dict[str, Any]:
@@ -349,11 +349,11 @@ def _handler_model(sources: Sources, entry_point: str, function: str) -> dict[st
     return fields
 
 
-# What both have
+# Fields of both
 
 
 def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> None:
-    """Set `model_id` to what is loaded, and the model's name.
+    """Set `model_id` to the model to load, and the model's name.
 
     `required`: without a model, or with one that is not found, there is a problem. A custom handler may bring its own
     model, and may give `option.model_id` another meaning.

@@ -1,7 +1,7 @@
-"""The settings of a model: names, defaults, what is allowed, and how one is looked up.
+"""The settings of a model: names, defaults, allowed values, and their lookup.
 
 Names, aliases and defaults are LMI's. An `option.<name>` that is not here goes to the engine unchanged.
-docs/configuration.md says what each is for, in tables that a test compares with the ones here and in `server`.
+docs/configuration.md explains each, in tables that a test compares with those here and in `server`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEFAULT = "default"  # The source of a value that nobody has written.
 class Option:
     """A setting of the model, or of the server."""
 
-    key: str  # Its name in serving.properties, with `option.` where it has that.
+    key: str  # Its name in serving.properties, with `option.` if it has that.
     parser: Parser
     default: str | None = None  # The text that would give the default; None: no value.
     _: KW_ONLY
@@ -51,10 +51,10 @@ class Option:
     # The field of `ModelSettings`, `HandlerSettings` or `ServerSettings`, if it is not the key without `option.`.
     field_name: str | None = None
     argument: str | None = None  # The engine argument that takes the value as text, instead of a field.
-    shows_default: bool = True  # Whether reports show it where it is not given.
+    shows_default: bool = True  # Reports show it even if it is not given.
     # The values that are served, of those that the parser allows; None: all. Others stop the start.
     serves: frozenset[Scalar] | None = None
-    advice: str = ""  # What to do instead of a value that is not served.
+    advice: str = ""  # The remedy for values that are not served.
 
     @property
     def field(self) -> str:
@@ -73,7 +73,7 @@ class Option:
 
 
 def _one_of(words: Mapping[str, Scalar]) -> Parser:
-    """Return a parser of words in any case, which leaves any other text as it is: `refused` says what to do instead."""
+    """Return a parser of words in any case. It leaves other text unchanged; `refused` has the remedy."""
     return Parser(
         lambda text: words.get(text.strip().lower(), text), ", ".join(map(str, dict.fromkeys(words.values())))
     )
@@ -98,7 +98,7 @@ class Lookup:
     ) -> Scalar | None:
         """Return the value of an option: from its keys in `layer`, else from its variables, else its default.
 
-        None where there is no value, or where it is wrong, which is then among the problems.
+        None if it has no value, or a wrong one, which is then among the problems.
         """
         given = [(key, layer[key]) for key in option.keys if key in layer]
         given = given or [(option.key, variables[name]) for name in option.variables if name in variables][:1]

@@ -21,7 +21,9 @@ def startup_text(startup: Startup) -> str:
 
 
 def startup_json(startup: Startup) -> str:
-    """Return the same as JSON; where there is not one model, `{"server": {...}, "models": {"<name>": {...}}}`."""
+    """Return the same as JSON; if the server does not have exactly one model, `{"server": {...}, "models": {"<name>":
+    {...}}}`.
+    """
     if startup.report is None:
         content = report_object(startup.models[0].settings)
     else:

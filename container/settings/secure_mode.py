@@ -1,4 +1,4 @@
-"""SageMaker's secure mode: what a model that is not trusted may bring.
+"""SageMaker's secure mode: the allowed parts of a model that is not trusted.
 
 Each check returns one line for each thing that it refuses.
 """
@@ -64,7 +64,7 @@ _CONFIGURATIONS = ("config.json", "special_tokens_map.json")
 
 @dataclass(frozen=True, slots=True)
 class SecureMode:
-    """The controls that are on, and what is known of the model that they are for."""
+    """The active controls, and their model."""
 
     controls: frozenset[str]
     channels: tuple[Path, ...] = ()  # Directories that are not trusted; without any, those of the model.
@@ -109,7 +109,9 @@ class SecureMode:
             yield f"{', '.join(controls)}: {given}: a hub's files cannot be checked before they load"
 
     def adapter_faults(self, directory: Path) -> list[str]:
-        """What is refused of an adapter's directory, a line each; what is no directory cannot be looked into."""
+        """Return the refused parts of an adapter's directory, a line each; a path that is no directory cannot be
+        checked.
+        """
         if not directory.is_dir():
             return [f"`src` must be a directory in the secure mode; there is none at {directory}"]
         checks: dict[str, Callable[[Iterable[Path]], Iterator[str]]] = {
@@ -135,7 +137,7 @@ class SecureMode:
 
 
 def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> SecureMode | None:
-    """Return the mode that the environment asks for; None where it is off. Wrong values are added to `problems`."""
+    """Return the mode that the environment asks for; None if it is off. Wrong values are added to `problems`."""
     mode = variables.get(MODE)
     if mode is None or mode.word != "true":
         return None

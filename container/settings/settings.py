@@ -19,7 +19,7 @@ class ServerSettings:
 
     Sizes are in bytes, times in seconds.
 
-    `container.settings.server` has their names and what may be given, docs/configuration.md what each is for.
+    `container.settings.server` has their names and allowed values. docs/configuration.md explains each.
     """
 
     host: str = "0.0.0.0"
@@ -66,7 +66,7 @@ class SettingEntry:
 
     name: str
     value: str | int | float | bool | None
-    source: str  # "default", or what was written and where, such as "environment: OPTION_DTYPE".
+    source: str  # "default", or the written text and its place, such as "environment: OPTION_DTYPE".
     note: str = ""
 
 
@@ -103,7 +103,7 @@ class ServerReport:
     entries: tuple[SettingEntry, ...] = ()
     warnings: tuple[str, ...] = ()
     aliases: tuple[Alias, ...] = ()  # Those that are in effect.
-    # Environment variables for the libraries that read them by themselves.
+    # Environment variables for libraries that read them.
     exports: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -114,9 +114,10 @@ class Settings(ServerReport):
     model: ModelSettings
     required_memory: int | None = None  # MiB that the model needs; None: to be estimated.
     reserved_memory: int = 500  # MiB that have to stay free.
-    # What the secure mode refuses of the model, also once weights have been fetched; None: the mode is off.
+    # Returns the parts of the model that the secure mode refuses, also after weights were downloaded; None: the mode is
+    # off.
     model_faults: Callable[[], list[str]] | None = field(default=None, compare=False)
-    # What it refuses of an adapter's directory.
+    # Returns the parts of an adapter's directory that it refuses.
     adapter_faults: Callable[[Path], list[str]] | None = field(default=None, compare=False)
     remote_models: tuple[RemoteModel, ...] = ()  # Models whose weights are to be fetched before the model is loaded.
     # Fetches adapters while the model serves; None: those on S3 are refused.
@@ -143,7 +144,7 @@ class Startup:
 
     server: ServerSettings
     models: tuple[StartupModel, ...]
-    report: ServerReport | None = None  # Where the server's settings came from; None: from those of its one model.
+    report: ServerReport | None = None  # The origins of the server's settings; None: from those of its one model.
 
     @property
     def exports(self) -> dict[str, str]:
@@ -159,9 +160,9 @@ class Startup:
 
 
 class SettingsError(Exception):
-    """The settings cannot be used; `problems` names each one: the option, its source, its value, what is allowed.
+    """The settings cannot be used; `problems` names each one: the option, its source, its value, the allowed values.
 
-    `warnings` has what else was found: what is ignored may well be why something else is missing.
+    `warnings` has what else was found: an ignored value may be the reason for a missing one.
     """
 
     def __init__(self, problems: Iterable[str], warnings: Iterable[str] = ()) -> None:

@@ -155,7 +155,7 @@ def assignments(text: str) -> dict[str, str]:
 
 
 def checked(check: Callable[[str], object], allowed: str) -> Parser:
-    """Text that is kept as it is; `check` returns False or raises ValueError for text that is not allowed."""
+    """Text that is kept unchanged; `check` returns False or raises ValueError for text that is not allowed."""
 
     def convert(text: str) -> str:
         if check(text) is False:

@@ -1,1 +1,1 @@
-"""Where models come from: a directory of this machine, S3, or the sample model."""
+"""The sources of models: a directory of this machine, S3, or the sample model."""

@@ -2,7 +2,7 @@
 
 It comes in two parts: first the small files from which settings and code are read; then the weights, when the server
 already listens. A file is downloaded under another name and gets its own once it is whole and checked. Each URL has a
-folder of its own in the cache directory:
+separate folder in the cache directory:
 
     models/<hash of the URL>/model/<last part of the URL>/   the files
     models/<hash of the URL>/listing                         path, size and ETag of all files, as S3 listed them
@@ -165,7 +165,7 @@ def download_dir(environ: Mapping[str, str] | None = None) -> Path:
 
 
 class LocalCopy:
-    """What is on this machine of one URL. Who changes it holds the lock."""
+    """The copy of one URL on this machine. Changes need the lock."""
 
     def __init__(self, url: S3Url, downloads: Path) -> None:
         self.url = str(url)
@@ -190,7 +190,7 @@ class LocalCopy:
         return () if self.missing(files) else files
 
     def begin(self, files: Sequence[RemoteFile]) -> None:
-        """Note that these files are to be here. Remove all others, and what a process that died has left behind."""
+        """Note that these files are to be here. Remove all others, and files left by a process that died."""
         for stale in self.root.glob("partial.*"):
             shutil.rmtree(stale, ignore_errors=True)
         listed = self._listed()
@@ -295,7 +295,7 @@ class _Download:
                     if not ended:
                         self._stop.wait(_CHECK_SECONDS)
         finally:
-            # Also where it has failed: nothing goes on with parts of files, and they may be what fills the disk.
+            # Also after a failure: nothing continues parts of files, and they may fill the disk.
             shutil.rmtree(partial, ignore_errors=True)
 
     def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a model is: in a directory of this machine, in a folder on S3, or on the Hugging Face hub under a name."""
+"""The location of a model: a directory of this machine, a folder on S3, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ModelNotFound(Exception):
 
 
 class SourceError(Exception):
-    """A remote model cannot be fetched; the message names what was given and says why it failed."""
+    """A remote model cannot be fetched; the message names the value and the reason."""
 
 
 class FetchTimeout(SourceError):
@@ -95,7 +95,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def resolve_model_id(text: str, model_dir: Path) -> str:
-    """Return what the engine loads: a hub id, or the path of what is there. Raises ModelNotFound for anything else."""
+    """Return the model for the engine: a hub id, or a path. Raises ModelNotFound for anything else."""
     if scheme := _url_scheme(text):
         raise ModelNotFound(f"{scheme}:// {_NOT_SERVED}")
     if os.path.exists(model_dir / text):
@@ -110,7 +110,7 @@ def resolve_model_id(text: str, model_dir: Path) -> str:
 def model_name(model_id: str, model_dir: Path, named_by_variable: bool) -> str:
     """Return the model's name in routes: its directory's name or its hub id, with `_` for non-word characters.
 
-    As in LMI, HF_MODEL_ID (`named_by_variable`) names a model of its own; option.model_id belongs to the directory.
+    As in LMI, HF_MODEL_ID (`named_by_variable`) names another model; option.model_id belongs to the directory.
     """
     if not named_by_variable and _has_files(model_dir):
         return _as_word(model_dir.name)

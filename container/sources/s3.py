@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 THREADS = 8  # Ranges of objects that are read at a time.
 RANGE = 16 << 20  # Bytes of a range.
 _READ_ATTEMPTS = 6  # Attempts to read a range whose connection breaks.
-_REQUEST_ATTEMPTS = 5  # Attempts of botocore at a request that S3 answers with an error of its own.
+_REQUEST_ATTEMPTS = 5  # Attempts of botocore at a request that ends with a server error of S3.
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30
 _BLOCK = 1 << 20
 _MAX_FILES = 100_000
@@ -38,8 +38,8 @@ _MAX_FILES = 100_000
 WEIGHTS = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".tar", ".gz", ".tgz", ".zip"}
 )
-_MAX_SETTINGS_BYTES = 32 << 20  # A larger file counts as weights, whatever its name.
-# Suffixes of weights that engines do not load where there are `*.safetensors` beside them.
+_MAX_SETTINGS_BYTES = 32 << 20  # A larger file counts as weights with any name.
+# Suffixes of weights that engines do not load if `*.safetensors` are beside them.
 _DUPLICATES = frozenset({".bin", ".pt", ".pth", ".h5", ".msgpack", ".ckpt"})
 
 
@@ -139,7 +139,7 @@ class S3Folder:
         """Yield what begins to download a file to a path, which is written whole or not at all.
 
         boto3's TransferManager reads objects in ranges, several at a time. `on_bytes` is told how many bytes came, or
-        have to come again. In the end, what has not come is cancelled; threads that still wait for S3 end soon after.
+        have to come again. In the end, missing parts are cancelled; threads that still wait for S3 end soon after.
         """
         from s3transfer.manager import TransferConfig, TransferManager
 
@@ -174,7 +174,7 @@ class S3Folder:
     def check(self, file: RemoteFile, download: TransferFuture, path: Path, go_on: Callable[[], None]) -> None:
         """Raise what went wrong with a download that has ended, and compare what came with S3's checksum of it.
 
-        `go_on` is called for each block of the file; what it raises ends the comparison. Raises SourceError for what S3
+        `go_on` is called for each block of the file; an error of it ends the comparison. Raises SourceError for what S3
         did wrong, or for another content than was listed, and OSError for the disk.
         """
         algorithm = next((name for name in _CHECKSUMS if name in file.checksums), None)
@@ -210,7 +210,7 @@ class S3Folder:
 
 @dataclass(frozen=True, slots=True)
 class _Subscriber:
-    """What boto3 asks and tells about the download of one file."""
+    """The calls of boto3 about the download of one file."""
 
     file: RemoteFile
     on_bytes: Callable[[int], None]
@@ -234,7 +234,7 @@ class _Crc32:
         return self._value.to_bytes(4, "big")
 
 
-# What can be computed fast without AWS's C library; S3 also has CRC32C and CRC64NVME.
+# Checksums that are fast without AWS's C library; S3 also has CRC32C and CRC64NVME.
 _CHECKSUMS: dict[str, Callable[[], Any]] = {"CRC32": _Crc32, "SHA256": hashlib.sha256, "SHA1": hashlib.sha1}
 
 
@@ -250,7 +250,7 @@ def _client(url: S3Url) -> S3Client:
         max_pool_connections=THREADS,
         tcp_keepalive=True,
     )
-    # Where no region is set, S3 tells the bucket's own in its first answer, and botocore follows.
+    # If no region is set, S3 tells the bucket's region in its first answer, and botocore follows.
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     try:
         session = boto3.session.Session(region_name=region)

@@ -19,13 +19,13 @@ from engines.cache_dir import cache_dir
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_FORMAT = 1  # part of the directory's name; raise it when what is written changes
+_FORMAT = 1  # part of the directory's name; raise it if the written files change
 
 logger = logging.getLogger(__name__)
 
 
 class SampleModelError(Exception):
-    """The sample model cannot be made; the message says what is missing."""
+    """The sample model cannot be made; the message names the missing part."""
 
 
 def prepare(directory: Path | None = None) -> Path:

@@ -31,7 +31,7 @@ _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
 # add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1.
 EMPTY_SLOTS_ON_CPU = 1
 _NOT_TAKEN = "`vllm serve` has no such argument"
-# Fields of vLLM's `AsyncEngineArgs` that its command line cannot set, and what a warning says of them.
+# Fields of vLLM's `AsyncEngineArgs` that its command line cannot set, and the text of a warning.
 NO_ARGUMENTS = {
     **dict.fromkeys(("_api_process_count", "_api_process_rank", "model_weights"), f"{_NOT_TAKEN}; vLLM sets it"),
     "enable_mm_processor_stats": _NOT_TAKEN,
@@ -40,7 +40,7 @@ NO_ARGUMENTS = {
 _LOGS = "vLLM logs as Slipway does; see SERVING_LOG_LEVEL and SERVING_LOG_FORMAT"
 _METRICS = "vLLM's own metrics are not at /metrics"
 _STATISTICS = "vLLM's statistics are not logged; metrics are at /metrics"
-# These and arguments of parts of vLLM's server that Slipway does not use, and why they have no effect.
+# Further arguments without effect, of parts of the server of vLLM that Slipway does not use, with the reason.
 WITHOUT_EFFECT = {
     **NO_ARGUMENTS,
     # In the server's process, vLLM would put its logging in the place of Slipway's.
@@ -165,7 +165,7 @@ def _check_parsers(arguments: Mapping[str, Any], settings: ModelSettings) -> Non
 
 
 def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: Mapping[str, str]) -> dict[str, Any]:
-    """Read options with vLLM's own parser, to which `add_arguments` adds what it knows.
+    """Read options with the parser of vLLM, to which `add_arguments` adds its arguments.
 
     Raises:
         EngineStartError: An option has a value that the parser refuses; the option is named.

@@ -124,7 +124,7 @@ class BeamSearchTask:
         return self._ranked(self._finished + self._running)
 
     def _settled(self) -> bool:
-        """Return True if no running beam can displace a finished one any more."""
+        """Return True if no running beam can displace a finished one."""
         if len(self._finished) < self._options.width:
             return False
         if self._options.early_stopping:
@@ -183,7 +183,7 @@ class BeamSearchTask:
         return any(string in text for string in stop)
 
     def _hide_stop(self, beam: _Beam, tokens: list[Token]) -> None:
-        """Take the text of what has ended the beam out of its tokens' texts."""
+        """Remove the text that has ended the beam from its tokens' texts."""
         if beam.finish_reason not in (FinishReason.EOS, FinishReason.STOP):
             return
         if tokens[-1].id in self._ending:

@@ -2,10 +2,10 @@
 
 vLLM has several back ends for them, and one for a whole engine: with its setting `auto` each request is checked against
 the back end that suits it best, but enforced by the one that the first request happened to get. So one is chosen when
-the model is loaded: `guidance` (llguidance), which refuses what it cannot enforce and bounds what a constraint costs.
+the model is loaded: `guidance` (llguidance), which refuses constraints that it cannot enforce, and bounds their cost.
 
-A constraint is a program that a client has sent, so it is compiled once in a process of its own (`grammar_trial`)
-before the engine gets it.
+A constraint is a program that a client has sent, so it is compiled once in a separate process (`grammar_trial`) before
+the engine gets it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ConstraintTranslator:
             self._trials = GrammarTrials(fast, size, tokenizer.eos_token_id)
 
     async def structured_outputs(self, sampling: SamplingParameters) -> StructuredOutputsParams | None:
-        """Return what vLLM is to enforce; None without a constraint.
+        """Return the constraint for vLLM; None without a constraint.
 
         Raises:
             InvalidParameter: It cannot be compiled, or not together with another parameter; GenerationFailed,
@@ -118,7 +118,7 @@ class ConstraintTranslator:
     async def checked(self, parameter: str, params: SamplingParams) -> StructuredOutputsParams:
         """Return the structured outputs that vLLM's front end has read, as the engine will follow them.
 
-        `parameter`: what the client called them.
+        `parameter`: the client's names for them.
 
         Raises:
             InvalidParameter: they would harm the engine, or would not be enforced.
@@ -170,7 +170,7 @@ class ConstraintTranslator:
 
 
 def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams) -> None:
-    """Refuse parameters that forbid the end of the text, where the constraint may leave no other token to choose."""
+    """Refuse parameters that forbid the end of the text, if the constraint may leave no other token to choose."""
     if sampling.min_tokens > 0:
         raise InvalidParameter(parameter, "cannot be used together with a minimum of new tokens")
     if sampling.ignore_eos:
@@ -178,7 +178,7 @@ def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams
 
 
 def no_token_left(sampling: SamplingParameters | SamplingParams) -> InvalidParameter | None:
-    """What to say of a request that the engine has ended, if it may have forbidden each token of its constraint."""
+    """Return the error of a request that the engine has ended, if it may have forbidden each token of its constraint."""
     name = "allowed_token_ids" if sampling.allowed_token_ids is not None else "bad_words"
     if not getattr(sampling, name):
         return None
@@ -270,7 +270,7 @@ class GrammarTrials:
         self._stopped = False
 
     async def error(self, kind: str, text: str) -> str:
-        """Return what is wrong with a constraint, as the end of a sentence; "" if nothing was found.
+        """Return the fault of a constraint, as the end of a sentence; "" if nothing was found.
 
         Raises:
             GenerationFailed: no process can be started.

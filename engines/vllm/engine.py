@@ -1,4 +1,4 @@
-"""vLLM as an engine, on CPU and CUDA alike: `AsyncLLM`, with states of our own for the requests (`output`)."""
+"""vLLM as an engine, on CPU and CUDA alike: `AsyncLLM`, with Slipway's states for the requests (`output`)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _REMEMBERED_CHARACTERS = 256  # Of stop strings.
 
 
 class VllmEngine:
-    """One model on vLLM. Its engine core runs in a process of its own."""
+    """One model on vLLM. Its engine core runs in a separate process."""
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
@@ -79,7 +79,7 @@ class VllmEngine:
     async def _attach(self, loaded: LoadedModel) -> None:
         llm = self.async_llm = loaded.llm
         self.frontend_arguments = loaded.frontend_arguments
-        # The scheduler goes on reporting, but the per-token bookkeeping in this process is ours. Spans need vLLM's.
+        # The scheduler still reports, but Slipway does the per-token bookkeeping in this process. Spans need vLLM's.
         self._traced = llm.vllm_config.observability_config.otlp_traces_endpoint is not None
         self._stream_interval: int = llm.vllm_config.scheduler_config.stream_interval
         llm.log_stats = llm.output_processor.log_stats = self._traced
@@ -148,7 +148,7 @@ class VllmEngine:
         core_request = self._known_request(request, token_ids, adapter)
         if core_request is None:
             core_request = await self._checked_request(request, token_ids, adapter)
-        self._check_alive()  # a long prompt is tokenized elsewhere meanwhile, and a constraint tried out
+        self._check_alive()  # a long prompt is tokenized in a thread, and a constraint is compiled for a trial
         generation = VllmGeneration(self.async_llm)
         target = sink
         if request.candidates > 1:
@@ -159,7 +159,7 @@ class VllmEngine:
                     await asyncio.sleep(0)
                 await self._add(request, sibling(core_request, index), index, target, meter, generation)
         except BaseException as error:
-            generation.cancel()  # what was registered before it failed
+            generation.cancel()  # earlier registrations before the failure
             if isinstance(error, EngineDeadError):
                 raise EngineDead from None
             if isinstance(error, VLLMClientError | ValueError):
@@ -211,7 +211,7 @@ class VllmEngine:
     ) -> EngineCoreRequest | None:
         """Return vLLM's request for the first sequence, if one like it has been checked; None if not.
 
-        What vLLM checks, and adds to the parameters, depends on these and on the model. The prompt is a text, whose
+        vLLM's checks and additions to the parameters depend on these and on the model. The prompt is a text, whose
         tokens the model has, and `prompt_token_ids` has seen to it that the context has room for them.
         """
         known = self._checked.get(_repeated(request))
@@ -331,7 +331,8 @@ class VllmEngine:
 
 
 def _repeated(request: GenerationRequest) -> Hashable:
-    """Return what makes requests alike for vLLM's checks, whatever their prompts; None for one that is not remembered.
+    """Return the key of requests that are alike for vLLM's checks, with any prompts; None for one that is not
+    remembered.
 
     Left out are those that are rarely repeated, whose parameters may be large, or that have tokens as their prompt.
     """

@@ -51,7 +51,7 @@ class _ForkServer:
     def context(self) -> ForkServerContext | None:
         """Return what starts processes; None where they have to be spawned.
 
-        Blocks until vLLM is imported. The fork server ends by itself where it must not fork, and says why.
+        Blocks until vLLM is imported. The fork server ends if it must not fork, and logs the reason.
         """
         if not self._started:
             return None
@@ -100,7 +100,7 @@ def apply_environment(environment: Mapping[str, str]) -> None:
 
 
 def _bind_threads(cpus: Sequence[int]) -> None:
-    """Bind each OpenMP thread to a processor of its own, and this one to the first.
+    """Bind each OpenMP thread to one processor, and this thread to the first.
 
     As libgomp does for GOMP_CPU_AFFINITY, which vLLM sets for its workers on a CPU. Its threads stay, so that it holds
     for all that they run later.
@@ -136,10 +136,10 @@ def _environment() -> Iterator[None]:
 
 
 def _needs_spawn() -> bool:
-    """Return True if something matters that a process reads only as it is executed, so that it cannot be forked.
+    """Return True if a setting matters that a process reads only when it is executed, so that it cannot be forked.
 
     On WSL the NVIDIA driver's library does not work after a fork; vLLM spawns there as well. CUDA's libraries for older
-    drivers are found through LD_LIBRARY_PATH, which vLLM sets. Intel's OpenMP binds its threads as it is loaded.
+    drivers are found through LD_LIBRARY_PATH, which vLLM sets. Intel's OpenMP binds its threads when it is loaded.
     """
     compatibility = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "0") not in ("", "0")
     intel = any(name in os.environ.get("LD_PRELOAD", "") for name in ("libiomp", "libomp"))

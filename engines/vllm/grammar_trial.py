@@ -1,4 +1,4 @@
-"""A script that compiles constraints before the engine does, in a process of its own.
+"""A script that compiles constraints before the engine does, in a separate process.
 
 A constraint is a program that a client has sent. One that takes too long, takes too much memory or crashes the
 compiler ends this process, and neither the server nor the engine. Imports nothing but llguidance, so that it starts at
@@ -25,12 +25,12 @@ CPU_SECONDS = 2.0  # Limit for one constraint; ordinary ones take a hundredth of
 STEP_CPU_SECONDS = 0.1
 STEPS = 64  # Tokens that are tried out.
 _MEMORY_BYTES = 1 << 30
-_STACK_BYTES = 4 << 20  # Half of what the engine's threads have.
+_STACK_BYTES = 4 << 20  # Half of the stack of the engine's threads.
 _PR_SET_PDEATHSIG = 1
 
 
 def trial(tokenizer: Any, kind: str, text: str) -> str:
-    """Return what is wrong with a constraint, as the end of a sentence; "" if nothing was found."""
+    """Return the fault of a constraint, as the end of a sentence; "" if nothing was found."""
     try:  # as vLLM's back end `guidance` makes its grammars
         if kind == "json":
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True})
@@ -81,13 +81,13 @@ def _limit() -> None:
 
 
 def main() -> None:
-    """Answer each line until the standard input ends, or the server does, be it in the middle of a constraint.
+    """Answer each line until the standard input or the server ends, also in the middle of a constraint.
 
     The timer's signal is not handled, so it ends the process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not come between the answers
+    os.dup2(2, 1)  # output of libraries must not come between the answers
     first = json.loads(sys.stdin.readline())
     tokenizer = llguidance.LLTokenizer(first["tokenizer"], n_vocab=first["vocabulary_size"], eos_token=first["eos"])
     _limit()

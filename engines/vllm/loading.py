@@ -35,7 +35,7 @@ from engines.weight_files import draft_model, expert_bytes, hub_weight_bytes, is
 
 logger = logging.getLogger(__name__)
 
-SHUTDOWN_SECONDS = 1.0  # How long vLLM's processes have to end by themselves before they are killed.
+SHUTDOWN_SECONDS = 1.0  # The time for vLLM's processes to end before they are killed.
 _SWITCH = "TORCH_COMPILE_DISABLE"
 _COMPILER = "g++"
 _INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
@@ -57,13 +57,13 @@ class VllmLoader:
         """`thread`: starts vLLM's processes; the kernel kills those that are spawned with it."""
         self._settings = settings
         self._thread = thread
-        self._abandoned = False  # Nobody waits for it any more.
+        self._abandoned = False  # Nothing waits for it.
         # vLLM's reasons do not always name the argument that they are about.
         given = settings.engine_options
         self._cannot = f"vLLM cannot load {settings.model_id}" + (f" with {given}" if given else "")
 
     async def load(self) -> LoadedModel:
-        """Load the model, which takes half a minute and more; other tasks go on meanwhile.
+        """Load the model, which takes half a minute and more; other tasks run during that.
 
         Raises:
             EngineStartError: vLLM cannot load the model, or not within `model_loading_timeout`.
@@ -86,7 +86,7 @@ class VllmLoader:
         if on_cpu:
             go_without_compiler(os.environ)
         arguments = engine_arguments(self._settings, on_cpu)
-        # Read here, so that what is wrong is said before the model is loaded.
+        # Read here, so that faults are reported before the model is loaded.
         frontend = frontend_arguments(self._settings)
         engine_args = AsyncEngineArgs(**serve_defaults() | arguments)
         if not on_cpu:
@@ -115,7 +115,7 @@ class VllmLoader:
         return llm
 
     def _start_on_cpu(self, config: VllmConfig) -> AsyncLLM:
-        """Choose the size of the KV cache, and choose once more where vLLM refuses it and says what it has."""
+        """Choose the size of the KV cache, and choose once more if vLLM refuses it and names its memory."""
         demand = cache_demand(config)
         limits = memory_limits(config.parallel_config.local_world_size)
         config.cache_config.kv_cache_memory_bytes = kv_cache_size(demand, limits)
@@ -131,7 +131,7 @@ class VllmLoader:
 
 
 async def shut_down(llm: AsyncLLM) -> None:
-    """End vLLM's processes, and free what the model had here."""
+    """End vLLM's processes, and free the model's resources in this process."""
     await end_output_loop(llm)
     await asyncio.to_thread(end_processes, llm, SHUTDOWN_SECONDS)
     forget_tokenizers()
@@ -150,11 +150,11 @@ def own_tokenizer(config: ModelConfig) -> Any:
 
 
 def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
-    """Have torch compile nothing where there is no compiler; returns whether that was done.
+    """Switch torch's compilation off if no compiler is installed; returns whether that was done.
 
     vLLM compiles some of its functions at their first call, also when it runs the model eagerly, and its process dies
-    where that fails. torch reads the variable when it is imported, so it is for processes that are still to be started.
-    One that is set already stays as it is.
+    if that fails. torch reads the variable when it is imported, so it is for processes that are still to be started. A
+    value that is already set stays.
     """
     compiler = environ.get("CXX", _COMPILER)  # as torch looks for it
     if _SWITCH in environ or environ.get(_INSTALLS_ONE) or shutil.which(compiler, path=environ.get("PATH", os.defpath)):
@@ -236,7 +236,7 @@ def weights_of(model: str, revision: str | None, speculative: Any, layout: Layou
 
 
 def cache_demand(config: VllmConfig) -> Demand:
-    """Tell what each of vLLM's CPU workers will need."""
+    """Return the memory that each CPU worker of vLLM will need."""
     model, parallel = config.model_config, config.parallel_config
     item = model.dtype.itemsize
     stored = getattr(getattr(model.hf_config, "dtype", None), "itemsize", item)

@@ -3,13 +3,14 @@
 vLLM reads an adapter from its directory whenever a step needs one that is not in memory, and its engine process dies if
 that fails; it also takes adapters of one name for one and the same. So
 
-- what is in memory is decided here: never more than vLLM's cache holds, so that it never drops one by itself, and none
-  is dropped while a request has it. vLLM then never reads a file within a step, and a failure to load is an answer;
-- each adapter has a name of its own in vLLM, for ever: an adapter that comes again, from the same directory or another,
+- this module decides which adapters are in memory: never more than vLLM's cache holds, so that vLLM never drops one,
+  and none is dropped while a request has it. vLLM then never reads a file within a step, and a failure to load is an
+  answer;
+- each adapter has a unique name in vLLM, for ever: an adapter that comes again, from the same directory or another,
   neither meets requests of the former one in a batch nor finds its blocks in the prefix cache.
 
-vLLM's own pinning is not used: it takes the slot of a pinned adapter from those of a batch, but its scheduler goes on
-filling batches with as many adapters as there are slots.
+vLLM's own pinning is not used: it takes the slot of a pinned adapter from those of a batch, but its scheduler still
+fills batches with as many adapters as it has slots.
 
 `AsyncLLM.add_lora` raises what loading raises; tests/live/test_adapters_live.py holds that.
 """
@@ -115,7 +116,7 @@ class VllmAdapters:
             if adapter.preload:
                 await self._loaded(held)
         except asyncio.CancelledError:
-            await self.remove(adapter.id, wait=False)  # whoever cancels is not to wait until it is loaded
+            await self.remove(adapter.id, wait=False)  # the canceller must not wait until it is loaded
             raise
         except BaseException:
             await self.remove(adapter.id)
@@ -175,7 +176,7 @@ class VllmAdapters:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _loaded(self, held: _Held) -> None:
-        """Wait until the adapter is in memory. One who waits may leave; loading goes on for others."""
+        """Wait until the adapter is in memory. One who waits may leave; loading continues for others."""
         if held.resident:
             return
         loading = held.loading
@@ -240,7 +241,7 @@ class VllmAdapters:
             await asyncio.wait_for(self._llm.remove_lora(held.adapter.id), self._patience)
 
     async def _free(self, held: _Held) -> None:
-        """Drop an adapter that has no name any more, once nothing uses it."""
+        """Drop an adapter that no longer has a name, when nothing uses it."""
         if held.loading is not None:
             await asyncio.wait({held.loading})
         while not self._idle([held]) and not self._llm.errored:

@@ -32,7 +32,7 @@ _Rank = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """What vLLM computes with, of an adapter's configuration. JSON has no number that makes NaN of every answer."""
+    """The fields of an adapter's configuration that vLLM uses. JSON has no number that makes NaN of every answer."""
 
     r: _Rank
     rank_pattern: dict[str, _Rank] | None = None
@@ -62,7 +62,7 @@ def read_ahead(directory: Path, max_rank: int, base: Shapes) -> None:
 
     An engine makes no token while it loads an adapter; where files come over a network that may take a minute.
 
-    `base`: shapes of the base model's weights, as far as they are known.
+    `base`: the known shapes of the base model's weights.
 
     Raises:
         AdapterFailed: As `check_adapter`, or the weights cannot be used; the tensor is named.
@@ -97,7 +97,7 @@ def _config(path: Path) -> _Config:
 
 
 def _check_shapes(tensors: Mapping[str, Tensor], max_rank: int, base: Shapes) -> None:
-    """Compare the two halves of each pair with the weight that they change: vLLM takes what is too small."""
+    """Compare the two halves of each pair with the weight that they change: vLLM accepts weights that are too small."""
     for name, tensor in tensors.items():
         half = next((half for half in _HALVES if name.endswith(half)), None)
         if half is None or tensor.ndim != 2:
@@ -131,7 +131,7 @@ def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Refuse weights that are NaN or infinite, such as a training that diverged leaves.
 
     On vLLM's CPU backend one request with such an adapter spoils those after it, of other adapters and of none, even
-    when the adapter is gone: dozens of them answered nothing, presumably for what it had left in the KV cache.
+    when the adapter is gone: dozens of them answered nothing, presumably because of its entries in the KV cache.
     """
     import torch
 
@@ -161,7 +161,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
         raise AdapterFailed(f"{path} is not a safetensors file: {error}") from None
-    except pickle.UnpicklingError:  # torch's text goes on to say how to run the code in the file
+    except pickle.UnpicklingError:  # torch's text continues with a way to run the code in the file
         raise AdapterFailed(f"{path} is damaged, or holds more than tensors; expected what peft saves") from None
     except Exception as error:  # a damaged file has torch raise nearly anything
         reason = str(error).partition("\n")[0]

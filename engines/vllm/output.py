@@ -1,8 +1,8 @@
 """From vLLM's output processing to our sinks.
 
 vLLM's `OutputProcessor` keeps a `RequestState` for each sequence and calls it for each engine step, in this order:
-`detokenizer.update`, `logprobs_processor.update_from_output`, `make_request_output`. We register a state of our own,
-`PushedState`, which hands the step's tokens straight to the request's sink: no queue, no task switch and no
+`detokenizer.update`, `logprobs_processor.update_from_output`, `make_request_output`. Slipway registers its own state,
+`PushedState`, which gives the step's tokens directly to the request's sink: no queue, no task switch and no
 `RequestOutput` for each token, and log probabilities read from the raw arrays. Stop strings, detokenizing and aborts
 stay vLLM's.
 
@@ -69,7 +69,7 @@ async def end_output_loop(llm: AsyncLLM) -> None:
 
 
 class _Recording:
-    """A detokenizer that keeps what each token of the step added to the text."""
+    """A detokenizer that keeps the text that each token of the step added."""
 
     pieces: list[str]
 
@@ -88,7 +88,7 @@ class _RecordingSlow(_Recording, SlowIncrementalDetokenizer):
 
 
 class TokensApart:
-    """The texts of tokens by themselves, as vLLM shows them beside log probabilities."""
+    """The texts of single tokens, as vLLM shows them beside log probabilities."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -251,7 +251,7 @@ class PushedState(RequestState):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Push the step to the sink; vLLM calls this for each step and queues what is returned: nothing."""
+        """Push the step to the sink; vLLM calls this for each step and queues the result: nothing."""
         if self.ended:
             return
         # An exception here would end vLLM's output loop and with it every other request.
@@ -267,18 +267,20 @@ class PushedState(RequestState):
             self.fail(GenerationFailed("internal error while handling a token"))
 
     def put(self, output: Any) -> None:
-        """Take what vLLM puts into the state's `queue`: errors alone, since `make_request_output` returns nothing."""
+        """Take the objects that vLLM puts into the state's `queue`: errors alone, since `make_request_output` returns
+        nothing.
+        """
         if isinstance(output, Exception):
             self.fail(EngineDead())
 
     def cancel(self) -> None:
-        """End the sequence, of which nobody wants to hear any more."""
+        """End the sequence, whose client has left."""
         if not self.ended:
             self.end()
             self.meter.aborted_requests += 1
 
     def abort(self) -> None:
-        """End the sequence with what there is of it, as vLLM's own abort does."""
+        """End the sequence with its text so far, like vLLM's abort."""
         self.make_request_output([], None, VllmFinishReason.ABORT, None)
 
     def fail(self, error: RequestError) -> None:

@@ -1,9 +1,9 @@
 """vLLM's parsers of tool calls and reasoning, as the model's grammars need them.
 
-A tool that is named or required is called by one of two grammars: that of the model's own syntax, by vLLM's
-structural tags, which xgrammar alone enforces; or the JSON schema of the calls, which every back end can. A parser
-has to read the syntax that the grammar makes. vLLM chooses once for a process, when the class of a parser is made;
-here it is chosen for each model, so that it depends neither on what was imported first nor on other models.
+A tool that is named or required is called by one of two grammars: that of the model's own syntax, by vLLM's structural
+tags, which xgrammar alone enforces; or the JSON schema of the calls, which every back end can. A parser has to read the
+syntax that the grammar makes. vLLM chooses once for a process, when the class of a parser is made; here it is chosen
+for each model, so that it depends neither on the order of imports nor on other models.
 
 With a parser of reasoning, vLLM constrains an answer from the end of its reasoning. A parser that cannot tell the end
 (`granite`) would leave all answers unconstrained: they are constrained from the start, and have no reasoning.
@@ -39,8 +39,9 @@ _backend: ContextVar[str] = ContextVar("_backend", default="")
 
 
 class _Enforcing:
-    """Has a request that makes the model call a tool follow the tool's schema, or refuses it if there is no grammar of
-    the call, by the parser or the back end. vLLM would leave both to the model."""
+    """Makes the call of a forced tool follow the tool's schema, or refuses the request if neither the parser nor the
+    back end has a grammar of the call. vLLM would leave both to the model.
+    """
 
     tool_strict_level: ToolStrictLevel
     extract_reasoning: Callable[[str, Any], tuple[str | None, str | None]]
@@ -89,7 +90,7 @@ def _forces(request: Any) -> bool:
 
 
 def _fitting(parser: type[ToolParser], backend: str) -> type[ToolParser]:
-    """Return a class of a parser, as its author wrote it, that reads what a back end's grammar makes."""
+    """Return the class of a parser that reads the output of a back end's grammar."""
     if parser.structural_tag_model is None:
         return parser
     if backend == "xgrammar" and envs.VLLM_ENFORCE_STRICT_TOOL_CALLING:
@@ -109,7 +110,7 @@ def tells_end_of_reasoning(config: VllmConfig) -> bool:
 
 @contextmanager
 def parsers_for(backend: str) -> Iterator[None]:
-    """Have the serving objects that are made meanwhile get parsers that fit a back end."""
+    """Give parsers that fit a back end to the serving objects that are made in the block."""
     token = _backend.set(backend)
     try:
         yield
@@ -127,7 +128,7 @@ def import_plugin(path: str) -> None:
 
 
 def _decide_for_models() -> None:
-    """Take the decision from the classes of parsers, and make it where a model gets one."""
+    """Make the decision when a model gets a parser, and not in the classes of parsers."""
     found = ParserManager.get_parser
 
     def get_parser(*arguments: Any, **options: Any) -> type[Parser] | None:

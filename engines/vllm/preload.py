@@ -34,8 +34,8 @@ _CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vll
 def _share_openmp() -> bool:
     """Load torch's OpenMP before anything else, for all to see, as vLLM does for its CPU workers with LD_PRELOAD.
 
-    With a second one in the process, threads that are bound to processors share one of them. Returns whether torch has
-    one of its own.
+    With a second one in the process, threads that are bound to processors share one of them. Returns True if torch has
+    its own copy.
     """
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
@@ -63,7 +63,7 @@ def _import_vllm(openmp: bool) -> str:
                 importlib.import_module(name)
         # A process finds the room for its title beside the environment that it was started with, once.
         set_process_title("ForkServer")
-    except Exception as error:  # the server's own import of vLLM says the same, to whoever asked for the model
+    except Exception as error:  # the server's import of vLLM reports the same to the client that asked for the model
         return f"importing vLLM failed: {error}"
     import torch
 
@@ -85,7 +85,7 @@ end_with_parent()
 if problem := _import_vllm(_share_openmp()):
     print(f"vLLM's processes are not forked, and take longer to start: {problem}", file=sys.stderr, flush=True)
     os._exit(1)
-sys.stdout.flush()  # what is in the buffer would be written by each child again
+sys.stdout.flush()  # each child would write the buffer again
 sys.stderr.flush()
-gc.freeze()  # children share the memory of what is here now; a collection in one of them would copy it
+gc.freeze()  # children share the present memory; a collection in one of them would copy it
 gc.enable()

@@ -1,26 +1,26 @@
-"""vLLM's processes: how they are started, how they end with the server, and what they say when they cannot start.
+"""vLLM's processes: their start, their end with the server, and their errors at the start.
 
 vLLM starts its processes with the multiprocessing context that its `get_mp_context` returns: the server starts the
-engine process (and, for several data-parallel ranks, the coordinator), and the engine process starts its workers. Our
-contexts have each of them run a function of ours first (`_Tied`).
+engine process (and, for several data-parallel ranks, the coordinator), and the engine process starts its workers.
+Slipway's contexts make each of them run a function first (`_Tied`).
 
-Start: they are forked from a process that has imported vLLM (`fork_server`), where that is possible. A forked
-process has its parent's environment from long ago, so the environment is handed over, and what libraries read of it as
-they are loaded is done again (`fork_server.apply_environment`).
+Start: they are forked from a process that has imported vLLM (`fork_server`), if that is possible. A forked process has
+its parent's environment from long ago, so the environment is handed over, and its effects on libraries at their load
+are repeated (`fork_server.apply_environment`).
 
-End: the kernel kills the fork server with the server's main thread, and the others with the fork server, however the
-server ends. A spawned process ends with the thread that started it. vLLM's own workers notice the end of the engine
+End: the kernel kills the fork server with the server's main thread, and the others with the fork server, after any end
+of the server. A spawned process ends with the thread that started it. vLLM's own workers notice the end of the engine
 process only between two steps, and a process that is stopped notices nothing. Workers that wait for one that has died
-are killed, so that the engine process reports its death at once. tests/live/test_health_live.py kills a
-server and finds nothing left.
+are killed, so that the engine process reports its death at once. tests/live/test_health_live.py kills a server and
+finds nothing left.
 
-Failures: the engine process reports what vLLM's function for it raises, and its workers what `WorkerProc()` raises;
-vLLM writes both to the log alone. tests/live/test_management_live.py has an engine fail for want of memory.
+Failures: the engine process reports the errors of vLLM's function for it, and its workers those of `WorkerProc()`; vLLM
+writes both to the log alone. tests/live/test_management_live.py has an engine fail for want of memory.
 
-Each engine process is a process group of its own: Ctrl-C in a terminal goes to a whole group, and would end the engine
+Each engine process is a separate process group: Ctrl-C in a terminal goes to a whole group, and would end the engine
 while the server lets its requests finish. tests/live/test_process_live.py does that. They stay in the server's session:
-Linux shares the processors out between sessions first (sched(7), autogroup), and with one for the engine
-`python -m benchmarks` on two cores counted a fifth of the one-token requests.
+Linux shares the processors out between sessions first (sched(7), autogroup), and with one for the engine `python -m
+benchmarks` on two cores counted a fifth of the one-token requests.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _cgroup_usage = cpu_resource_utils.get_cgroup_memory_usage
 
 
 class _Tied:
-    """What a process runs: `prepare`, and vLLM's function in the environment of the moment when it is started."""
+    """The function of a process: `prepare`, and vLLM's function in the environment of the moment when it is started."""
 
     def __init__(
         self, function: Callable[..., None], prepare: Callable[[Connection], None], report: Connection
@@ -107,7 +107,7 @@ def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Connection]:
     The calling thread has to outlive them where they are spawned.
 
     Several threads may start engines at a time, one for each model. Gives the connection that `first_failure` reads.
-    `spawned`: do not fork them, even with a fork server: vLLM binds a process to a NUMA node as it is spawned.
+    `spawned`: do not fork them, even with a fork server: vLLM binds a process to a NUMA node when it is spawned.
     """
     reader, writer = multiprocessing.Pipe(duplex=False)
     with reader, writer:
@@ -119,13 +119,13 @@ def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Connection]:
 
 
 def first_failure(reports: Connection) -> StartFailure | None:
-    """Return the first failure that was reported, which is the cause of the others; None if there is none by now."""
+    """Return the first failure that was reported, which is the cause of the others; None if none has come by now."""
     failure: StartFailure | None = reports.recv() if reports.poll() else None
     return failure
 
 
 def end_processes(llm: Any, seconds: float) -> None:
-    """End vLLM's processes for a model; those that have not ended by themselves within `seconds` are killed."""
+    """End vLLM's processes for a model; those that have not ended within `seconds` are killed."""
     manager = llm.engine_core.resources.engine_manager
     engines = [process.pid for process in getattr(manager, "processes", ())]  # Ray's has none here
     llm.shutdown(seconds)
@@ -171,8 +171,8 @@ def prepare_engine(report: Connection) -> None:
 def _end_workers(workers: Sequence[BaseProcess]) -> None:
     """Wait for the workers' end, as vLLM does; if one has died, kill the others first.
 
-    They wait for it, and end by themselves only when the engine process has waited for them for 8 seconds. It tells
-    nobody until then.
+    They wait for it, and end only after the engine process has waited for them for 8 seconds. It tells nobody until
+    then.
     """
     if any(worker.exitcode for worker in workers):
         for worker in workers:
@@ -214,7 +214,7 @@ def token_ranks(logprobs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 def _in_fork_server(function: Callable[[], Any]) -> Any:
-    """Call `function` in a process of its own: vLLM looks at model classes, which may initialize CUDA."""
+    """Call `function` in a new process: vLLM looks at model classes, which may initialize CUDA."""
     context = fork_server.context()
     if context is None:
         return _run_in_subprocess(function)
@@ -231,8 +231,9 @@ def _call(environment: Mapping[str, str], pickled: bytes) -> Any:
 
 
 def usage_without_page_cache() -> int | None:
-    """Return what a container uses of its memory, for vLLM's check whether its KV cache fits. vLLM's own function
-    counts pages of files as used, so that no cache fits where the weights have just been read."""
+    """Return the memory that a container uses, for vLLM's check if its KV cache fits. vLLM's function counts pages of
+    files as used, so that no cache fits just after the weights were read.
+    """
     used: int | None = _cgroup_usage()
     if used is None:
         return None
@@ -244,7 +245,7 @@ def _telling(report: Connection) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with contextlib.suppress(OSError):  # it had started before, so nobody reads it any more
+        with contextlib.suppress(OSError):  # it had started before, so nothing reads it
             report.send(failure_of(error))
         raise
 
@@ -263,7 +264,7 @@ def _end_with_parent() -> None:
 
 
 def _end_with_engine() -> None:
-    """End a worker with the engine process, which is not its parent where the fork server is."""
+    """End a worker with the engine process, which is not its parent if the fork server is."""
     engine = multiprocessing.parent_process()
     assert engine is not None
     assert engine.pid is not None

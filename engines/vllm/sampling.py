@@ -29,7 +29,7 @@ from engines.errors import InvalidParameter, InvalidRequest
 from engines.request import BeamSearch, GenerationRequest, SamplingParameters
 from engines.tokenization import check_beams, check_token_ids
 
-# What vLLM's newer model runner has room for. Beyond it, it fails inside the engine and takes all requests with it.
+# The limits of vLLM's newer model runner. Beyond it, it fails inside the engine and takes all requests with it.
 _LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
 MAX_BAD_WORD_TOKENS = 1024
 TYPICAL_P = "typical_p"
@@ -91,7 +91,7 @@ class SamplingTranslator:
             raise InvalidRequest(str(error)) from error
 
     def max_tokens(self, sampling: SamplingParameters, prompt_length: int) -> int:
-        """Return the limit on new tokens: what is asked for, or the room that the prompt leaves."""
+        """Return the limit on new tokens: the requested number, or the room that the prompt leaves."""
         room = self.max_model_len - prompt_length
         return room if sampling.max_tokens is None else min(sampling.max_tokens, room)
 
@@ -101,7 +101,7 @@ class SamplingTranslator:
         Raises:
             InvalidParameter: a token id that the vocabulary does not have, too many of them, too many alternatives, or
                 a beam search without a prefix cache.
-            InvalidRequest: log probabilities of the prompt, where the engine would die of them.
+            InvalidRequest: log probabilities of the prompt if the engine would die of them.
         """
         s = request.sampling
         if request.want_prompt_tokens and self.prompt_logprobs_refusal:
@@ -117,7 +117,7 @@ class SamplingTranslator:
             )
 
     def check_listed_tokens(self, params: SamplingParameters | SamplingParams) -> None:
-        """Check the token ids in parameters of ours or of vLLM's.
+        """Check the token ids in parameters of Slipway or of vLLM.
 
         Raises:
             InvalidParameter: One that the vocabulary does not have, or too many of them.
@@ -148,7 +148,7 @@ class SamplingTranslator:
 
 
 def sibling(request: EngineCoreRequest, index: int) -> EngineCoreRequest:
-    """Return the request of a sequence by its place among those of one request: each has a seed of its own."""
+    """Return the request of a sequence by its place among those of one request: each has a separate seed."""
     if index == 0:
         return request
     params: Any = request.sampling_params
@@ -248,7 +248,7 @@ class TypicalProcessor(NewLogitsProcessor):
         self._temperatures = np.ones(req_states.max_num_reqs, np.float32)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Take what the request in this place asks for; greedy ones ask for nothing."""
+        """Take the parameters of the request in this place; greedy ones ask for nothing."""
         mass = _mass(sampling_params) if sampling_params.temperature > 0 else None
         self._masses[req_idx] = 1.0 if mass is None else mass
         self._temperatures[req_idx] = sampling_params.temperature

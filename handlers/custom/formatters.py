@@ -33,7 +33,7 @@ class Formatters:
 
     @property
     def output_takes_tokens(self) -> bool:
-        """True if the output formatter is of LMI's older kind, which is called with each token."""
+        """True if the output formatter has the older form of LMI, which is called with each token."""
         return self.output is not None and not takes_request_output(self.output)
 
 

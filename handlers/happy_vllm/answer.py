@@ -41,7 +41,7 @@ _SPACED = _Style(", ", ": ", encode_basestring_ascii)
 class _Answer(Answer):
     """All sequences of one answer, as far as they have been generated.
 
-    The text of a sequence is kept as JSON, without the quotes, so that a step encodes only what it has added.
+    The text of a sequence is kept as JSON, without the quotes, so that a step encodes only its addition.
     """
 
     _style: _Style

@@ -1,8 +1,8 @@
 """happy_vllm's error bodies.
 
-The original is a FastAPI application: 422 with `{"detail": [...]}` where a field has the wrong type, and 500 for any
-other mistake of the client. Here all mistakes of the client are 4xx in the same form, found before any text is
-generated; a 500 is the server's fault, in the form that happy_vllm has under EXPLICIT_ERRORS.
+The original is a FastAPI application: 422 with `{"detail": [...]}` if a field has the wrong type, and 500 for any other
+mistake of the client. Here all mistakes of the client are 4xx in the same form, found before any text is generated; a
+500 is the server's fault, in the form that happy_vllm has under EXPLICIT_ERRORS.
 """
 
 from __future__ import annotations

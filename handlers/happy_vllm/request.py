@@ -1,4 +1,4 @@
-"""What a happy_vllm client asks to be generated.
+"""Reads the generation requests of happy_vllm's clients.
 
 Source: happy_vllm, "Generating endpoints", sections "Keywords" and "Json format".
 """
@@ -51,7 +51,7 @@ def document(call: Call) -> dict[str, Any]:
 class BodyReader(ParameterReader):
     """A body's fields; booleans and integers may be what Pydantic takes as such: "yes", 1, "16".
 
-    Where a required one is absent, `WrongBody` is raised.
+    If a required one is absent, `WrongBody` is raised.
     """
 
     def required_string(self, name: str) -> str:
@@ -87,7 +87,7 @@ class BodyReader(ParameterReader):
 
 
 class _SamplingReader(BodyReader, TextReader):
-    """The same for sampling parameters, where numbers and documents may be text as well."""
+    """The same for sampling parameters, whose numbers and documents may be text as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -175,7 +175,7 @@ def ids_inside(model: LoadedModel, text: str) -> list[int]:
 def _behind(model: LoadedModel, word: str, text: str, tries: int) -> tuple[str, list[int]]:
     """Return the longest beginning of the word whose tokens do not change when the text follows it, and the text's ids.
 
-    After so many `tries` the text is tokenized by itself.
+    After so many `tries` the text is tokenized alone.
     """
     while word and tries:
         before, together = _encode(model, word), _encode(model, word + text)
@@ -239,7 +239,9 @@ def split_text(model: LoadedModel, text: str, minimum: int, separators: Iterable
 
 
 def dropped_by_truncation(model: LoadedModel, text: str, max_length: int, side: str) -> str:
-    """What truncation to `max_length` tokens drops from the text: its beginning (`left`) or its end (`right`)."""
+    """Return the part of the text that truncation to `max_length` tokens drops: its beginning (`left`) or its end
+    (`right`).
+    """
     ids = _encode(model, text)
     excess = max(len(ids) - max_length, 0)
     dropped = ids[:excess] if side == "left" else ids[len(ids) - excess :]

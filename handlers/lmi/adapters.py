@@ -84,17 +84,17 @@ def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
 
 
 def adapters_in(body: bytes) -> Any:
-    """Return the field `adapters` of a JSON body; None if there is none, or the body cannot be read."""
+    """Return the field `adapters` of a JSON body; None if it has none, or cannot be read."""
     if _FIELD not in body and b"\\u" not in body:  # its name may be written with escapes
         return None
     try:
         return _decode_adapters(body).adapters
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # the reader of the whole body says what is wrong with it
+        return None  # the reader of the whole body reports the fault
 
 
 def adapter_query(call: Call) -> str | None:
-    """Return the query parameter `adapter`; None if there is none."""
+    """Return the query parameter `adapter`; None if it is absent."""
     return next((value for name, value in call.query if name == "adapter"), None)
 
 
@@ -120,7 +120,7 @@ def change(call: Call) -> AdapterOrder:
 
 
 def alias(call: Call) -> str:
-    """Return the adapter's name for messages, from its header; empty if there is none."""
+    """Return the adapter's name for messages, from its header; empty if it is absent."""
     return next((value.strip() for name, value in call.headers if name.lower() == ALIAS_HEADER.lower()), "")
 
 

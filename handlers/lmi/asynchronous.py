@@ -44,7 +44,7 @@ PASSED_ON = frozenset(
         *("truncate_prompt_tokens", *FORMS),
     }
 )
-# What a model's own generation config may set.
+# The parameters that a model's generation config may set.
 _MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 _STREAM_END = b"\n\n"  # LMI's empty lines for vLLM's usage chunk and for its `[DONE]`.
 _NO_TOKEN = Token(-1, "")
@@ -81,7 +81,7 @@ class LmiAsyncContract:
         return Exchange((request,), answer, notes_of(document, self._fields, parameters.ignored))
 
     def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
-        """Return the same request as one to vLLM's completions, which is what LMI makes of it, and notes for the log.
+        """Return the same request as one to vLLM's completions, as LMI does, and notes for the log.
 
         Raises ContractError: as `parse`.
         """
@@ -100,7 +100,7 @@ class LmiAsyncContract:
         completion = {"prompt": prompt, "stream": stream, **sampling}
         if vllm.truncate_prompt_tokens is not None:
             completion["truncate_prompt_tokens"] = vllm.truncate_prompt_tokens
-        if parameters.full_text and not stream:  # vLLM refuses it in a stream, where LMI leaves it out
+        if parameters.full_text and not stream:  # vLLM refuses it in a stream; LMI leaves it out
             completion["echo"] = True
         if stream or parameters.details:
             completion |= {"logprobs": 1, "return_tokens_as_token_ids": True}
@@ -155,7 +155,7 @@ def read_async_parameters(
     `model_defaults`: vLLM's default sampling parameters for the model. `strict`: unknown names are refused.
 
     Raises:
-        InvalidParameter: Naming the parameter, its value and what is allowed.
+        InvalidParameter: With the parameter, its value and the allowed values.
     """
     given = {name: value for name, value in values.items() if value is not None}
     own = ParameterReader({name: value for name, value in given.items() if name in _OWN})
@@ -193,7 +193,7 @@ def _named_as_sent(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmP
 
 
 class _Answer(Answer):
-    """What both forms of answer share."""
+    """The parts that both forms of answer share."""
 
     def __init__(self, prompt: str, parameters: AsyncParameters) -> None:
         self._parameters = parameters

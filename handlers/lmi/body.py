@@ -25,7 +25,7 @@ from handlers.json_fields import JsonError, decode_json, json_kind
 _MOST_CSV, _MOST_ROWS = 4 * 1024 * 1024, 10_000  # Bytes; each row is a prompt.
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
-# Fields of a form that are not the prompt, whatever else is there.
+# Fields of a form that are never the prompt.
 _NO_PROMPT = frozenset({"parameters", "stream", "adapters", "adapter"})
 
 
@@ -33,7 +33,7 @@ _decode_json = JsonDecoder[Any]().decode
 
 
 class Body(msgspec.Struct):
-    """What the bodies of all of LMI's contracts have."""
+    """The fields that the bodies of all contracts of LMI have."""
 
     document: dict[str, Any]
     prompts: tuple[str, ...]
@@ -41,9 +41,9 @@ class Body(msgspec.Struct):
 
 
 def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: str = "`inputs`") -> Body:
-    """Return a call's body, whatever its content type.
+    """Return a call's body, with any content type.
 
-    `prompts_of`: reads `inputs` that are not simply one prompt. `wanted`: what the body should have, for the message.
+    `prompts_of`: reads `inputs` that are not simply one prompt. `wanted`: the expected field, for the message.
 
     Raises:
         InvalidRequest: It is no object that could be a request, or has a constraint outside its parameters.
@@ -51,7 +51,7 @@ def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: 
     try:
         document = _decode_json(call.body) if call.content_type == JSON else decode(call.body, call.content_type)
     except (ValueError, RecursionError):
-        document = decode(call.body, call.content_type)  # which says what is wrong
+        document = decode(call.body, call.content_type)  # which reports the fault
     if not isinstance(document, dict):
         raise InvalidRequest(f"the body must be a JSON object with {wanted}, got {json_kind(document)}")
     inputs, parameters = document.get(_PROMPT), document.get("parameters")
@@ -70,7 +70,7 @@ def decode(body: bytes, content_type: str) -> Any:
 
     text/plain is the prompt itself, and text/csv has prompts in its column `inputs`; a form has the prompt in `inputs`,
     else in `data`, else in its first field of another name than `parameters`, `stream` and `adapters`. JSON is also
-    taken where the content type is absent, application/octet-stream, or the one that curl sets by default.
+    taken if the content type is absent, application/octet-stream, or curl's default.
 
     Raises:
         InvalidRequest: The body is not of its content type, or the type cannot hold a prompt.
@@ -136,7 +136,7 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
 
 
 def stream_of(value: Any) -> bool:
-    """Return True if the field `stream` of a body; false where it is absent or null.
+    """Return True if the field `stream` of a body; false if it is absent or null.
 
     Raises:
         InvalidRequest: It is not a boolean.
@@ -147,12 +147,12 @@ def stream_of(value: Any) -> bool:
 
 
 def request_ids(call: Call, prompts: int) -> tuple[str, ...]:
-    """Return an id for each prompt of a call: the call's own where there is one prompt."""
+    """Return an id for each prompt of a call: the call's id for a single prompt."""
     return (call.request_id,) if prompts == 1 else tuple(f"{call.request_id}-{place}" for place in range(prompts))
 
 
 def notes_of(document: dict[str, Any], fields: Iterable[str], ignored: Iterable[str]) -> tuple[str, ...]:
-    """What the log says of a request: `ignored` parameters, and fields of the body beside the known `fields`."""
+    """Return the log lines about a request: `ignored` parameters, and fields of the body beside the known `fields`."""
     notes = []
     if names := ", ".join(ignored):
         notes.append(f"parameters without effect: {names}")

@@ -21,7 +21,7 @@ _OVERLOADED = 503  # vLLM's status for a full queue.
 
 
 class VllmError(msgspec.Struct):
-    """The inside of vLLM's error object."""
+    """The fields in vLLM's error object."""
 
     message: str = ""
     code: int = 500
@@ -32,7 +32,7 @@ class _ErrorObject(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """A message, or what a chunk adds to it."""
+    """A message, or the addition of a chunk."""
 
     role: str | None = None
     content: str | None = None
@@ -102,7 +102,7 @@ class LmiChatShape:
         self._roles: dict[int, str] = {}
 
     def reply(self, reply: Reply) -> Reply:
-        """vLLM's reply in LMI's fields; 424 for whatever is wrong with the request, as in the rest of LMI."""
+        """vLLM's reply in LMI's fields; 424 for every fault of the request, as in the rest of LMI."""
         if reply.status >= 400:
             status = FAILED_DEPENDENCY if reply.status < 500 else reply.status
             return _lmi_error(error_of(reply.body), status, self._overload_status)
@@ -140,7 +140,7 @@ class LmiChatShape:
         return {"index": choice.index, "message": shown, **self._ending(choice)}
 
     def _delta(self, choice: _Choice) -> bytes:
-        """vLLM sends the role in a chunk of its own; LMI together with the first text, after it."""
+        """vLLM sends the role in a separate chunk; LMI together with the first text, after it."""
         delta = choice.delta or _Message()
         if delta.role is not None:
             self._roles[choice.index] = delta.role
@@ -184,7 +184,9 @@ def _usage(usage: _Usage) -> dict[str, int]:
 
 
 class AsyncShape:
-    """Chat and completions of LMI's asynchronous handler: vLLM's documents as lines, and an empty line at the end."""
+    """The chats and completions of the asynchronous handler of LMI: vLLM's documents as lines, and an empty line at the
+    end.
+    """
 
     stream_type = "application/jsonlines"
 

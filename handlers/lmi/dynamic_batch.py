@@ -21,7 +21,7 @@ from handlers.lmi.body import notes_of, read_body, request_ids
 from handlers.lmi.errors import failure, status_of
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, ParameterRules, read_parameters
 
-STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on new tokens where the answer is streamed.
+STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on new tokens of a streamed answer.
 
 _FIELDS = frozenset({"inputs", "parameters"})
 # Parameters of rolling batch for which this answer has no place.
@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_
 
 
 def default_max_new_tokens(settings: ModelSettings) -> int:
-    """Return the limit on new tokens where a request has none."""
+    """Return the limit on new tokens if a request has none."""
     return DEFAULT_MAX_NEW_TOKENS if settings.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
 
 
@@ -47,7 +47,7 @@ def parameter_rules(settings: ModelSettings) -> ParameterRules:
 class LmiDynamicContract:
     """Parses dynamic-batch bodies for one model.
 
-    `pad_text`: what a streamed record holds for a prompt that has finished; the text of the model's pad token.
+    `pad_text`: the text of a streamed record for a finished prompt; the text of the model's pad token.
     """
 
     def __init__(self, settings: ModelSettings, pad_text: str = "") -> None:
@@ -125,7 +125,7 @@ class ListAnswer(Answer):
     content_type = JSON
 
     def __init__(self, lead: Sequence[str]) -> None:
-        """`lead`: what each text begins with; the prompt, or nothing."""
+        """`lead`: the beginning of each text; the prompt, or nothing."""
         self._texts = [[text] for text in lead]
         self._open = len(lead)
 
@@ -152,7 +152,7 @@ class RecordListAnswer(Answer):
     content_type = "application/jsonlines"
 
     def __init__(self, prompts: int, pad_text: str, first_record: Sequence[str] = ()) -> None:
-        """`first_record`: what is sent before anything was generated; nothing if empty."""
+        """`first_record`: the part that is sent before anything was generated; nothing if empty."""
         self._entries: list[str | None] = [None] * prompts
         self._finished = [False] * prompts
         self._missing = prompts

@@ -76,7 +76,7 @@ class LoadedFormatters:
 
 
 class AdapterFormatters:
-    """Implements `Handler` for `/invocations`, where adapters may have a `model.py` with formatters of their own."""
+    """Answers `/invocations` if adapters may have a `model.py` with formatters."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class AdapterFormatters:
         return LoadedFormatters(self._make(formatters), module.__name__)
 
     def put(self, adapter: str, loaded: LoadedFormatters | None) -> None:
-        """Make an adapter's formatters current, in the place of its former ones; None: it has none any more."""
+        """Make an adapter's formatters current, in the place of its former ones; None: it no longer has any."""
         if (former := self._loaded.pop(adapter, None)) is not None:
             former.forget()
         if loaded is not None:
@@ -136,7 +136,7 @@ class AdapterFormatters:
 
 
 def _run(adapter: Adapter) -> ModuleType | None:
-    """Return the module of the adapter's `model.py`, under a name that no other has; None if there is no such file."""
+    """Return the module of the adapter's `model.py`, under a name that no other has; None if it has no such file."""
     directory = str(adapter.path)
     try:
         if not (adapter.path / MODEL_FILE).is_file():

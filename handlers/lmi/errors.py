@@ -14,13 +14,13 @@ from handlers.djl_errors import FAILED_DEPENDENCY, JSON, overloaded, payload_err
 
 
 def payload_refused(message: str) -> ContractError:
-    """Return a call whose payload cannot be understood, refused in the words of LMI's parser."""
+    """Return a call whose payload cannot be understood, refused in the words of the parser of LMI."""
     text = f"Input Parsing failed. {message[:1].upper()}{message[1:]}."
     return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(text)), message)
 
 
 def request_error(message: str, code: int, error_type: str | None = None) -> str:
-    """Return the schema's object for a request that failed, where the answer is not streamed."""
+    """Return the schema's object for a request that failed, if the answer is not streamed."""
     return (
         '{"generated_text": "", "details": {"finish_reason": "error", "generated_tokens": null, "inputs": null, '
         f'"tokens": null}}, {_reason(message, code, error_type)}}}'
@@ -28,7 +28,7 @@ def request_error(message: str, code: int, error_type: str | None = None) -> str
 
 
 def stream_error(message: str, code: int, error_type: str | None = None) -> str:
-    """Return the schema's record for a request that failed, where the answer is streamed.
+    """Return the schema's record for a request that failed, if the answer is streamed.
 
     `error_type` under tgi_compat.
     """
@@ -57,7 +57,7 @@ def tgi_error_type(error: RequestError) -> str:
 
 
 def failure(error: RequestError, body: bytes, status: int | None = None) -> Reply:
-    """Return the reply to a request that failed before its first byte: `body`, or the front end's if the queue is full."""
+    """Return the reply to a request that failed early: `body`, or the front end's if the queue is full."""
     if isinstance(error, Overloaded):
         return overloaded(error)
     return Reply(status_of(error) if status is None else status, JSON, body)

@@ -1,4 +1,4 @@
-"""Replies of vLLM's front end on their way to LMI's clients: in LMI's shape, or through a customer's formatters."""
+"""Replies of vLLM's front end on their way to clients of LMI: in LMI's shape, or through a customer's formatters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from handlers.djl_errors import FAILED_DEPENDENCY, JSON, failed_dependency, payl
 from handlers.lmi.chat import AsyncShape, Shape, error_of, events, is_error
 from handlers.lmi.formatters import PayloadFormatters
 
-_END = b""  # In the place of an event: there are no more.
+_END = b""  # In the place of an event: none follow.
 
 
 class ShapedReply:
@@ -79,7 +79,7 @@ class Formatting:
 
     formatters: PayloadFormatters
     thread: FormatterThread
-    # vLLM's object for the body of an answer on a path of its front end; needed where there is an output formatter.
+    # vLLM's object for the body of an answer on a path of its front end; needed with an output formatter.
     answer_object: Callable[[str, bytes], Any] | None = None
 
     async def of_call(self, change: Callable[[Call], Call], call: Call) -> Call:
@@ -105,7 +105,7 @@ class FormattedReply(ShapedReply):
         super().__init__(writer, shape)
         self._formatting, self._path = formatting, path
         self._queue: FormatterQueue[Reply | bytes] = FormatterQueue(formatting.thread, self._format, self._take)
-        self.running: Running | None = None  # What ends the generation if the formatter fails.
+        self.running: Running | None = None  # Ends the generation if the formatter fails.
 
     def reply(self, reply: Reply) -> None:
         if reply.status >= 400:

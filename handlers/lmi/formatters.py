@@ -95,7 +95,7 @@ class FormatterContract:
     def parse(self, call: Call) -> Exchange:
         request = self._read_as_usual(call) if self._read is None else self._read_by_formatter(self._read, call)
         if request is None:
-            return self._contract.parse(call)  # which says what is wrong with it
+            return self._contract.parse(call)  # which reports the fault
         self._complete(request, call)
         formatter = request.output_formatter if isinstance(request.output_formatter, str) else None
         write = self._write if formatter not in _BUILT_IN else None
@@ -199,7 +199,7 @@ def _accepted(function: Formatter, offered: Mapping[str, Any]) -> dict[str, Any]
 
 
 class FormatterAnswer(Answer):
-    """What an output formatter makes of the deltas; without a content type, as in LMI.
+    """The output formatter's texts for the deltas; without a content type, as in LMI.
 
     The newer kind of formatter is called with the whole output: while it has unread tokens if the answer is streamed,
     else once for each engine step. The older kind is called with each token.
@@ -292,7 +292,7 @@ class PayloadFormatters:
         self.writes = write is not None  # There is an output formatter.
 
     def read(self, call: Call) -> Call:
-        """Return the call with the body that the input formatter makes of its own.
+        """Return the call with the body that the input formatter returns.
 
         As in LMI the formatter does not see `adapters`, which has been taken out by then.
 
@@ -327,7 +327,7 @@ class PayloadFormatters:
         return completion
 
     def written(self, response: Any) -> bytes:
-        """What the output formatter makes of vLLM's response, or of one event of its stream, as a line.
+        """Return the output formatter's line for vLLM's response, or for one event of its stream.
 
         Raises GenerationFailed: the formatter raised an error, or returned something that cannot be sent.
         """

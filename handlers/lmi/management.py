@@ -40,7 +40,7 @@ _PARAMETERS = MODEL_KEYS.keys() | {"url", "model_name", "model_version", "synchr
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What `POST /models` asks for."""
+    """The parameters of `POST /models`."""
 
     url: str
     name: str | None

@@ -94,7 +94,7 @@ def _custom_handler(handler: HandlerSettings) -> Operation:
 
 
 def _answers(meaning: str, *kinds: str) -> dict[str, tuple[str, Mapping[str, Schema]]]:
-    """`meaning` and `kinds`: what the answer is where all is well, and its media types."""
+    """`meaning` and `kinds`: the meaning of a successful answer, and its media types."""
     return {
         "200": (meaning, dict.fromkeys(kinds, ANYTHING)),
         "400": ("vLLM refuses the `prompt`: its own error", {JSON: OBJECT}),
@@ -108,7 +108,7 @@ def _answers(meaning: str, *kinds: str) -> dict[str, tuple[str, Mapping[str, Sch
 
 
 def _manages(summary: str, *, creates: bool = False) -> Operation:
-    """Parameters come in the query or, where something is registered, as a JSON object."""
+    """Parameters come in the query, or for a registration as a JSON object."""
     return Operation(summary=summary, request=OBJECT if creates else None, answers={"200": ("Done", {JSON: OBJECT})})
 
 

@@ -29,7 +29,7 @@ _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
     """One request's `parameters`, validated and translated."""
 
-    request: GenerationRequest  # Without its id, its prompt and what the answer shows.
+    request: GenerationRequest  # Without its id, its prompt and the contents of the answer.
     details: bool
     return_full_text: bool
     decoder_input_details: bool
@@ -58,8 +58,8 @@ def read_parameters(
 ) -> LmiParameters:
     """Validate and translate `parameters`.
 
-    The API description asks with a `reader` of its own. Raises InvalidParameter: naming the parameter, its value and
-    what is allowed.
+    The API description passes another `reader`. Raises InvalidParameter: with the parameter, its value and the allowed
+    values.
     """
     # TensorRT-LLM's table calls `stop` a boolean, to which LMI gives no meaning; elsewhere it is a list of strings.
     stop_ignored = rules.trtllm and isinstance(values.get("stop"), bool)

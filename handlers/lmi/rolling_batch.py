@@ -50,7 +50,7 @@ def parameter_rules(settings: ModelSettings) -> ParameterRules:
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What one answer shows, from the request's parameters and the model's settings."""
+    """The contents of an answer, from the request's parameters and the model's settings."""
 
     details: bool = False
     full_text: bool = False
@@ -61,7 +61,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    """What the parameters of a request come to, whatever its prompts are."""
+    """The meaning of a request's parameters, which does not depend on its prompts."""
 
     formatter: str
     options: AnswerOptions
@@ -183,7 +183,7 @@ def _request(parameters: LmiParameters, options: AnswerOptions, records: bool) -
 
 
 class JsonAnswer(Answer):
-    """One JSON document when everything has finished; an array of them where the client sent an array of prompts."""
+    """One JSON document when everything has finished; an array of them if the client sent an array of prompts."""
 
     content_type = JSON
 
@@ -261,7 +261,7 @@ class RecordAnswer(Answer):
         return (self._before + _error(error, self._options, stream_error) + self._after).encode()
 
     def _record(self, token: Token) -> str:
-        """Return a record up to where the token's own object has closed."""
+        """Return a record up to the end of the token's object."""
         return self._head + _token(token, self._options)
 
     def _end(self) -> str:

@@ -1,8 +1,8 @@
 """LMI's stateful sessions for the built-in handlers: created, checked and closed in threads.
 
 The built-in handlers store nothing in a session. It makes SageMaker send a client's requests to the same instance,
-where its prefix is in the KV cache. Source: djl_python, `session_manager.py`; Amazon SageMaker, "Stateful sessions with
-Amazon SageMaker AI models".
+which has its prefix in the KV cache. Source: djl_python, `session_manager.py`; Amazon SageMaker, "Stateful sessions
+with Amazon SageMaker AI models".
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 SESSION_ID = "X-Amzn-SageMaker-Session-Id"
 NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
 CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
-NEW_SESSION = "NEW_SESSION"  # What SageMaker's client sends as an id when it has no session yet.
+NEW_SESSION = "NEW_SESSION"  # The id that SageMaker's client sends before it has a session.
 CLOSE = "CLOSE"
 # Each is a directory with a small file, 4 KiB of disk or shared memory. A new session looks at all of them, which takes
 # less than 0.1 s of a thread with this many.
@@ -56,7 +56,7 @@ _decode_fields = JsonDecoder(dict[str, msgspec.Raw]).decode
 
 
 class Sessions:
-    """The sessions of one model. Without a manager there are none, and calls that need one are refused."""
+    """The sessions of one model. Without a manager sessions are off, and calls that need one are refused."""
 
     def __init__(self, manager: SessionManager | None, overload_status: int, most: int = MOST_SESSIONS) -> None:
         self._manager, self._overload_status, self._most = manager, overload_status, most

@@ -36,13 +36,13 @@ FINISH_REASONS = {
 }
 _DETAILS = ',"completion_tokens_details":null'
 _NO_TOKEN_IDS = ',"prompt_token_ids":null,"token_ids":null}]'
-# What follows the text in a record that has nothing but text.
+# The part after the text in a record that has only text.
 _PLAIN_CHAT = '},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 _PLAIN_COMPLETION = f',"logprobs":null,"finish_reason":null,"stop_reason":null{_NO_TOKEN_IDS}}}\n\n'
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What one answer shows."""
+    """The contents of an answer."""
 
     id: str
     created: int
@@ -319,7 +319,7 @@ def _spelled(text: str) -> tuple[str, str]:
 
 
 def _completion_logprobs(tokens: Sequence[Token], number: Callable[[Token], str], offset: int) -> tuple[str, int]:
-    """Return the log probabilities of tokens whose text begins at `offset`, and where the next one's does."""
+    """Return the log probabilities of tokens whose text begins at `offset`, and the offset of the next."""
     offsets, numbers, texts, tops = [], [], [], []
     for token in tokens:
         offsets.append(str(offset))

@@ -1,8 +1,8 @@
-"""OpenAI's bodies, as far as this server reads them by itself: the fields that most clients send, strictly typed.
+"""OpenAI's bodies, as far as Slipway's contract reads them: the fields that most clients send, strictly typed.
 
-What does not fit is no error. It goes to vLLM's serving classes, which answer or refuse it. A field is here only where
-its meaning does not depend on anything else, and no type is wider than vLLM's.
-Source: vLLM, `entrypoints/openai/chat_completion/protocol.py` and `entrypoints/openai/completion/protocol.py`.
+A body that does not fit is no error. It goes to vLLM's serving classes, which answer or refuse it. A field is here only
+where its meaning does not depend on anything else, and no type is wider than vLLM's. Source: vLLM,
+`entrypoints/openai/chat_completion/protocol.py` and `entrypoints/openai/completion/protocol.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Int = Annotated[int, msgspec.Meta(ge=MIN_INT64, le=MAX_INT64)]
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]
 
-_CONSTRAINT = "structured_outputs"  # What an error calls a constraint, whichever field it came in.
+_CONSTRAINT = "structured_outputs"  # The name of a constraint in errors, for every field.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}").fullmatch
 _SAMPLING_DEFAULTS = {
     "repetition_penalty": 1.0,
@@ -44,7 +44,7 @@ class _Strict(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StreamOptions(_Strict, kw_only=True):
-    """What a stream has beside its text."""
+    """The parts of a stream beside its text."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -88,7 +88,7 @@ class Message(_Strict, kw_only=True):
 
 
 class Body(_Strict, kw_only=True):
-    """What completions and chats have in common."""
+    """The fields that completions and chats share."""
 
     model: str | None = None
     stream: bool | None = False

@@ -1,4 +1,4 @@
-"""What constrains the text in bodies of OpenAI's routes, in the forms that vLLM enforces.
+"""The constraints in bodies of OpenAI's routes, in the forms that vLLM enforces.
 
 vLLM takes fields that it does not know, and some beside others that take their place. Here each of them is
 translated to `structured_outputs`, or refused by its name.
@@ -19,7 +19,7 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completion
 BATCH = "/v1/chat/completions/batch"
 
 _SAMPLING = frozenset({"stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens"})
-# What vLLM enforces of `CONSTRAINING` by path, and what is translated for it.
+# The names in `CONSTRAINING` that vLLM enforces, by path, and those that are translated for it.
 _READ = {
     CHAT: _SAMPLING | {"tool_choice", *FORMS},
     BATCH: _SAMPLING | {"tool_choice", *FORMS},
@@ -44,7 +44,7 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
     `body`: its `FIELDS` at least. `parses_tools`: the model has a parser of tool calls.
 
     Raises:
-        InvalidParameter: Naming what vLLM would ignore, or what is wrong.
+        InvalidParameter: With the field that is wrong, or that vLLM would ignore.
     """
     if path not in _READ:
         return {}
@@ -82,7 +82,7 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
 
 
 def form_name(body: Mapping[str, Any], path: str) -> str:
-    """What the client calls the form of its text. `body`: as in `enforceable`."""
+    """Return the client's name for the form of its text. `body`: as in `enforceable`."""
     return "tool_choice" if _forced(body) else next(iter(_forms(body, path)), "structured_outputs")
 
 
@@ -127,7 +127,7 @@ def _check_tool_choice(body: Mapping[str, Any], path: str, parses_tools: bool) -
 
 
 def _without_formats(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields to replace where the model has to call a tool.
+    """Return the fields to replace if the model has to call a tool.
 
     Raises:
         InvalidParameter: `response_format` is wrong.

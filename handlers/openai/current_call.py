@@ -1,7 +1,8 @@
-"""What one HTTP call holds while vLLM's serving classes work for it: places in the queue, and adapters.
+"""The resources of one HTTP call while vLLM's serving classes work for it: places in the queue, and adapters.
 
-These classes start and drop generators and tasks as they please. What is held therefore belongs to the call, and is
-freed when the call ends, whatever became of them. A response in the background alone goes on, and keeps it.
+These classes start and drop generators and tasks as they please. The resources therefore belong to the call, and are
+freed when the call ends, even if the classes have not ended. Only a response in the background continues, and keeps
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OpenAICall:
-    """One call of vLLM's front end: its places in the queue, its adapters, and how it went."""
+    """A call of vLLM's front end: its places in the queue, its adapters, and how it went."""
 
     def __init__(self, queue: EngineQueue, any_model: bool = False, media: MediaMemory | None = None) -> None:
         self._queue, self.engine = queue, queue.engine
@@ -27,7 +28,7 @@ class OpenAICall:
         self._closed = False
         self._background: asyncio.Task[None] | None = None
         self.any_model = any_model  # No `model` in its body is refused.
-        self.form_name = "structured_outputs"  # What its body calls the form that its text is to have.
+        self.form_name = "structured_outputs"  # The body's name for the form of its text.
         # Adapters that are kept for the call, by name; a beam search asks for its own several times.
         self.adapters: dict[str, Claim] = {}
         self.media = RequestMedia(media) if media is not None else None
@@ -65,11 +66,11 @@ class OpenAICall:
         return kept
 
     def goes_on_in(self, task: asyncio.Task[None]) -> None:
-        """Keep what the call holds until the task has ended: it makes a response in the background."""
+        """Keep the call's resources until the task has ended: it makes a response in the background."""
         self._background = task
 
     def close(self) -> None:
-        """Give everything back, once nothing goes on in the background."""
+        """Give everything back, when nothing runs in the background."""
         task, self._background = self._background, None
         if task is not None and not task.done():
             task.add_done_callback(lambda _: self.close())

@@ -49,7 +49,7 @@ _INT64 = 2**63
 # can tell where its reasoning ends.
 _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 _MOST_NESTED = 32  # Levels of `kv_transfer_params` and of `vllm_xargs`.
-# What goes to the engine process as 64-bit numbers.
+# Parameters that go to the engine process as 64-bit numbers.
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
 
 
@@ -83,7 +83,7 @@ def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) ->
 
 
 def _check_depth(name: str, value: Any) -> None:
-    """The engine process pickles it, which ends the process where it is nested as deep as JSON may be."""
+    """The engine process pickles it, which ends the process if it is nested too deeply."""
     level = [value]
     for _ in range(_MOST_NESTED):
         level = [inner for outer in level for inner in _within(outer)]
@@ -99,7 +99,7 @@ def _within(value: Any) -> Iterable[Any]:
 
 
 def _check_typical_p(value: Any, refusal: str) -> None:
-    """It comes in vLLM's `vllm_xargs`, which are passed on as they are, also where nothing reads them."""
+    """It comes in vLLM's `vllm_xargs`, which are passed on unchanged, even if nothing reads them."""
     if refusal:
         raise InvalidParameter(TYPICAL_P, refusal)
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -108,7 +108,7 @@ def _check_typical_p(value: Any, refusal: str) -> None:
 
 
 class EngineClient:
-    """What vLLM's serving classes take for their engine; whatever is not here is `AsyncLLM`'s."""
+    """The engine for vLLM's serving classes; all other attributes are those of `AsyncLLM`."""
 
     def __init__(self, engine: VllmEngine, settings: ModelSettings) -> None:
         self._engine, self._settings = engine, settings
@@ -118,7 +118,7 @@ class EngineClient:
         return getattr(self._llm, name)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Refuse a call before its prompt is rendered, where it is clear that it gets no places.
+        """Refuse a call before its prompt is rendered if the queue has no place for it.
 
         Raises as `generate`.
         """
@@ -130,7 +130,7 @@ class EngineClient:
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """See `AsyncLLM.generate`.
 
-        Not a coroutine: what is refused is refused before a reply has begun.
+        Not a coroutine: a refusal comes before a reply has begun.
 
         Raises:
             VLLMValidationError: the parameters would harm the engine, or there are too many sequences.
@@ -142,7 +142,7 @@ class EngineClient:
             self._check_length(prompt)
             call.take(sampling_params.n)
         call.submitted = True
-        if call.media is not None:  # what the prompt was made of is dropped
+        if call.media is not None:  # the source of the prompt is dropped
             call.media.release()
         return self._generate(call, prompt, sampling_params, request_id, options)
 
@@ -209,7 +209,7 @@ class EngineClient:
         return ids
 
     async def _adapter(self, call: OpenAICall, name: str) -> Any:
-        """What vLLM is told of the adapter of this name, which is in its memory until the call ends.
+        """Return vLLM's request for the adapter of this name, which is in its memory until the call ends.
 
         It is looked up anew: another one may have taken its place since the front end did.
         """
@@ -279,7 +279,7 @@ class _Request:
 
 
 def _check_end(output: Any, params: Any) -> None:
-    """Say it where the engine has ended a request for what its parameters leave no token.
+    """Raise an error if the engine has ended a request because its parameters forbid every token.
 
     Raises:
         VLLMValidationError: That is so.
@@ -315,7 +315,7 @@ class _StepCounter(SequenceMeter):
 
 @contextlib.contextmanager
 def _vllms_errors() -> Iterator[None]:
-    """Raise errors of ours as those to which vLLM's front end has an answer."""
+    """Raise Slipway's errors as errors that vLLM's front end can answer."""
     try:
         yield
     except UnknownAdapter as error:  # it was there when the front end looked

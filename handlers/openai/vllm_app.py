@@ -9,7 +9,7 @@ It relies on internals of vLLM, which tests/live/test_openai_seam.py looks for:
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects;
 - `create_error_response(error)` gives an exception its status;
 - `OpenAIServingResponses.background_tasks` gets each task of a response in the background, in the context of its call,
-  and `response_store` has what is known of the response;
+  and `response_store` has the state of the response;
 - `OpenAIServingModels.is_base_model(name)` decides whether a request's `model` is served here, unless its
   `lora_requests` have the name;
 - the first of `_ROUTERS` have a module `protocol` beside them, with Pydantic's models of their requests; Pydantic keeps
@@ -106,16 +106,16 @@ def answer_object(path: str, body: bytes) -> Any:
 
 
 def lower_client_errors() -> None:
-    """Have every handler of the root logger show as information what clients cause. May be called again."""
+    """Log errors that clients cause as information, in every handler of the root logger. May be called again."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(client_error_filter)
 
 
 def client_error_filter(record: logging.LogRecord) -> bool:
-    """Lower the record of a client's error to INFO, without its traceback; drop it where that is not logged.
+    """Lower the record of a client's error to INFO, without its traceback; drop it if that is not logged.
 
-    So is that of a request whose engine has failed, which is logged once and for all requests. Failures of the server's
-    own pass as they are.
+    So is that of a request whose engine has failed, which is logged once and for all requests. Failures of the server
+    pass unchanged.
     """
     if record.levelno < logging.ERROR or not record.name.startswith(_OF_REQUESTS):
         return True
@@ -123,7 +123,7 @@ def client_error_filter(record: logging.LogRecord) -> bool:
     if error is not None and not (_is_clients(error) or isinstance(error, GenerationError)):
         return True
     text = record.getMessage()[:_LONGEST]
-    # The exception's text may repeat what the client sent.
+    # The exception's text may repeat the client's data.
     record.msg = text if error is None else f"{text} ({type(error).__name__})"
     record.args = record.exc_info = record.exc_text = None
     record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
@@ -147,7 +147,7 @@ def stop_at_first_fault(kind: type[BaseModel], done: set[type]) -> None:
     To be called before FastAPI sees it.
 
     Pydantic would say of each item why it is none of the kinds that it may be. That takes it up to 5 ms for each, and
-    the event loop waits. `done`: what was changed before.
+    the event loop waits. `done`: changes before that.
     """
     if kind in done or not kind.__pydantic_complete__:
         return
@@ -159,11 +159,11 @@ def stop_at_first_fault(kind: type[BaseModel], done: set[type]) -> None:
             if node.get("type") == "list":
                 node["fail_fast"] = True
             elif node.get("type") == "model" and issubclass(node["cls"], BaseModel):
-                stop_at_first_fault(node["cls"], done)  # Pydantic takes its validator as it is
+                stop_at_first_fault(node["cls"], done)  # Pydantic takes its validator unchanged
             waiting += [value for key, value in node.items() if key not in ("metadata", "serialization")]
         elif isinstance(node, list | tuple):
             waiting += node
-    kind.__pydantic_complete__ = False  # otherwise Pydantic takes the validator that there is
+    kind.__pydantic_complete__ = False  # otherwise Pydantic takes the old validator
     kind.__pydantic_validator__ = SchemaValidator(kind.__pydantic_core_schema__)
     kind.__pydantic_complete__ = True
 
@@ -263,7 +263,8 @@ def _hiding_constraints(parser: Any) -> Any:
 def front_end(
     app: FastAPI, config: Any, model: str, accepts: Callable[[str], bool], adapters: Collection[str]
 ) -> FrontEnd | None:
-    """What an application of `build` makes of common requests; None where its answers have more than ours show.
+    """Return the settings of an application of `build` for common requests; None where its answers have more than ours
+    show.
 
     `config`: vLLM's whole configuration. The rest as in `build`.
     """
@@ -290,7 +291,7 @@ def front_end(
 
 
 def _shows_more(serving: Any, config: Any) -> bool:
-    """Return True if options add to what answers have, or to what is generated."""
+    """Return True if options add to the answers, or to the generated text."""
     model = config.model_config
     return any(
         (
@@ -316,7 +317,9 @@ def _shows_more(serving: Any, config: Any) -> bool:
 
 
 def chat_renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
-    """What makes a prompt of text messages, as `OnlineRenderer.preprocess_chat` does for a request without options."""
+    """Return a function that makes a prompt of text messages, as `OnlineRenderer.preprocess_chat` does for a request
+    without options.
+    """
     online, renderer = chat.online_renderer, chat.renderer
     media = chat.model_config.multimodal_config
     plain = ChatCompletionRequest(messages=_TRIALS[0])
@@ -385,7 +388,7 @@ def answer_stumbling_readers(app: FastAPI) -> None:
 
     async def refuse(_: Request, error: Exception) -> Response:
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        while modules[-1].startswith("pydantic."):  # it raises what a reader finds missing in its object
+        while modules[-1].startswith("pydantic."):  # it raises the errors of readers that find a field missing
             modules.pop()
         if _reads_body(modules):
             error = VLLMValidationError(f"the body has a value that cannot be used: {error}")
@@ -417,8 +420,8 @@ def _is_clients(error: BaseException) -> bool:
 def refusal(error: BaseException) -> Reply | None:
     """Return the answer to an exception that left the application after a reply had begun.
 
-    None if it is the server's fault. vLLM's responses are generated once their stream has begun, and it has no answer
-    to what is refused then.
+    None if it is the server's fault. vLLM's responses are generated once their stream has begun, and it cannot answer a
+    refusal then.
     """
     if isinstance(error, RuntimeError) and error.__cause__ is not None:  # Starlette's, for one that has a handler
         error = error.__cause__

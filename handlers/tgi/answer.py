@@ -1,7 +1,7 @@
 """TGI's answers: one JSON document, or an event for each token.
 
 Source: TGI's router, `src/lib.rs` and `src/server.rs`. The bytes are serde_json's: no spaces between items, non-ASCII
-characters as they are, keys in the order of TGI's structs.
+    characters unescaped, keys in the order of TGI's structs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Headers = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What one answer shows."""
+    """The contents of an answer."""
 
-    prompt: str  # What each text begins with; empty unless the full text is wanted.
+    prompt: str  # The beginning of each text; empty unless the full text is wanted.
     details: bool
     top_tokens: bool
     in_array: bool
@@ -124,7 +124,7 @@ class GenerationAnswer(_WholeAnswer):
 
 
 def stream_headers(compute_type: str, characters: int) -> Headers:
-    """Return the headers of a stream, be it of an error alone. `characters`: the length of `inputs`."""
+    """Return the headers of a stream, also of one with only an error. `characters`: the length of `inputs`."""
     return (
         ("x-compute-type", compute_type),
         ("x-compute-characters", str(characters)),

@@ -35,7 +35,7 @@ def refuse(error: errors.RequestError) -> Reply:
 
 
 def refuse_stream(error: errors.RequestError, headers: tuple[tuple[str, str], ...]) -> Reply:
-    """Return the same where a stream was asked for: the status is 200, and the error an event."""
+    """Return the same for a stream: the status is 200, and the error an event."""
     return Reply(200, EVENTS, event(error), headers)
 
 

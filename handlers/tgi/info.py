@@ -21,8 +21,8 @@ from handlers.json_fields import json_kind
 from handlers.tgi.errors import JSON, does_not_fit, error_document
 from handlers.tgi.request import Body, max_input_tokens, read
 
-TGI_VERSION = "3.3.6"  # The release whose contract this is; clients derive from it what they may ask for.
-# TGI's defaults, which clients look for in /info; here the size of a batch has no limit of its own.
+TGI_VERSION = "3.3.6"  # The release whose contract this is; clients derive their limits from it.
+# TGI's defaults, which clients look for in /info; Slipway has no separate limit on the size of a batch.
 _MAX_CLIENT_BATCH_SIZE, _VALIDATION_WORKERS = 4, 2
 _BLOCK = 4096  # Tokens that are encoded together.
 _UNHEALTHY = Reply(503, JSON, error_document("unhealthy", "healthcheck").encode())
@@ -119,7 +119,7 @@ class Chat(msgspec.Struct, frozen=True):
 
 
 def templated(chat: Chat, texts: ModelTexts) -> str:
-    """Return the prompt of a chat; it ends where the model's turn begins, or with the model's own last turn.
+    """Return the prompt of a chat; it ends before the model's turn, or with the model's last turn.
 
     Raises ContractError: the model has no template, or the template does not take these messages.
     """

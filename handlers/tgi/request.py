@@ -1,4 +1,4 @@
-"""TGI's generation parameters: ranges, TGI's own words for what is wrong, and their translation for an engine.
+"""TGI's generation parameters: ranges, the error messages of TGI, and their translation for an engine.
 
 Source: TGI's router, `src/lib.rs` for the fields, and `src/validation.rs`, whose order of checks is kept.
 """
@@ -25,7 +25,7 @@ from handlers.tgi.errors import does_not_fit, unreadable
 
 Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-# msgspec knows no bounds beyond 63 bits; the upper one is checked where the number is used.
+# msgspec knows no bounds beyond 63 bits; the upper one is checked when the number is used.
 Unsigned64 = Annotated[int, msgspec.Meta(ge=0)]
 
 MAX_TOP_N_TOKENS = 5  # TGI's default.

@@ -27,7 +27,7 @@ from handlers.tgi.request import (
     validate,
 )
 
-_COMMENT = b":\n\n"  # What TGI sends while a stream is idle.
+_COMMENT = b":\n\n"  # TGI's comment in an idle stream.
 _KIND = "Input validation error"
 
 
@@ -35,7 +35,7 @@ class TgiContract:
     """/, /generate or /generate_stream of one model."""
 
     def __init__(self, setting: ContractSetting, *, streams: bool | None) -> None:
-        """`streams`: None on /, where the body decides, an answer is an array, and the full text is the default."""
+        """`streams`: None on /: there the body decides, an answer is an array, and the full text is the default."""
         self._setting, self._streams = setting, streams
         self._special_texts = {token_id: text for text, token_id in setting.model.texts.special_tokens.items()}
 
@@ -108,7 +108,7 @@ _TOKENS = an_array(
     an_answer("TgiToken", "A token and the bytes of the text from which it is.", "id", "text", "start", "stop")
 )
 _ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
-# What is said of a body beside what `refuse` says; a 422 is one of both.
+# Further answers about a body, beside those of `refuse`; a 422 is one of both.
 _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
     "400": ("The body is no JSON", {"text/plain": STRING}),
     "415": ("The content type is not application/json", {"text/plain": STRING}),

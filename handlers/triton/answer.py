@@ -1,7 +1,7 @@
 """Triton's generate responses: one object, or an event for each.
 
 Source: Triton 2.68, "Generate Extension", "generate vs. generate_stream" and "Generate Response JSON Object". The bytes
-are Triton's: keys in alphabetical order, no white space, non-ASCII characters as they are, a tensor of one element as a
+are Triton's: keys in alphabetical order, no white space, non-ASCII characters unescaped, a tensor of one element as a
 bare value and any other as a flat array.
 """
 
@@ -37,7 +37,7 @@ _FLOAT32 = struct.Struct("f")
 class _Answer(Answer):
     def __init__(self, model: str, request: TritonRequest) -> None:
         self._request = request
-        # What this response has of each sequence.
+        # The part of each sequence in this response.
         self._pieces = [GeneratedSequence() for _ in range(request.vllm.request.sequences)]
         self._counts_before = [0] * len(self._pieces)
         self._lead = request.prompt if request.repeat_prompt else ""
@@ -118,7 +118,7 @@ class EventAnswer(_Answer):
         super().__init__(model, request)
         head = "".join(f'"{name}":{value},' for name, value in self._members.items())
         shows_text_alone = not request.outputs and request.vllm.request.sequences == 1 and request.vllm.detokenize
-        # What comes before the text, if only a brace comes after it; None if there is more.
+        # The part before the text, if only a brace follows it; None if there is more.
         self._plain = f'data: {{{head}"text_output":' if shows_text_alone else None
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:

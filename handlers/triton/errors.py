@@ -49,7 +49,7 @@ def error_reply(status: int, message: str) -> Reply:
 
 
 def error_object(message: str) -> str:
-    """Return the error object, as it is in a reply and in a stream."""
+    """Return the error object of a reply or a stream."""
     return f'{{"error":{quote(message)}}}'
 
 

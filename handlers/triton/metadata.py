@@ -70,7 +70,7 @@ def model_ready(call: Call, view: ModelView) -> Reply:
 
 @of_served_model
 def metadata(call: Call, view: ModelView) -> Reply:
-    """Return the model's inputs and outputs; none where a custom handler decides them."""
+    """Return the model's inputs and outputs; none if a custom handler decides them."""
     inputs, outputs = _tensors(view)
     return _json(
         {
@@ -210,7 +210,7 @@ def unload(call: Call, view: ModelView) -> Reply:
 
 @of_served_model
 def infer(call: Call, view: ModelView) -> Reply:
-    """Refused: the tensors of KServe's inference are not served, as by Triton where a model streams."""
+    """Refused: the tensors of KServe's inference are not served, as by Triton for a streaming model."""
     if view.settings.handler is not None:
         return error_reply(501, f"/infer is not served: {OWN_HANDLER}")
     path = call.path.removesuffix("/infer")

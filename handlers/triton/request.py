@@ -1,8 +1,8 @@
-"""What a generate request asks for, in vLLM's names or in TensorRT-LLM's.
+"""Reads generate requests, with the names of vLLM or of TensorRT-LLM.
 
-Source: Triton 2.68, "Generate Extension", "Generate Request JSON Object"; the models of Triton's vLLM backend and of
-its TensorRT-LLM backend. A request is read and answered as TensorRT-LLM does if it has an input that only its models
-have, or if the model has TensorRT-LLM's parameters; all others as the vLLM backend does.
+Source: Triton 2.68, "Generate Extension", "Generate Request JSON Object"; the models of the vLLM backend and of the
+TensorRT-LLM backend of Triton. A request is read and answered as TensorRT-LLM does if it has an input that only its
+models have, or if the model has TensorRT-LLM's parameters; all others as the vLLM backend does.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TENSORRT_LLM_INPUTS: dict[str, Kind] = {
 }
 
 SAMPLING_PREFIX = "sampling_param_"  # Prefix of sampling fields in the LLM-API model.
-# All of them, and the sampling fields of the LLM-API model that may be arrays; what is not here is a parameter.
+# All of them, and the sampling fields of the LLM-API model that may be arrays; all others are parameters.
 _INPUTS = VLLM_INPUTS | TENSORRT_LLM_INPUTS | {f"{SAMPLING_PREFIX}stop": "texts", f"{SAMPLING_PREFIX}bad": "texts"}
 _NO_STRING = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
 # Types of the elements of inputs, with Triton's message for others.
@@ -78,7 +78,7 @@ _OUTPUTS = {
 _FOR_THE_SERVER = frozenset(
     {"id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
 )
-_WITHIN = "Converting keyword: 'parameters': "  # How Triton's messages about what is within `parameters` begin.
+_WITHIN = "Converting keyword: 'parameters': "  # The beginning of Triton's messages about members of `parameters`.
 _LONGEST_NAME = 80
 # Older names of TensorRT-LLM's ensemble, and those of the LLM-API model, by vLLM's.
 _RENAMED = {
@@ -222,7 +222,7 @@ def _repeats(body: bytes, document: Any) -> bool:
 def _inputs_and_parameters(
     members: list[tuple[str, Any]], whose: str, setting: ContractSetting
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is an input of the model, and all the rest. `whose`: says in messages which request it is."""
+    """Return the inputs of the model, and all other members. `whose`: says in messages which request it is."""
     inputs: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
     for name, value, within in _flattened(members):

@@ -22,7 +22,7 @@ class TritonContract:
     """`/generate` or `/generate_stream` of one model."""
 
     def __init__(self, setting: ContractSetting, *, events: bool) -> None:
-        """`events`: the answer is a stream of server-sent events, whatever `stream` says."""
+        """`events`: the answer is a stream of server-sent events, with or without `stream`."""
         self._setting, self._events = setting, events
 
     def parse(self, call: Call) -> Exchange:
@@ -58,7 +58,7 @@ _KINDS: dict[str, Schema] = {
 
 
 def _in_parameters(schema: Schema) -> Schema:
-    """What a parameter of vLLM is where only strings, numbers and booleans can be given."""
+    """Return the schema of a parameter of vLLM if only strings, numbers and booleans can be given."""
     if schema["type"] in _SCALARS:
         return schema
     return STRING if "string" in schema["type"] else {**STRING, "contentMediaType": JSON}
