@@ -1,20 +1,20 @@
-# Slipway. `make run` serves the sample model on port 8080; `make test` and `make image-test` are what CI runs.
+# Slipway. `make run` serves the sample model on port 8080. CI runs `make test` and `make image-test`.
 
 # The first of these that is Python 3.11, 3.12 or 3.13 makes the environment.
 PYTHON ?= python3.11 python3.12 python3.13 python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# vLLM with CUDA where there is an NVIDIA GPU, else its CPU build.
+# vLLM with CUDA if the machine has an NVIDIA GPU, else its CPU build.
 DEVICE ?= $(if $(shell command -v nvidia-smi 2>/dev/null),gpu,cpu)
-# Of `run`. Shells and conda have a variable of this name, which does not count.
+# The address of `run`. Shells and conda set a variable of this name, which is ignored.
 HOST = 127.0.0.1
 PORT ?= 8080
-# Processes that run tests side by side; 0: none but make's own.
+# Processes that run tests side by side. 0: pytest's own process runs all tests.
 WORKERS ?= 2
-# Of `chaos`, `fuzz`, `soak` and `overload`.
+# The duration and the random seed of `chaos`, `fuzz`, `soak` and `overload`.
 MINUTES ?= 2
 SEED ?= 1
-# PyTorch's public index of CPU wheels, asked where pip does not find torch's CPU build.
+# PyTorch's public index of CPU wheels, for machines on which pip does not find torch's CPU build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := $(BIN)/uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
@@ -25,15 +25,15 @@ LOCK := $(BIN)/uv pip compile --quiet --no-emit-index-url --no-emit-find-links -
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
 
-install: $(VENV)/.installed-$(DEVICE) ## Install what serving needs
+install: $(VENV)/.installed-$(DEVICE) ## Install the packages for serving
 
-install-dev: $(VENV)/.installed-dev ## Install what the checks need as well
+install-dev: $(VENV)/.installed-dev ## Install the packages for serving and for the checks
 
 $(VENV)/bin/python:
 	@for python in $(PYTHON); do \
 		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || continue; \
 		echo $$python -m venv $(VENV); $$python -m venv $(VENV) && exit; rm -f $(VENV)/bin/python; exit 1; \
-	done; echo "Slipway needs Python 3.11, 3.12 or 3.13, and found none as: $(PYTHON) (name one with make PYTHON=...)" >&2; exit 1
+	done; echo "Slipway needs Python 3.11, 3.12 or 3.13; none of these is one: $(PYTHON) (give one with make PYTHON=...)" >&2; exit 1
 
 $(VENV)/.installed-%: requirements/%.txt requirements/install.sh pyproject.toml | $(VENV)/bin/python
 	@TORCH_INDEX=$(TORCH_INDEX) sh requirements/install.sh $(BIN)/python $*
@@ -42,49 +42,49 @@ $(VENV)/.installed-%: requirements/%.txt requirements/install.sh pyproject.toml 
 
 $(VENV)/.installed-dev: $(VENV)/.installed-$(DEVICE)
 
-# vLLM's sampler is FlashInfer's, which compiles itself at the first start, with ninja and the toolkit that CUDA_HOME names.
+# vLLM uses FlashInfer's sampler, which is compiled at the first start, with ninja and the toolkit in CUDA_HOME.
 ifeq ($(DEVICE),gpu)
 run live bench bench-front-end gpu-proof: export CUDA_HOME ?= $(abspath $(VENV))/cuda
 run live bench bench-front-end gpu-proof: export PATH := $(abspath $(BIN)):$(PATH)
 endif
 
-# exec: make hands a signal to its recipe's process, which has to be the server.
-run: install ## Serve the sample model on port 8080 (HOST, PORT), as a SageMaker endpoint too
+# exec: make passes signals to the process of the recipe, which has to be the server.
+run: install ## Serve the sample model on port 8080 (HOST, PORT), also as a SageMaker endpoint
 	HF_MODEL_ID=$$($(BIN)/slipway sample-model) && export HF_MODEL_ID && \
 		exec $(BIN)/slipway serve --model-dir . --model-name model --host $(HOST) --port $(PORT) \
 		--local-endpoint my-endpoint
 
-test: ## All checks but the images' (CI runs both: .ci/run)
-	@# The checks of lint fill the time in which unit tests wait.
+test: ## Run all checks except image-test (CI runs both: .ci/run)
+	@# Unit tests often wait. lint runs in that time.
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint unit
 	$(MAKE) --no-print-directory live
 
-lint: install-dev ## Style, types, architecture
+lint: install-dev ## Check style, types and imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --config pyproject.toml
 	$(BIN)/hadolint --config .hadolint.yaml container/image/Dockerfile.cpu container/image/Dockerfile.gpu
 
-unit: install-dev ## Tests that start no engine
+unit: install-dev ## Run tests that start no engine
 	$(BIN)/python -m pytest tests --ignore tests/live -n $(WORKERS) -m "not live and not image and not gpu"
 
-live: install-dev ## Tests with the real engine and real clients
+live: install-dev ## Run tests with the real engine and real clients
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "live and not long"
 
-long: install-dev ## The tests that `make test` leaves out: replicas on Ray that end, come and change; the programs below
+long: install-dev ## Run the slow tests that `make test` leaves out: replicas on Ray, and the programs below
 	$(BIN)/python -m pytest tests/live -m long
 
-chaos: install-dev ## Random faults and clients against the real server (MINUTES, SEED; ANSWERS: it goes on until so many)
+chaos: install-dev ## Send random faults to the real server (MINUTES, SEED; ANSWERS=N: until N answers)
 	$(BIN)/python -m tests.chaos $(if $(ANSWERS),--answers $(ANSWERS) --pause 5,--minutes $(MINUTES)) --seed $(SEED)
 
-fuzz: install-dev ## Wrong bodies, and every route of the API description (MINUTES, SEED)
+fuzz: install-dev ## Send wrong bodies, and requests to every route of the API description (MINUTES, SEED)
 	$(BIN)/python -m tests.chaos.fuzz --minutes $(MINUTES) --seed $(SEED)
 
-soak: install-dev ## A steady load, and plots of what the processes hold: build/soak.png (MINUTES, SEED)
+soak: install-dev ## Run a steady load, and plot the memory and files of the processes: build/soak.png (MINUTES, SEED)
 	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED)
 
-overload: install-dev ## Ten times as many clients as can be served (MINUTES)
+overload: install-dev ## Run ten times as many clients as can be served (MINUTES)
 	$(BIN)/python -m tests.chaos.overload --minutes $(MINUTES)
 
 engine-arguments: install-dev ## Try all arguments of vLLM, for docs/engine_arguments.md (ARGS="max_logprobs block_size")
@@ -93,7 +93,7 @@ engine-arguments: install-dev ## Try all arguments of vLLM, for docs/engine_argu
 bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM (ARGS=...)
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-front-end: install-dev ## Compare front ends on a scripted engine; figures and plots go to build/bench (RUST=FILE, TRITON=DIR, ARGS=...)
+bench-front-end: install-dev ## Compare front ends on a scripted engine, with plots in build/bench (RUST=FILE, TRITON=DIR, ARGS=...)
 	mkdir -p build/bench
 	$(BIN)/python -m benchmarks --workload front-end --samples-file build/bench/samples.json --plot-dir build/bench \
 		$(if $(RUST),--rust $(RUST)) $(if $(TRITON),--triton $(TRITON)) $(ARGS)
@@ -101,7 +101,7 @@ bench-front-end: install-dev ## Compare front ends on a scripted engine; figures
 gpu-proof: gpu-needs install-dev ## Test on this machine's NVIDIA GPU, then compare with vLLM's own server there
 	PYTHON=$(BIN)/python sh tests/gpu/proof.sh
 
-# Before minutes go by that install what cannot be used.
+# Checks the machine first, because the installation takes minutes.
 gpu-needs:
 	@for python in $(BIN)/python $(PYTHON); do \
 		if $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then break; fi; \
@@ -110,7 +110,7 @@ gpu-needs:
 image: ## Build the container image slipway:cpu or slipway:gpu (needs docker or podman)
 	sh container/image/build.sh $(DEVICE) slipway:$(DEVICE)
 
-image-test: install-dev ## Build both images, run them and ask them (or IMAGE=..., one that is built)
+image-test: install-dev ## Build both images, run them and send requests (IMAGE=...: test this image)
 	sh tests/image/packages.sh
 	if $(BIN)/python -m tests.image.container_engine; then $(BIN)/python -m pytest tests/image -m image; fi
 
@@ -119,8 +119,8 @@ lock: install-dev ## Renew requirements/*.txt
 	$(MAKE) --no-print-directory lock-gpu EXTRA="--extra gpu"
 	$(MAKE) --no-print-directory lock-dev EXTRA="--override requirements/dev-overrides.in"
 
-# The packages for Python 3.11, which have to be those for the others as well: else this fails, and shows which are not.
-# The hashes are those of every file of a version, whatever Python it is for.
+# Locks the packages for Python 3.11. If other Pythons need other packages, this fails and shows the difference.
+# The hashes cover all files of a version, for every Python.
 lock-%:
 	$(LOCK) $(EXTRA) --generate-hashes --python-version 3.11 pyproject.toml requirements/$*.in -o requirements/$*.txt
 	@for python in 3.12 3.13; do \
@@ -129,5 +129,5 @@ lock-%:
 			diff - build.lock || exit 1; \
 	done; rm build.lock
 
-clean: ## Remove what the checks leave behind
+clean: ## Remove the files that the checks leave behind
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build

@@ -97,7 +97,7 @@ async def _serve(arguments: dict[str, Any], answers: IO[bytes]) -> None:
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # The context decides the batch sizes. This is the context of vLLM's server.
+    # The context decides the batch sizes. vLLM's server uses this one, too.
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.OPENAI_API_SERVER)
     gc.collect()
     gc.freeze()

@@ -34,21 +34,17 @@ from benchmarks.bare_engine import EngineLoad
 from benchmarks.load import Figures, LoadSpec, command
 from benchmarks.scripted_front_end import processors
 
-# The served model's name.
 MODEL = "m"  # The served model's name.
-# Ends the name of a variant whose streams have log probabilities.
-LOGPROBS = "+logprobs"  # Ends the name of a variant whose streams carry log probabilities.
+LOGPROBS = "+logprobs"  # Ends the name of a variant whose streams have log probabilities.
 START_TIMEOUT_S = 300.0
 IDLE_TIMEOUT_S, IDLE_CPU_S = 30.0, 0.1
 STOP_TIMEOUT_S = 20.0
-# Additional time for a load, in which its process starts and ends.
-GRACE_S = 30.0  # Time for a load's process to start and to end, beside the load's own limit.
+GRACE_S = 30.0  # Additional time for a load, in which its process starts and ends.
 LOG_TAIL_LINES = 30
-# In the titles of engine processes and their workers, which are siblings where a fork server starts them.
 # Parts of the titles of engine processes. If a fork server starts the workers, they are siblings of the engine.
 ENGINE_PROCESSES = ("VLLM::EngineCore", "VLLM::Worker", "benchmarks.scripted_engine")
 # The servers do not log a line for each request.
-ENVIRONMENT = {"SERVING_LOG_LEVEL": "warning", "VLLM_NO_USAGE_STATS": "1"}  # No server logs a line for each request.
+ENVIRONMENT = {"SERVING_LOG_LEVEL": "warning", "VLLM_NO_USAGE_STATS": "1"}
 
 TRITON_STUB = "triton_python_backend_stub"
 TRITON_CONFIG = """
@@ -70,10 +66,8 @@ class Engine:
     """The model and the engine arguments that every peer gets."""
 
     model_dir: Path
-    # Fields of vLLM's `AsyncEngineArgs`, without the model.
-    arguments: EngineArguments  # By the names of vLLM's `AsyncEngineArgs`, without the model.
-    # Time between two tokens of a scripted engine. None: a model runs.
-    step_ms: float | None = None  # Time between two tokens of a scripted engine; None: the model runs.
+    arguments: EngineArguments  # Fields of `AsyncEngineArgs`, without the model.
+    step_ms: float | None = None  # Time between two tokens of a scripted engine. None: a model runs.
 
 
 class ServerError(Exception):
@@ -84,8 +78,7 @@ class ServerError(Exception):
 class CpuTime:
     """Seconds of user and system time since the processes started."""
 
-    # All processes except the engine.
-    front_end: float  # All processes but the engine's.
+    front_end: float  # All processes except the engine.
     engine: float
 
     def __sub__(self, earlier: CpuTime) -> CpuTime:
@@ -245,11 +238,8 @@ class ContractRequest:
 
     path: str
     body: dict[str, object]
-    # Occurs once in each record of a stream.
-    marker: str = ""  # In each record of a stream once.
-    # Occurs in the last bytes of a complete answer.
-    end_marker: str  # In the last bytes of a complete answer.
-    # A stream has exactly one record for each token.
+    marker: str = ""  # Occurs once in each record of a stream.
+    end_marker: str  # Occurs in the last bytes of a complete answer.
     exact_records: bool = False  # A stream has exactly one record for each token.
 
 
@@ -344,7 +334,6 @@ CONTRACTS: dict[str, Callable[[EngineLoad], ContractRequest]] = {
     "happy_vllm": happy_vllm,
     "tgi": tgi,
 }
-# Contracts whose streams have log probabilities if they are asked for; both are measured. TGI's always have them.
 # Contracts whose streams have log probabilities only on request. Both are measured. TGI always sends them.
 OPTIONAL_LOGPROBS = ("lmi", "openai", "chat", "triton")
 

@@ -187,8 +187,9 @@ def _ratio(group: Sequence[Sample], other: Sequence[Sample], value: str) -> str:
 
 
 def _grouped(samples: Iterable[Sample]) -> dict[tuple[int, str], list[Sample]]:
-    """Return the samples by number of clients and variant, in the order of the first round. Each group is in the order
-    of the rounds.
+    """Return the samples by number of clients and variant, in the order of the first round.
+
+    Each group is in the order of the rounds.
     """
     groups: dict[tuple[int, str], list[Sample]] = {}
     for sample in sorted(samples, key=attrgetter("round")):
@@ -199,7 +200,7 @@ def _grouped(samples: Iterable[Sample]) -> dict[tuple[int, str], list[Sample]]:
 def _warnings(samples: Sequence[Sample]) -> Iterable[str]:
     with_client = [sample for sample in samples if not _makes_own_load(sample)]
     if not all(sample.figures.client_real_time for sample in with_client):
-        yield "the load client had no real-time priority: times to the first byte may include time that it waited for a CPU"
+        yield "the load client had no real-time priority: times to the first byte may include its wait for a CPU"
     for sample in samples:
         for error, count in sample.figures.error_kinds.items():
             yield f"{sample.title}: {count} x {error}"

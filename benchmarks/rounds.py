@@ -81,7 +81,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 def run(
     workload: Workload, peers: Sequence[Peer], log_dir: Path | None, report: Report, deadline: float = math.inf
 ) -> Generator[Sample, None, None]:
-    """Start the peers, measure them, and stop them in any case. Peers that this machine cannot run are left out.
+    """Start the peers, measure them, and stop them in any case.
+
+    Peers that this machine cannot run are left out.
 
     Args:
         workload: The model and the loads.

@@ -23,7 +23,7 @@ MAX_MODEL_LEN = 2048
 
 
 def addresses(directory: Path) -> dict[str, str]:
-    """Return the addresses of the engine's sockets, by the names of vLLM's `AsyncMPClient`."""
+    """Return the addresses of the engine's sockets, as arguments of `AsyncMPClient`."""
     return {"input_address": f"ipc://{directory}/input", "output_address": f"ipc://{directory}/output"}
 
 

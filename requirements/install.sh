@@ -1,6 +1,7 @@
 #!/bin/sh
-# `install.sh PYTHON cpu|gpu|dev`: installs a lock file beside this script into the environment of PYTHON.
-# Called by make. TORCH_INDEX: where torch's CPU build is looked for when pip does not find it.
+# `install.sh PYTHON cpu|gpu|dev`: installs a lock file of this directory into the environment of PYTHON. make calls it.
+#
+# TORCH_INDEX     the package index for torch's CPU build, if pip does not find it
 set -eu
 
 python=$1
@@ -8,17 +9,17 @@ lock=$2
 locks=$(dirname "$0")
 
 # --no-deps: the locks leave out packages that are wrong or useless here; see *overrides.in.
-# --require-hashes: a file that is not the locked one is refused, whoever offers it.
+# --require-hashes: pip refuses a file that is not the locked one, from any index.
 locked() {
     "$python" -m pip install --quiet --no-deps --require-hashes "$@"
 }
 
-# PyPI does not have torch's CPU build. It is installed first, so that a machine that has to look elsewhere knows at once.
+# PyPI does not have torch's CPU build. It is installed first, so that a machine without access to it fails at once.
 torch() {
     wanted=$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' "$locks/cpu.txt")
     only=$(mktemp)
     trap 'rm -f "$only"' EXIT
-    # The line, and those of its hashes.
+    # The line of torch, and the lines of its hashes.
     sed -n '/^torch==/,/[^\\]$/p' "$locks/cpu.txt" >"$only"
     if errors=$(locked -r "$only" 2>&1); then
         return
@@ -27,18 +28,18 @@ torch() {
         echo "$errors" >&2
         exit 1
     fi
-    echo "pip does not find $wanted where it is set to look; asking PyTorch's index of CPU wheels, $TORCH_INDEX" >&2
-    # One short question first: an index that does not answer must not cost minutes.
+    echo "pip does not find $wanted in its configured indexes; trying PyTorch's index of CPU wheels, $TORCH_INDEX" >&2
+    # A short query first, so that an index that does not answer does not cost minutes.
     if ! PIP_RETRIES=0 PIP_DEFAULT_TIMEOUT=10 timeout 30 "$python" -m pip index versions --index-url "$TORCH_INDEX" torch 2>&1 \
         | grep -qF "${wanted#torch==}"; then
         echo "$errors" >&2
-        echo "$wanted is not to be had from $TORCH_INDEX either: name an index that has it with make TORCH_INDEX=..." >&2
+        echo "$TORCH_INDEX does not offer $wanted either: give an index that has it, with make TORCH_INDEX=..." >&2
         exit 1
     fi
     locked --index-url "$TORCH_INDEX" -r "$only"
 }
 
-# Triton and FlashInfer compile kernels at run time, and vLLM's engine dies where they cannot.
+# Triton and FlashInfer compile kernels at run time. vLLM's engine dies if they cannot.
 compiler() {
     headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
     if ! command -v c++ >/dev/null || [ ! -e "$headers/Python.h" ]; then
@@ -47,8 +48,8 @@ compiler() {
     fi
 }
 
-# pip prefers a CPU build of torch, if it is set to look where there is one: `2.13.0+cpu` counts as newer than `2.13.0`.
-# Its hash is not the lock's, so pip then refuses it.
+# pip prefers a CPU build of torch if an index offers one, because `2.13.0+cpu` counts as newer than `2.13.0`. Its hash is
+# not in the lock, so pip then refuses it.
 with_cuda() {
     if errors=$(locked -r "$locks/gpu.txt" 2>&1); then
         return
@@ -56,15 +57,15 @@ with_cuda() {
     echo "$errors" >&2
     case $errors in
     *torch-*%2Bcpu-*)
-        echo "pip has found a torch without CUDA; take that build out of its find-links and indexes" >&2
+        echo "pip found a torch without CUDA; remove that build from pip's find-links and indexes" >&2
         ;;
     esac
     exit 1
 }
 
-# The lock's CUDA packages as a toolkit, the environment's directory `cuda`: FlashInfer compiles kernels with it (CUDA_HOME).
-# The packages have libraries under their full names alone; `-lcudart` needs the plain ones. `-lcuda` links with a library
-# of the driver's name and no content, as in NVIDIA's own toolkit: the driver is looked for when the kernels are loaded.
+# Makes a CUDA toolkit of the lock's CUDA packages: the directory `cuda` of the environment. FlashInfer compiles kernels
+# with it (CUDA_HOME). The packages name libraries with their versions, but `-lcudart` needs the plain names. `-lcuda`
+# links with an empty library, as in NVIDIA's own toolkit: the driver's library is loaded together with the kernels.
 toolkit() {
     site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     cuda=$site/nvidia/cu13

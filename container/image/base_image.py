@@ -1,11 +1,11 @@
 """Builds the image on a base image that has vLLM: makes Slipway's environment, and compiles the base image's modules.
 
-The base image has vLLM and its dependencies in the Python of its PATH: the system's (vLLM's image) or a virtual
-environment (AWS's). Slipway's environment sees those packages after its own, and changes none of them. Run this file
-with the base image's Python:
+The base image has vLLM and its dependencies in the Python of its PATH: the system's Python (vLLM's image) or a virtual
+environment (AWS's image). Slipway's environment sees those packages after its own packages, and changes none of them.
+Run this file with the base image's Python:
 
     base_image.py environment DIRECTORY LOCK PYPROJECT    prints the constraints for the packages that pip is to add
-    base_image.py lacking REPORT LOCK                     prints the lock's lines, with hashes, of what pip would add
+    base_image.py lacking REPORT LOCK                     prints the lock's lines, with hashes, of the packages to add
     base_image.py compile                                 compiles all modules to bytecode
 """
 
@@ -34,7 +34,9 @@ def package_directories() -> list[str]:
 
 
 def installed() -> dict[str, str]:
-    """Return the version of each package by its canonical name; of two with the same name the one that is imported."""
+    """Return the version of each package by its canonical name. Of two packages with one name: the version of the
+    package that is imported.
+    """
     versions: dict[str, str] = {}
     for package in metadata.distributions():
         if package.name:
@@ -43,7 +45,9 @@ def installed() -> dict[str, str]:
 
 
 def constraints(present: Mapping[str, str], lock: str, dependencies: list[str]) -> list[str]:
-    """Return the lock file's lines of packages that are missing or too old for Slipway."""
+    """Return the lock file's lines of packages that pip may have to add: missing packages, and packages too old for
+    Slipway.
+    """
     unfit = {
         canonicalize_name(requirement.name)
         for requirement in map(Requirement, dependencies)
@@ -57,18 +61,18 @@ def lacking(report: Mapping[str, Any], lock: str) -> list[str]:
     """Return the lock file's lines, with their hashes, of the packages that pip would add to Slipway.
 
     Args:
-        report: of pip's option `--report`
-        lock: the text of the lock file
+        report: The report of pip's option `--report`.
+        lock: The text of the lock file.
 
     Raises:
-        SystemExit: pip would add a version that is not the lock's.
+        SystemExit: pip would add a version that the lock does not have.
     """
     requirements = _requirements(lock)
     wanted = []
     for item in report["install"]:
         name, version = canonicalize_name(item["metadata"]["name"]), item["metadata"]["version"]
         if "dir_info" in item["download_info"]:
-            continue  # Slipway itself
+            continue  # Slipway itself.
         lines = requirements.get(name, "")
         if not re.match(rf"[^=]+=={re.escape(version)}(\s|$)", lines):
             sys.exit(f"pip would add {name} {version}, which is not in the lock file")
@@ -77,14 +81,14 @@ def lacking(report: Mapping[str, Any], lock: str) -> list[str]:
 
 
 def check_vllm(present: Mapping[str, str], extras: Mapping[str, list[str]]) -> None:
-    """Check that the base image has vLLM in the release that Slipway is written for.
+    """Check that the base image has the vLLM release that Slipway supports.
 
     Args:
-        present: the base image's packages
-        extras: pyproject.toml's optional dependencies; `gpu` and `cpu` name the release
+        present: The base image's packages.
+        extras: pyproject.toml's optional dependencies. `gpu` and `cpu` name the release.
 
     Raises:
-        SystemExit: it has another one, or none.
+        SystemExit: The base image has another release of vLLM, or no vLLM.
     """
     wanted = [Requirement(text) for extra in ("gpu", "cpu") for text in extras[extra] if text.startswith("vllm")]
     found = [(requirement, present[requirement.name]) for requirement in wanted if requirement.name in present]
@@ -99,7 +103,7 @@ def make_environment(directory: Path) -> None:
     """Make an empty virtual environment that sees this Python's packages."""
     venv.create(directory, symlinks=True)
     (site,) = directory.glob("lib/python3*/site-packages")
-    # system_site_packages would show the packages of the Python below a virtual environment of the base image.
+    # If the base image has a virtual environment, system_site_packages would show the packages of the Python below it.
     lines = [f"import site; site.addsitedir({path!r})" for path in package_directories()]
     (site / _PTH).write_text("\n".join(lines) + "\n")
 
@@ -119,7 +123,7 @@ def _environment(directory: Path, lock_file: Path, project_file: Path) -> None:
 
 
 def _compile() -> None:
-    """Compile every module, as pip does on installing; files that are not valid Python are skipped."""
+    """Compile every module, as pip does when it installs. Files that are not valid Python are skipped."""
     for directory in package_directories():
         compileall.compile_dir(directory, quiet=2, workers=0)
 
@@ -135,7 +139,7 @@ def main() -> None:
         case ["compile"]:
             _compile()
         case other:
-            sys.exit(f"unknown command: {other}")
+            sys.exit(f"unknown command: {other}; expected environment, lacking or compile")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes a base image where no registry is reachable: `bootstrap-base.sh slipway-base:bookworm`. Needs root and debootstrap.
+# Makes a base image if no registry is reachable: `bootstrap-base.sh slipway-base:bookworm`. Needs root and debootstrap.
 #
-# It is a minimal Debian 12, like debian:bookworm-slim, made with this machine's own sources of packages.
+# The image is a minimal Debian 12, like debian:bookworm-slim. The packages come from this machine's own sources.
 # CONTAINER_ENGINE     docker (the default) or podman
 set -eu
 
@@ -10,7 +10,7 @@ release=bookworm
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# The mirror that apt uses here for its first Debian source: that of a *.sources file, or of a *.list file.
+# Prints the mirror of apt's first Debian source, from a *.sources file or a *.list file.
 mirror() {
     cat /etc/apt/sources.list.d/debian.sources /etc/apt/sources.list 2>/dev/null |
         sed -n -e 's/^URIs: *\([^ ]*\).*/\1/p' -e 's/^deb  *\(\[[^]]*\]  *\)\{0,1\}\([^ ]*\) .*/\2/p' | head -n 1
@@ -21,7 +21,7 @@ debootstrap --variant=minbase --include=ca-certificates "$release" "$work/root" 
 for file in /etc/apt/sources.list /etc/apt/sources.list.d/debian.sources; do
     [ ! -f "$file" ] || cp "$file" "$work/root$file"
 done
-# With both, apt would warn of every source twice.
+# With both files, apt would warn about every source twice.
 [ ! -f "$work/root/etc/apt/sources.list.d/debian.sources" ] || rm -f "$work/root/etc/apt/sources.list"
 rm -rf "$work/root/var/cache/apt" "$work/root/var/lib/apt/lists" "$work/root/usr/share/doc" "$work/root/usr/share/man"
 mkdir -p "$work/root/var/cache/apt/archives/partial" "$work/root/var/lib/apt/lists/partial"

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Builds an image: `build.sh cpu slipway:cpu [flags of "docker build"...]`. From anywhere; see docs/image.md.
+# Builds an image: `build.sh cpu slipway:cpu [flags of "docker build"...]`. It runs in any directory. See docs/image.md.
 #
-# CONTAINER_ENGINE     docker or podman; without it, the first of them that answers
+# CONTAINER_ENGINE     docker or podman; default: the first of them that answers
 # BASE_IMAGE, TINI_IMAGE, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX, SAMPLE_MODEL, RUN_AS,
 # VERSION, SOURCE, LICENSES
-#                      build arguments, given where they are set
-# PIP_CONFIG_FILE      a pip.conf for the build; it does not get into the image
-# CA_CERTIFICATES      a file of certificate authorities for the build, where a proxy has one of its own; nor does this
+#                      build arguments; variables that are not set are not passed
+# PIP_CONFIG_FILE      a pip.conf for the build; it is not stored in the image
+# CA_CERTIFICATES      certificate authorities for the build, such as a proxy's; the file is not stored in the image
 set -eu
 
 device=$1
@@ -23,7 +23,7 @@ if [ -z "${CONTAINER_ENGINE:-}" ]; then
     done
 fi
 if [ -z "${CONTAINER_ENGINE:-}" ]; then
-    echo "build.sh: neither docker nor podman answers on this machine; one of them builds the image" >&2
+    echo "build.sh: neither docker nor podman answers on this machine; one of them is needed" >&2
     exit 1
 fi
 
@@ -32,7 +32,7 @@ REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 # The commit's time, not the clock's: the same sources give the same labels.
 CREATED=$(git log -1 --format=%cI 2>/dev/null || date --utc --iso-8601=seconds)
 
-# The base image is named by its digest, whatever the registry does with the tag meanwhile; labels say which it was.
+# The build names the base image by its digest, because a registry may move a tag. Labels store the tag and the digest.
 : "${BASE_IMAGE:=$(sed -n 's/^ARG BASE_IMAGE=//p' "container/image/Dockerfile.$device")}"
 base=${BASE_IMAGE%%@*}
 if [ "$base" = "$BASE_IMAGE" ]; then
@@ -49,7 +49,7 @@ if [ "$base" = "$BASE_IMAGE" ]; then
     if [ -n "$digest" ]; then
         BASE_IMAGE=$base@$digest
     else
-        echo "build.sh: no registry has $base; it is built from this machine's image of that name, without a digest" >&2
+        echo "build.sh: no registry has $base; the build uses this machine's image of that name, without a digest" >&2
     fi
 else
     digest=${BASE_IMAGE#*@}
@@ -63,7 +63,7 @@ for name in BASE_IMAGE TINI_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LIN
 done
 [ -z "${PIP_CONFIG_FILE:-}" ] || set -- --secret "id=pip.conf,src=$PIP_CONFIG_FILE" "$@"
 [ -z "${CA_CERTIFICATES:-}" ] || set -- --secret "id=ca.pem,src=$CA_CERTIFICATES" "$@"
-# podman's own format of images has no health checks, and a build needs no more of the kernel than a chroot.
+# podman's own image format has no health checks. A chroot is enough for a build.
 [ "$CONTAINER_ENGINE" != podman ] || set -- --format docker --isolation chroot "$@"
 
 exec "$CONTAINER_ENGINE" build -f "container/image/Dockerfile.$device" -t "$tag" "$@" .

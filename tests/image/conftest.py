@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in Path(item.path).parents:
             item.add_marker(pytest.mark.image)
-            item.add_marker(pytest.mark.timeout(3600))  # the first of them builds the image
+            item.add_marker(pytest.mark.timeout(3600))  # The first test builds the image.
 
 
 @pytest.fixture(scope="session")
@@ -29,16 +29,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="session", params=["cpu", "gpu"])
 def device(request: pytest.FixtureRequest) -> str:
-    """What the image is for; the GPU's runs on a base that has vLLM's build for a CPU."""
+    """The device of the image. The GPU image is built on a base that has vLLM's CPU build."""
     name: str = request.param
     return name
 
 
 @pytest.fixture(scope="session")
 def image(engine: Engine, device: str) -> str:
-    """The image for the device: that of $IMAGE, else one that is built now."""
+    """The image for the device: the image in $IMAGE, or one that is built now."""
     if image := os.environ.get("IMAGE"):
-        # cuda-compat.sh is in the GPU image's entry point alone.
+        # Only the GPU image has cuda-compat.sh in its entry point.
         given = "gpu" if len(engine.config(image)["Entrypoint"]) > 2 else "cpu"
         if given != device:
             pytest.skip(f"IMAGE is an image for the {given}")
@@ -51,7 +51,7 @@ def image(engine: Engine, device: str) -> str:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample model with its settings, as any user may read it."""
+    """The sample model with its settings. Every user may read it."""
     directory = tmp_path_factory.mktemp("model-store") / "model"
     shutil.copytree(prepare(), directory)
     lines = [f"option.{name}={value}" for name, value in ENGINE.items()]

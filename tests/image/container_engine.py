@@ -1,4 +1,4 @@
-"""docker or podman, whichever is there, and containers that run in it, or in buildah's chroot."""
+"""Runs containers with docker or podman, or in buildah's chroot."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.live.server import free_port
 
 START_SECONDS = 480.0
 UNPRIVILEGED = "12345:12345"
+# Directories of this machine that its programs need in an empty container.
 _OF_THE_MACHINE = ("/usr", "/lib", "/lib64")
-"""Directories of this machine that one of its programs needs in an empty container."""
 _CGROUP_V2 = Path("/sys/fs/cgroup/cgroup.controllers")
 
 
 class NoEngine(Exception):
-    """No container can be run on this machine; the message says why."""
+    """This machine cannot run containers. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Engine:
 
     name: str
     variables: Mapping[str, str] = field(default_factory=dict)
+    # The reason if containers run in buildah's chroot, which shares podman's images and does not need cgroups.
     chroot: str = ""
-    """Why containers run in buildah's chroot, where they do: it shares podman's images and needs no cgroups."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -69,12 +69,12 @@ class Engine:
         return self.run("image", "inspect", tag, check=False).returncode == 0
 
     def config(self, image: str) -> dict[str, Any]:
-        """The image's configuration: Entrypoint, Cmd, Env, Labels, ..."""
+        """Return the image's configuration: Entrypoint, Cmd, Env, Labels, ..."""
         config: dict[str, Any] = json.loads(self.run("image", "inspect", image).stdout)[0]["Config"]
         return config
 
     def output(self, image: str, *command: str) -> str:
-        """What a command prints in a container of its own."""
+        """Run a command in a new container, and return its output."""
         if not self.chroot:
             return self.run("run", "--rm", "--network", "none", "--entrypoint", "", image, *command).stdout
         container = self.call("buildah", "from", "--pull-never", image).stdout.strip()
@@ -83,19 +83,22 @@ class Engine:
         finally:
             self.call("buildah", "rm", container)
 
-    def needs_container(self, what: str) -> None:
-        """Skip the test if containers run in a chroot, which cannot give `what`."""
+    def needs_container(self, feature: str) -> None:
+        """Skip the test if containers run in a chroot, which does not support `feature`."""
         if self.chroot:
-            pytest.skip(f"{what} cannot be had in a chroot, and {self.chroot}")
+            pytest.skip(f"a chroot does not support {feature}, and {self.chroot}")
 
 
 def find_engine(directory: Path) -> Engine:
-    """The engine that CONTAINER_ENGINE names, else the first that answers; `directory` is for its settings.
+    """Return the engine that CONTAINER_ENGINE names, or the first one that answers.
 
-    CONTAINER_ENGINE=buildah: podman builds, and containers run in buildah's chroot.
+    CONTAINER_ENGINE=buildah: podman builds images, and containers run in buildah's chroot.
+
+    Args:
+        directory: The directory for the engine's settings.
 
     Raises:
-        NoEngine: none answers.
+        NoEngine: No engine answers.
     """
     wanted = os.environ.get("CONTAINER_ENGINE")
     if wanted == "buildah":
@@ -107,14 +110,14 @@ def find_engine(directory: Path) -> Engine:
         engine = Engine(name, _podman_variables(directory) if name == "podman" else {})
         if engine.run("info", check=False).returncode == 0:
             return _in_chroot_if_need_be(engine)
-    raise NoEngine(f"{' and '.join(names)}: none answers on this machine")
+    raise NoEngine(f"{' and '.join(names)}: none of them answers on this machine")
 
 
 def _in_chroot_if_need_be(engine: Engine) -> Engine:
-    """Return the engine, set to buildah's chroot if it is a podman that cannot start containers.
+    """Return the engine. A podman that cannot start containers is set to buildah's chroot.
 
     Raises:
-        NoEngine: it cannot start containers, and nothing runs in a chroot either.
+        NoEngine: podman cannot start containers, and buildah's chroot does not work either.
     """
     if engine.name != "podman":
         return engine
@@ -139,7 +142,7 @@ def _in_one_line(text: str) -> str:
 
 
 def _podman_variables(directory: Path) -> dict[str, str]:
-    """Settings with which podman runs without systemd and without rights that this process has not."""
+    """Return settings with which podman runs without systemd, and without rights that this process lacks."""
     if "CONTAINERS_CONF" in os.environ:
         return {}
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -152,26 +155,26 @@ def _podman_variables(directory: Path) -> dict[str, str]:
         'events_logger = "file"',
     ]
     if not _CGROUP_V2.exists() and shutil.which("runc"):
-        lines.append('runtime = "runc"')  # podman's other one, crun, refuses such machines
+        lines.append('runtime = "runc"')  # podman's default, crun, does not run on such machines.
     file = directory / "containers.conf"
     file.write_text("\n".join(lines) + "\n")
     return {"CONTAINERS_CONF": str(file)}
 
 
 class Container(ABC):
-    """A container of the image with a model, and the port that it serves on this machine."""
+    """A container of the image with a model. It serves on a port of this machine."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self.port = free_port()
         self.started = time.monotonic()
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
-        # As SageMaker says which port it is; the containers share this machine's network.
+        # SageMaker sets the port in the same way. The containers share this machine's network.
         every = {"SAGEMAKER_BIND_TO_PORT": str(self.port), "HF_HUB_OFFLINE": "1", **variables}
+        # Flags that set the variables of the container.
         self.environment = [part for name, value in every.items() for part in ("--env", f"{name}={value}")]
-        """Flags for the variables of a container."""
 
     def wait_until_ready(self) -> float:
-        """Returns the seconds since the container was asked for."""
+        """Wait for /ping. Return the seconds since the start of the container."""
         while time.monotonic() < self.started + START_SECONDS:
             with contextlib.suppress(httpx.TransportError):
                 if self.client.get("/ping").status_code == 200:
@@ -188,23 +191,23 @@ class Container(ABC):
 
     @abstractmethod
     def exec(self, *command: str) -> str:
-        """What a further command prints in it; it must end with 0."""
+        """Run a further command in the container, and return its output. Its exit code has to be 0."""
 
     @abstractmethod
     def terminate(self) -> None:
-        """SIGTERM to the container's first process, as `docker stop` and SageMaker send it."""
+        """Send SIGTERM to the container's first process, as `docker stop` and SageMaker do."""
 
     @abstractmethod
     def wait(self) -> int:
-        """The exit code, once it has ended."""
+        """Wait for the end of the container, and return its exit code."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Stop it, if it runs, and leave nothing of it."""
+        """Stop the container if it runs, and remove it."""
 
 
 class EngineContainer(Container):
-    """`<engine> run ... <image> serve`."""
+    """A container of `<engine> run ... <image> serve`."""
 
     def __init__(
         self,
@@ -247,7 +250,10 @@ class EngineContainer(Container):
 
 
 class ChrootContainer(Container):
-    """`buildah run --isolation chroot`: the image's files, variables, entry point and user; the host's processes."""
+    """A container of `buildah run --isolation chroot`.
+
+    It has the image's files, variables, entry point and user, and shares the host's processes.
+    """
 
     def __init__(
         self,
@@ -312,16 +318,16 @@ class ChrootContainer(Container):
 def running(
     engine: Engine, image: str, model_dir: Path, *command: str, unprivileged: bool = False, **variables: str
 ) -> Iterator[Container]:
-    """A container that has just been started.
+    """Start a container, and remove it at the end.
 
     Args:
-        engine: starts it
-        image: a tag
-        model_dir: the directory that becomes /opt/ml/model
-        command: the image's own without one, as `docker run IMAGE` has it
-        unprivileged: as a user whom the image does not know, without capabilities, and with a read-only root file
-            system if containers have one
-        variables: of the container's environment
+        engine: The container engine.
+        image: The tag of the image.
+        model_dir: The directory that becomes /opt/ml/model.
+        command: The command. Default: the command of the image.
+        unprivileged: Run as a user that the image does not know, without capabilities and, if the engine supports it,
+            with a read-only root file system.
+        variables: Environment variables of the container.
     """
     make = ChrootContainer if engine.chroot else EngineContainer
     container = make(engine, image, model_dir, unprivileged, command, variables)
@@ -332,7 +338,7 @@ def running(
 
 
 def main() -> int:
-    """Say in one line why no container can be run here; 0 if one can."""
+    """Print the reason if this machine cannot run containers. Return 0 if it can."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             find_engine(Path(directory))

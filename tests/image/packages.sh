@@ -1,15 +1,15 @@
 #!/bin/sh
-# Installs the container tools that the tests of the images need, if docker does not answer and this user may install.
+# Installs the container tools for the image tests, if docker does not answer and the user may install packages.
 #
-# podman builds; runc starts containers if crun, podman's own choice, cannot (cgroups in hybrid mode); buildah runs
-# images in a chroot if neither can; debootstrap makes a base image if no registry is reachable.
-# Without them the tests are skipped, and say so in one line.
+# podman builds images. runc starts containers if podman's default, crun, cannot (cgroups in hybrid mode). buildah runs
+# images in a chroot if neither can. debootstrap makes a base image if no registry is reachable. Without these packages the
+# tests are skipped, with one line that says so.
 set -eu
 
 PATH=$PATH:/usr/sbin:/sbin
 missing=
 for package in podman runc buildah debootstrap; do
-    # Each package has the command of its name.
+    # Each package has a command with its name.
     command -v "$package" >/dev/null || missing="$missing $package"
 done
 if [ -z "$missing" ] || docker info >/dev/null 2>&1; then

@@ -1,4 +1,4 @@
-# A Python of this machine in /usr/local of Debian 12, as the images named `python` have it. The context is its prefix.
+# Debian 12 with this machine's Python in /usr/local, like the images named `python`. The build context is Python's prefix.
 ARG BASE_IMAGE
 FROM ${BASE_IMAGE}
 RUN apt-get update \

@@ -1,4 +1,4 @@
-"""The images for CPUs and GPUs, really built and really run; the GPU's on a base that has vLLM's build for a CPU."""
+"""Builds and runs the images for CPUs and GPUs. The GPU image has a base with vLLM's CPU build."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from tests.image.container_engine import Container, Engine, running
 from tests.live.server import records
 
 PROMPT = "The capital of France is"
+# Takes far longer than SERVING_DRAIN_TIMEOUT allows.
 ENDLESS = {
     "inputs": "Once upon a time",
     "parameters": {"max_new_tokens": 1000, "ignore_eos_token": True, "details": True},
     "stream": True,
 }
-"""It takes far longer than SERVING_DRAIN_TIMEOUT allows."""
-SAGEMAKER_SECONDS = 30.0
-"""SageMaker kills a container that runs for so long after SIGTERM."""
+SAGEMAKER_SECONDS = 30.0  # SageMaker kills a container that still runs this long after SIGTERM.
 
 
 def ask_everything(container: Container) -> None:
-    """One request of each kind, to a container that is ready."""
+    """Send one request of each kind to a container that is ready."""
     client = container.client
     assert client.get("/ping").status_code == 200
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 8}}
@@ -65,7 +64,7 @@ def test_nothing_but_tmp_can_be_written_while_it_serves(engine: Engine, unprivil
 
 
 def test_tini_is_the_first_process(engine: Engine, unprivileged: Container) -> None:
-    engine.needs_container("a first process of one's own")
+    engine.needs_container("a separate first process")
     assert unprivileged.exec("cat", "/proc/1/cmdline").split("\0")[0] == "tini"
 
 
@@ -97,11 +96,11 @@ def test_the_container_serves_as_root_and_stops_in_time_as_sagemaker_runs_it(
         with container.client.stream("POST", "/invocations", json=ENDLESS) as response:
             lines = response.iter_lines()
             next(lines)
-            told = time.monotonic()
+            stopped = time.monotonic()
             container.terminate()
             last = [line for line in lines if line][-1]
             assert container.wait() == 0
-            assert time.monotonic() - told < SAGEMAKER_SECONDS
+            assert time.monotonic() - stopped < SAGEMAKER_SECONDS
     assert json.loads(last)["details"]["finish_reason"] == "error", "it was still running"
 
 
@@ -138,14 +137,14 @@ def test_the_image_says_what_it_is(engine: Engine, image: str, device: str) -> N
     compatibility = [] if device == "cpu" else ["sh", "/opt/slipway/libexec/cuda-compat.sh"]
     assert config["Entrypoint"] == ["tini", "--", *compatibility]
     assert config["User"] in {"", "root"}
-    assert config["WorkingDir"] == "/opt/slipway", "libraries are looked for in the working directory, too"
+    assert config["WorkingDir"] == "/opt/slipway", "the loader also searches the working directory for libraries"
     assert config["Cmd"] == ["serve"]
     assert "8080/tcp" in config["ExposedPorts"]
 
 
 def test_there_is_no_compiler_and_there_are_no_caches(engine: Engine, image: str, device: str) -> None:
     if device == "gpu":
-        pytest.skip("the compilers of vLLM's image are needed: it makes kernels at run time")
+        pytest.skip("vLLM's image needs its compilers, because it compiles kernels at run time")
     find = (
         "find /usr/bin -name 'gcc*' -o -name 'cc' -o -name 'g++*'; ls /var/lib/apt/lists; ls /root/.cache 2>/dev/null"
     )
@@ -190,10 +189,10 @@ def test_vllm_and_what_it_needs_are_the_base_images_own(engine: Engine, gpu_imag
     places = engine.output(gpu_image, "/opt/slipway/bin/python", "-W", "ignore", "-c", script).split()[-3:]
     assert len(places) == 3
     assert not [place for place in places if place.startswith("/opt/slipway")]
-    # A package that the base lacked is Slipway's.
+    # Slipway's environment has the packages that the base lacks.
     place = engine.output(gpu_image, "/opt/slipway/bin/python", "-c", "import boto3; print(boto3.__file__)").strip()
     assert place.startswith("/opt/slipway/")
-    # The base's own Python sees none of Slipway's packages.
+    # The base's Python does not see Slipway's packages.
     script = "import importlib.util; print([importlib.util.find_spec(name) for name in ('boto3', 'container')])"
     base_python = engine.output(gpu_image, "sh", "-c", "PATH=${PATH#/opt/slipway/bin:} command -v python3").strip()
     assert engine.output(gpu_image, base_python, "-I", "-c", script).strip() == "[None, None]"

@@ -47,7 +47,7 @@ def test_what_is_too_old_for_slipway_itself_comes_from_the_lock() -> None:
 
 
 def report(*packages: tuple[str, str]) -> dict[str, Any]:
-    """Of `pip install --dry-run --report`, for Slipway's directory and other packages."""
+    """Return a report of `pip install --dry-run --report`, with Slipway's directory and other packages."""
     own = {"metadata": {"name": "slipway", "version": "1.0"}, "download_info": {"dir_info": {}}}
     others = [
         {"metadata": {"name": name, "version": version}, "download_info": {"archive_info": {}}}
@@ -92,7 +92,7 @@ def test_a_base_with_another_vllm_ends_the_build_with_a_message_that_names_both(
 
 @pytest.fixture
 def base_python(tmp_path: Path) -> Path:
-    """A base image's Python in a virtual environment, as AWS's has it, with vLLM and what the script itself imports."""
+    """Return the Python of a base image that has a virtual environment, as AWS's image has, and a stand-in for vLLM."""
     venv.create(tmp_path / "base", symlinks=True)
     (site,) = (tmp_path / "base").glob("lib/python3*/site-packages")
     (site / "vllm.py").write_text("place = __file__\n")
@@ -125,7 +125,7 @@ def test_the_environment_sees_the_packages_of_a_base_that_is_an_environment_itse
     place, prefix = json.loads(run(own / "bin" / "python", "-c", script).stdout)
     assert Path(place).is_relative_to(tmp_path / "base")
     assert Path(prefix) == own
-    # A package of its own goes before the base's of the same name.
+    # Packages of the environment have priority over packages of the base.
     (site,) = own.glob("lib/python3*/site-packages")
     (site / "vllm.py").write_text("place = __file__\n")
     assert json.loads(run(own / "bin" / "python", "-c", script).stdout)[0] == str(site / "vllm.py")

@@ -1,4 +1,4 @@
-"""`build.sh` builds from the digest of a base image; an engine that only writes down what it is asked stands in."""
+"""`build.sh` builds from the digest of a base image. A fake container engine records its arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ match sys.argv[1:]:
 
 
 class Machine:
-    """A machine whose container engine writes down what it is asked."""
+    """A machine with a fake container engine."""
 
     def __init__(self, directory: Path) -> None:
         self._asked, self._engine = directory / "asked", directory / "engine"
@@ -35,7 +35,7 @@ class Machine:
         self.said = ""
 
     def build(self, device: str, **variables: str) -> list[str]:
-        """The arguments with which the image is built."""
+        """Return the arguments of the build."""
         environment = {name: value for name, value in os.environ.items() if not name.endswith("_IMAGE")}
         environment |= {"CONTAINER_ENGINE": str(self._engine), "ASKED": str(self._asked), **variables}
         command = ["sh", ROOT / "container" / "image" / "build.sh", device, "slipway:test"]
@@ -90,4 +90,4 @@ def test_an_image_that_no_registry_has_is_taken_as_it_is_and_that_is_said(machin
     arguments = machine.build("cpu", BASE_IMAGE=base)
     assert f"BASE_IMAGE={base}" in arguments
     assert "org.opencontainers.image.base.digest=" in arguments
-    assert f"build.sh: no registry has {base}; it is built from this machine's image of that name" in machine.said
+    assert f"build.sh: no registry has {base}; the build uses this machine's image of that name" in machine.said

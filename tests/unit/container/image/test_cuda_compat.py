@@ -14,7 +14,7 @@ OPEN_LINE = (
 
 
 def library_path(directory: Path, driver: str | None, libraries: str | None, before: str = "") -> str:
-    """LD_LIBRARY_PATH as a command has it that the script runs."""
+    """Return the LD_LIBRARY_PATH of a command that the script runs."""
     compat, file = directory / "compat", directory / "version"
     compat.mkdir()
     if libraries is not None:

@@ -1,4 +1,4 @@
-"""The Dockerfiles agree with the project and with each other; `make lint` has hadolint look at them as well."""
+"""The Dockerfiles agree with the project and with each other. `make lint` also checks them with hadolint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ by_device = pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.s
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
-    """Each instruction and its arguments, on one line."""
+    """Return each instruction and its arguments, on one line."""
     text = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("#"))
     lines = text.replace("\\\n", " ").splitlines()
     return [(parts[0], parts[1]) for line in lines if len(parts := line.split(maxsplit=1)) == 2]
@@ -129,7 +129,7 @@ def test_both_images_have_the_same_settings_and_labels_but_for_their_device() ->
     for capability in ("accept-bind-to-port", "multi-models"):
         assert cpu[f"com.amazonaws.sagemaker.capabilities.{capability}"] == "true"
     variables = [set(re.findall(r"(\w+)=", " ".join(arguments(file, "ENV")))) for file in DOCKERFILES]
-    # The GPU image compiles kernels, and undoes a search path that AWS's base has.
+    # The GPU image compiles kernels, and resets the search path of AWS's base.
     assert variables[1] - variables[0] == {"USER", "PYTHONPATH"}
     # The GPU image has a compiler.
     assert variables[0] - variables[1] == {"TORCH_COMPILE_DISABLE"}

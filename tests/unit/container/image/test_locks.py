@@ -1,4 +1,4 @@
-"""The lock files agree with pyproject.toml, with each other and, on a GPU, with one release of CUDA."""
+"""The lock files agree with pyproject.toml and with each other. The GPU lock has one release of CUDA."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 
 
 def lock(name: str) -> dict[str, Version]:
-    """The packages of a lock file and their versions."""
+    """Return the packages of a lock file and their versions."""
     text = (ROOT / "requirements" / f"{name}.txt").read_text()
     pins = [line.removesuffix(" \\") for line in text.splitlines() if line and not line.startswith(("#", " "))]
-    assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", pin) for pin in pins), "a marker; one list is for every Python"
+    assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", pin) for pin in pins), "the lock has to be the same for every Python"
     return {name: Version(version) for name, version in (pin.split("==") for pin in pins)}
 
 
