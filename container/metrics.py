@@ -24,7 +24,7 @@ from container.logs import dropped_lines
 from container.models.life_cycle import State
 from container.models.registry import Model, Models
 from engines.loaded_model import EngineStatus
-from engines.statistics import Distribution, Meter
+from engines.statistics import Distribution, EngineStatistics
 from handlers.custom.metrics import HandlerMetrics
 from handlers.custom.worker_pool import WorkerPool
 
@@ -62,13 +62,13 @@ class Metrics(Collector):
         engine = service.running_engine if service is not None else None
         if engine is not None:
             status, stalled = engine.status(), bool(model.lifecycle.stalled)
-            yield from self._generation(engine.meter)
+            yield from self._generation(engine.statistics)
             text = "1 while requests run and the engine makes nothing of them."
             yield _gauge("slipway_engine_stalled", text, float(stalled))
             yield _gauge("slipway_engine_running", "Sequences in the engine's batch.", status.running_requests)
             yield _gauge("slipway_engine_waiting", "Sequences that wait for the engine.", status.waiting_requests)
             yield _gauge("slipway_kv_cache_usage_ratio", "Share of the KV cache in use.", status.kv_cache_usage)
-            yield from known_metrics(model.name, engine.meter, status, model.version)
+            yield from known_metrics(model.name, engine.statistics, status, model.version)
         if service is not None and service.custom is not None:
             yield from self._workers(service.custom.pool)
 
@@ -93,18 +93,20 @@ class Metrics(Collector):
         yield _counter("slipway_log_lines_dropped", text, dropped_lines())
         yield _gauge("slipway_open_requests", "HTTP requests that are not answered yet.", self._models.open_calls)
 
-    def _generation(self, meter: Meter) -> Iterable[Metric]:
-        yield _counter("slipway_generations", "Prompts given to the engine.", meter.started_requests)
-        yield _counter("slipway_generations_finished", "Sequences that came to their end.", meter.finished_requests)
-        yield _counter("slipway_generations_aborted", "Sequences whose client went away.", meter.aborted_requests)
-        yield _counter("slipway_generations_failed", "Sequences that ended with an error.", meter.failed_requests)
-        yield _counter("slipway_prompt_tokens", "Tokens of prompts.", meter.prompt_tokens)
-        yield _counter("slipway_generated_tokens", "Tokens generated.", meter.tokens)
-        yield _histogram(
-            "slipway_time_to_first_token_seconds", "From submission to the first token.", meter.time_to_first_token
+    def _generation(self, statistics: EngineStatistics) -> Iterable[Metric]:
+        yield _counter("slipway_generations", "Prompts given to the engine.", statistics.started_requests)
+        yield _counter(
+            "slipway_generations_finished", "Sequences that came to their end.", statistics.finished_requests
         )
-        yield _histogram("slipway_inter_token_seconds", "Between one token and the next.", meter.inter_token)
-        yield _histogram("slipway_queue_seconds", "From submission to its first step.", meter.queue_time)
+        yield _counter("slipway_generations_aborted", "Sequences whose client went away.", statistics.aborted_requests)
+        yield _counter("slipway_generations_failed", "Sequences that ended with an error.", statistics.failed_requests)
+        yield _counter("slipway_prompt_tokens", "Tokens of prompts.", statistics.prompt_tokens)
+        yield _counter("slipway_generated_tokens", "Tokens generated.", statistics.tokens)
+        yield _histogram(
+            "slipway_time_to_first_token_seconds", "From submission to the first token.", statistics.time_to_first_token
+        )
+        yield _histogram("slipway_inter_token_seconds", "Between one token and the next.", statistics.inter_token)
+        yield _histogram("slipway_queue_seconds", "From submission to its first step.", statistics.queue_time)
 
     def _workers(self, pool: WorkerPool) -> Iterable[Metric]:
         yield _gauge("slipway_workers", "Worker processes of the custom handler that can serve.", pool.ready)
@@ -130,38 +132,42 @@ def handler_metrics(metrics: HandlerMetrics) -> Iterable[Metric]:
             )
 
 
-def known_metrics(model: str, meter: Meter, status: EngineStatus, version: str | None = None) -> Iterable[Metric]:
+def known_metrics(
+    model: str, statistics: EngineStatistics, status: EngineStatus, version: str | None = None
+) -> Iterable[Metric]:
     """Yield the series of a model that runs on an engine, by the names that vLLM, Triton and TGI have for them.
 
     `version`: tells the model from others of its name.
     """
     own = {"version": version} if version else {}
-    yield from _vllm({"model_name": model, "engine": "0"} | own, meter, status)
-    yield from _triton({"model": model, "version": _VERSION} | own, meter, status)
-    yield from _tgi(meter, status)
+    yield from _vllm({"model_name": model, "engine": "0"} | own, statistics, status)
+    yield from _triton({"model": model, "version": _VERSION} | own, statistics, status)
+    yield from _tgi(statistics, status)
 
 
-def _vllm(labels: Labels, meter: Meter, status: EngineStatus) -> Iterable[Metric]:
+def _vllm(labels: Labels, statistics: EngineStatistics, status: EngineStatus) -> Iterable[Metric]:
     running, waiting = status.running_requests, status.waiting_requests
     yield _gauge("vllm:num_requests_running", "Sequences in the engine's batch.", running, labels)
     yield _gauge("vllm:num_requests_waiting", "Sequences that wait for the engine.", waiting, labels)
     for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):  # the latter until vLLM 0.10
         yield _gauge(name, "Share of the KV cache in use, 0 to 1.", status.kv_cache_usage, labels)
-    yield _counter("vllm:prompt_tokens", "Tokens of prompts.", meter.prompt_tokens, labels)
-    yield _counter("vllm:generation_tokens", "Tokens generated.", meter.tokens, labels)
-    yield _counter("vllm:request_success", "Sequences that came to their end.", meter.finished_requests, labels)
-    first = meter.time_to_first_token
+    yield _counter("vllm:prompt_tokens", "Tokens of prompts.", statistics.prompt_tokens, labels)
+    yield _counter("vllm:generation_tokens", "Tokens generated.", statistics.tokens, labels)
+    yield _counter("vllm:request_success", "Sequences that came to their end.", statistics.finished_requests, labels)
+    first = statistics.time_to_first_token
     yield _histogram("vllm:time_to_first_token_seconds", "From submission to the first token.", first, labels)
     for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):  # the latter until 0.11
-        yield _histogram(name, "Between one token and the next.", meter.inter_token, labels)
-    yield _histogram("vllm:request_queue_time_seconds", "From submission to its first step.", meter.queue_time, labels)
+        yield _histogram(name, "Between one token and the next.", statistics.inter_token, labels)
+    yield _histogram(
+        "vllm:request_queue_time_seconds", "From submission to its first step.", statistics.queue_time, labels
+    )
 
 
-def _triton(labels: Labels, meter: Meter, status: EngineStatus) -> Iterable[Metric]:
-    calls = meter.calls
+def _triton(labels: Labels, statistics: EngineStatistics, status: EngineStatus) -> Iterable[Metric]:
+    calls = statistics.calls
     yield _plain_counter("nv_inference_request_success", "Calls that were answered.", calls.succeeded, labels)
     yield _plain_counter("nv_inference_request_failure", "Calls that failed.", calls.failed, labels)
-    yield _plain_counter("nv_inference_count", "Prompts given to the engine.", meter.started_requests, labels)
+    yield _plain_counter("nv_inference_count", "Prompts given to the engine.", statistics.started_requests, labels)
     yield _plain_counter(
         "nv_inference_request_duration_us",
         "Duration of all answered calls together, in microseconds.",
@@ -171,24 +177,24 @@ def _triton(labels: Labels, meter: Meter, status: EngineStatus) -> Iterable[Metr
     yield _plain_counter(
         "nv_inference_queue_duration_us",
         "Time of all sequences in the queue together, in microseconds.",
-        meter.queue_time.total * _MICROSECONDS,
+        statistics.queue_time.total * _MICROSECONDS,
         labels,
     )
     waiting = status.waiting_requests
     yield _gauge("nv_inference_pending_request_count", "Sequences that wait for the engine.", waiting, labels)
 
 
-def _tgi(meter: Meter, status: EngineStatus) -> Iterable[Metric]:
-    calls = meter.calls
+def _tgi(statistics: EngineStatistics, status: EngineStatus) -> Iterable[Metric]:
+    calls = statistics.calls
     yield _plain_counter("tgi_request_count", "Calls that were answered or failed.", calls.succeeded + calls.failed)
     yield _plain_counter("tgi_request_success", "Calls that were answered.", calls.succeeded)
     yield _plain_counter("tgi_request_failure", "Calls that failed.", calls.failed)
     yield _histogram("tgi_request_duration", "Duration of answered calls.", calls.durations)
-    yield _histogram("tgi_request_input_length", "Tokens of each prompt.", meter.prompt_lengths)
-    yield _histogram("tgi_request_generated_tokens", "Tokens of each sequence.", meter.lengths)
-    yield _histogram("tgi_request_inference_duration", "From a sequence's first step to its end.", meter.inference)
-    yield _histogram("tgi_request_mean_time_per_token_duration", "The same, for each token.", meter.mean_times)
-    yield _histogram("tgi_request_queue_duration", "From submission to its first step.", meter.queue_time)
+    yield _histogram("tgi_request_input_length", "Tokens of each prompt.", statistics.prompt_lengths)
+    yield _histogram("tgi_request_generated_tokens", "Tokens of each sequence.", statistics.lengths)
+    yield _histogram("tgi_request_inference_duration", "From a sequence's first step to its end.", statistics.inference)
+    yield _histogram("tgi_request_mean_time_per_token_duration", "The same, for each token.", statistics.mean_times)
+    yield _histogram("tgi_request_queue_duration", "From submission to its first step.", statistics.queue_time)
     yield _gauge("tgi_batch_current_size", "Sequences in the engine's batch.", status.running_requests)
     yield _gauge("tgi_queue_size", "Sequences that wait for the engine.", status.waiting_requests)
 

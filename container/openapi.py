@@ -26,7 +26,7 @@ from handlers.contracts import CONTRACTS
 from handlers.json_schemas import OBJECT, STRING, Schema, either, struct
 from handlers.lmi import adapters as lmi_adapters
 from handlers.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
-from handlers.openai.routes import LOAD, UNLOAD, LoadOrder, UnloadOrder, refuse_adapter
+from handlers.openai.routes import LOAD, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest, refuse_adapter
 
 JSON = "application/json"
 _FOR_VLLM = ("/v1/chat/completions", "/v1/completions")  # LMI's routes take the bodies of these routes as well.
@@ -77,8 +77,8 @@ _PAGES = {
 _VLLM_ADAPTERS = {
     path: Operation(summary=summary, request=struct(order), answers={"200": ("Done", {"text/plain": STRING})})
     for path, summary, order in (
-        (LOAD, "Load a LoRA adapter (vLLM)", LoadOrder),
-        (UNLOAD, "Unload a LoRA adapter (vLLM)", UnloadOrder),
+        (LOAD, "Load a LoRA adapter (vLLM)", LoadAdapterRequest),
+        (UNLOAD, "Unload a LoRA adapter (vLLM)", UnloadAdapterRequest),
     )
 }
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from engines.prompt_cache import by_segments, encode_all
 from engines.request import Token
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 
 _LONG_IDS = 4096
 _CHARACTERS_PER_TOKEN = 256  # The assumed length of the longest token, if the tokenizer does not tell it.
@@ -125,7 +125,7 @@ class EngineStatus:
 class LoadedModel(Protocol):
     """A model, loaded."""
 
-    meter: Meter
+    statistics: EngineStatistics
     max_model_len: int  # Tokens of prompt and answer together.
     max_top_tokens: int  # The most alternatives that a token may carry.
     eos_token_ids: frozenset[int]

@@ -86,7 +86,7 @@ class CallCounts:
 
 
 @dataclass(slots=True)
-class Meter:
+class EngineStatistics:
     """Everything that one engine counts."""
 
     calls: CallCounts = field(default_factory=CallCounts)

@@ -52,7 +52,7 @@ class EngineHandler:
         except RequestError as error:
             if isinstance(error, Overloaded):  # the engine may have no place for something else
                 error = Overloaded(error.message, queue.overload_status)
-            queue.engine.meter.calls.count(0.0, failed=True)
+            queue.engine.statistics.calls.count(0.0, failed=True)
             raise ContractError(exchange.answer.fail(error), error.message) from None
         return running
 

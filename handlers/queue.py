@@ -43,7 +43,7 @@ class EngineQueue:
     def check_place(self) -> None:
         """Raise Overloaded if there is no place at all; the call is counted as one that has failed."""
         if self.open_sequences >= self.limit:
-            self.engine.meter.calls.count(0.0, failed=True)
+            self.engine.statistics.calls.count(0.0, failed=True)
             raise self.overloaded()
 
     def overloaded(self) -> Overloaded:

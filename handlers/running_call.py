@@ -133,7 +133,7 @@ class RunningCall:
 
     def _end(self, *, failed: bool) -> None:
         self._close()
-        self._queue.engine.meter.calls.count(time.monotonic() - self._begun_at, failed=failed)
+        self._queue.engine.statistics.calls.count(time.monotonic() - self._begun_at, failed=failed)
 
     def _close(self) -> None:
         """Nothing more is written but what ends the reply."""

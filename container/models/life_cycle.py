@@ -14,7 +14,7 @@ from enum import Enum
 from functools import partial
 
 from container.models.stall_watch import StallWatch
-from container.settings.settings import RemoteModel, Settings
+from container.settings.settings import RemoteWeights, Settings
 from container.sources.location import FetchTimeout, SourceError
 from engines.adapters import Adapter, AdapterOrder
 from engines.choice import running_engine
@@ -272,7 +272,7 @@ async def _warm_up(engine: Engine, model: ModelSettings) -> None:
         raise EngineStartError("the engine started but generated nothing")
 
 
-async def fetch_weights(models: Sequence[RemoteModel], seconds: float) -> None:
+async def fetch_weights(models: Sequence[RemoteWeights], seconds: float) -> None:
     """Download the missing weights, in a thread that ends when this coroutine is cancelled.
 
     Raises:

@@ -80,7 +80,7 @@ class Alias:
     convert: Callable[[str], str] = str
 
 
-class RemoteModel(Protocol):
+class RemoteWeights(Protocol):
     """A model on S3 whose weights are fetched before it is loaded: how many bytes they are, and are here already.
 
     `fetch_weights` blocks; setting `stop` ends it. It raises SourceError.
@@ -119,7 +119,7 @@ class Settings(ServerReport):
     model_faults: Callable[[], list[str]] | None = field(default=None, compare=False)
     # Returns the parts of an adapter's directory that it refuses.
     adapter_faults: Callable[[Path], list[str]] | None = field(default=None, compare=False)
-    remote_models: tuple[RemoteModel, ...] = ()  # Models whose weights are to be fetched before the model is loaded.
+    remote_models: tuple[RemoteWeights, ...] = ()  # Models whose weights are to be fetched before the model is loaded.
     # Fetches adapters while the model serves; None: those on S3 are refused.
     remote_adapters: AdapterDownloads | None = field(default=None, compare=False)
 

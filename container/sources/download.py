@@ -51,7 +51,7 @@ class RemoteModel:
         self.directory = copy.directory
         self._copy, self._folder, self._files = copy, folder, files
         self._weights = tuple(file for file in files if file.is_weights)
-        self._progress = Progress(self._weights)
+        self._progress = DownloadProgress(self._weights)
 
     @property
     def bytes_here(self) -> int:
@@ -149,7 +149,7 @@ def open_model(url: str, downloads: Path | None = None, *, offline: bool = False
     files = selected(folder.files())
     if not copy.is_complete(files):
         small = tuple(file for file in files if not file.is_weights)
-        _Download(copy, folder, Progress(small), SETTINGS_SECONDS).run(small, files)
+        _Download(copy, folder, DownloadProgress(small), SETTINGS_SECONDS).run(small, files)
     return RemoteModel(copy, folder, files)
 
 
@@ -220,7 +220,7 @@ class LocalCopy:
             return False
 
 
-class Progress:
+class DownloadProgress:
     """How many bytes of a download are here: for the log, and for /metrics. Any thread may add."""
 
     def __init__(self, files: Sequence[RemoteFile]) -> None:
@@ -250,7 +250,12 @@ class _Download:
     """One download into a local copy. Several processes may begin it at a time: one downloads, the others wait."""
 
     def __init__(
-        self, copy: LocalCopy, folder: S3Folder, progress: Progress, seconds: float, stop: threading.Event | None = None
+        self,
+        copy: LocalCopy,
+        folder: S3Folder,
+        progress: DownloadProgress,
+        seconds: float,
+        stop: threading.Event | None = None,
     ) -> None:
         self._copy, self._folder, self._progress = copy, folder, progress
         self._seconds, self._deadline = seconds, time.monotonic() + seconds

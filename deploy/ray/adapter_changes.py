@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 _PATH = re.compile(rb"(?:/models/(?P<model>[^/]+))?/adapters(?:/(?P<name>[^/]+)(?P<update>/update)?)?")
 _UNLOAD = b"/v1/unload_lora_adapter"
-_VLLM = frozenset({b"/v1/load_lora_adapter", _UNLOAD})  # Paths of vLLM's routes; the other paths are LMI routes.
+_VLLM = frozenset(
+    {b"/v1/load_lora_adapter", _UNLOAD}
+)  # The paths of routes that vLLM has. The other paths are LMI routes.
 
 AdapterName = tuple[str, str]  # The name of a model, and the name of one of its adapters.
 
@@ -42,7 +44,7 @@ class AdapterChange:
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
     model: str  # The model for a path that names none.
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # Distinguishes calls that are otherwise equal.
 
     @property
     def adapter(self) -> AdapterName:

@@ -36,9 +36,9 @@ from engines.memory_release import release_memory
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from engines.start_failure import failure_of
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 from engines.tokenization import PromptTokenizer, split_text
-from engines.transformers.generate import Batch, BatchRunner, GeneratedSequence, Job, Row, beam_deltas
+from engines.transformers.generate import Batch, BatchRunner, BatchSequence, Job, Row, beam_deltas
 from engines.transformers.model import load_model, warn_of_arguments_without_effect
 from engines.transformers.sampling import MAX_TOP_TOKENS, check_request, random_numbers
 
@@ -142,7 +142,7 @@ class BatchEngine:
         self._stopped = False
         self._watchdog = Watchdog(self._look)
         self._dispatcher: asyncio.Task[None] | None = None
-        self.meter = Meter()
+        self.statistics = EngineStatistics()
         self.max_sequences = settings.batch_size
         self.max_top_tokens = MAX_TOP_TOKENS
 
@@ -184,7 +184,7 @@ class BatchEngine:
         check_request(request, self._model)
         job = self._job(request, await self.prompt_token_ids(request), sink)
         self._check_alive()
-        self.meter.prompt(len(job.prompt_ids))
+        self.statistics.prompt(len(job.prompt_ids))
         self._waiting.put(job, self._key(job), request.sequences_in_engine)
         return _Generation(self, job)
 
@@ -198,7 +198,7 @@ class BatchEngine:
         job = Job(request, prompt_ids, sink, request.sequences_in_engine)
         for index in range(request.candidates):
             numbers = random_numbers(request.sampling.seed, index, self._model.device)
-            job.rows.append(Row(job, GeneratedSequence(request, prompt_ids, self._model, index), numbers))
+            job.rows.append(Row(job, BatchSequence(request, prompt_ids, self._model, index), numbers))
         return job
 
     def _key(self, job: Job) -> bytes:
@@ -212,7 +212,7 @@ class BatchEngine:
         while not self._stopped:
             batch = self._running = Batch(await self._waiting.take())
             for job in batch.jobs:
-                self.meter.queue_time.observe(batch.moved_at - job.arrived_at)
+                self.statistics.queue_time.observe(batch.moved_at - job.arrived_at)
             self._free.clear()
             self._batches.put(batch)
             await self._free.wait()
@@ -250,23 +250,23 @@ class BatchEngine:
                 self._push(job, outcome)
 
     def _count(self, row: Row, at: float) -> None:
-        self.meter.tokens += 1
+        self.statistics.tokens += 1
         if row.last_at:
-            self.meter.inter_token.observe(at - row.last_at)
+            self.statistics.inter_token.observe(at - row.last_at)
         else:
-            self.meter.time_to_first_token.observe(at - row.job.arrived_at)
+            self.statistics.time_to_first_token.observe(at - row.job.arrived_at)
         row.last_at = at
 
     def _push(self, job: Job, delta: TokenDelta) -> None:
         if job.request.beam_search is not None:
-            self.meter.tokens += delta.token_count
+            self.statistics.tokens += delta.token_count
         if delta.finish_reason is not None:
             if delta.finish_reason is FinishReason.ABORT:
-                self.meter.aborted_requests += 1
+                self.statistics.aborted_requests += 1
             else:
-                self.meter.finished_requests += 1
+                self.statistics.finished_requests += 1
                 if self._running is not None:
-                    self.meter.ended(delta.token_count, time.monotonic() - self._running.began_at)
+                    self.statistics.ended(delta.token_count, time.monotonic() - self._running.began_at)
             job.open_sequences -= 1
             job.ended = job.open_sequences == 0
         try:
@@ -280,14 +280,14 @@ class BatchEngine:
     def fail(self, job: Job, error: RequestError) -> None:
         if not job.ended:
             job.ended = True
-            self.meter.failed_requests += job.open_sequences
+            self.statistics.failed_requests += job.open_sequences
             job.sink.on_error(error)
 
     def cancel(self, job: Job) -> None:
         """End a request for which nobody waits: it leaves the queue, or its batch before the next step."""
         if not job.ended:
             job.ended = True
-            self.meter.aborted_requests += job.open_sequences
+            self.statistics.aborted_requests += job.open_sequences
             self._waiting.discard(job)
 
     def abort(self, job: Job) -> None:

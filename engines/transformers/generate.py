@@ -1,7 +1,7 @@
 """Runs one batch of requests with transformers' `model.generate`, in the engine's thread.
 
 `generate` gives padding, KV cache, the steps and the beams. Without beams each step's tokens are chosen by the batch's
-`Sampler`, and each sequence ends by its own rules (`GeneratedSequence`): a logits processor and a stopping criterion do
+`Sampler`, and each sequence ends by its own rules (`BatchSequence`): a logits processor and a stopping criterion do
 both. The generated tokens stay with the sequence, so that a batch that fails half-way continues from there: in halves
 where memory ran out, each sequence alone where something else broke.
 """
@@ -36,7 +36,7 @@ class Row:
     """One sequence on its way, or all beams of a search. Belongs to the engine's thread."""
 
     job: Job
-    sequence: GeneratedSequence
+    sequence: BatchSequence
     generator: torch.Generator  # The source of its random numbers.
     finished: bool = False  # It has failed, or its search has ended.
     last_at: float = 0.0  # When its last token came; belongs to the event loop.
@@ -277,7 +277,7 @@ def beam_deltas(job: Job, beams: Sequence[Sequence[int]], model: TransformersMod
     width = job.request.beam_search.width
     deltas = []
     for rank in range(width):
-        sequence = GeneratedSequence(whole, job.prompt_ids, model, rank)
+        sequence = BatchSequence(whole, job.prompt_ids, model, rank)
         token_ids = beams[rank] if rank < len(beams) else ()
         if not job.aborted:
             sequence.limit = len(token_ids)
@@ -325,7 +325,7 @@ class DeviceLost(Exception):
 _CHUNK = 256  # Tokens in one pass: the logits of all tokens of a long prompt would take gigabytes.
 
 
-class GeneratedSequence:
+class BatchSequence:
     """Makes deltas of chosen tokens; knows when the sequence ends.
 
     It ends with the model's end token, a stop token or stop string of the request, its limit on new tokens, or the end

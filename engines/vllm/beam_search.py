@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from engines.errors import GenerationFailed, RequestError
 from engines.interface import Engine, Generation, Sink, first_delta
 from engines.request import FinishReason, GenerationRequest, SamplingParameters, Token, TokenDelta
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class _Beam:
         return self.logprob / float(max(len(self.tokens), 1) ** length_penalty)
 
 
-_Submit = Callable[[GenerationRequest, Sink, Meter], Awaitable[Generation]]
+_Submit = Callable[[GenerationRequest, Sink, EngineStatistics], Awaitable[Generation]]
 
 
 class BeamSearchTask:
@@ -49,10 +49,12 @@ class BeamSearchTask:
     ) -> None:
         assert request.beam_search is not None
         self._engine, self._request, self._options, self._sink = engine, request, request.beam_search, sink
-        self._submit, self._meter = submit, engine.meter
+        self._submit, self._statistics = submit, engine.statistics
         # The first token of a later step comes after another of its beam, so its time is one between two tokens.
-        self._first_step = Meter(time_to_first_token=self._meter.time_to_first_token, queue_time=self._meter.queue_time)
-        self._later_steps = Meter(time_to_first_token=self._meter.inter_token)
+        self._first_step = EngineStatistics(
+            time_to_first_token=self._statistics.time_to_first_token, queue_time=self._statistics.queue_time
+        )
+        self._later_steps = EngineStatistics(time_to_first_token=self._statistics.inter_token)
         self._prompt_ids = tuple(prompt_ids)
         self._prompt_tokens: list[Token] | None = None
         self._running, self._finished = [_Beam()], list[_Beam]()
@@ -62,7 +64,7 @@ class BeamSearchTask:
         self._ending = engine.eos_token_ids | self._stop_ids
         limit = request.sampling.max_tokens or engine.max_model_len
         self._limit = min(limit, engine.max_model_len - len(self._prompt_ids))
-        self._meter.prompt(len(self._prompt_ids))
+        self._statistics.prompt(len(self._prompt_ids))
         self._task = asyncio.create_task(self._run())
 
     def when_done(self, call: Callable[[], None]) -> None:
@@ -72,7 +74,7 @@ class BeamSearchTask:
         if self._task.done() or self._task.cancelling():
             return
         self._task.cancel()
-        self._meter.aborted_requests += self._options.width
+        self._statistics.aborted_requests += self._options.width
 
     def abort(self) -> None:
         if self._task.done() or self._task.cancelling():
@@ -93,11 +95,11 @@ class BeamSearchTask:
         try:
             self._emit(await self._search())
         except RequestError as error:
-            self._meter.failed_requests += self._options.width
+            self._statistics.failed_requests += self._options.width
             self._sink.on_error(error)
         except Exception:
             logger.exception("request %s: beam search failed", self._request.request_id)
-            self._meter.failed_requests += self._options.width
+            self._statistics.failed_requests += self._options.width
             self._sink.on_error(GenerationFailed("internal error in beam search"))
 
     async def _search(self) -> list[_Beam]:
@@ -153,9 +155,9 @@ class BeamSearchTask:
             adapter=self._request.adapter,
             trace_context=self._request.trace_context,
         )
-        meter = self._first_step if first else self._later_steps
-        delta = await first_delta(lambda asked, sink: self._submit(asked, sink, meter), request)
-        self._meter.tokens += delta.token_count
+        statistics = self._first_step if first else self._later_steps
+        delta = await first_delta(lambda asked, sink: self._submit(asked, sink, statistics), request)
+        self._statistics.tokens += delta.token_count
         if first:
             self._prompt_tokens = delta.prompt_tokens
         if not delta.tokens:
@@ -201,9 +203,9 @@ class BeamSearchTask:
             if not sampling.include_stop_str_in_output:
                 self._hide_stop(beam, tokens)
             if beam.finish_reason is FinishReason.ABORT:
-                self._meter.aborted_requests += 1
+                self._statistics.aborted_requests += 1
             else:
-                self._meter.finished_requests += 1
+                self._statistics.finished_requests += 1
             self._sink.on_delta(
                 TokenDelta(
                     text="".join(token.text for token in tokens),

@@ -27,13 +27,13 @@ from engines.interface import EngineHealth, Generation, Progress, SequenceGroup,
 from engines.loaded_model import EngineStatus, ModelTexts
 from engines.model_settings import ModelSettings
 from engines.request import GenerationRequest, Token
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 from engines.tokenization import PromptTokenizer, end_token_ids, split_text
 from engines.vllm import fork_server
 from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from engines.vllm.beam_search import BeamSearchTask
 from engines.vllm.constraints import ConstraintTranslator
-from engines.vllm.loading import LoadedModel, VllmLoader, own_tokenizer, shut_down
+from engines.vllm.loading import StartedEngine, VllmLoader, own_tokenizer, shut_down
 from engines.vllm.lora import VllmAdapters
 from engines.vllm.output import PushedState, TokensApart, use_lean_decoder
 from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal, sibling
@@ -52,7 +52,7 @@ class VllmEngine:
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
         self._ids = itertools.count()
-        self.meter = Meter()
+        self.statistics = EngineStatistics()
         self._reports = SchedulerReports()
         # Starts vLLM's processes; the kernel kills those that are spawned with it.
         self._thread = LastingThread("engine")
@@ -76,7 +76,7 @@ class VllmEngine:
             self._thread.end()
             raise
 
-    async def _attach(self, loaded: LoadedModel) -> None:
+    async def _attach(self, loaded: StartedEngine) -> None:
         llm = self.async_llm = loaded.llm
         self.frontend_arguments = loaded.frontend_arguments
         # The scheduler still reports, but Slipway does the per-token bookkeeping in this process. Spans need vLLM's.
@@ -122,12 +122,12 @@ class VllmEngine:
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         self._check_alive()
         if request.adapter is None:
-            return await self._submit(request, sink, self.meter, None)
+            return await self._submit(request, sink, self.statistics, None)
         if self.adapters is None:
             raise UnknownAdapter(request.adapter)
         claim = await self.adapters.claim(request.adapter)
         try:
-            generation = await self._submit(request, sink, self.meter, claim.request)
+            generation = await self._submit(request, sink, self.statistics, claim.request)
         except BaseException:
             claim.release()
             raise
@@ -138,7 +138,7 @@ class VllmEngine:
         return generation
 
     async def _submit(
-        self, request: GenerationRequest, sink: Sink, meter: Meter, adapter: LoRARequest | None
+        self, request: GenerationRequest, sink: Sink, statistics: EngineStatistics, adapter: LoRARequest | None
     ) -> VllmGeneration | BeamSearchTask:
         if request.beam_search is not None:
             self.sampling.check(request)
@@ -157,7 +157,7 @@ class VllmEngine:
             for index in range(request.candidates):
                 if index % SUBMITS_PER_TURN == SUBMITS_PER_TURN - 1:
                     await asyncio.sleep(0)
-                await self._add(request, sibling(core_request, index), index, target, meter, generation)
+                await self._add(request, sibling(core_request, index), index, target, statistics, generation)
         except BaseException as error:
             generation.cancel()  # earlier registrations before the failure
             if isinstance(error, EngineDeadError):
@@ -165,7 +165,7 @@ class VllmEngine:
             if isinstance(error, VLLMClientError | ValueError):
                 raise InvalidRequest(str(error)) from error
             raise
-        meter.prompt(len(token_ids))
+        statistics.prompt(len(token_ids))
         return generation
 
     def _check_alive(self) -> None:
@@ -237,7 +237,7 @@ class VllmEngine:
         core_request: EngineCoreRequest,
         index: int,
         sink: Sink,
-        meter: Meter,
+        statistics: EngineStatistics,
         generation: VllmGeneration,
     ) -> None:
         llm = self.async_llm
@@ -249,7 +249,7 @@ class VllmEngine:
             request,
             index,
             sink,
-            meter,
+            statistics,
             self.texts,
             self._apart,
             traced=self._traced,

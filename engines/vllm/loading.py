@@ -42,7 +42,7 @@ _INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
+class StartedEngine:
     """vLLM with a model, and what its OpenAI front end is to be told."""
 
     llm: AsyncLLM
@@ -62,7 +62,7 @@ class VllmLoader:
         given = settings.engine_options
         self._cannot = f"vLLM cannot load {settings.model_id}" + (f" with {given}" if given else "")
 
-    async def load(self) -> LoadedModel:
+    async def load(self) -> StartedEngine:
         """Load the model, which takes half a minute and more; other tasks run during that.
 
         Raises:
@@ -80,7 +80,7 @@ class VllmLoader:
         finally:
             self._abandoned = True
 
-    def _load(self) -> LoadedModel:
+    def _load(self) -> StartedEngine:
         use_fork_server()
         on_cpu = vllm.platforms.current_platform.is_cpu()
         if on_cpu:
@@ -102,7 +102,7 @@ class VllmLoader:
         if self._abandoned:
             end_processes(llm, SHUTDOWN_SECONDS)
             forget_tokenizers()
-        return LoadedModel(llm, frontend, refusal)
+        return StartedEngine(llm, frontend, refusal)
 
     def _start(self, config: VllmConfig) -> AsyncLLM:
         with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:

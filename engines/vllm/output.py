@@ -39,7 +39,7 @@ from engines.errors import EngineDead, EngineFault, GenerationFailed, RequestErr
 from engines.interface import Sink
 from engines.loaded_model import ModelTexts
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 from engines.tokenization import HeldTokens, prompt_tokens
 from engines.vllm.constraints import no_token_left
 
@@ -109,13 +109,13 @@ class TokensApart:
 _CHARACTER_TOKENS = 4  # That vLLM looks at in front of a token to find the character that it ends.
 
 
-class SequenceMeter:
-    """Counts the tokens of one sequence, and the times between them, in the engine's meter."""
+class SequenceStatistics:
+    """Counts the tokens of one sequence, and the times between them, in the engine's statistics."""
 
-    __slots__ = ("_began_at", "_meter", "_queued_at", "last_at", "token_count")
+    __slots__ = ("_began_at", "_queued_at", "_statistics", "last_at", "token_count")
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, statistics: EngineStatistics) -> None:
+        self._statistics = statistics
         self._queued_at: float | None = None
         self.token_count = 0
         self.last_at = time.monotonic()  # When the last token came; before the first, when the sequence began.
@@ -126,37 +126,37 @@ class SequenceMeter:
             self._read(output.events)
         if not output.new_token_ids:
             return
-        now, count, meter = time.monotonic(), len(output.new_token_ids), self._meter
-        meter.tokens += count
+        now, count, statistics = time.monotonic(), len(output.new_token_ids), self._statistics
+        statistics.tokens += count
         if self.token_count:
-            meter.inter_token.observe((now - self.last_at) / count)
+            statistics.inter_token.observe((now - self.last_at) / count)
         else:
-            meter.time_to_first_token.observe(now - self.last_at)
+            statistics.time_to_first_token.observe(now - self.last_at)
         self.last_at = now
         self.token_count += count
 
     def ended(self) -> None:
         """Keep the sequence's length and time: it came to its end."""
-        self._meter.ended(self.token_count, max(self.last_at - self._began_at, 0.0))
+        self._statistics.ended(self.token_count, max(self.last_at - self._began_at, 0.0))
 
     def _read(self, events: list[EngineCoreEvent]) -> None:
         for event in events:
             if event.type == EngineCoreEventType.QUEUED:
                 self._queued_at = event.timestamp
             elif event.type == EngineCoreEventType.SCHEDULED and self._queued_at is not None:
-                self._meter.queue_time.observe(event.timestamp - self._queued_at)
+                self._statistics.queue_time.observe(event.timestamp - self._queued_at)
                 self._queued_at = None
                 if not self.token_count:
                     self._began_at = event.timestamp
 
 
-class _StepReader(SequenceMeter):
+class _StepReader(SequenceStatistics):
     """A state's `logprobs_processor`: counts a step, and keeps its raw arrays."""
 
     __slots__ = ("logprobs", "prompt_logprobs")
 
-    def __init__(self, meter: Meter) -> None:
-        super().__init__(meter)
+    def __init__(self, statistics: EngineStatistics) -> None:
+        super().__init__(statistics)
         self.logprobs: Any = None
         self.prompt_logprobs: list[Any] = []
 
@@ -185,7 +185,7 @@ class PushedState(RequestState):
         generation: GenerationRequest,
         sequence: int,
         sink: Sink,
-        meter: Meter,
+        statistics: EngineStatistics,
         texts: ModelTexts,
         apart: TokensApart,
         *,
@@ -200,7 +200,7 @@ class PushedState(RequestState):
         # A part goes out when there are so many tokens, or at the end.
         self.due, self.interval = (0, interval) if generation.stream else (sys.maxsize, 0)
         self.tokenizer = texts.tokenizer
-        self.reader = _StepReader(meter)
+        self.reader = _StepReader(statistics)
         self.pieces: list[str] | None = None
         self.apart = apart if generation.tokens_apart else None
         if self.want_tokens and self.apart is None:
@@ -231,7 +231,7 @@ class PushedState(RequestState):
             temperature=generation.sampling.temperature,
         )
         self.queue: PushedState | _NoQueue = self
-        self.sink, self.meter, self.sequence = sink, meter, sequence
+        self.sink, self.statistics, self.sequence = sink, statistics, sequence
         self.top_tokens, self.special_ids = generation.top_tokens, texts.special_ids
         self.want_ranks = generation.want_ranks
         self.own_stop_ids = generation.sampling.stop_token_ids
@@ -277,7 +277,7 @@ class PushedState(RequestState):
         """End the sequence, whose client has left."""
         if not self.ended:
             self.end()
-            self.meter.aborted_requests += 1
+            self.statistics.aborted_requests += 1
 
     def abort(self) -> None:
         """End the sequence with its text so far, like vLLM's abort."""
@@ -287,7 +287,7 @@ class PushedState(RequestState):
         if self.ended:
             return
         self.end()
-        self.meter.failed_requests += 1
+        self.statistics.failed_requests += 1
         try:
             self.sink.on_error(error)
         except Exception:  # the other requests are still to be told
@@ -367,9 +367,9 @@ class PushedState(RequestState):
             delta.finish_reason = self._finish_reason(finish_reason, stop_reason)
             delta.last, delta.stop_reason = True, stop_reason
             if delta.finish_reason is FinishReason.ABORT:
-                self.meter.aborted_requests += 1
+                self.statistics.aborted_requests += 1
             else:
-                self.meter.finished_requests += 1
+                self.statistics.finished_requests += 1
                 self.reader.ended()
         self.sink.on_delta(delta)
 

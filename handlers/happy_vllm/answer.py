@@ -14,7 +14,7 @@ from engines.errors import RequestError
 from engines.request import FinishReason, TokenDelta
 from handlers.contract import Answer, Reply
 from handlers.happy_vllm.errors import JSON, refuse
-from handlers.happy_vllm.request import Generation
+from handlers.happy_vllm.request import GenerationParameters
 
 _FINISH_REASONS = {
     None: '"None"',
@@ -46,7 +46,7 @@ class _Answer(Answer):
 
     _style: _Style
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: GenerationParameters) -> None:
         count = generation.parameters.request.sequences
         self._show_text = generation.parameters.detokenize
         self._responses = [""] * count

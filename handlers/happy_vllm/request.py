@@ -48,7 +48,7 @@ def document(call: Call) -> dict[str, Any]:
     return value
 
 
-class BodyReader(ParameterReader):
+class FieldReader(ParameterReader):
     """A body's fields; booleans and integers may be what Pydantic takes as such: "yes", 1, "16".
 
     If a required one is absent, `WrongBody` is raised.
@@ -86,12 +86,12 @@ class BodyReader(ParameterReader):
         return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
 
 
-class _SamplingReader(BodyReader, TextReader):
+class _SamplingReader(FieldReader, TextReader):
     """The same for sampling parameters, whose numbers and documents may be text as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class GenerationParameters:
     """One call's body, validated and translated."""
 
     prompt: str
@@ -99,14 +99,14 @@ class Generation:
     parameters: VllmParameters  # With the constraint that `response_pool` or `json_format` stands for.
 
 
-def read_generation(values: dict[str, Any]) -> Generation:
+def read_generation(values: dict[str, Any]) -> GenerationParameters:
     """Validate and translate a body.
 
     Raises:
         InvalidRequest: The prompt is missing, or keywords exclude each other; as InvalidParameter, a keyword has the
             wrong type or value, or is unknown.
     """
-    read = BodyReader(values)
+    read = FieldReader(values)
     prompt = read.required_string("prompt")
     prompt_in_response = read.boolean("prompt_in_response", False)
     constraints = [form for form in (_pool(read, values.get("response_pool")), _json_format(read)) if form is not None]
@@ -119,21 +119,21 @@ def read_generation(values: dict[str, Any]) -> Generation:
         if constraints[0].parameter == "response_pool" and parameters.request.sampling.min_tokens > 0:
             raise _conflict("response_pool", "min_tokens")
         parameters = parameters.constrained(constraints[0])
-    return Generation(prompt=prompt, prompt_in_response=prompt_in_response, parameters=parameters)
+    return GenerationParameters(prompt=prompt, prompt_in_response=prompt_in_response, parameters=parameters)
 
 
 def _conflict(one: str, other: str) -> InvalidRequest:
     return InvalidRequest(f"`{one}` cannot be combined with `{other}`")
 
 
-def _pool(read: BodyReader, given: Any) -> Constraint | None:
+def _pool(read: FieldReader, given: Any) -> Constraint | None:
     if given is not None and not isinstance(given, list):
         raise InvalidParameter("response_pool", f"must be an array of strings, got {json_kind(given)}")
     pool = read.strings("response_pool", most=MAX_CHOICES, longest=MAX_CHOICE_LENGTH)
     return Constraint(parameter="response_pool", choice=tuple(dict.fromkeys(pool))) if pool else None
 
 
-def _json_format(read: BodyReader) -> Constraint | None:
+def _json_format(read: FieldReader) -> Constraint | None:
     form, is_json_schema = read.optional_object("json_format"), read.boolean("json_format_is_json_schema", False)
     if not form:
         return None

@@ -16,7 +16,7 @@ from handlers.contract_routes import ContractRoutes, ContractSetting, Generation
 from handlers.happy_vllm import tokens
 from handlers.happy_vllm.answer import StreamAnswer, WholeAnswer
 from handlers.happy_vllm.errors import JSON, json_reply, refuse
-from handlers.happy_vllm.request import BodyReader, document, read_generation
+from handlers.happy_vllm.request import FieldReader, document, read_generation
 from handlers.json_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.vllm_parameters import read_vllm_parameters
 
@@ -81,7 +81,7 @@ def live_metrics(call: Call, view: ModelView) -> Reply:
 
 def abort_request(call: Call, views: Sequence[ModelView]) -> Reply:
     """`POST /v1/abort_request`: null, whether or not a model has such a request."""
-    request_id = BodyReader(document(call)).required_string("request_id")
+    request_id = FieldReader(document(call)).required_string("request_id")
     for view in views:
         view.abort(request_id)
     return json_reply(None)
@@ -126,10 +126,10 @@ def _info(
     `answer`: names of its fields. `fields`: those of the body, if it has one.
     """
     methods = ("POST",) if fields else ("GET",)
-    return InfoRoute(path=path, answer=reply_of, methods=methods, about=_telling(summary, answer, **fields))
+    return InfoRoute(path=path, answer=reply_of, methods=methods, about=_operation(summary, answer, **fields))
 
 
-def _telling(summary: str, answer: str, **fields: Schema) -> Operation:
+def _operation(summary: str, answer: str, **fields: Schema) -> Operation:
     shown = {"type": "object", "properties": {name: {} for name in answer.split()}} if answer else ANYTHING
     answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": ("The answer", {JSON: shown})}
     if fields:
@@ -197,15 +197,15 @@ HAPPY_VLLM = ContractRoutes(
             "/v1/abort_request",
             abort_request,
             methods=("POST",),
-            about=_telling("End a running request", "", request_id=STRING),
+            about=_operation("End a running request", "", request_id=STRING),
         ),
         InfoRoute.of_all(
             "/liveness",
             lambda call, views: json_reply({"alive": "ok"}),
-            about=_telling("Whether the server answers", "alive"),
+            about=_operation("Whether the server answers", "alive"),
         ),
         InfoRoute.of_all(
-            "/readiness", readiness, about=_telling("Whether the model answers; the status is always 200", "ready")
+            "/readiness", readiness, about=_operation("Whether the model answers; the status is always 200", "ready")
         ),
         _info("/v1/info", info, "The application and its model", _INFO),
         _info("/v1/launch_arguments", lambda call, view: json_reply({}), "The launch arguments; always empty", ""),

@@ -14,7 +14,7 @@ from engines.loaded_model import LoadedModel, ModelTexts
 from handlers.contract import Call, Reply
 from handlers.contract_routes import ModelView, check_body, check_text
 from handlers.happy_vllm.errors import json_reply, vllm_error
-from handlers.happy_vllm.request import BodyReader, document
+from handlers.happy_vllm.request import FieldReader, document
 from handlers.json_fields import json_kind
 
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
@@ -86,7 +86,7 @@ def tokenizer_v2(call: Call, view: ModelView) -> Reply:
 def _tokenize(call: Call, view: ModelView) -> Reply:
     check_body(call)
     values, model = document(call), view.text()
-    read = BodyReader(values)
+    read = FieldReader(values)
     _check_model(read, view)
     is_chat = read.has("messages")
     if is_chat:
@@ -111,17 +111,17 @@ def decode_v2(call: Call, view: ModelView) -> Reply:
         return vllm_error(error)
 
 
-def _read(call: Call) -> BodyReader:
+def _read(call: Call) -> FieldReader:
     check_body(call)
-    return BodyReader(document(call))
+    return FieldReader(document(call))
 
 
-def _with_texts(read: BodyReader) -> bool:
+def _with_texts(read: FieldReader) -> bool:
     """Return True if the original's request schema says `with_token_str`, and its code reads `with_tokens_str`."""
     return read.boolean("with_tokens_str", read.boolean("with_token_str", False))
 
 
-def _check_model(read: BodyReader, view: ModelView) -> None:
+def _check_model(read: FieldReader, view: ModelView) -> None:
     name = read.optional_string("model")
     settings = view.settings
     if name and name not in (*settings.public_names, settings.name, settings.model_id, *view.model_aliases):

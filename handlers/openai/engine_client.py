@@ -1,7 +1,7 @@
 """The engine as vLLM's serving classes see it: vLLM's own `AsyncLLM`, under the rules that hold for every contract.
 
 Requests of the serving classes are ordinary ones of `AsyncLLM`. They run beside those of
-`engines.vllm.engine`, take places in the same queue, count in the same meter and fail after the same wait for
+`engines.vllm.engine`, take places in the same queue, count in the same statistics and fail after the same wait for
 a token. For each step of a request vLLM's output processor calls `logprobs_processor.update_from_output`; that is
 where its tokens are counted, at the price of one call.
 
@@ -34,10 +34,10 @@ from engines.errors import (
     UnknownAdapter,
 )
 from engines.model_settings import ModelSettings
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 from engines.vllm.constraints import no_token_left
 from engines.vllm.engine import VllmEngine
-from engines.vllm.output import SequenceMeter
+from engines.vllm.output import SequenceStatistics
 from engines.vllm.parsers import tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_words
 from handlers.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
@@ -157,7 +157,7 @@ class EngineClient:
         request: _Request | None = None
         try:
             queue = await self._added(call, prompt, params, request_id, options)
-            request = _Request(self._llm, queue, self._engine.meter, self._settings.predict_timeout)
+            request = _Request(self._llm, queue, self._engine.statistics, self._settings.predict_timeout)
             request.watch(request_id)
             finished = False
             while not finished:
@@ -221,8 +221,8 @@ class EngineClient:
 class _Request:
     """One request in the engine: counts its tokens, and ends it when none comes for too long."""
 
-    def __init__(self, llm: Any, queue: Any, meter: Meter, predict_timeout: float) -> None:
-        self._llm, self._queue, self._meter, self._limit = llm, queue, meter, predict_timeout
+    def __init__(self, llm: Any, queue: Any, statistics: EngineStatistics, predict_timeout: float) -> None:
+        self._llm, self._queue, self._statistics, self._limit = llm, queue, statistics, predict_timeout
         self._counters: list[_StepCounter] = []
         self._timer = asyncio.get_running_loop().call_later(predict_timeout, self._check)
         self._open = True
@@ -238,8 +238,8 @@ class _Request:
         own = [state for state in states if state.queue is self._queue]  # ids are the clients', who may use one twice
         if not own and not _ended(self._queue.output):
             raise RuntimeError("vLLM's output processor does not know a request that it was given just now")
-        self._meter.prompt(own[0].prompt_len if own else 0)
-        self._counters = [_StepCounter(state.logprobs_processor, self._meter) for state in own]
+        self._statistics.prompt(own[0].prompt_len if own else 0)
+        self._counters = [_StepCounter(state.logprobs_processor, self._statistics) for state in own]
 
     def _check(self) -> None:
         last = max((counter.last_at for counter in self._counters), default=0.0)
@@ -251,19 +251,19 @@ class _Request:
 
     def succeeded(self) -> None:
         if self._open:
-            self._meter.finished_requests += 1
+            self._statistics.finished_requests += 1
             for counter in self._counters:
                 counter.ended()
             self._close()
 
     async def abandon(self) -> None:
         if self._open:
-            self._meter.aborted_requests += 1
+            self._statistics.aborted_requests += 1
             await self._abort()
 
     async def give_up(self) -> None:
         if self._open:
-            self._meter.failed_requests += 1
+            self._statistics.failed_requests += 1
             await self._abort()
 
     def _close(self) -> None:
@@ -294,13 +294,13 @@ def _ended(output: Any) -> bool:
     return output is not None and (isinstance(output, Exception) or output.finished)
 
 
-class _StepCounter(SequenceMeter):
+class _StepCounter(SequenceStatistics):
     """Takes the place of a sequence's `update_from_output`, and counts its tokens."""
 
     __slots__ = ("_processor", "_update")
 
-    def __init__(self, processor: Any, meter: Meter) -> None:
-        super().__init__(meter)
+    def __init__(self, processor: Any, statistics: EngineStatistics) -> None:
+        super().__init__(statistics)
         self._processor, self._update = processor, processor.update_from_output
         processor.update_from_output = self
 

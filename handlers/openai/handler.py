@@ -159,7 +159,7 @@ class OpenAIHandler:
                 await running.submit()
                 return running
             except Overloaded as full:
-                self._queue.engine.meter.calls.count(0.0, failed=True)
+                self._queue.engine.statistics.calls.count(0.0, failed=True)
                 writer.reply(refuse(full))  # not raised: the writer of `/invocations` gives it LMI's form
                 return running
             except RequestError:

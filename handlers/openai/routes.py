@@ -134,7 +134,7 @@ def _of_status(status: HTTPStatus) -> Reply:
     return error_reply(status.phrase, status.phrase, status)
 
 
-class LoadOrder(msgspec.Struct, frozen=True):
+class LoadAdapterRequest(msgspec.Struct, frozen=True):
     """The body of `/v1/load_lora_adapter`."""
 
     lora_name: str
@@ -147,20 +147,20 @@ class LoadOrder(msgspec.Struct, frozen=True):
         return AdapterOrder(name=self.lora_name, src=self.lora_path)
 
 
-class UnloadOrder(msgspec.Struct, frozen=True):
+class UnloadAdapterRequest(msgspec.Struct, frozen=True):
     """The body of `/v1/unload_lora_adapter`."""
 
     lora_name: str
     lora_int_id: int | None = None
 
 
-def read_load(call: Call) -> LoadOrder:
+def read_load(call: Call) -> LoadAdapterRequest:
     """Return the adapter to load.
 
     Raises:
         InvalidRequest: The body is wrong.
     """
-    body = _read(call, LoadOrder)
+    body = _read(call, LoadAdapterRequest)
     if not body.lora_name or not body.lora_path:
         raise errors.InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
     if body.is_3d_lora_weight:
@@ -168,13 +168,13 @@ def read_load(call: Call) -> LoadOrder:
     return body
 
 
-def read_unload(call: Call) -> UnloadOrder:
+def read_unload(call: Call) -> UnloadAdapterRequest:
     """Return the adapter to remove.
 
     Raises:
         InvalidRequest: The body is wrong.
     """
-    body = _read(call, UnloadOrder)
+    body = _read(call, UnloadAdapterRequest)
     if not body.lora_name:
         raise errors.InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.")
     return body

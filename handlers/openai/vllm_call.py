@@ -98,7 +98,7 @@ class VllmCall:
                 reason = self._held.failed or "Internal server error"
                 self._finish(error_reply(reason, "InternalServerError", 500))
                 if self._held.generates:
-                    self._held.engine.meter.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
+                    self._held.engine.statistics.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
 
     def _read(self) -> Call:
         """Return the call for vLLM.

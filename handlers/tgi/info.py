@@ -28,12 +28,12 @@ _BLOCK = 4096  # Tokens that are encoded together.
 _UNHEALTHY = Reply(503, JSON, error_document("unhealthy", "healthcheck").encode())
 
 
-def tell_health(_: Call, views: Sequence[ModelView]) -> Reply:
+def health(_: Call, views: Sequence[ModelView]) -> Reply:
     """200 without a body if all models can serve."""
     return Reply(200, "", b"") if all(view.state == "ready" for view in views) else _UNHEALTHY
 
 
-def tell_info(_: Call, view: ModelView) -> Reply:
+def info(_: Call, view: ModelView) -> Reply:
     """Return the model and its limits."""
     model = view.text()
     info: dict[str, Any] = {
@@ -55,7 +55,7 @@ def tell_info(_: Call, view: ModelView) -> Reply:
     return Reply(200, JSON, msgspec.json.encode(info))
 
 
-def tell_tokens(call: Call, view: ModelView) -> Reply:
+def tokenize(call: Call, view: ModelView) -> Reply:
     """Return the tokens of `inputs` with their places; only the last `truncate` of them."""
     texts = view.text().texts
     check_body(call)
@@ -65,7 +65,7 @@ def tell_tokens(call: Call, view: ModelView) -> Reply:
     return Reply(200, JSON, b"[%b]" % tokens)
 
 
-def tell_chat_tokens(call: Call, view: ModelView) -> Reply:
+def chat_tokenize(call: Call, view: ModelView) -> Reply:
     """Return the prompt that a chat becomes, and its tokens."""
     texts = view.text().texts
     check_body(call)

@@ -19,7 +19,7 @@ from handlers.tgi.answer import (
     stream_headers,
 )
 from handlers.tgi.errors import EVENTS, JSON, refuse, refuse_stream
-from handlers.tgi.info import Chat, tell_chat_tokens, tell_health, tell_info, tell_tokens
+from handlers.tgi.info import Chat, chat_tokenize, health, info, tokenize
 from handlers.tgi.request import (
     Body,
     read,
@@ -161,19 +161,19 @@ TGI = ContractRoutes(
             {EVENTS: _EVENT},
             streams_refusals=True,
         ),
-        InfoRoute.of_all("/", tell_health, methods=("GET", "HEAD"), about=_HEALTH),
-        InfoRoute.of_all("/health", tell_health, methods=("GET", "HEAD"), about=_HEALTH),
-        InfoRoute(path="/info", answer=tell_info, about=_about("The model and its limits", {JSON: OBJECT})),
+        InfoRoute.of_all("/", health, methods=("GET", "HEAD"), about=_HEALTH),
+        InfoRoute.of_all("/health", health, methods=("GET", "HEAD"), about=_HEALTH),
+        InfoRoute(path="/info", answer=info, about=_about("The model and its limits", {JSON: OBJECT})),
         InfoRoute(
             path="/tokenize",
-            answer=tell_tokens,
+            answer=tokenize,
             methods=("POST",),
             with_field="inputs",
             about=_about("Tokens of a text", {JSON: _TOKENS}, _BODY),
         ),
         InfoRoute(
             path="/chat_tokenize",
-            answer=tell_chat_tokens,
+            answer=chat_tokenize,
             methods=("POST",),
             about=_about(
                 "Prompt and tokens of a chat",

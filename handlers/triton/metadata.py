@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 from handlers.contract import Call, Reply
 from handlers.contract_routes import OWN_HANDLER, ModelView
 from handlers.json_fields import JsonError, decode_json
@@ -143,10 +143,10 @@ def statistics(call: Call, views: Sequence[ModelView]) -> Reply:
 
 
 def _statistics(view: ModelView) -> dict[str, Any]:
-    meter = view.loaded.meter if view.loaded is not None else Meter()
-    calls = meter.calls
+    statistics = view.loaded.statistics if view.loaded is not None else EngineStatistics()
+    calls = statistics.calls
     # The engine counts the wait of each sequence, and a call may have several: a call's wait is at most its time.
-    waited = min(meter.queue_time.total, calls.succeeded_seconds)
+    waited = min(statistics.queue_time.total, calls.succeeded_seconds)
     return {
         "name": view.settings.name,
         "version": VERSION,

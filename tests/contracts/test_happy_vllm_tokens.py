@@ -108,7 +108,7 @@ class Model:
     max_model_len = 64
     max_top_tokens = 20
     eos_token_ids: frozenset[int] = frozenset()
-    meter: Any = None
+    statistics: Any = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer: Any = HuggingFace(tokenizer)

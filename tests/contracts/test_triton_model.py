@@ -101,10 +101,10 @@ def test_the_configuration_says_that_the_model_is_decoupled() -> None:
 
 def test_statistics_count_calls_and_their_times() -> None:
     loaded = LoadedText()
-    loaded.meter.calls.count(0.5, failed=False)
-    loaded.meter.calls.count(0.25, failed=True)
-    loaded.meter.queue_time.observe(0.125)
-    loaded.meter.calls.last_at = 1700000000.5
+    loaded.statistics.calls.count(0.5, failed=False)
+    loaded.statistics.calls.count(0.25, failed=True)
+    loaded.statistics.queue_time.observe(0.125)
+    loaded.statistics.calls.last_at = 1700000000.5
     for reply in (
         told("/v2/models/stats", of=view(loaded=loaded)),
         told(MODEL + "/stats", NAMED, of=view(loaded=loaded)),
@@ -122,9 +122,9 @@ def test_statistics_count_calls_and_their_times() -> None:
 
 def test_a_call_of_many_sequences_waits_once_and_no_longer_than_it_takes() -> None:
     loaded = LoadedText()
-    loaded.meter.calls.count(0.5, failed=False)
+    loaded.statistics.calls.count(0.5, failed=False)
     for _ in range(8):
-        loaded.meter.queue_time.observe(0.125)
+        loaded.statistics.queue_time.observe(0.125)
     (statistics,) = document(told("/v2/models/stats", of=view(loaded=loaded)))["model_stats"]
     stages = statistics["inference_stats"]
     parts = [stages[stage] for stage in ("queue", "compute_input", "compute_infer", "compute_output")]

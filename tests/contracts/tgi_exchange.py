@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from engines.errors import RequestError
 from engines.loaded_model import ModelTexts
 from engines.request import GenerationRequest, Token
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 from handlers.contract import Call, Contract, ContractError, Exchange, Reply
 from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute, ModelView, State
 from handlers.tgi.routes import TGI
@@ -66,7 +66,7 @@ class FakeModel:
     eos_token_ids = frozenset({END})
 
     def __init__(self) -> None:
-        self.meter = Meter()
+        self.statistics = EngineStatistics()
 
     @cached_property
     def texts(self) -> ModelTexts:

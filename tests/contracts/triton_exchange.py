@@ -9,7 +9,7 @@ from typing import Any
 
 from engines.errors import RequestError
 from engines.request import GenerationRequest, Token, TokenDelta
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 from handlers.contract import Call, ContractError, Exchange, Reply
 from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute, ModelView, State
 from handlers.triton.routes import TRITON
@@ -26,7 +26,7 @@ class LoadedText:
     tokenizer: Any = None
 
     def __init__(self) -> None:
-        self.meter = Meter()
+        self.statistics = EngineStatistics()
 
     def tokenize(self, text: str) -> Sequence[int]:
         return list(text.encode())

@@ -70,7 +70,7 @@ def _local_python(engine: Engine, debian: str) -> str:
 
 
 def _stand_in(engine: Engine, python: str | None, flags: list[str], variables: dict[str, str]) -> str:
-    """Return a base image with the layout of vLLM's image."""
+    """Return a base image with the same layout as the image of vLLM."""
     context = ROOT / "build" / "stand-in"
     context.mkdir(parents=True, exist_ok=True)
     torch, others = _requirements_of_vllm()
@@ -85,8 +85,8 @@ _PIP = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX"
 
 
 def _requirements_of_vllm() -> tuple[str, list[str]]:
-    """Return torch, in any build of the locked version, and the lines of the CPU lock for the other packages of vLLM's
-    image.
+    """Return torch, in any build of the locked version, and the lines of the CPU lock for the other packages of the
+    vLLM image.
     """
     lines = _pins("cpu")
     (torch,) = {line.partition("+")[0] for line in lines if line.startswith("torch==")}

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
 from engines.errors import UnknownAdapter
 from engines.model_settings import ModelSettings
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 from handlers.openai.current_call import OpenAICall
 from handlers.queue import EngineQueue
 from tests.waiting import until
@@ -109,7 +109,7 @@ async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place
     await adapters.remove(1)
     engine: Any = SimpleNamespace(async_llm=llm, adapters=adapters)
     client = EngineClient(engine, ModelSettings(name="model", model_dir=source, model_id="m"))
-    call = OpenAICall(EngineQueue(SimpleNamespace(meter=Meter()), 4))  # type: ignore[arg-type]
+    call = OpenAICall(EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4))  # type: ignore[arg-type]
     taken = await client._adapter(call, looked_up.lora_name)
     assert (taken.lora_int_id, taken.lora_name) == (2, "a#2")
     removal = asyncio.create_task(adapters.remove(2))

@@ -140,7 +140,7 @@ async def test_a_bad_request_and_a_cancelled_one_do_not_touch_their_neighbours(s
         await until(lambda: kept.deltas and kept.deltas[-1].last, 60)
         assert ["".join(delta.text for delta in kept.deltas)] == alone
         assert len(gone.deltas) == seen < MAX_NEW_TOKENS
-        assert engine.meter.aborted_requests == 1
+        assert engine.statistics.aborted_requests == 1
 
 
 @pytest.mark.asyncio

@@ -20,7 +20,7 @@ import pytest
 
 from engines.errors import InvalidRequest
 from engines.model_settings import ModelSettings
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.media_limits import MediaMemory, RequestMedia
 from handlers.queue import EngineQueue
@@ -37,7 +37,7 @@ class Loading:
 
         bound_media()
         self.memory = MediaMemory(replace(SETTINGS, **limits))
-        queue = EngineQueue(SimpleNamespace(meter=Meter()), 4)  # type: ignore[arg-type]
+        queue = EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4)  # type: ignore[arg-type]
         self.call = OpenAICall(queue, media=self.memory)
 
     def load(self, kind: str, *urls: str, media_io_kwargs: Any = None, **options: Any) -> list[Any]:

@@ -232,7 +232,7 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
-    from engines.statistics import Meter
+    from engines.statistics import EngineStatistics
     from handlers.openai.current_call import OpenAICall
     from handlers.openai.engine_client import EngineClient
     from handlers.queue import EngineQueue
@@ -252,8 +252,8 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
             self.aborted.append(request_id)
 
     llm: Any = Llm()
-    engine: Any = SimpleNamespace(async_llm=llm, meter=Meter(), adapters=None)
-    handler = EngineQueue(SimpleNamespace(meter=Meter()), 4)  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(async_llm=llm, statistics=EngineStatistics(), adapters=None)
+    handler = EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4)  # type: ignore[arg-type]
     call = OpenAICall(handler)
     call.take(1)
     stream = EngineClient(engine, SETTINGS)._generate(call, "x", SamplingParams(), "a", {})
@@ -295,7 +295,7 @@ async def test_what_fails_after_vllm_has_registered_it_is_taken_out_again_and_no
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    from engines.statistics import Meter
+    from engines.statistics import EngineStatistics
     from handlers.openai.current_call import OpenAICall
     from handlers.openai.engine_client import EngineClient
     from handlers.queue import EngineQueue
@@ -325,8 +325,8 @@ async def test_what_fails_after_vllm_has_registered_it_is_taken_out_again_and_no
 
     llm: Any = Llm()
     llm.register("a", 99)  # another client's, of the same id
-    engine: Any = SimpleNamespace(async_llm=llm, meter=Meter(), adapters=None)
-    call = OpenAICall(EngineQueue(SimpleNamespace(meter=Meter()), 4))  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(async_llm=llm, statistics=EngineStatistics(), adapters=None)
+    call = OpenAICall(EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4))  # type: ignore[arg-type]
     call.take(sequences)
     stream = EngineClient(engine, SETTINGS)._generate(call, "x", SamplingParams(n=sequences), "a", {})
     task = asyncio.ensure_future(anext(stream))
@@ -347,12 +347,12 @@ def test_a_body_that_vllm_stumbles_over_is_the_clients_fault_until_something_is_
     from fastapi.testclient import TestClient
     from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
-    from engines.statistics import Meter
+    from engines.statistics import EngineStatistics
     from handlers.openai.current_call import OpenAICall, current_call
     from handlers.openai.vllm_app import answer_stumbling_readers
     from handlers.queue import EngineQueue
 
-    call = OpenAICall(EngineQueue(SimpleNamespace(meter=Meter()), 4))  # type: ignore[arg-type]
+    call = OpenAICall(EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4))  # type: ignore[arg-type]
     app = FastAPI()
     answer_stumbling_readers(app)
 

@@ -17,7 +17,7 @@ import pytest
 from engines.errors import EngineDead, InvalidParameter, InvalidRequest, RequestError
 from engines.interface import EngineStartError
 from engines.request import BeamSearch, Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 from engines.vllm.seam import check_release
 from tests.stand_ins.recorder import Recorder
 
@@ -35,7 +35,7 @@ class Processor:
 
         self.tokenizer = tokenizer
         self.processor = OutputProcessor(tokenizer, log_stats=False)
-        self.meter = Meter()
+        self.statistics = EngineStatistics()
 
     def add(self, name: str, sink: Recorder, **fields: Any) -> None:
         from vllm import SamplingParams
@@ -64,7 +64,7 @@ class Processor:
             data_parallel_rank=None,
         )
         texts, apart = ModelTexts(self.tokenizer), TokensApart(self.tokenizer)
-        state = PushedState(request, generation, 0, sink, self.meter, texts, apart, interval=interval)
+        state = PushedState(request, generation, 0, sink, self.statistics, texts, apart, interval=interval)
         self.processor.request_states[name] = state
         self.processor.external_req_ids[name].append(name)
 
@@ -298,7 +298,7 @@ def test_a_bug_in_one_requests_sink_keeps_no_other_from_hearing_that_the_engine_
     processor.add("sound", sound)
     processor.processor.propagate_error(RuntimeError("engine core died"))
     assert [type(error) for error in sound.errors] == [EngineDead]
-    assert processor.meter.failed_requests == 2
+    assert processor.statistics.failed_requests == 2
 
 
 def test_an_aborted_request_hears_nothing_more(processor: Processor, tokenizer: Any) -> None:
@@ -424,7 +424,7 @@ def test_an_aborted_sequence_ends_with_what_there_is_and_true_counts(
     told = len(sink.deltas)
     assert processor.processor.abort_requests(["a"], internal=True) == ["a"]
     assert len(sink.deltas) == told
-    assert (processor.meter.aborted_requests, processor.meter.finished_requests) == (1, 0)
+    assert (processor.statistics.aborted_requests, processor.statistics.finished_requests) == (1, 0)
 
 
 @pytest.mark.asyncio

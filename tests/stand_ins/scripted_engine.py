@@ -8,7 +8,7 @@ from engines.errors import EngineDead
 from engines.interface import EngineHealth, Generation, Sink
 from engines.loaded_model import EngineStatus
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 
 
 class ScriptedGeneration:
@@ -38,7 +38,7 @@ class ScriptedEngine:
     adapters = None
 
     def __init__(self) -> None:
-        self.meter = Meter()
+        self.statistics = EngineStatistics()
         self.sinks: list[Sink] = []
         self.running: list[ScriptedGeneration] = []
         self.failures: dict[int, Exception] = {}  # The error that `submit` raises, by the number of the request.

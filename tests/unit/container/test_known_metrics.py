@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from container.metrics import known_metrics, labelled
 from engines.loaded_model import EngineStatus
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 
 
 class _Collector(Collector):
@@ -23,25 +23,25 @@ class _Collector(Collector):
         return self._families
 
 
-def _meter() -> Meter:
-    meter = Meter()
-    meter.started_requests, meter.finished_requests = 5, 4
-    meter.prompt_tokens, meter.tokens = 50, 60
-    meter.time_to_first_token.observe(0.02)
-    meter.inter_token.observe(0.002)
-    meter.queue_time.observe(0.5)
-    meter.prompt_lengths.observe(12)
-    meter.ended(20, 5.0)
-    meter.calls.count(2.0, failed=False)
-    meter.calls.count(1.0, failed=False)
-    meter.calls.count(0.5, failed=True)
-    return meter
+def _statistics() -> EngineStatistics:
+    statistics = EngineStatistics()
+    statistics.started_requests, statistics.finished_requests = 5, 4
+    statistics.prompt_tokens, statistics.tokens = 50, 60
+    statistics.time_to_first_token.observe(0.02)
+    statistics.inter_token.observe(0.002)
+    statistics.queue_time.observe(0.5)
+    statistics.prompt_lengths.observe(12)
+    statistics.ended(20, 5.0)
+    statistics.calls.count(2.0, failed=False)
+    statistics.calls.count(1.0, failed=False)
+    statistics.calls.count(0.5, failed=True)
+    return statistics
 
 
 def _samples() -> dict[str, tuple[dict[str, str], float]]:
     """Samples by name, from the text as Prometheus reads it; of histograms the widest bucket."""
     registry = CollectorRegistry()
-    registry.register(_Collector(list(known_metrics("model", _meter(), EngineStatus(3, 2, 0.25)))))
+    registry.register(_Collector(list(known_metrics("model", _statistics(), EngineStatus(3, 2, 0.25)))))
     text = generate_latest(registry).decode()
     return {
         sample.name: (sample.labels, sample.value)
@@ -51,7 +51,9 @@ def _samples() -> dict[str, tuple[dict[str, str], float]]:
 
 
 def test_two_versions_of_a_model_share_no_series() -> None:
-    families = {f"m:{version}": known_metrics("m", _meter(), EngineStatus(3, 2, 0.25), version) for version in "12"}
+    families = {
+        f"m:{version}": known_metrics("m", _statistics(), EngineStatus(3, 2, 0.25), version) for version in "12"
+    }
     series = [(sample.name, *sorted(sample.labels.items())) for one in labelled(families) for sample in one.samples]
     assert len(series) == len(set(series))
     assert ("nv_inference_count", ("model", "m"), ("version", "2")) in series
@@ -112,7 +114,7 @@ def test_tgis_series_have_its_names() -> None:
 
 def test_histograms_count_what_is_not_above_their_bounds() -> None:
     registry = CollectorRegistry()
-    registry.register(_Collector(list(known_metrics("model", _meter(), EngineStatus(0, 0, 0.0)))))
+    registry.register(_Collector(list(known_metrics("model", _statistics(), EngineStatus(0, 0, 0.0)))))
     text = generate_latest(registry).decode()
     head = 'vllm:time_to_first_token_seconds_bucket{engine="0",le="'
     assert f'{head}0.01",model_name="model"}} 0.0\n' in text
@@ -122,7 +124,7 @@ def test_histograms_count_what_is_not_above_their_bounds() -> None:
 
 def test_tgis_histograms_have_buckets() -> None:
     registry = CollectorRegistry()
-    registry.register(_Collector(list(known_metrics("model", _meter(), EngineStatus(0, 0, 0.0)))))
+    registry.register(_Collector(list(known_metrics("model", _statistics(), EngineStatus(0, 0, 0.0)))))
     text = generate_latest(registry).decode()
     assert 'tgi_request_duration_bucket{le="0.00015"} 0.0\n' in text
     assert 'tgi_request_duration_bucket{le="145.6"} 2.0\n' in text
@@ -132,6 +134,6 @@ def test_tgis_histograms_have_buckets() -> None:
 
 
 def test_a_sequence_without_a_token_has_no_time_for_each_token() -> None:
-    meter = Meter()
-    meter.ended(0, 1.0)
-    assert (meter.lengths.counts[0], sum(meter.mean_times.counts)) == (1, 0)
+    statistics = EngineStatistics()
+    statistics.ended(0, 1.0)
+    assert (statistics.lengths.counts[0], sum(statistics.mean_times.counts)) == (1, 0)

@@ -95,7 +95,7 @@ async def test_where_no_place_is_left_a_call_is_refused_before_its_body_is_under
         await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x", "stream": True}), CollectedReply())
     assert full.value.reply == understood.value.reply
     assert full.value.reply.status == 503
-    assert queue.engine.meter.calls.failed == 2
+    assert queue.engine.statistics.calls.failed == 2
 
 
 @pytest.mark.parametrize("failure", [GenerationFailed("no"), ZeroDivisionError("a bug")])
@@ -134,7 +134,7 @@ async def test_a_prompt_that_is_refused_once_the_stream_has_begun_ends_it_with_t
     ]
     assert [one.cancelled for one in engine.running] == [True]
     running.cancel()
-    assert (queue.open_sequences, engine.meter.calls.failed) == (0, 1)
+    assert (queue.open_sequences, engine.statistics.calls.failed) == (0, 1)
 
 
 async def test_an_aborted_stream_ends_as_aborted_with_what_there_is(queue: EngineQueue, engine: ScriptedEngine) -> None:
@@ -185,7 +185,7 @@ async def test_an_aborted_batch_ends_every_sequence_that_is_open(queue: EngineQu
 async def test_calls_are_counted_as_succeeded_or_failed_and_not_when_the_client_leaves(
     queue: EngineQueue, engine: ScriptedEngine
 ) -> None:
-    calls = engine.meter.calls
+    calls = engine.statistics.calls
     await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x"}), CollectedReply())
     engine.sinks[0].on_delta(last("y"))
     assert (calls.succeeded, calls.failed) == (1, 0)
@@ -359,7 +359,7 @@ async def test_an_answer_that_has_room_for_one_response_ends_the_call_at_the_sec
     assert writer.whole is not None
     assert writer.whole.status == 400
     assert engine.running[0].cancelled
-    assert (queue.open_sequences, engine.meter.calls.failed) == (0, 1)
+    assert (queue.open_sequences, engine.statistics.calls.failed) == (0, 1)
     engine.sinks[0].on_delta(last("!"))  # The writer would refuse a second reply.
 
 

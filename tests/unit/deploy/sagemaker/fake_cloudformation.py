@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -63,9 +64,9 @@ class FakeCloudFormation:
         try:
             answer = getattr(self, f"_{model.name}")(parameters)
         except ClientError as error:
-            return _Http(400), error.response
+            return SimpleNamespace(status_code=400), error.response
         self.after(model.name)
-        return _Http(200), answer or {}
+        return SimpleNamespace(status_code=200), answer or {}
 
     def _new(self) -> None:
         self.id = f"arn:aws:cloudformation:eu-west-1:111122223333:stack/slipway-my-llm/{len(self.events)}"
@@ -95,16 +96,6 @@ class FakeCloudFormation:
     def _DescribeStackEvents(self, parameters: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
         return {"StackEvents": self.events[::-1]}
 
-    def _ListStackResources(self, parameters: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
-        found = [
-            {"LogicalResourceId": name, "ResourceType": each["Type"], "PhysicalResourceId": name.lower()}
-            for name, each in self.template["Resources"].items()
-        ]
-        return {"StackResourceSummaries": found}
-
-    def _GetTemplate(self, parameters: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
-        return {"TemplateBody": json.dumps(self.template)}
-
     def _CreateChangeSet(self, parameters: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
         assert (self.status in (None, "REVIEW_IN_PROGRESS")) is (parameters["ChangeSetType"] == "CREATE")
         if self.status is None:
@@ -115,13 +106,7 @@ class FakeCloudFormation:
 
     def _wanted(self) -> tuple[dict[str, Any], dict[str, str]]:
         assert self.proposed is not None
-        given = self.proposed["Parameters"]
-        values = {
-            each["ParameterKey"]: self.parameters.get(each["ParameterKey"], "")
-            if each.get("UsePreviousValue")
-            else each["ParameterValue"]
-            for each in given
-        }
+        values = {each["ParameterKey"]: each["ParameterValue"] for each in self.proposed["Parameters"]}
         return json.loads(self.proposed["TemplateBody"]), values
 
     def _DescribeChangeSet(self, parameters: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
@@ -164,11 +149,6 @@ class FakeCloudFormation:
 def stack_event(status: str, reason: str = "") -> Event:
     """Return an event of the stack itself."""
     return "slipway-my-llm", STACK, status, reason
-
-
-class _Http:
-    def __init__(self, status: int) -> None:
-        self.status_code = status
 
 
 def _error(message: str) -> ClientError:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,13 +72,8 @@ class Services:
         self.called.append(model.name)
         found = self.answers.get(model.name, {})
         if isinstance(found, ClientError):
-            return _Http(400), found.response
-        return _Http(200), found
-
-
-class _Http:
-    def __init__(self, status: int) -> None:
-        self.status_code = status
+            return SimpleNamespace(status_code=400), found.response
+        return SimpleNamespace(status_code=200), found
 
 
 @pytest.fixture

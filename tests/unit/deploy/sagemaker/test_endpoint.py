@@ -3,9 +3,7 @@ from __future__ import annotations
 import io
 import json
 import socket
-import struct
 import threading
-import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
@@ -109,17 +107,6 @@ def test_an_asynchronous_answer_is_where_sagemaker_says() -> None:
     assert endpoint.invoke_asynchronously(Runtime(None), "e", "s3://in/1.json") == "s3://answers/1"
 
 
-def _message(headers: dict[str, str], payload: bytes) -> bytes:
-    """Return a message of AWS's event stream."""
-    block = b"".join(
-        bytes([len(name)]) + name.encode() + b"\x07" + struct.pack(">H", len(value)) + value.encode()
-        for name, value in headers.items()
-    )
-    prelude = struct.pack(">II", 16 + len(block) + len(payload), len(block))
-    body = prelude + struct.pack(">I", zlib.crc32(prelude)) + block + payload
-    return body + struct.pack(">I", zlib.crc32(body))
-
-
 class Endpoint(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["Content-Length"]))
@@ -128,8 +115,7 @@ class Endpoint(BaseHTTPRequestHandler):
             status, body = 424, b'{"Message": "no", "OriginalStatusCode": 424, "OriginalMessage": "wrong"}'
         if self.path == "/endpoints/my-llm/invocations-response-stream":
             media_type = "application/vnd.amazon.eventstream"
-            event = {":message-type": "event", ":event-type": "PayloadPart"}
-            body = _message(event, b'{"token": {"text": " Pa') + _message(event, b'ris"}}\n')
+            body = payload_part(b'{"token": {"text": " Pa') + payload_part(b'ris"}}\n')
         self.send_response(status)
         self.send_header("Content-Type", media_type)
         self.send_header("Content-Length", str(len(body)))

@@ -384,8 +384,8 @@ async def test_the_meter_counts_prompts_that_start_and_sequences_that_finish(dir
     async with engine_with(directory) as engine:
         await answer(engine, request_for("several", sampling, sequences=4, candidates=4))
         await answer(engine, request_for("beams", TWELVE, beam_search=BeamSearch(width=3)))
-        meter = engine.meter
-    assert (meter.started_requests, meter.finished_requests, meter.failed_requests) == (2, 7, 0)
+        statistics = engine.statistics
+    assert (statistics.started_requests, statistics.finished_requests, statistics.failed_requests) == (2, 7, 0)
 
 
 @pytest.mark.asyncio
@@ -471,7 +471,7 @@ async def test_a_wrong_request_is_refused_and_its_neighbours_are_served(
     good = [request_for(prompt) for prompt in PROMPTS]
     async with engine_with(directory) as engine:
         *got, refused = await texts(engine, *good, request_for(prompt, sampling, **fields))
-        assert engine.meter.started_requests == len(good)
+        assert engine.statistics.started_requests == len(good)
     assert isinstance(refused, error)
     assert got == await texts_alone(directory, *good)
 
@@ -500,7 +500,7 @@ async def test_a_request_that_breaks_its_batch_fails_alone(
     async with engine_with(directory) as engine:
         *got, failed = await texts(engine, *good, request_for(f"the guilty {MARK}"))
         assert engine.health().alive
-        assert (engine.meter.finished_requests, engine.meter.failed_requests) == (5, 1)
+        assert (engine.statistics.finished_requests, engine.statistics.failed_requests) == (5, 1)
     assert got == alone
     assert isinstance(failed, GenerationFailed)
 
@@ -632,7 +632,7 @@ async def test_a_waiting_request_that_is_cancelled_never_runs(directory: Path, f
         gate.open()
         await until(lambda: bool(first.deltas))
         assert await text(engine, request_for("next"))
-        assert engine.meter.aborted_requests == 1
+        assert engine.statistics.aborted_requests == 1
     assert forward.batch_sizes == [1, 1]
     assert not waiting.deltas
     assert not waiting.errors
@@ -675,7 +675,7 @@ async def test_a_batch_stops_when_all_its_requests_are_gone(
         running += [await engine.submit(request_for(prompt, **fields), Recorder()) for prompt in PROMPTS]
         await until(lambda: len(forward.inputs) >= 3)
         assert await text(engine, request_for("next", SamplingParameters(max_tokens=1)))
-        assert engine.meter.aborted_requests == 5 * sequences
+        assert engine.statistics.aborted_requests == 5 * sequences
     assert len(forward.inputs) == 4
 
 
@@ -751,12 +751,12 @@ async def test_stopping_ends_what_runs_and_what_waits(directory: Path, gate: Gat
 async def test_the_meter_counts_requests_and_tokens(directory: Path) -> None:
     async with engine_with(directory) as engine:
         await texts(engine, *map(request_for, PROMPTS))
-        meter = engine.meter
-        assert (meter.started_requests, meter.finished_requests, meter.failed_requests) == (5, 5, 0)
-        assert (meter.tokens, meter.prompt_tokens) == (60, sum(map(len, PROMPTS)))
-        assert sum(meter.time_to_first_token.counts) == 5
-        assert sum(meter.inter_token.counts) == 55
-        assert sum(meter.queue_time.counts) == 5
+        statistics = engine.statistics
+        assert (statistics.started_requests, statistics.finished_requests, statistics.failed_requests) == (5, 5, 0)
+        assert (statistics.tokens, statistics.prompt_tokens) == (60, sum(map(len, PROMPTS)))
+        assert sum(statistics.time_to_first_token.counts) == 5
+        assert sum(statistics.inter_token.counts) == 55
+        assert sum(statistics.queue_time.counts) == 5
 
 
 # Any mix
@@ -814,7 +814,7 @@ async def test_an_aborted_request_ends_with_what_there_is_whether_it_waits_or_ru
         assert len(first.deltas) == sequences
         assert {d.finish_reason for d in first.deltas} <= {FinishReason.ABORT, FinishReason.EOS}
         assert all(d.token_count < 40 for d in first.deltas)
-        assert engine.meter.aborted_requests >= sequences + 1
+        assert engine.statistics.aborted_requests >= sequences + 1
 
 
 class Cycle:

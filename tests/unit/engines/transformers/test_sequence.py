@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engines.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from engines.tokenization import TokenTexts
-from engines.transformers.generate import GeneratedSequence, StopStrings
+from engines.transformers.generate import BatchSequence, StopStrings
 from engines.transformers.model import TransformersModel
 from engines.transformers.sampling import Choice
 
@@ -58,7 +58,7 @@ def run(token_ids: list[int], *, model: TransformersModel = MODEL, **fields: Any
         sampling=SamplingParameters(**fields),
         **{"stream": True, "want_tokens": True, **request_fields},
     )
-    sequence = GeneratedSequence(request, PROMPT, model)
+    sequence = BatchSequence(request, PROMPT, model)
     deltas = []
     for token_id in token_ids:
         if (delta := sequence.add(Choice(token_id, -0.5))) is not None:
@@ -156,7 +156,7 @@ def test_the_prompts_tokens_come_with_the_first_delta_even_when_its_text_is_held
         want_prompt_tokens=True,
         want_logprobs=True,
     )
-    sequence = GeneratedSequence(request, PROMPT, MODEL)
+    sequence = BatchSequence(request, PROMPT, MODEL)
     sequence.prompt_logprobs = [-2.0]
     delta = sequence.add(Choice(ids("a")[0], None))
     assert delta is not None
@@ -169,7 +169,7 @@ def test_every_delta_has_the_counts_and_the_log_probability_so_far() -> None:
     request = GenerationRequest(
         request_id="r", prompt=tuple(PROMPT), stream=True, want_tokens=True, want_logprobs=True, want_ranks=True
     )
-    sequence = GeneratedSequence(request, PROMPT, MODEL)
+    sequence = BatchSequence(request, PROMPT, MODEL)
     steps = [
         Choice(ids("a")[0], -0.5, ((1, -0.25), (2, -0.5)), 2),
         Choice(ids("b")[0], -0.25, (), 1),

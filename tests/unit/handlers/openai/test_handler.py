@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engines.errors import InvalidRequest, Overloaded, UnknownAdapter
-from engines.statistics import Meter
+from engines.statistics import EngineStatistics
 from handlers.contract import Call, Reply
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.handler import OpenAIHandler
@@ -24,7 +24,7 @@ from tests.waiting import until
 
 class NoEngine:
     def __init__(self) -> None:
-        self.meter = Meter()
+        self.statistics = EngineStatistics()
         self.max_model_len = 1000
 
 
@@ -237,7 +237,7 @@ async def test_a_client_that_goes_away_is_told_to_the_application_and_gets_nothi
     await asyncio.sleep(0)
     assert writer.whole is None
     assert handler.open_sequences == 0
-    assert (handler.engine.meter.calls.succeeded, handler.engine.meter.calls.failed) == (0, 0)
+    assert (handler.engine.statistics.calls.succeeded, handler.engine.statistics.calls.failed) == (0, 0)
 
 
 @pytest.mark.asyncio
@@ -251,7 +251,10 @@ async def test_calls_that_generate_are_counted_and_give_their_places_back(failed
 
     _, handler = await served(app)
     assert handler.open_sequences == 0
-    assert (handler.engine.meter.calls.succeeded, handler.engine.meter.calls.failed) == (not failed, bool(failed))
+    assert (handler.engine.statistics.calls.succeeded, handler.engine.statistics.calls.failed) == (
+        not failed,
+        bool(failed),
+    )
 
 
 @pytest.mark.asyncio

@@ -119,7 +119,7 @@ async def test_a_full_queue_is_refused_at_once() -> None:
     with pytest.raises(Overloaded):
         await ways.ask(b'{"prompt": "Hi", "stream": true}')
     assert (ways.writer.whole, ways.bodies) == (None, [])
-    assert ways.engine.meter.calls.failed == 1
+    assert ways.engine.statistics.calls.failed == 1
 
 
 @pytest.mark.asyncio
