@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from engines.interface import Engine, EngineStartError
 from engines.model_settings import ModelSettings
-from engines.vllm.seam import check_release
+from engines.vllm.release import check_release
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ settings.load_profile("slow")
 
 _SHARED = re.compile(r"[\[-](lmi-dist|host)[-\]]")
 """In the names of live tests whose server many files share: the value of their fixture `engine` or `host`."""
-_SEAM = "_seam.py"
+_INTERNALS = "_internals.py"
 """Ends the names of live tests' files that import vLLM here; that takes ten seconds and a gigabyte in each process."""
 
 
@@ -62,4 +62,4 @@ def _shared(nodeid: str) -> str:
     if not path.startswith("tests/live/"):
         return ""
     server = _SHARED.search(name)
-    return server[1] if server else _SEAM if path.endswith(_SEAM) else ""
+    return server[1] if server else _INTERNALS if path.endswith(_INTERNALS) else ""

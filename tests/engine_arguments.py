@@ -8,7 +8,7 @@ that are named, or of all:
     python -m tests.engine_arguments
 
 The exit code is 1 if an option fails: requests go wrong, or vLLM's own server takes what Slipway refuses. `TRIALS` has
-every argument; a test (tests/live/test_engine_arguments_seam.py) finds those that a new vLLM brings.
+every argument; a test (tests/live/test_engine_arguments_internals.py) finds those that a new vLLM brings.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ a token. For each step of a request vLLM's output processor calls `logprobs_proc
 where its tokens are counted, at the price of one call.
 
 When `AsyncLLM.add_request` has returned a request's queue, `output_processor.request_states` has a state with that
-queue for each sequence that has not ended (tests/live/test_openai_seam.py).
+queue for each sequence that has not ended (tests/live/test_openai_internals.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ vLLM's `build_app` would bring its own listener, health, metrics and management 
 the parts that answer OpenAI's clients, and leave the rest to `container`: the routers, the exception handlers, and
 the state that `init_app_state` makes around an engine client.
 
-It relies on internals of vLLM, which tests/live/test_openai_seam.py looks for:
+It relies on internals of vLLM, which tests/live/test_openai_internals.py looks for:
 - each of `_ROUTERS` has an APIRouter `router` whose routes find their serving objects in `app.state`;
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects;
 - `create_error_response(error)` gives an exception its status;

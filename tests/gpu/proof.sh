@@ -39,10 +39,10 @@ limited() {
 }
 
 prove() {
-    seams=
-    if vllm; then seams="tests/live/test_vllm_seam.py tests/live/test_typical_seam.py"; fi
+    internals=
+    if vllm; then internals="tests/live/test_vllm_internals.py tests/live/test_typical_internals.py"; fi
     # shellcheck disable=SC2086
-    GPU_PROOF_JUNIT=$results/tests.xml limited tests "$PYTHON" -m pytest -v -s -p tests.gpu.junit tests/gpu $seams
+    GPU_PROOF_JUNIT=$results/tests.xml limited tests "$PYTHON" -m pytest -v -s -p tests.gpu.junit tests/gpu $internals
     if grep -qE '<(failure|error) ' "$results/tests.xml"; then status=1; fi
 }
 

@@ -1,4 +1,4 @@
-"""The seam with vLLM's output processing: its real OutputProcessor and tokenizer, with scripted engine steps."""
+"""The internals of vLLM's output processing: its real OutputProcessor and tokenizer, with scripted engine steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engines.errors import EngineDead, InvalidParameter, InvalidRequest, Request
 from engines.interface import EngineStartError
 from engines.request import BeamSearch, Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from engines.statistics import EngineStatistics
-from engines.vllm.seam import check_release
+from engines.vllm.release import check_release
 from tests.stand_ins.recorder import Recorder
 
 
