@@ -23,9 +23,8 @@ logger = logging.getLogger(__name__)
 
 _PATH = re.compile(rb"(?:/models/(?P<model>[^/]+))?/adapters(?:/(?P<name>[^/]+)(?P<update>/update)?)?")
 _UNLOAD = b"/v1/unload_lora_adapter"
-_VLLM = frozenset(
-    {b"/v1/load_lora_adapter", _UNLOAD}
-)  # The paths of routes that vLLM has. The other paths are LMI routes.
+# The paths of routes that vLLM has. The other paths are LMI routes.
+_VLLM = frozenset({b"/v1/load_lora_adapter", _UNLOAD})
 
 AdapterName = tuple[str, str]  # The name of a model, and the name of one of its adapters.
 

@@ -1,7 +1,7 @@
 """The release of vLLM with which Slipway was run.
 
-Modules of `engines.vllm` and `handlers.openai` call and replace internals of vLLM. Each lists them in its docstring. The
-tests in tests/live/*_internals.py fail if one has moved. To change the release, set `RELEASE` and the version in
+Modules of `engines.vllm` and `handlers.openai` call and replace internals of vLLM, and list them in their docstrings.
+The tests in tests/live/*_internals.py fail if one has moved. To change the release, set `RELEASE` and the version in
 pyproject.toml, run those tests, and compare these modules with vLLM's source. This module does not import vLLM.
 """
 

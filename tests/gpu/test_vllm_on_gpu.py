@@ -24,10 +24,10 @@ import pytest
 
 from tests.gpu.conftest import ON_CPU, used_gpu_memory
 from tests.live.bare_vllm import texts_of_bare_vllm
+from tests.live.draining import open_stream
 from tests.live.lora import make_adapter
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import METRIC_SECONDS, Server, serving
-from tests.live.test_process_live import open_stream
 
 pytestmark = [pytest.mark.usefixtures("vllm"), pytest.mark.timeout(600)]
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests.live.draining import lives, open_stream
 from tests.live.server import METRIC_SECONDS, Server, serving
-from tests.live.test_health_live import lives
-from tests.live.test_process_live import open_stream
 from tests.waiting import wait_until
 
 BATCH = 4

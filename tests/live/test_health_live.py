@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from djl_python.session import EXPIRATION, Session
+from tests.live.draining import lives, open_stream
 from tests.live.server import START_SECONDS, Server, records, stopped, write_model
 from tests.live.small_model import ENDLESS_COMPLETION
-from tests.live.test_process_live import open_stream
 from tests.waiting import wait_until
 
 STALL_TIMEOUT, PREDICT_TIMEOUT = 8.0, 20.0
@@ -294,13 +294,6 @@ def test_a_client_that_expects_100_continue_gets_it_before_it_sends_its_body(vll
         client.sendall(body)
         answer = b"".join(iter(lambda: client.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 200")
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def command_line(process: psutil.Process) -> str:

@@ -11,8 +11,8 @@ import openai
 import psutil
 import pytest
 
+from tests.live.draining import lives
 from tests.live.server import START_SECONDS, Server, free_port, records, write_model
-from tests.live.test_health_live import lives
 from tests.waiting import wait_until
 
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"

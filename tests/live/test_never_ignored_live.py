@@ -37,9 +37,9 @@ from tests.live.constrained import (
     text_in,
     typed,
 )
+from tests.live.constraint_cases import ENFORCED, HAPPY, ROUTES
 from tests.live.lora import make_adapter
 from tests.live.server import Server, serving
-from tests.live.test_every_constraint_live import ENFORCED, HAPPY, ROUTES
 
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 ADAPTER, OTHER_ADAPTER, SCALE = "red", "green", 3.0

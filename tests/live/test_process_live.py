@@ -7,30 +7,20 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import httpx
 import pytest
 
+from tests.live.draining import drain, open_stream
 from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server, hosted, records, serving, write_model
 from tests.live.small_model import ENDLESS, ENDLESS_STREAM
 from tests.waiting import wait_until
-
-STOPPING = "the server is stopping; the request was not completed"
-
-
-def open_stream(server: Server, parameters: dict[str, Any] = ENDLESS) -> socket.socket:
-    """A client that has asked for a stream without an end."""
-    body = {"inputs": "Once upon a time", "stream": True, "parameters": parameters}
-    return server.send(f"/predictions/{server.name}", body)
 
 
 @pytest.fixture(scope="module")
@@ -138,33 +128,6 @@ def test_ctrl_c_lets_requests_on_vllm_finish_and_the_stop_is_quiet_and_leaves_no
     assert [path for path in temporary.rglob("*") if path.is_socket()], "vLLM has its sockets elsewhere now"
     drain(small, signal.SIGINT)
     assert not [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # a cache
-
-
-def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
-    """What runs is finished or ended with the reason, what comes is refused, the process ends without a complaint.
-
-    The signal goes to the whole process group, as Ctrl-C in a terminal does.
-    """
-    parameters = {"max_new_tokens": 300, "ignore_eos_token": True}
-    body = {"inputs": "Once", "stream": True, "parameters": parameters}
-    with ThreadPoolExecutor(1) as pool, server.client.stream("POST", "/invocations", json=body) as running:
-        lines = running.iter_lines()
-        first = next(lines)
-        endless = pool.submit(server.client.post, "/v1/completions", json=ENDLESS_STREAM)
-        wait_until(lambda: server.metric("slipway_engine_running") > 1)
-        os.killpg(server.process.pid, number)
-        wait_until(lambda: server.ping() == 503)
-        with httpx.Client(base_url=server.url) as late:
-            refused = late.post("/invocations", json={"inputs": "x"})
-            assert (refused.status_code, late.get("/ping").status_code) == (503, 503)
-            assert "retry-after" in refused.headers
-        stream = records("\n".join([first, *lines]))
-        assert len(stream) == 300
-        assert "generated_text" in stream[-1]
-        *_, last, done = endless.result().text.strip().split("\n\n")
-        assert (json.loads(last.removeprefix("data: "))["error"]["message"], done) == (STOPPING, "data: [DONE]")
-    assert server.process.wait(60) == 0
-    assert not re.search("Traceback|EngineDeadError|ERROR", server.log_text())
 
 
 def test_a_killed_engine_ends_its_requests_at_once_and_ping_says_so(tiny: Server) -> None:

@@ -20,8 +20,8 @@ from tests.live.constrained import (
     is_of_pool,
     tgi_forms,
 )
+from tests.live.constraint_cases import COMPLETIONS, ENFORCED, HAPPY, ROUTES
 from tests.live.server import Server, serving
-from tests.live.test_every_constraint_live import COMPLETIONS, ENFORCED, HAPPY, ROUTES
 
 Cases = dict[str, dict[str, tuple[Fields, Check]]]
 CHATS = ("chat", "chat, streamed", "LMI's chat")

@@ -190,7 +190,7 @@ def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path
 
 def test_a_read_only_model_directory_without_a_home_is_served(small_options: dict[str, object], tmp_path: Path) -> None:
     """With a requirements.txt beside it, whose package a formatter imports."""
-    from tests.unit.handlers.custom.test_requirements import make_wheel
+    from tests.stand_ins.wheel import make_wheel
 
     model = tmp_path / "model"
     model.mkdir()

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests.live.draining import open_stream
 from tests.live.server import METRIC_SECONDS, START_SECONDS, Server, records, serving
 from tests.live.small_model import ENDLESS
-from tests.live.test_process_live import open_stream
 from tests.waiting import wait_until
 
 PROMPTS = ("Once upon a time", "The capital of France is")

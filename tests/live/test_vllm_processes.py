@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.live.draining import drain
 from tests.live.server import Server, hosted, serving, write_model
-from tests.live.test_process_live import drain
 
 
 def titled(server: Server, title: str) -> psutil.Process:

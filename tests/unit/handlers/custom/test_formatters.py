@@ -14,7 +14,7 @@ from engines.interface import EngineStartError
 from handlers.custom.formatters import Formatters, load_formatters, signature_fault
 from handlers.custom.model_imports import ModelImports, add_packages
 from tests.contracts.exchange import MODEL
-from tests.unit.handlers.custom.test_requirements import make_wheel
+from tests.stand_ins.wheel import make_wheel
 
 OUTPUT = """
 from djl_python.output_formatter import output_formatter

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import venv
-import zipfile
 from pathlib import Path
 
 import psutil
@@ -18,24 +17,11 @@ from engines.interface import EngineStartError
 from engines.model_settings import HandlerSettings
 from handlers.custom.custom_handler import CustomHandler
 from handlers.custom.requirements import prepare_interpreter, requirements_dir
+from tests.stand_ins.wheel import make_wheel
 from tests.unit.handlers.custom.harness import MODELS, serving, settings_for
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
-
-
-def make_wheel(folder: Path, answer: str, version: str = "1.0") -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"tiny_package-{version}-py3-none-any.whl"
-    info = f"tiny_package-{version}.dist-info"
-    with zipfile.ZipFile(folder / name, "w") as wheel:
-        wheel.writestr("tiny_package.py", f"ANSWER = {answer!r}\n")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-package\nVersion: {version}\n")
-        wheel.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr(f"{info}/RECORD", "")
-    return name
 
 
 def make_model(folder: Path, requirements: str) -> Path:

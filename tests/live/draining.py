@@ -1,0 +1,60 @@
+"""A stop of a server while clients have streams, and what is left of its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.live.server import Server, records
+from tests.live.small_model import ENDLESS, ENDLESS_STREAM
+from tests.waiting import wait_until
+
+STOPPING = "the server is stopping; the request was not completed"
+
+
+def open_stream(server: Server, parameters: dict[str, Any] = ENDLESS) -> socket.socket:
+    """A client that has asked for a stream without an end."""
+    body = {"inputs": "Once upon a time", "stream": True, "parameters": parameters}
+    return server.send(f"/predictions/{server.name}", body)
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
+    """What runs is finished or ended with the reason, what comes is refused, the process ends without a complaint.
+
+    The signal goes to the whole process group, as Ctrl-C in a terminal does.
+    """
+    parameters = {"max_new_tokens": 300, "ignore_eos_token": True}
+    body = {"inputs": "Once", "stream": True, "parameters": parameters}
+    with ThreadPoolExecutor(1) as pool, server.client.stream("POST", "/invocations", json=body) as running:
+        lines = running.iter_lines()
+        first = next(lines)
+        endless = pool.submit(server.client.post, "/v1/completions", json=ENDLESS_STREAM)
+        wait_until(lambda: server.metric("slipway_engine_running") > 1)
+        os.killpg(server.process.pid, number)
+        wait_until(lambda: server.ping() == 503)
+        with httpx.Client(base_url=server.url) as late:
+            refused = late.post("/invocations", json={"inputs": "x"})
+            assert (refused.status_code, late.get("/ping").status_code) == (503, 503)
+            assert "retry-after" in refused.headers
+        stream = records("\n".join([first, *lines]))
+        assert len(stream) == 300
+        assert "generated_text" in stream[-1]
+        *_, last, done = endless.result().text.strip().split("\n\n")
+        assert (json.loads(last.removeprefix("data: "))["error"]["message"], done) == (STOPPING, "data: [DONE]")
+    assert server.process.wait(60) == 0
+    assert not re.search("Traceback|EngineDeadError|ERROR", server.log_text())
