@@ -67,7 +67,7 @@ class HuggingFaceService:
 
         Raises:
             ValueError: A property has a value that is not allowed.
-            ImportError: transformers or torch is not installed.
+            ImportError: Transformers or torch is not installed.
             OSError: The model cannot be read.
         """
         from djl_python.properties_manager.hf_properties import HuggingFaceProperties
@@ -214,7 +214,7 @@ def build_pipeline(task: str, settings: HuggingFaceProperties) -> Any:
     """Return a callable `f(list of inputs, **parameters)` with the attributes `model` and `tokenizer`.
 
     Raises:
-        ValueError: transformers does not have the task.
+        ValueError: Transformers does not have the task.
     """
     transformers = require("transformers", _PURPOSE)
     if task == TEXT_GENERATION:

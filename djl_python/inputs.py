@@ -173,7 +173,7 @@ class Input:
         Raises:
             KeyError: The input has no content with the key.
             ValueError: The content is broken, or holds Python objects.
-            ImportError: numpy is not installed.
+            ImportError: Numpy is not installed.
         """
         return from_nd_list(self._body(key))
 
@@ -183,7 +183,7 @@ class Input:
         Raises:
             KeyError: The input has no content with the key.
             ValueError: The content is broken, or holds Python objects.
-            ImportError: numpy is not installed.
+            ImportError: Numpy is not installed.
         """
         return from_npz(self._body(key))
 

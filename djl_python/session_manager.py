@@ -183,7 +183,7 @@ class SessionBackup:
 
         Raises:
             ValueError: The URL names no bucket.
-            ImportError: boto3 is not installed.
+            ImportError: Boto3 is not installed.
         """
         self._bucket, _, prefix = url.removeprefix("s3://").strip("/").partition("/")
         if not self._bucket or not url.startswith("s3://"):

@@ -163,8 +163,8 @@ class AdapterRegistry:
         `replacing`: one of the same name is replaced once the new one is loaded; its running requests are completed.
 
         Raises:
-            AdapterError: it cannot be registered; everything is as before.
-            InvalidRequest: there is no such `src`, or its directory is not allowed.
+            AdapterError: It cannot be registered; everything is as before.
+            InvalidRequest: `src` does not exist, or its directory is not allowed.
         """
         path = self._path(order.src or "")
         if not _NAME.fullmatch(order.name):
@@ -196,9 +196,9 @@ class AdapterRegistry:
         Returns the host's message, or "".
 
         Raises:
-            UnknownAdapter: no adapter has this name.
-            AdapterError: it cannot be changed; everything is as before.
-            InvalidRequest: its new directory is not allowed.
+            UnknownAdapter: No adapter has this name.
+            AdapterError: It cannot be changed; everything is as before.
+            InvalidRequest: Its new directory is not allowed.
         """
         adapter = self.get(order.name, order.alias)
         src = adapter.src if order.src is None else order.src
@@ -228,8 +228,8 @@ class AdapterRegistry:
         Returns the host's message, or "".
 
         Raises:
-            UnknownAdapter: no adapter has this name.
-            AdapterError: a custom handler refuses; the adapter stays registered.
+            UnknownAdapter: No adapter has this name.
+            AdapterError: A custom handler refuses; the adapter stays registered.
         """
         adapter = self.get(name, alias)
         self._check_free(name)

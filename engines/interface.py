@@ -134,8 +134,8 @@ class EngineAdapters(Protocol):
         One to `preload` is loaded first. The files of others are checked; they are loaded for their first request.
 
         Raises:
-            AdapterFailed: it cannot be used with this model; the message says why. Nothing is left of it.
-            NoRoomForAdapter: every adapter that is loaded is pinned or in use.
+            AdapterFailed: It cannot be used with this model; the message says why. Nothing is left of it.
+            NoRoomForAdapter: Every adapter that is loaded is pinned or in use.
         """
 
     async def change(self, adapter: Adapter) -> None:
@@ -169,11 +169,11 @@ class Engine(LoadedModel, Protocol):
         """Begin generating; the answer goes to `sink`.
 
         Raises:
-            InvalidRequest: the engine would refuse it (too long, bad value); nothing was started.
-            UnknownAdapter: it names an adapter that was not added.
-            AdapterUnusable: its adapter cannot be loaded any more.
-            Overloaded: there is no room for its adapter.
-            EngineDead: the engine is gone.
+            InvalidRequest: The engine would refuse it (too long, bad value); nothing was started.
+            UnknownAdapter: It names an adapter that was not added.
+            AdapterUnusable: Its adapter can no longer be loaded.
+            Overloaded: The engine has no room for its adapter.
+            EngineDead: The engine is gone.
         """
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:

@@ -45,8 +45,9 @@ from container.settings.settings import (
 )
 from container.settings.values import Value, is_true, quoted
 from container.sources import location
-from container.sources.download import RemoteAdapters, RemoteModels, download_dir
+from container.sources.download import RemoteModels, download_dir
 from container.sources.location import ModelNotFound, SourceError, is_s3
+from container.sources.remote_adapters import RemoteAdapters
 from engines.model_settings import ModelSettings
 
 # Variables that name the model, and go before HF_MODEL_ID.

@@ -30,8 +30,6 @@ from filelock import FileLock, Timeout
 from container.sources.location import SETTINGS_SECONDS, FetchTimeout, S3Url, SourceError
 from container.sources.s3 import RemoteFile, S3Folder, selected
 from engines.cache_dir import cache_dir, is_writable
-from engines.daemon_thread import in_daemon_thread
-from engines.errors import AdapterFailed, InvalidParameter
 
 logger = logging.getLogger(__name__)
 
@@ -99,34 +97,6 @@ class RemoteModels:
     @property
     def opened(self) -> tuple[RemoteModel, ...]:
         return tuple(self._opened.values())
-
-
-class RemoteAdapters:
-    """The adapters of one model that are on S3. Implements `engines.adapters.AdapterDownloads`."""
-
-    def __init__(self, seconds: float, *, offline: bool, downloads: Path) -> None:
-        """`seconds`: how long the weights of an adapter may take."""
-        self._seconds, self._offline, self._downloads = seconds, offline, downloads
-
-    async def fetch(self, url: str) -> Path:
-        stop = threading.Event()
-        try:
-            return await in_daemon_thread(lambda: self._fetch(url, stop))
-        finally:
-            stop.set()
-
-    def _fetch(self, url: str, stop: threading.Event) -> Path:
-        try:
-            adapter = open_model(url, self._downloads, offline=self._offline)
-        except SourceError as error:
-            raise InvalidParameter("src", f"cannot be fetched: {error}") from None
-        try:
-            adapter.fetch_weights(self._seconds, stop)
-        except FetchTimeout as error:
-            raise AdapterFailed(f"{error}; option.model_loading_timeout sets the limit") from None
-        except SourceError as error:
-            raise AdapterFailed(str(error)) from None
-        return adapter.directory
 
 
 def open_model(url: str, downloads: Path | None = None, *, offline: bool = False) -> RemoteModel:

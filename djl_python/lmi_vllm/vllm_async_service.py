@@ -78,7 +78,7 @@ class VLLMHandler:
         """The model's tokenizer, or None before `initialize`.
 
         Raises:
-            ImportError: transformers is not installed.
+            ImportError: Transformers is not installed.
         """
         if self._tokenizer is None and self._model:
             model = dict(self._model)

@@ -1,8 +1,8 @@
 """Dynamic batching on transformers: requests are gathered, and each batch is one call of `model.generate`.
 
 The event loop takes requests, lets `BatchQueue` say which run together, and hands deltas to the sinks; the model runs
-in a daemon thread of its own (`generate.BatchRunner`), on a GPU or on the CPU. One batch runs at a time. LMI documents
-what clients see of it as "Dynamic Batch/Static Batch Schema".
+in a daemon thread (`generate.BatchRunner`), on a GPU or on the CPU. One batch runs at a time. LMI documents its
+contract as "Dynamic Batch/Static Batch Schema".
 """
 
 from __future__ import annotations

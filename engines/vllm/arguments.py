@@ -1,4 +1,4 @@
-"""From a model's settings to the arguments of vLLM's engine, and of its OpenAI front end (`handlers.openai`)."""
+"""Makes the arguments of the vLLM engine and of its OpenAI front end (`handlers.openai`) from a model's settings."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class ConstraintTranslator:
         `parameter`: the client's names for them.
 
         Raises:
-            InvalidParameter: they would harm the engine, or would not be enforced.
+            InvalidParameter: They would harm the engine, or would not be enforced.
             GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.error`.
         """
         outputs = params.structured_outputs
@@ -273,9 +273,9 @@ class GrammarTrials:
         """Return the fault of a constraint, as the end of a sentence; "" if nothing was found.
 
         Raises:
-            GenerationFailed: no process can be started.
-            Overloaded: too many constraints are tried out before it, or it was not its fault that the process ended.
-            EngineDead: the server is stopping.
+            GenerationFailed: No process can be started.
+            Overloaded: Too many constraints are tried out before it, or it was not its fault that the process ended.
+            EngineDead: The server is stopping.
         """
         key = hashlib.sha256(f"{kind}\0{text}".encode()).digest()
         if (known := self._known.get(key)) is not None:
@@ -354,7 +354,12 @@ def _ended_after(seconds: float, process: Popen[str]) -> Iterator[None]:
 
 
 def _exchange(process: Popen[str], message: object) -> str:
-    """Send a message and return the answer. Raises OSError or ValueError where the process has ended."""
+    """Send a message and return the answer.
+
+    Raises:
+        OSError: The process has ended.
+        ValueError: The process has ended.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(json.dumps(message) + "\n")

@@ -378,7 +378,7 @@ class VllmGeneration:
 
 
 class SchedulerReports:
-    """Takes the place of vLLM's stat loggers, and keeps only the schedulers' gauges."""
+    """Replaces vLLM's loggers of statistics, and keeps only the gauges of the schedulers."""
 
     def __init__(self) -> None:
         self.count = 0  # Messages of the engine's process: steps with tokens and steps without, as of a long prompt.

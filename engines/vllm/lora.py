@@ -149,10 +149,10 @@ class VllmAdapters:
         """Return a claim on the adapter of this name, which stays in memory until the claim is released.
 
         Raises:
-            UnknownAdapter: there is none.
-            AdapterUnusable: it cannot be loaded any more.
-            Overloaded: there is no place for it.
-            EngineDead: the engine is gone.
+            UnknownAdapter: No adapter has this name.
+            AdapterUnusable: It can no longer be loaded.
+            Overloaded: No slot is free.
+            EngineDead: The engine is gone.
         """
         if (public := self.public.get(name)) is None:
             raise UnknownAdapter(name)

@@ -45,7 +45,7 @@ class SamplingTranslator:
     vocabulary_size: int
     typical_refusal: str = ""  # Why `typical_p` is refused, after its name; "" if it is not.
     prompt_logprobs_refusal: str = ""  # Why log probabilities of the prompt are refused; "" if they are not.
-    prefix_cache: bool = True  # The engine has one; without it there is no beam search.
+    prefix_cache: bool = True  # The engine has one; beam search needs it.
 
     def sampling_params(
         self, request: GenerationRequest, prompt_length: int, structured_outputs: StructuredOutputsParams | None = None
@@ -99,9 +99,9 @@ class SamplingTranslator:
         """Check what holds for single sequences and beam searches alike.
 
         Raises:
-            InvalidParameter: a token id that the vocabulary does not have, too many of them, too many alternatives, or
+            InvalidParameter: A token id that the vocabulary does not have, too many of them, too many alternatives, or
                 a beam search without a prefix cache.
-            InvalidRequest: log probabilities of the prompt if the engine would die of them.
+            InvalidRequest: Log probabilities of the prompt if the engine would die of them.
         """
         s = request.sampling
         if request.want_prompt_tokens and self.prompt_logprobs_refusal:

@@ -133,7 +133,7 @@ class EngineClient:
         Not a coroutine: a refusal comes before a reply has begun.
 
         Raises:
-            VLLMValidationError: the parameters would harm the engine, or there are too many sequences.
+            VLLMValidationError: The parameters would harm the engine, or there are too many sequences.
             GracefulHTTPError: 503, the queue has no place.
         """
         call = current_call.get()

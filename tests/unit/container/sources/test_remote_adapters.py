@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from container.sources.download import RemoteAdapters
+from container.sources.remote_adapters import RemoteAdapters
 from engines.errors import AdapterFailed, InvalidParameter
 from tests.stand_ins.s3 import Gate, held, put, refuse
 from tests.waiting import until
