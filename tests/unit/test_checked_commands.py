@@ -13,7 +13,7 @@ from deploy.cli import app
 from tests.without_make import without_make
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "CONTRIBUTING.md").read_text().split("## Which check runs what\n")[1].split("\n## ")[0]
+SECTION = (ROOT / "CONTRIBUTING.md").read_text().split("## Checks of each command\n")[1].split("\n## ")[0]
 LISTED = [name for line in SECTION.splitlines() for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
 
 
