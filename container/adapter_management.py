@@ -133,7 +133,11 @@ async def read_adapter_call(scope: Any, receive: Receive, settings: ServerSettin
 
 
 def adapter_call_failed(path: bytes, message: str, *, again: bool) -> Refusal:
-    """Return the reply of such a server if a call failed. `again`: the client may repeat the call at once."""
+    """Return the reply of such a server if a call failed.
+
+    Args:
+        again: The client may repeat the call at once.
+    """
     return _refused_adapter_call(path, NotReady(message) if again else AdapterFailed(message))
 
 

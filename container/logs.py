@@ -42,7 +42,11 @@ class PlainFormatter(logging.Formatter):
     """One line of text for each record about a request, with any data of its client; others may have several."""
 
     def __init__(self, replica: str = "") -> None:
-        """`replica`: the name of this process among others that serve the same."""
+        """Create the plain formatter.
+
+        Args:
+            replica: The name of this process among others that serve the same.
+        """
         self._replica = f"{replica} " if replica else ""
         super().__init__(_PLAIN, defaults={"replica": self._replica})
 

@@ -137,7 +137,8 @@ def known_metrics(
 ) -> Iterable[Metric]:
     """Yield the series of a model that runs on an engine, by the names that vLLM, Triton and TGI have for them.
 
-    `version`: tells the model from others of its name.
+    Args:
+        version: Tells the model from others of its name.
     """
     own = {"version": version} if version else {}
     yield from _vllm({"model_name": model, "engine": "0"} | own, statistics, status)

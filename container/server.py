@@ -273,7 +273,11 @@ class Process:
     def __init__(
         self, startup: Startup, mounts: Sequence[Mount] = (), clean_up: Callable[[], None] = lambda: None
     ) -> None:
-        """`clean_up`: called if the process ends at once."""
+        """Create the process.
+
+        Args:
+            clean_up: Called if the process ends at once.
+        """
         self._settings = startup.server
         self._clean_up = clean_up
         self.server = ModelServer(startup, mounts)

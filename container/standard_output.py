@@ -31,7 +31,11 @@ class Writer:
     """Writes lines to a file in a thread."""
 
     def __init__(self, descriptor: int, notice: Callable[[int], str]) -> None:
-        """`notice`: makes the line that reports a number of dropped lines."""
+        """Create the writer.
+
+        Args:
+            notice: Makes the line that reports a number of dropped lines.
+        """
         self._descriptor, self._notice = descriptor, notice
         self.dropped = 0  # The number of dropped lines since the start.
         self._lock = threading.RLock()  # A finalizer may log while its thread has the lock.

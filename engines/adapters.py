@@ -110,9 +110,12 @@ class AdapterRegistry:
         faults: Callable[[Path], Sequence[str]] | None = None,
         downloads: AdapterDownloads | None = None,
     ) -> None:
-        """`reserved`: the names of the model itself.
+        """Create the adapter registry.
 
-        `faults`: reasons why a directory is not allowed; may block. `downloads`: None: adapters on S3 are refused.
+        Args:
+            reserved: The names of the model itself.
+            faults: Reasons why a directory is not allowed; may block.
+            downloads: None: adapters on S3 are refused.
         """
         self._host, self._model_dir, self._reserved = host, model_dir, frozenset(reserved)
         self._faults, self._downloads = faults, downloads
@@ -130,7 +133,8 @@ class AdapterRegistry:
     def get(self, name: str, alias: str = "") -> Adapter:
         """Return the adapter of this name.
 
-        `alias`: its name in messages.
+        Args:
+            alias: Its name in messages.
 
         Raises:
             UnknownAdapter: No adapter has this name.
@@ -160,7 +164,8 @@ class AdapterRegistry:
 
         Returns the host's message, or "".
 
-        `replacing`: one of the same name is replaced once the new one is loaded; its running requests are completed.
+        Args:
+            replacing: One of the same name is replaced once the new one is loaded; its running requests are completed.
 
         Raises:
             AdapterError: It cannot be registered; everything is as before.

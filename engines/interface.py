@@ -40,7 +40,9 @@ class Progress:
     def look(self, busy: bool, mark: float) -> None:
         """Record whether the engine has moved.
 
-        `busy`: it has work. `mark`: any number that changes whenever it gives a sign of life.
+        Args:
+            busy: It has work.
+            mark: Any number that changes whenever it gives a sign of life.
         """
         now = self._clock()
         passed, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK), now
@@ -59,7 +61,11 @@ class Watchdog:
     """
 
     def __init__(self, look: Callable[[], Awaitable[bool]]) -> None:
-        """`look`: ends what waits for ever; returns False when nothing is left to watch."""
+        """Create the watchdog.
+
+        Args:
+            look: Ends what waits for ever; returns False when nothing is left to watch.
+        """
         self._look = look
         self._task: asyncio.Task[None] | None = None
         self.failure = ""  # The reason why the engine must no longer serve; "" while it may.
@@ -147,7 +153,8 @@ class EngineAdapters(Protocol):
     async def remove(self, adapter_id: int, *, wait: bool = True) -> None:
         """Let no new request have the adapter, and free it when those that run with it have ended.
 
-        `wait`: return when it is free, or after half a minute, while it is being freed as soon as may be.
+        Args:
+            wait: Return when it is free, or after half a minute, while it is being freed as soon as may be.
         """
 
 

@@ -63,8 +63,9 @@ class ModelTexts:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return token ids.
 
-        `special`: with the special tokens that the model wants around a text. Whatever the tokenizer raises passes
-        through.
+        Args:
+            special: With the special tokens that the model wants around a text. Whatever the tokenizer raises passes
+                through.
         """
         fast = self._fast
         if fast is None:

@@ -43,7 +43,8 @@ def importing() -> Iterator[None]:
 def collect_after_load(*, model_is_here: bool) -> None:
     """Collect what loading has left behind; further automatic collections are rare.
 
-    `model_is_here`: its objects are in this process.
+    Args:
+        model_is_here: Its objects are in this process.
     """
     global _loaded
     with _collecting:

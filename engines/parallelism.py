@@ -125,7 +125,8 @@ class ModelMemory:
     def fewest(self, sizes: Sequence[int], gpu_bytes: int) -> tuple[int, str]:
         """Return the first of these sizes that holds the model, or else the last, and the reason in words.
 
-        `gpu_bytes`: total memory of the smallest GPU; 0 if unknown.
+        Args:
+            gpu_bytes: Total memory of the smallest GPU; 0 if unknown.
         """
         if not self.weights.total or not gpu_bytes:
             unknown = "the GPUs' memory" if self.weights.total else "the size of its weights"

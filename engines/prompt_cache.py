@@ -22,7 +22,11 @@ _TRIALS = ("a b", " a\n", "\n\na ", "\u4f60 1")
 
 
 def encode_all(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-    """Return the token ids of each text. `special`: with the special tokens that the model wants around it."""
+    """Return the token ids of each text.
+
+    Args:
+        special: With the special tokens that the model wants around it.
+    """
     if sum(map(len, texts)) > LONG_TEXT:  # `encode` would hold the interpreter's lock, and every other thread with it
         encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
     else:
@@ -48,8 +52,9 @@ class SegmentTokenizer:
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return token ids.
 
-        `special`: with the special tokens that the model wants around a text. Whatever the tokenizer raises passes
-        through.
+        Args:
+            special: With the special tokens that the model wants around a text. Whatever the tokenizer raises passes
+                through.
         """
         segments = [segment for segment in self._cut(text) if segment]
         found = {segment: ids for segment in segments if (ids := self._find(segment)) is not None}

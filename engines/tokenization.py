@@ -132,7 +132,8 @@ class HeldTokens:
     def release(self, characters: int, finished: bool) -> list[Token]:
         """Return the tokens whose text may be shown now that so many more characters may.
 
-        `finished`: return all, without the text that belongs to a stop string.
+        Args:
+            finished: Return all, without the text that belongs to a stop string.
         """
         tokens = self._tokens
         self._free += characters
@@ -183,7 +184,11 @@ class PromptTokenizer:
     """Tokenizes prompts for one model."""
 
     def __init__(self, texts: ModelTexts, max_model_len: int, max_prompt_tokens: int | None = None) -> None:
-        """`max_prompt_tokens`: longer prompts are refused, however much the context holds."""
+        """Create the prompt tokenizer.
+
+        Args:
+            max_prompt_tokens: Longer prompts are refused, however much the context holds.
+        """
         self._texts, self._most = texts, max_prompt_tokens
         self._max_model_len = max_model_len
         self._most_characters = max_model_len * texts.longest_token

@@ -92,7 +92,8 @@ def asks(name: str, value: Any) -> bool:
 def refuse_unread(values: Mapping[str, Any], unread: Iterable[str], message: str) -> None:
     """Refuse what would constrain the text, were it read here.
 
-    `message`: what to do, after the parameter's name.
+    Args:
+        message: What to do, after the parameter's name.
 
     Raises:
         InvalidParameter: Naming the first.

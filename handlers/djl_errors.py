@@ -18,13 +18,21 @@ HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=": 
 
 
 def front_end_reply(status: int, kind: str, message: str) -> Reply:
-    """Return an answer of the front end. `kind`: a class name of DJL Serving's."""
+    """Return an answer of the front end.
+
+    Args:
+        kind: A class name of DJL Serving's.
+    """
     text = f'{{\n  "code": {status},\n  "type": {_html_safe(kind)},\n  "message": {_html_safe(message)}\n}}\n'
     return Reply(status, JSON, text.encode("utf-8", "replace"))
 
 
 def refused(status: int, kind: str, message: str) -> ContractError:
-    """Return a call that the front end refuses. `kind`: a class name of DJL Serving's."""
+    """Return a call that the front end refuses.
+
+    Args:
+        kind: A class name of DJL Serving's.
+    """
     return ContractError(front_end_reply(status, kind, message), message)
 
 

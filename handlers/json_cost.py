@@ -44,7 +44,11 @@ class JsonDecoder(Generic[T]):
     """A `msgspec.json.Decoder` for texts from clients. It refuses costly texts."""
 
     def __init__(self, shape: type[T] | None = None) -> None:
-        """`shape`: the type of the document; None for any."""
+        """Create the JSON decoder.
+
+        Args:
+            shape: The type of the document; None for any.
+        """
         decoder: Any = msgspec.json.Decoder(Any if shape is None else shape)
         self._decode: Callable[[bytes | str], T] = decoder.decode
 

@@ -92,7 +92,11 @@ class ParameterReader:
     def optional_integer(
         self, name: str, *, minimum: int | None = None, maximum: int | None = None, digits: bool = False
     ) -> int | None:
-        """Return a whole number within bounds, or None if absent. `digits`: a string of digits is taken as well."""
+        """Return a whole number within bounds, or None if absent.
+
+        Args:
+            digits: A string of digits is taken as well.
+        """
         return self._integer(name, ["integer", "string"] if digits else "integer", None, minimum, maximum)
 
     def _integer(self, name: str, kind: Kind, default: Any, minimum: int | None, maximum: int | None) -> int | None:
@@ -143,7 +147,11 @@ class ParameterReader:
         raise _wrong(name, "an object", value)
 
     def value(self, name: str, kind: Kind) -> Any:
-        """Return the value unchanged, or None if absent. `kind`: the expected kind; an array holds strings."""
+        """Return the value unchanged, or None if absent.
+
+        Args:
+            kind: The expected kind; an array holds strings.
+        """
         return self._take(name, kind, None, items={"type": "string"} if kind == "array" else None)
 
     def strings(self, name: str, *, most: int = MAX_STRINGS, longest: int = MAX_STRING_LENGTH) -> tuple[str, ...]:
@@ -186,7 +194,12 @@ class ParameterReader:
         return biases
 
     def _take(self, name: str, kind: Kind, default: Any, **limits: Any) -> Any:
-        """Return the value, or the default. `kind`, `limits`: JSON schema's `type`, and what else it says."""
+        """Return the value, or the default.
+
+        Args:
+            kind: JSON schema's `type`, and what else it says.
+            limits: JSON schema's `type`, and what else it says.
+        """
         self._read.add(name)
         if (given := self._values.get(name)) is None:
             return default

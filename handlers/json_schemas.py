@@ -119,7 +119,11 @@ MEANINGS = {
 
 
 def an_object(properties: Mapping[str, Schema], *required: str, name: str = "", **more: Any) -> Schema:
-    """Return the schema of an object with these fields. `name`: the document has it once, under this name."""
+    """Return the schema of an object with these fields.
+
+    Args:
+        name: The document has it once, under this name.
+    """
     described = {key: {"description": MEANINGS.get(key, ""), **schema} for key, schema in properties.items()}
     title = {"title": name} if name else {}
     return {**title, "type": "object", "required": list(required), "properties": described, **more}
@@ -145,7 +149,8 @@ def either(schemas: Sequence[Schema]) -> Schema:
 def parameters(parse: Callable[[Reader], object]) -> dict[str, Schema]:
     """Schemas of the parameters that a parser reads, by name.
 
-    `parse`: calls the parser with an empty object and the given reader.
+    Args:
+        parse: Calls the parser with an empty object and the given reader.
     """
     asked = _Asked()
     parse(lambda values: asked)

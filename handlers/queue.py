@@ -22,7 +22,11 @@ class EngineQueue:
     """
 
     def __init__(self, engine: Engine, limit: int, overload_status: int = 503) -> None:
-        """`overload_status`: the status for LMI's clients if the queue is full."""
+        """Create the engine queue.
+
+        Args:
+            overload_status: The status for LMI's clients if the queue is full.
+        """
         self.engine, self.limit, self.overload_status = engine, limit, overload_status
         self.open_sequences = 0  # Places that are taken.
         self.running: dict[str, Abortable] = {}  # By their ids.

@@ -24,10 +24,10 @@ def console_state(
 ) -> Response:
     """Return the document.
 
-    `endpoints`: those of SageMaker that the container itself serves.
-
-    `management`: the listener that was asked serves the management API, whose callers alone see settings and where
-    adapters are from.
+    Args:
+        endpoints: Those of SageMaker that the container itself serves.
+        management: The listener that was asked serves the management API, whose callers alone see settings and where
+            adapters are from.
     """
     health = ping(state.models, state.settings, state.error_rates)
     document = {

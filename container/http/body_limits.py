@@ -58,7 +58,11 @@ class BodyReader:
     __slots__ = ("_held", "_memory", "complete")
 
     def __init__(self, memory: BodyMemory | None) -> None:
-        """`memory`: the budget, or None not to count this body."""
+        """Create the body reader.
+
+        Args:
+            memory: The budget, or None not to count this body.
+        """
         self._memory = memory
         self._held = 0
         self.complete = False  # The whole body has been read.

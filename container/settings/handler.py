@@ -23,7 +23,8 @@ def handler_settings(
 ) -> HandlerSettings | None:
     """Return the handler's settings; None where something is wrong with them, which is then among the problems.
 
-    `packages`: the fields for `requirements.txt`.
+    Args:
+        packages: The fields for `requirements.txt`.
     """
     lookup = sources.lookup
     problems = len(lookup.problems)

@@ -355,8 +355,9 @@ def _handler_model(sources: Sources, entry_point: str, function: str) -> dict[st
 def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> None:
     """Set `model_id` to the model to load, and the model's name.
 
-    `required`: without a model, or with one that is not found, there is a problem. A custom handler may bring its own
-    model, and may give `option.model_id` another meaning.
+    Args:
+        required: Without a model, or with one that is not found, there is a problem. A custom handler may bring its own
+            model, and may give `option.model_id` another meaning.
     """
     lookup = sources.lookup
     keys = MODEL_ID.keys if required else _NAME_FOR_HANDLERS.keys

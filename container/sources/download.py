@@ -44,7 +44,11 @@ class RemoteModel:
     """A model on S3 whose small files are here. Made by `open_model`."""
 
     def __init__(self, copy: LocalCopy, folder: S3Folder | None, files: tuple[RemoteFile, ...]) -> None:
-        """`folder`: None where S3 must not be asked."""
+        """Create the remote model.
+
+        Args:
+            folder: None where S3 must not be asked.
+        """
         self.url = copy.url
         self.directory = copy.directory
         self._copy, self._folder, self._files = copy, folder, files
@@ -104,7 +108,8 @@ def open_model(url: str, downloads: Path | None = None, *, offline: bool = False
 
     Blocks for seconds.
 
-    `offline`: take the copy that is here, and ask nobody.
+    Args:
+        offline: Take the copy that is here, and ask nobody.
 
     Raises:
         SourceError: There is no such model, or it cannot be reached, read or stored.

@@ -199,7 +199,8 @@ def check_kind(settings: ModelSettings, config: Any) -> None:
 def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that lacks weights: transformers fills them with random numbers.
 
-    `loading`: what `from_pretrained` gives with `output_loading_info`; it counts tied weights as loaded.
+    Args:
+        loading: What `from_pretrained` gives with `output_loading_info`; it counts tied weights as loaded.
 
     Raises:
         EngineStartError: It names some of the weights.

@@ -78,10 +78,12 @@ class Sampler:
         generated: Sequence[Sequence[int]],
         generators: Sequence[torch.Generator],
     ) -> None:
-        """`request`: any of the batch, as they differ in prompt, seed and limit alone.
+        """Create the sampler.
 
-        `generated`: the tokens of each sequence so far, to which the caller adds those that are chosen. `generators`:
-        the sources of their random numbers, so that a seeded sequence draws the same ones in any batch.
+        Args:
+            request: Any of the batch, as they differ in prompt, seed and limit alone.
+            generated: The tokens of each sequence so far, to which the caller adds those that are chosen.
+            generators: The sources of their random numbers, so that a seeded sequence draws the same ones in any batch.
         """
         s = request.sampling
         self._request, self._sampling, self._model = request, s, model

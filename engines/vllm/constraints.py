@@ -118,7 +118,8 @@ class ConstraintTranslator:
     async def checked(self, parameter: str, params: SamplingParams) -> StructuredOutputsParams:
         """Return the structured outputs that vLLM's front end has read, as the engine will follow them.
 
-        `parameter`: the client's names for them.
+        Args:
+            parameter: The client's names for them.
 
         Raises:
             InvalidParameter: They would harm the engine, or would not be enforced.

@@ -54,7 +54,11 @@ class VllmLoader:
     """Loads one model, once."""
 
     def __init__(self, settings: ModelSettings, thread: LastingThread) -> None:
-        """`thread`: starts vLLM's processes; the kernel kills those that are spawned with it."""
+        """Create the vLLM loader.
+
+        Args:
+            thread: Starts vLLM's processes; the kernel kills those that are spawned with it.
+        """
         self._settings = settings
         self._thread = thread
         self._abandoned = False  # Nothing waits for it.

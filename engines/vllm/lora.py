@@ -89,9 +89,11 @@ class VllmAdapters:
     """The adapters of one engine, in vLLM's memory or outside it."""
 
     def __init__(self, llm: AsyncLLM, patience: float, empty_slots: int = 0) -> None:
-        """`patience`: seconds that loading may take, and a wait for a place in memory.
+        """Create the vLLM adapters.
 
-        `empty_slots`: so many of the places that vLLM has stay empty.
+        Args:
+            patience: Seconds that loading may take, and a wait for a place in memory.
+            empty_slots: So many of the places that vLLM has stay empty.
         """
         lora: Any = llm.vllm_config.lora_config
         self._llm, self._patience = llm, patience

@@ -62,7 +62,8 @@ def read_ahead(directory: Path, max_rank: int, base: Shapes) -> None:
 
     An engine makes no token while it loads an adapter; where files come over a network that may take a minute.
 
-    `base`: the known shapes of the base model's weights.
+    Args:
+        base: The known shapes of the base model's weights.
 
     Raises:
         AdapterFailed: As `check_adapter`, or the weights cannot be used; the tensor is named.

@@ -192,9 +192,11 @@ class PushedState(RequestState):
         traced: bool = False,
         interval: int = 1,
     ) -> None:
-        """`traced`: vLLM makes a span of the sequence when it has ended.
+        """Create the pushed state.
 
-        `interval`: tokens in each part of a stream, after the first part, which has what came with the first token.
+        Args:
+            traced: vLLM makes a span of the sequence when it has ended.
+            interval: Tokens in each part of a stream, after the first part, which has what came with the first token.
         """
         self.want_tokens = generation.want_tokens
         # A part goes out when there are so many tokens, or at the end.

@@ -107,7 +107,9 @@ def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Connection]:
     The calling thread has to outlive them where they are spawned.
 
     Several threads may start engines at a time, one for each model. Gives the connection that `first_failure` reads.
-    `spawned`: do not fork them, even with a fork server: vLLM binds a process to a NUMA node when it is spawned.
+
+    Args:
+        spawned: Do not fork them, even with a fork server: vLLM binds a process to a NUMA node when it is spawned.
     """
     reader, writer = multiprocessing.Pipe(duplex=False)
     with reader, writer:

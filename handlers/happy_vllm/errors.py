@@ -45,7 +45,11 @@ class WrongBody(errors.InvalidRequest):
 
 
 def not_json(reason: str) -> WrongBody:
-    """Return the refusal of a body that is not JSON. `reason`: the decoder's, with the place at its end."""
+    """Return the refusal of a body that is not JSON.
+
+    Args:
+        reason: The decoder's, with the place at its end.
+    """
     place = _BYTE.search(reason)
     error = WrongBody("the body is not JSON", "json_invalid", "JSON decode error", int(place[1]) if place else 0)
     error.entry["ctx"] = {"error": _BYTE.sub("", reason)}

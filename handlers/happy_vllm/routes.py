@@ -123,7 +123,9 @@ def _info(
 ) -> InfoRoute:
     """Return a route that generates nothing.
 
-    `answer`: names of its fields. `fields`: those of the body, if it has one.
+    Args:
+        answer: Names of its fields.
+        fields: Those of the body, if it has one.
     """
     methods = ("POST",) if fields else ("GET",)
     return InfoRoute(path=path, answer=reply_of, methods=methods, about=_operation(summary, answer, **fields))

@@ -64,7 +64,8 @@ def named_adapter(call: Call) -> str | None:
 def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
     """The adapter of each prompt, None for the model itself: by the header, the body or the query, in this order.
 
-    `given`: the body's `adapters`, one for all prompts or a list with one for each.
+    Args:
+        given: The body's `adapters`, one for all prompts or a list with one for each.
 
     Raises:
         InvalidRequest: It is of another kind, or the list is not as long as that of the prompts.
@@ -127,7 +128,9 @@ def alias(call: Call) -> str:
 def done(call: Call, name: str, what: str, message: str) -> Reply:
     """Return the answer to an order that was carried out.
 
-    `what`: such as "registered". `message`: a custom handler's own, which replaces the usual text.
+    Args:
+        what: Such as "registered".
+        message: A custom handler's own, which replaces the usual text.
     """
     text = message or f"Adapter {alias(call) or name} {what}"
     if _is_json(call):

@@ -152,7 +152,9 @@ def read_async_parameters(
 ) -> AsyncParameters:
     """Validate and translate a request's parameters; null is absent.
 
-    `model_defaults`: vLLM's default sampling parameters for the model. `strict`: unknown names are refused.
+    Args:
+        model_defaults: vLLM's default sampling parameters for the model.
+        strict: Unknown names are refused.
 
     Raises:
         InvalidParameter: With the parameter, its value and the allowed values.

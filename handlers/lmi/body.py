@@ -43,7 +43,9 @@ class Body(msgspec.Struct):
 def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: str = "`inputs`") -> Body:
     """Return a call's body, with any content type.
 
-    `prompts_of`: reads `inputs` that are not simply one prompt. `wanted`: the expected field, for the message.
+    Args:
+        prompts_of: Reads `inputs` that are not simply one prompt.
+        wanted: The expected field, for the message.
 
     Raises:
         InvalidRequest: It is no object that could be a request, or has a constraint outside its parameters.

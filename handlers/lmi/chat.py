@@ -191,7 +191,11 @@ class AsyncShape:
     stream_type = "application/jsonlines"
 
     def __init__(self, overload_status: int = 503, refusal_status: int | None = None) -> None:
-        """`refusal_status`: of errors that are the client's; None: vLLM's own."""
+        """Create the async shape.
+
+        Args:
+            refusal_status: Of errors that are the client's; None: vLLM's own.
+        """
         self._overload_status, self._refusal_status = overload_status, refusal_status
 
     def reply(self, reply: Reply) -> Reply:

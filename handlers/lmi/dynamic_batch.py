@@ -125,7 +125,11 @@ class ListAnswer(Answer):
     content_type = JSON
 
     def __init__(self, lead: Sequence[str]) -> None:
-        """`lead`: the beginning of each text; the prompt, or nothing."""
+        """Create the list answer.
+
+        Args:
+            lead: The beginning of each text; the prompt, or nothing.
+        """
         self._texts = [[text] for text in lead]
         self._open = len(lead)
 
@@ -152,7 +156,11 @@ class RecordListAnswer(Answer):
     content_type = "application/jsonlines"
 
     def __init__(self, prompts: int, pad_text: str, first_record: Sequence[str] = ()) -> None:
-        """`first_record`: the part that is sent before anything was generated; nothing if empty."""
+        """Create the record list answer.
+
+        Args:
+            first_record: The part that is sent before anything was generated; nothing if empty.
+        """
         self._entries: list[str | None] = [None] * prompts
         self._finished = [False] * prompts
         self._missing = prompts

@@ -86,10 +86,14 @@ class AdapterFormatters:
         time_limit: float,
         async_mode: bool = False,
     ) -> None:
-        """`otherwise`: answers all other calls.
+        """Create the adapter formatters.
 
-        `make`: makes a handler with these formatters. `base`: the model's own, for a kind that an adapter lacks.
-        `time_limit`: seconds that running a `model.py` may take. `async_mode`: the mode that they have to fit.
+        Args:
+            otherwise: Answers all other calls.
+            make: Makes a handler with these formatters.
+            base: The model's own, for a kind that an adapter lacks.
+            time_limit: Seconds that running a `model.py` may take.
+            async_mode: The mode that they have to fit.
         """
         self._otherwise, self._make, self._base = otherwise, make, base or Formatters(None, None)
         self._time_limit, self._async_mode = time_limit, async_mode

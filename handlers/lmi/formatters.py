@@ -62,7 +62,10 @@ class FormatterContract:
         """Wrap `contract`.
 
         `read` and `write` are the input and the output formatter; `writes_tokens`: the latter is of the older kind,
-        called with each token. `tokenizer`: what an input formatter gets under this name.
+        called with each token.
+
+        Args:
+            tokenizer: What an input formatter gets under this name.
         """
         self._contract, self._settings = contract, settings
         self._read, self._write, self._writes_tokens = read, write, writes_tokens
@@ -169,7 +172,8 @@ def _handler_input(call: Call) -> Input:
 def _document(request: RequestInput, formatter: str | None, stream: bool, own_answer: bool) -> bytes:
     """Return the request as the wrapped contract reads it.
 
-    `own_answer`: the output formatter writes it, from all details.
+    Args:
+        own_answer: The output formatter writes it, from all details.
     """
     parameters = {
         name: value for name, value in request.parameters.items() if name not in ("stream", "output_formatter")
@@ -286,7 +290,11 @@ class PayloadFormatters:
     def __init__(
         self, contract: LmiAsyncContract, *, read: Formatter | None, write: Formatter | None, tokenizer: Any = None
     ) -> None:
-        """`read` and `write`: the input and the output formatter. `tokenizer`: what `read` gets under this name."""
+        """`read` and `write`: the input and the output formatter.
+
+        Args:
+            tokenizer: What `read` gets under this name.
+        """
         self._contract, self._read, self._write = contract, read, write
         self._keywords = _accepted(read, {"tokenizer": tokenizer}) if read is not None else {}
         self.writes = write is not None  # There is an output formatter.

@@ -28,7 +28,8 @@ _FRONT_END_ERROR = an_answer(
 def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operation:
     """`/invocations` under these settings.
 
-    `for_vllm`: schemas of the bodies that vLLM's front end answers there, by vLLM's path for them.
+    Args:
+        for_vllm: Schemas of the bodies that vLLM's front end answers there, by vLLM's path for them.
     """
     if model.handler is not None:
         return _custom_handler(model.handler)

@@ -239,8 +239,9 @@ def action_of(body: bytes) -> str:
 def created(session_id: str, expires: float) -> Reply:
     """Return the reply to NEW_SESSION.
 
-    `expires`: in seconds since the epoch. SageMaker reads the first of the headers; clients that ask LMI directly read
-    the second.
+    Args:
+        expires: In seconds since the epoch. SageMaker reads the first of the headers; clients that ask LMI directly
+            read the second.
     """
     value = f"{session_id}; Expires={datetime.fromtimestamp(expires, UTC):%Y-%m-%dT%H:%M:%SZ}"
     return _done(session_id, "created", ((NEW_SESSION_ID, value), (SESSION_ID, value)))

@@ -143,7 +143,8 @@ read_chat = JsonDecoder(ChatBody).decode
 def sampling_of(body: Body, defaults: Mapping[str, Any], max_tokens: int | None) -> SamplingParameters:
     """Return the sampling parameters of a body.
 
-    `defaults`: the model's own, by vLLM's names.
+    Args:
+        defaults: The model's own, by vLLM's names.
 
     Raises:
         LeftToVllm: One of them may have a value that vLLM refuses or changes.

@@ -41,7 +41,9 @@ _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True) -> dict[str, Any]:
     """Return the fields to replace, so that vLLM enforces all that the body asks for; a field that is None goes.
 
-    `body`: its `FIELDS` at least. `parses_tools`: the model has a parser of tool calls.
+    Args:
+        body: Its `FIELDS` at least.
+        parses_tools: The model has a parser of tool calls.
 
     Raises:
         InvalidParameter: With the field that is wrong, or that vLLM would ignore.
@@ -82,7 +84,11 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
 
 
 def form_name(body: Mapping[str, Any], path: str) -> str:
-    """Return the client's name for the form of its text. `body`: as in `enforceable`."""
+    """Return the client's name for the form of its text.
+
+    Args:
+        body: As in `enforceable`.
+    """
     return "tool_choice" if _forced(body) else next(iter(_forms(body, path)), "structured_outputs")
 
 

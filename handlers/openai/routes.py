@@ -92,7 +92,11 @@ def _card(
 
 
 def error_reply(message: str, kind: str, status: int, parameter: str | None = None) -> Reply:
-    """Return a reply with vLLM's error object. `kind`: such as "BadRequestError"."""
+    """Return a reply with vLLM's error object.
+
+    Args:
+        kind: Such as "BadRequestError".
+    """
     safe = message.encode("utf-8", "replace").decode()  # a client's lone surrogates have no bytes
     return Reply(status, JSON, error_body(safe, kind, status, parameter))
 

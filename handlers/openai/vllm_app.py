@@ -147,7 +147,10 @@ def stop_at_first_fault(kind: type[BaseModel], done: set[type]) -> None:
     To be called before FastAPI sees it.
 
     Pydantic would say of each item why it is none of the kinds that it may be. That takes it up to 5 ms for each, and
-    the event loop waits. `done`: changes before that.
+    the event loop waits.
+
+    Args:
+        done: Changes before that.
     """
     if kind in done or not kind.__pydantic_complete__:
         return
@@ -200,8 +203,10 @@ async def build(
 ) -> Any:
     """Return the application, around an engine client.
 
-    `names`: the model's, the first of which is in every answer. `accepts`: says of a name that is none of them whether
-    it will do as well. `adapters`: vLLM's requests for adapters by their names, as they come and go.
+    Args:
+        names: The model's, the first of which is in every answer.
+        accepts: Says of a name that is none of them whether it will do as well.
+        adapters: vLLM's requests for adapters by their names, as they come and go.
 
     Raises:
         EngineStartError: This vLLM refuses an argument.

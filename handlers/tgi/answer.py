@@ -124,7 +124,11 @@ class GenerationAnswer(_WholeAnswer):
 
 
 def stream_headers(compute_type: str, characters: int) -> Headers:
-    """Return the headers of a stream, also of one with only an error. `characters`: the length of `inputs`."""
+    """Return the headers of a stream, also of one with only an error.
+
+    Args:
+        characters: The length of `inputs`.
+    """
     return (
         ("x-compute-type", compute_type),
         ("x-compute-characters", str(characters)),

@@ -46,7 +46,11 @@ def event(error: errors.RequestError) -> bytes:
 
 
 def error_document(text: str, kind: str) -> str:
-    """Return an error's JSON object. `kind`: the `error_type`, by which clients choose the exception."""
+    """Return an error's JSON object.
+
+    Args:
+        kind: The `error_type`, by which clients choose the exception.
+    """
     return f'{{"error":{quote(text)},"error_type":{quote(kind)}}}'
 
 

@@ -76,7 +76,11 @@ def chat_tokenize(call: Call, view: ModelView) -> Reply:
 
 
 def _tokens(text: str, texts: ModelTexts, *, special: bool, truncate: int | None = None) -> bytes:
-    """Return the last `truncate` tokens as JSON objects. `special`: with those that the model wants around a text."""
+    """Return the last `truncate` tokens as JSON objects.
+
+    Args:
+        special: With those that the model wants around a text.
+    """
     try:
         ids, places = texts.places(text, special=special)
     except Exception as error:  # a tokenizer may raise anything

@@ -35,7 +35,11 @@ class TgiContract:
     """/, /generate or /generate_stream of one model."""
 
     def __init__(self, setting: ContractSetting, *, streams: bool | None) -> None:
-        """`streams`: None on /: there the body decides, an answer is an array, and the full text is the default."""
+        """Create the TGI contract.
+
+        Args:
+            streams: None on /: there the body decides, an answer is an array, and the full text is the default.
+        """
         self._setting, self._streams = setting, streams
         self._special_texts = {token_id: text for text, token_id in setting.model.texts.special_tokens.items()}
 
@@ -120,7 +124,11 @@ _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
 
 
 def _about(summary: str, answer: Mapping[str, Schema], request: Schema | None = None) -> Operation:
-    """Return a route for the API description. `answer`: by media type."""
+    """Return a route for the API description.
+
+    Args:
+        answer: By media type.
+    """
     answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": (summary, answer)}
     if request is not None:
         answers |= _UNREADABLE

@@ -222,7 +222,11 @@ def _repeats(body: bytes, document: Any) -> bool:
 def _inputs_and_parameters(
     members: list[tuple[str, Any]], whose: str, setting: ContractSetting
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the inputs of the model, and all other members. `whose`: says in messages which request it is."""
+    """Return the inputs of the model, and all other members.
+
+    Args:
+        whose: Says in messages which request it is.
+    """
     inputs: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
     for name, value, within in _flattened(members):

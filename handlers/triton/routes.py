@@ -22,7 +22,11 @@ class TritonContract:
     """`/generate` or `/generate_stream` of one model."""
 
     def __init__(self, setting: ContractSetting, *, events: bool) -> None:
-        """`events`: the answer is a stream of server-sent events, with or without `stream`."""
+        """Create the triton contract.
+
+        Args:
+            events: The answer is a stream of server-sent events, with or without `stream`.
+        """
         self._setting, self._events = setting, events
 
     def parse(self, call: Call) -> Exchange:
@@ -93,7 +97,11 @@ _INDEX = an_object({"ready": {"type": "boolean", "default": False, "description"
 
 
 def _about(summary: str, answer: Schema | None = OBJECT, kind: str = JSON, request: Schema | None = None) -> Operation:
-    """Return a route for the API description. `answer`: None is an empty body."""
+    """Return a route for the API description.
+
+    Args:
+        answer: None is an empty body.
+    """
     return Operation(summary=summary, request=request, answers={"200": (summary, {kind: answer} if answer else {})})
 
 
