@@ -39,6 +39,7 @@ def serve(
     port: cli.Port = None,
     host: cli.Host = None,
     model_name: cli.ModelName = None,
+    api_key: cli.ApiKeys = None,
     local_endpoint: Annotated[
         list[str] | None,
         typer.Option(help="Serve SageMaker's runtime API as well, for an endpoint of this name; repeatable."),
@@ -47,7 +48,7 @@ def serve(
     component: _Components = None,
 ) -> None:
     """Serve a model until told to stop."""
-    startup = cli.read_startup(model_dir, port, host, model_name)
+    startup = cli.read_startup(model_dir, port, host, model_name, api_key)
     if not local_endpoint:
         given = {"--adapter": adapter, "--component": component}
         for option in (name for name, value in given.items() if value):

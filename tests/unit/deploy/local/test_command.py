@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from typer.testing import CliRunner
 
+from container.settings.settings import Startup
 from deploy.cli import app
 
 
@@ -43,10 +47,28 @@ def test_before_a_container_of_its_own_they_are_refused_as_well(arguments: list[
     assert message in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("module", ["container", "deploy"])
-def test_each_command_that_serves_has_the_containers_options(module: str) -> None:
+def options_of_serve(module: str) -> set[str]:
     command = [sys.executable, "-m", module, "serve", "--help"]
     environment = os.environ | {"COLUMNS": "200", "TERM": "dumb"}
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert all(option in shown for option in ("--model-dir", "--port", "--host", "--model-name"))
-    assert ("--local-endpoint" in shown) == (module == "deploy")
+    return set(re.findall(r"--[a-z-]+", shown))
+
+
+def test_slipway_serve_has_all_options_of_the_containers_serve() -> None:
+    known = options_of_serve("container")
+    assert {"--model-dir", "--port", "--host", "--model-name", "--api-key"} <= known
+    assert options_of_serve("deploy") == known | {"--local-endpoint", "--component", "--adapter"}
+
+
+def test_slipway_serve_takes_api_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    served: list[Startup] = []
+
+    def run(startup: Startup) -> NoReturn:
+        served.append(startup)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("container.cli.run", run)
+    (tmp_path / "model.py").write_text("def handle(inputs): ...\n")
+    arguments = ["serve", "--model-dir", str(tmp_path), "--api-key", "one", "--api-key", "two"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert served[0].server.api_keys is not None
