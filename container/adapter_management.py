@@ -15,7 +15,7 @@ from container.settings.settings import ServerSettings
 from engines.adapters import AdapterRegistry
 from engines.errors import AdapterFailed, NotReady, NotServed, RequestError
 from handlers.contract import Call, Reply
-from handlers.lmi import adapters as lmi
+from handlers.lmi import adapter_management as lmi
 from handlers.openai import routes as openai
 
 MAX_BODY = 256 * 1024  # Bytes.
@@ -77,26 +77,26 @@ def adapter_routes(state: AppState) -> Iterator[tuple[str, AdapterRoute]]:
 
 
 async def _register(call: Call, registry: AdapterRegistry) -> Reply:
-    order = lmi.registration(call)
-    return lmi.done(call, order.name, "registered", await registry.register(order))
+    order = lmi.read_registration(call)
+    return lmi.confirmation(call, order.name, "registered", await registry.register(order))
 
 
 async def _update(call: Call, registry: AdapterRegistry) -> Reply:
-    order = lmi.change(call)
-    return lmi.done(call, order.name, "updated", await registry.update(order))
+    order = lmi.read_update(call)
+    return lmi.confirmation(call, order.name, "updated", await registry.update(order))
 
 
 async def _unregister(call: Call, registry: AdapterRegistry) -> Reply:
     name = call.path_parameters["adapter"]
-    return lmi.done(call, name, "unregistered", await registry.unregister(name, lmi.alias(call)))
+    return lmi.confirmation(call, name, "unregistered", await registry.unregister(name, lmi.alias(call)))
 
 
 async def _describe(call: Call, registry: AdapterRegistry) -> Reply:
-    return lmi.described(registry.get(call.path_parameters["adapter"]))
+    return lmi.description(registry.get(call.path_parameters["adapter"]))
 
 
 async def _list(call: Call, registry: AdapterRegistry) -> Reply:
-    return lmi.listed(call, registry.all())
+    return lmi.adapter_list(call, registry.all())
 
 
 async def _load(call: Call, registry: AdapterRegistry) -> Reply:

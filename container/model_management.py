@@ -17,8 +17,15 @@ from container.models.registry import AlreadyRegistered, Model
 from container.settings.settings import SettingsError, UrlNotFound
 from handlers.contract import Call, Reply
 from handlers.djl_errors import front_end_reply, refused
-from handlers.lmi import management as contract
-from handlers.lmi.management import Described, Listed, WorkerShown, read_page, read_registration, read_scale
+from handlers.lmi import model_management as contract
+from handlers.lmi.model_management import (
+    DescribedModel,
+    DescribedWorker,
+    ListedModel,
+    read_page,
+    read_registration,
+    read_scale,
+)
 
 _COLLECTIONS = ("/models", "/workflows")
 _LIST_STATUS = {State.STARTING: "PENDING", State.READY: "READY", State.FAILED: "FAILED"}
@@ -120,11 +127,11 @@ class _Api:
         return self._models.versions(names["model"], names.get("version"), exact=True)
 
 
-def _listed(model: Model) -> Listed:
-    return Listed(model.name, model.version, model.url, _LIST_STATUS.get(model.lifecycle.state, "PENDING"))
+def _listed(model: Model) -> ListedModel:
+    return ListedModel(model.name, model.version, model.url, _LIST_STATUS.get(model.lifecycle.state, "PENDING"))
 
 
-def described(model: Model) -> Described:
+def described(model: Model) -> DescribedModel:
     """Describe a model with its workers. An engine is shown as one worker."""
     lifecycle = model.lifecycle
     settings, state, service = lifecycle.model, lifecycle.state, lifecycle.service
@@ -132,7 +139,7 @@ def described(model: Model) -> Described:
     if state is State.READY and lifecycle.short_of_workers:
         status = "Unhealthy"
     least = most = 0 if model.scaled_to_zero else 1
-    workers: list[WorkerShown] = []
+    workers: list[DescribedWorker] = []
     waiting = 0
     on_gpu = gpu_count() > 0 and settings.devices != ()
     if settings.handler is not None:
@@ -140,11 +147,11 @@ def described(model: Model) -> Described:
     if service is not None and service.custom is not None:
         pool = service.custom.pool
         least, most, waiting = pool.min_workers, pool.max_workers, pool.queue_length
-        workers = [WorkerShown(w.id, w.started, "READY") for w in pool.workers if w.ready]
+        workers = [DescribedWorker(w.id, w.started, "READY") for w in pool.workers if w.ready]
     elif service is not None and service.engine is not None and not model.scaled_to_zero:
         waiting = service.engine.status().waiting_requests
-        workers = [WorkerShown(1, model.registered_at, "READY")] if state is State.READY else []
-    return Described(
+        workers = [DescribedWorker(1, model.registered_at, "READY")] if state is State.READY else []
+    return DescribedModel(
         name=model.name,
         version=model.version,
         url=model.url,

@@ -24,7 +24,7 @@ from handlers.contract import Call, Reply
 from handlers.contract_routes import ContractRoutes, InfoRoute, OpenAIRoute, Operation, Route
 from handlers.contracts import CONTRACTS
 from handlers.json_schemas import OBJECT, STRING, Schema, either, struct
-from handlers.lmi import adapters as lmi_adapters
+from handlers.lmi import adapter_management as lmi_adapters
 from handlers.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
 from handlers.openai.routes import LOAD, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest, refuse_adapter
 

@@ -26,14 +26,15 @@ from handlers.custom.formatters import Formatters, load_formatters
 from handlers.custom.model_imports import ModelImports, add_packages
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
+from handlers.lmi.adapter_formatters import AdapterFormatters
+from handlers.lmi.async_formatters import AsyncFormatters, Formatting
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
-from handlers.lmi.engine_adapters import AdapterFormatters, EngineAdapterHost
-from handlers.lmi.formatted_call import FormattingHandler
-from handlers.lmi.formatted_reply import Formatting
-from handlers.lmi.formatters import FormatterContract, PayloadFormatters
+from handlers.lmi.engine_adapters import EngineAdapterHost
+from handlers.lmi.formatter_contract import FormatterContract
+from handlers.lmi.formatter_handler import FormatterHandler
 from handlers.lmi.invocations import InvocationsHandler
-from handlers.lmi.rolling_batch import LmiContract
+from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.lmi.sessions import Sessions, load_sessions
 from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
 from handlers.queue import EngineQueue
@@ -120,7 +121,7 @@ async def _serving(
                 writes_tokens=given.output_takes_tokens,
                 tokenizer=engine.tokenizer,
             )
-            lmi = FormattingHandler(queue, contract, thread, refuse_unread=overloaded)
+            lmi = FormatterHandler(queue, contract, thread, refuse_unread=overloaded)
             if given.input is not None:
                 return lmi  # it reads bodies of any form
         return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status, formatting)
@@ -151,7 +152,7 @@ def _formatting(
     openai: OpenAIHandler | None,
     thread: FormatterThread,
 ) -> Formatting:
-    formatters = PayloadFormatters(contract, read=given.input, write=given.output, tokenizer=engine.tokenizer)
+    formatters = AsyncFormatters(contract, read=given.input, write=given.output, tokenizer=engine.tokenizer)
     if openai is None:
         if formatters.writes:
             raise EngineStartError("an output formatter with option.async_mode=true needs vLLM as the engine")
@@ -234,4 +235,4 @@ def _contract(settings: ModelSettings, engine: Engine) -> Contract:
         return LmiAsyncContract(settings, getattr(engine, "default_sampling", None))
     if settings.rolling_batch == "disable":
         return LmiDynamicContract(settings, pad_text=engine.tokenizer.pad_token or "")
-    return LmiContract(settings)
+    return LmiRollingContract(settings)

@@ -1,7 +1,7 @@
-"""LMI's contract for `inputs` under `option.async_mode=true`: the newer schema, of its asynchronous handler.
+"""LMI's contract of the asynchronous mode (option.async_mode=true), for bodies with `inputs`.
 
-Source: djl_python, `lmi_vllm/request_response_utils.py` and `async_utils.py`. Chat and completions of that schema are
-in `handlers.lmi.chat`.
+Chats and completions of this mode are in `handlers.lmi.reply_shapes`. Source: djl_python,
+`lmi_vllm/request_response_utils.py` and `async_utils.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from handlers.contract import Answer, Call, Exchange, Reply
 from handlers.contract_routes import error_body
 from handlers.djl_errors import FAILED_DEPENDENCY, JSON, payload_error
 from handlers.json_fields import ParameterReader, json_kind
-from handlers.lmi.adapters import adapters_of
+from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import notes_of, read_body, stream_of
 from handlers.lmi.errors import failure, payload_refused
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
@@ -30,13 +30,16 @@ from handlers.lmi.rolling_batch import FINISH_REASONS
 from handlers.vllm_parameters import VllmParameters, read_vllm_parameters
 
 _FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
-RENAMED = {
+# Parameters of LMI and their names in vLLM.
+VLLM_NAMES = {
     "max_new_tokens": "max_tokens",
     "truncate": "truncate_prompt_tokens",
     "ignore_eos_token": "ignore_eos",
 }
-_OWN = frozenset({"details", "decoder_input_details", "return_full_text", "do_sample", "stop_sequences"})
-PASSED_ON = frozenset(
+# Parameters that this contract interprets. vLLM does not have them.
+_LMI_PARAMETERS = frozenset({"details", "decoder_input_details", "return_full_text", "do_sample", "stop_sequences"})
+# Parameters that have the same name in vLLM.
+VLLM_PARAMETERS = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
         *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens"),
@@ -46,17 +49,20 @@ PASSED_ON = frozenset(
 )
 # The parameters that a model's generation config may set.
 _MODEL_DEFAULTS = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
-_STREAM_END = b"\n\n"  # LMI's empty lines for vLLM's usage chunk and for its `[DONE]`.
+_STREAM_END = b"\n\n"  # LMI sends an empty line for vLLM's chunk of usage, and another for `[DONE]`.
 _NO_TOKEN = Token(-1, "")
 
 
 class LmiAsyncContract:
-    """Parses bodies with `inputs` for one model.
-
-    `model_defaults`: vLLM's default sampling parameters for the model, from its generation config.
-    """
+    """Parses bodies with `inputs` for one model."""
 
     def __init__(self, settings: ModelSettings, model_defaults: Mapping[str, Any] | None = None) -> None:
+        """Create the contract.
+
+        Args:
+            settings: The model's settings.
+            model_defaults: The default sampling parameters that vLLM takes from the model's generation config.
+        """
         self._settings, self._model_defaults = settings, model_defaults or {}
         self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
 
@@ -81,9 +87,10 @@ class LmiAsyncContract:
         return Exchange((request,), answer, notes_of(document, self._fields, parameters.ignored))
 
     def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
-        """Return the same request as one to vLLM's completions, as LMI does, and notes for the log.
+        """Return the request as the call for a completion that LMI sends to vLLM, and notes for the log.
 
-        Raises ContractError: as `parse`.
+        Raises:
+            ContractError: The call is refused, for the same reasons as by `parse`.
         """
         try:
             document, prompt, stream, parameters = self._read(call)
@@ -93,14 +100,14 @@ class LmiAsyncContract:
         sampling = {
             name: value for name, value in msgspec.structs.asdict(vllm.sampling).items() if value not in (None, ())
         }
-        del sampling["typical_p"]  # which vLLM's API does not have
+        del sampling["typical_p"]  # vLLM's API lacks it.
         if (constraint := sampling.pop("constraint", None)) is not None:
             compact = {"disable_any_whitespace": not constraint.any_whitespace}
             sampling["structured_outputs"] = constraint.for_vllm() | compact
         completion = {"prompt": prompt, "stream": stream, **sampling}
         if vllm.truncate_prompt_tokens is not None:
             completion["truncate_prompt_tokens"] = vllm.truncate_prompt_tokens
-        if parameters.full_text and not stream:  # vLLM refuses it in a stream; LMI leaves it out
+        if parameters.full_text and not stream:  # vLLM refuses `echo` in a stream, so LMI leaves it out.
             completion["echo"] = True
         if stream or parameters.details:
             completion |= {"logprobs": 1, "return_tokens_as_token_ids": True}
@@ -113,16 +120,23 @@ class LmiAsyncContract:
         return replace(call, body=msgspec.json.encode(completion), content_type=JSON), notes
 
     def _read(self, call: Call) -> tuple[dict[str, Any], str, bool, AsyncParameters]:
-        """Document, prompt, whether it is streamed, and parameters. Raises InvalidRequest."""
+        """Return the document, the prompt, the value of `stream`, and the parameters.
+
+        Raises:
+            InvalidRequest: The request is wrong.
+        """
         body = read_body(call, _prompts, "`inputs`, `messages` or `prompt`")
         document, values = body.document, body.parameters
         stream = stream_of(document.get("stream", values.get("stream")))
-        parameters = read_async_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
+        parameters = _read_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
         return document, body.prompts[0], stream, parameters
 
 
 def _prompts(inputs: Any) -> tuple[str, ...]:
-    """One prompt. LMI answers the first of an array and drops the others; here an array must have one."""
+    """Return the prompt.
+
+    LMI answers the first prompt of an array and drops the others. Here an array with several prompts is refused.
+    """
     if isinstance(inputs, list) and len(inputs) == 1:
         inputs = inputs[0]
     elif isinstance(inputs, list):
@@ -138,7 +152,7 @@ def _prompts(inputs: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncParameters:
-    """One request's parameters."""
+    """The parameters of a request."""
 
     vllm: VllmParameters
     details: bool
@@ -147,33 +161,32 @@ class AsyncParameters:
     ignored: tuple[str, ...]
 
 
-def read_async_parameters(
-    values: Mapping[str, Any], model_defaults: Mapping[str, Any], *, strict: bool
-) -> AsyncParameters:
-    """Validate and translate a request's parameters; null is absent.
+def _read_parameters(values: Mapping[str, Any], model_defaults: Mapping[str, Any], *, strict: bool) -> AsyncParameters:
+    """Validate and translate the parameters of a request. A parameter that is null counts as absent.
 
     Args:
-        model_defaults: vLLM's default sampling parameters for the model.
-        strict: Unknown names are refused.
+        values: The parameters.
+        model_defaults: The default sampling parameters that vLLM takes from the model's generation config.
+        strict: Refuse unknown parameters.
 
     Raises:
-        InvalidParameter: With the parameter, its value and the allowed values.
+        InvalidParameter: A parameter is wrong. The message has the parameter, its value and the allowed values.
     """
     given = {name: value for name, value in values.items() if value is not None}
-    own = ParameterReader({name: value for name, value in given.items() if name in _OWN})
+    own = ParameterReader({name: value for name, value in given.items() if name in _LMI_PARAMETERS})
     passed = {name: value for name, value in model_defaults.items() if name in _MODEL_DEFAULTS and value is not None}
     passed["max_tokens"] = DEFAULT_MAX_NEW_TOKENS
-    passed |= {name: value for name, value in given.items() if name in PASSED_ON}
-    passed |= {theirs: given[name] for name, theirs in RENAMED.items() if name in given}
+    passed |= {name: value for name, value in given.items() if name in VLLM_PARAMETERS}
+    passed |= {vllm_name: given[name] for name, vllm_name in VLLM_NAMES.items() if name in given}
     if own.has("do_sample") and not own.boolean("do_sample", True):
         passed["temperature"] = 0.0
     if stop := own.strings("stop_sequences"):
         passed["stop"] = [*stop, *ParameterReader(passed).strings("stop")]
-    ignored = sorted(given.keys() - _OWN - PASSED_ON - RENAMED.keys() - {"stream"})
+    ignored = sorted(given.keys() - _LMI_PARAMETERS - VLLM_PARAMETERS - VLLM_NAMES.keys() - {"stream"})
     refuse_unread(given, ignored, NOT_READ)
     if ignored and strict:
         raise InvalidParameter(ignored[0], "is not a parameter that has an effect (option.strict_parameters is on)")
-    parameters = _named_as_sent(passed, given)
+    parameters = _read_vllm_parameters(passed, given)
     details = own.boolean("details", False)
     return AsyncParameters(
         vllm=parameters,
@@ -184,18 +197,19 @@ def read_async_parameters(
     )
 
 
-def _named_as_sent(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmParameters:
+def _read_vllm_parameters(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmParameters:
+    """Read vLLM's parameters. Errors have the names that the client gave."""
     try:
         return read_vllm_parameters(passed)
     except InvalidParameter as error:
-        for name, theirs in RENAMED.items():
-            if theirs == error.parameter and name in given:
-                raise InvalidParameter(name, error.message.removeprefix(f"`{theirs}` ")) from None
+        for name, vllm_name in VLLM_NAMES.items():
+            if vllm_name == error.parameter and name in given:
+                raise InvalidParameter(name, error.message.removeprefix(f"`{vllm_name}` ")) from None
         raise
 
 
 class _Answer(Answer):
-    """The parts that both forms of answer share."""
+    """The common base of whole and streamed answers."""
 
     def __init__(self, prompt: str, parameters: AsyncParameters) -> None:
         self._parameters = parameters
@@ -214,7 +228,7 @@ class _Answer(Answer):
 
 
 class WholeAnswer(_Answer):
-    """One document."""
+    """An answer in one JSON document."""
 
     content_type = JSON
 
@@ -234,12 +248,15 @@ class WholeAnswer(_Answer):
 
 
 class StreamAnswer(_Answer):
-    """A line for each token; the last one carries the whole text."""
+    """A line for each token. The last line has the whole text."""
 
     content_type = "application/jsonlines"
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return a line for each token. The hot path: called for each token of each stream."""
+        """Return a line for each token of the delta.
+
+        This is the hot path: it is called for each token of each stream.
+        """
         self._sequence.text.append(delta.text)
         if not delta.last:
             return "".join([_record(token) for token in delta.tokens]).encode()

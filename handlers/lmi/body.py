@@ -1,4 +1,4 @@
-"""Reads the bodies of LMI's calls as JSON documents, by their content type.
+"""Reads bodies in LMI's form as JSON documents, according to their content type.
 
 Source: DJL Serving, `RequestParser.java`; djl_python, `encode_decode.py`.
 """
@@ -22,38 +22,38 @@ from handlers.forms import form_fields, is_form, media_type
 from handlers.json_cost import JsonDecoder
 from handlers.json_fields import JsonError, decode_json, json_kind
 
-_MOST_CSV, _MOST_ROWS = 4 * 1024 * 1024, 10_000  # Bytes; each row is a prompt.
+_MOST_CSV, _MOST_ROWS = 4 * 1024 * 1024, 10_000  # Bytes, and rows. Each row is a prompt.
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
 # Fields of a form that are never the prompt.
 _NO_PROMPT = frozenset({"parameters", "stream", "adapters", "adapter"})
 
-
 _decode_json = JsonDecoder[Any]().decode
 
 
-class Body(msgspec.Struct):
-    """The fields that the bodies of all contracts of LMI have."""
+class LmiBody(msgspec.Struct):
+    """A body with `inputs`, for any contract of LMI."""
 
     document: dict[str, Any]
     prompts: tuple[str, ...]
-    parameters: dict[str, Any]  # Empty where they are absent or null.
+    parameters: dict[str, Any]  # Empty if the field is absent or null.
 
 
-def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: str = "`inputs`") -> Body:
-    """Return a call's body, with any content type.
+def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: str = "`inputs`") -> LmiBody:
+    """Read the body of a call, with any content type.
 
     Args:
-        prompts_of: Reads `inputs` that are not simply one prompt.
-        wanted: The expected field, for the message.
+        call: The call.
+        prompts_of: Returns the prompts of `inputs`. It is not called if `inputs` is a string that is not empty.
+        wanted: The name of the expected field, for the error message.
 
     Raises:
-        InvalidRequest: It is no object that could be a request, or has a constraint outside its parameters.
+        InvalidRequest: The body is not a request, or a field beside `parameters` would constrain the text.
     """
     try:
         document = _decode_json(call.body) if call.content_type == JSON else decode(call.body, call.content_type)
     except (ValueError, RecursionError):
-        document = decode(call.body, call.content_type)  # which reports the fault
+        document = decode(call.body, call.content_type)  # This reports the fault.
     if not isinstance(document, dict):
         raise InvalidRequest(f"the body must be a JSON object with {wanted}, got {json_kind(document)}")
     inputs, parameters = document.get(_PROMPT), document.get("parameters")
@@ -64,18 +64,20 @@ def read_body(call: Call, prompts_of: Callable[[Any], tuple[str, ...]], wanted: 
         raise InvalidRequest(f"`parameters` must be an object, got {json_kind(parameters)}")
     if not CONSTRAINING.isdisjoint(document):
         refuse_unread(document, document, "has no effect beside `inputs`: put it into `parameters`")
-    return Body(document, prompts, parameters)
+    return LmiBody(document, prompts, parameters)
 
 
 def decode(body: bytes, content_type: str) -> Any:
-    """Return the JSON document that the body is or stands for.
+    """Return a body as a JSON document.
 
-    text/plain is the prompt itself, and text/csv has prompts in its column `inputs`; a form has the prompt in `inputs`,
-    else in `data`, else in its first field of another name than `parameters`, `stream` and `adapters`. JSON is also
-    taken if the content type is absent, application/octet-stream, or curl's default.
+    - text/plain is the prompt.
+    - text/csv has a prompt in each row, in the column `inputs`.
+    - A form has the prompt in `inputs`, or else in `data`, or else in the first field that is not named `parameters`,
+      `stream`, `adapters` or `adapter`.
+    - JSON is also accepted without a content type, as application/octet-stream, or with curl's default content type.
 
     Raises:
-        InvalidRequest: The body is not of its content type, or the type cannot hold a prompt.
+        InvalidRequest: The body does not match its content type, or this content type cannot hold a prompt.
     """
     kind = media_type(content_type)
     if "application/json" in kind or kind in ("", "application/octet-stream"):
@@ -138,10 +140,10 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
 
 
 def stream_of(value: Any) -> bool:
-    """Return True if the field `stream` of a body; false if it is absent or null.
+    """Return the value of a body's field `stream`. It is False if the field is absent or null.
 
     Raises:
-        InvalidRequest: It is not a boolean.
+        InvalidRequest: The value is not a boolean.
     """
     if value is not None and not isinstance(value, bool):
         raise InvalidRequest(f"`stream` must be true or false, got {json_kind(value)}")
@@ -149,12 +151,18 @@ def stream_of(value: Any) -> bool:
 
 
 def request_ids(call: Call, prompts: int) -> tuple[str, ...]:
-    """Return an id for each prompt of a call: the call's id for a single prompt."""
+    """Return an id for each prompt of a call. A single prompt has the id of the call."""
     return (call.request_id,) if prompts == 1 else tuple(f"{call.request_id}-{place}" for place in range(prompts))
 
 
 def notes_of(document: dict[str, Any], fields: Iterable[str], ignored: Iterable[str]) -> tuple[str, ...]:
-    """Return the log lines about a request: `ignored` parameters, and fields of the body beside the known `fields`."""
+    """Return the log lines about the parts of a request that have no effect.
+
+    Args:
+        document: The body.
+        fields: The names of the body's known fields.
+        ignored: The names of parameters without effect.
+    """
     notes = []
     if names := ", ".join(ignored):
         notes.append(f"parameters without effect: {names}")

@@ -1,6 +1,6 @@
-"""LMI's dynamic-batch contract: `inputs`, a string or an array of strings, and `parameters`.
+"""LMI's dynamic-batch contract (option.rolling_batch=disable): bodies with `inputs` and `parameters`.
 
-Selected by `option.rolling_batch=disable`. Source: LMI schema v0.31, "Dynamic Batch/Static Batch Schema".
+Source: LMI schema v0.31, "Dynamic Batch/Static Batch Schema".
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from handlers.lmi.body import notes_of, read_body, request_ids
 from handlers.lmi.errors import failure, status_of
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, ParameterRules, read_parameters
 
-STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on new tokens of a streamed answer.
+STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on the new tokens of a streamed answer.
 
 _FIELDS = frozenset({"inputs", "parameters"})
-# Parameters of rolling batch for which this answer has no place.
+# Parameters of the rolling batch that this contract's answers cannot show.
 _WITHOUT_EFFECT = ("details", "decoder_input_details", "output_formatter", "top_n_tokens")
 
 
 def default_max_new_tokens(settings: ModelSettings) -> int:
-    """Return the limit on new tokens if a request has none."""
+    """Return the limit on new tokens of a request that does not set one."""
     return DEFAULT_MAX_NEW_TOKENS if settings.enable_streaming == "false" else STREAMED_MAX_NEW_TOKENS
 
 
 def parameter_rules(settings: ModelSettings) -> ParameterRules:
-    """How these settings make parameters read."""
+    """Return the rules by which parameters are read under these settings."""
     return ParameterRules(
         do_sample_inferred=settings.do_sample_inferred,
         typical_p=True,
@@ -45,12 +45,15 @@ def parameter_rules(settings: ModelSettings) -> ParameterRules:
 
 
 class LmiDynamicContract:
-    """Parses dynamic-batch bodies for one model.
-
-    `pad_text`: the text of a streamed record for a finished prompt; the text of the model's pad token.
-    """
+    """Parses dynamic-batch bodies for one model."""
 
     def __init__(self, settings: ModelSettings, pad_text: str = "") -> None:
+        """Create the contract.
+
+        Args:
+            settings: The model's settings.
+            pad_text: The text of the model's pad token. Streamed records have it for finished prompts.
+        """
         self._pad_text = pad_text
         self._streaming = settings.enable_streaming
         self._stop_sequences = settings.stop_sequences
@@ -60,7 +63,7 @@ class LmiDynamicContract:
     def parse(self, call: Call) -> Exchange:
         try:
             body = read_body(call, _prompts)
-            prompts, values = body.prompts, _plain_names(body.parameters, self._max_new_tokens)
+            prompts, values = body.prompts, _rolling_batch_names(body.parameters, self._max_new_tokens)
             parameters = read_parameters(values, self._rules)
             if self._streaming != "false" and parameters.request.beam_search is not None:
                 raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
@@ -77,7 +80,7 @@ class LmiDynamicContract:
         stream, sampling = self._streaming != "false", asked.sampling
         if self._stop_sequences:
             sampling = msgspec.structs.replace(sampling, stop=(*sampling.stop, *self._stop_sequences))
-        # The answer has one text for each prompt: the most probable of those that were asked for.
+        # The answer has one text for each prompt: the most probable of its sequences.
         shown = {"sequences": 1, "candidates": 1 if stream else asked.candidates}
         return msgspec.structs.replace(
             asked, request_id=request_id, prompt=prompt, sampling=sampling, stream=stream, **shown
@@ -85,9 +88,8 @@ class LmiDynamicContract:
 
     def _answer(self, prompts: tuple[str, ...], values: dict[str, Any]) -> Answer:
         if self._streaming == "false":
-            lead = prompts if values.get("return_full_text") is not False else ("",) * len(prompts)
-            return ListAnswer(lead)
-        # The library's own streamer, which this setting names, begins with the prompt.
+            return ListAnswer(prompts if values.get("return_full_text") is not False else ("",) * len(prompts))
+        # The value "huggingface" names the streamer of the transformers library, which begins with the prompt.
         with_prompt = self._streaming == "huggingface" and values.get("return_full_text") is not False
         return RecordListAnswer(len(prompts), self._pad_text, prompts if with_prompt else ())
 
@@ -108,8 +110,8 @@ def _prompts(inputs: Any) -> tuple[str, ...]:
     return tuple(prompts)
 
 
-def _plain_names(values: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
-    """Return the parameters that were given, under rolling batch's names, with this contract's limit on new tokens."""
+def _rolling_batch_names(values: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
+    """Return the parameters that are not null, with the names of the rolling batch and a limit on new tokens."""
     given = {name: value for name, value in values.items() if value is not None}
     if "manual_seed" in given:
         given.setdefault("seed", given["manual_seed"])
@@ -120,21 +122,21 @@ def _plain_names(values: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
 
 
 class ListAnswer(Answer):
-    """One text for each prompt, in the prompts' order; sent when all have finished."""
+    """A JSON array with a text for each prompt, in order. It is sent when all prompts have finished."""
 
     content_type = JSON
 
-    def __init__(self, lead: Sequence[str]) -> None:
-        """Create the list answer.
+    def __init__(self, beginnings: Sequence[str]) -> None:
+        """Create the answer.
 
         Args:
-            lead: The beginning of each text; the prompt, or nothing.
+            beginnings: The beginning of each text, which is the prompt or empty.
         """
-        self._texts = [[text] for text in lead]
-        self._open = len(lead)
+        self._texts = [[text] for text in beginnings]
+        self._open = len(beginnings)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        if delta.sequence == 0:  # further ones are less probable
+        if delta.sequence == 0:  # Further sequences are less probable.
             self._texts[prompt].append(delta.text)
         self._open -= delta.last
         if self._open:
@@ -149,17 +151,19 @@ class ListAnswer(Answer):
 class RecordListAnswer(Answer):
     """A record for each step, with an entry for each prompt.
 
-    A record is complete when every unfinished prompt has its entry. When a prompt has a second entry before that, the
-    others wait in another batch or hold their text back, and the record is sent without them.
+    A record is sent when every unfinished prompt has an entry. It is sent earlier if a prompt already has a second
+    entry. The other prompts then run in another batch or hold back their text, and their entries are empty.
     """
 
     content_type = "application/jsonlines"
 
     def __init__(self, prompts: int, pad_text: str, first_record: Sequence[str] = ()) -> None:
-        """Create the record list answer.
+        """Create the answer.
 
         Args:
-            first_record: The part that is sent before anything was generated; nothing if empty.
+            prompts: The number of prompts.
+            pad_text: The entry of a finished prompt.
+            first_record: The entries of a record that is sent before anything was generated. Empty sends no record.
         """
         self._entries: list[str | None] = [None] * prompts
         self._finished = [False] * prompts
@@ -184,7 +188,7 @@ class RecordListAnswer(Answer):
         return _failure(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        """Return the pending record, and the error as one without `outputs`."""
+        """Return the pending record, and a record with the error instead of `outputs`."""
         pending = self._flush() if any(self._entries) else ""
         reason = encode_basestring_ascii(error.message)
         record = f'{{"code": {status_of(error)}, "message": "invoke handler failure", "error": {reason}}}\n'
@@ -198,7 +202,7 @@ class RecordListAnswer(Answer):
         at_end = all(self._finished) and not any(entry for entry in entries if entry != self._pad_text)
         self._entries = [None] * len(entries)
         self._missing = self._finished.count(False)
-        if at_end and self._sent:  # nothing but ends: no record is needed to say so
+        if at_end and self._sent:  # The entries have no text. The client needs no record of that.
             return ""
         self._sent = True
         return _record(entries)

@@ -1,7 +1,8 @@
 """LMI's error bodies for generation, byte for byte.
 
-A bad generation parameter and a failure while generating have the schema's own objects. These carry `error` and `code`
-as well, so that a client finds the reason under the same keys everywhere. Source: LMI schema v0.31, "Error Responses".
+LMI's schema has objects for a wrong generation parameter and for a failed generation. They also have the keys `error`
+and `code` here, so that clients find the reason under the same keys in all errors. Source: LMI schema v0.31, "Error
+Responses".
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from handlers.djl_errors import FAILED_DEPENDENCY, JSON, overloaded, payload_err
 
 
 def payload_refused(message: str) -> ContractError:
-    """Return a call whose payload cannot be understood, refused in the words of the parser of LMI."""
+    """Return the error of a call whose body cannot be parsed, worded like LMI's parser."""
     text = f"Input Parsing failed. {message[:1].upper()}{message[1:]}."
     return ContractError(Reply(FAILED_DEPENDENCY, JSON, payload_error(text)), message)
 
 
 def request_error(message: str, code: int, error_type: str | None = None) -> str:
-    """Return the schema's object for a request that failed, if the answer is not streamed."""
+    """Return the object of a failed request if the answer is not streamed."""
     return (
         '{"generated_text": "", "details": {"finish_reason": "error", "generated_tokens": null, "inputs": null, '
         f'"tokens": null}}, {_reason(message, code, error_type)}}}'
@@ -28,9 +29,12 @@ def request_error(message: str, code: int, error_type: str | None = None) -> str
 
 
 def stream_error(message: str, code: int, error_type: str | None = None) -> str:
-    """Return the schema's record for a request that failed, if the answer is streamed.
+    """Return the record of a failed request if the answer is streamed.
 
-    `error_type` under tgi_compat.
+    Args:
+        message: The error's message.
+        code: The status.
+        error_type: TGI's `error_type` with option.tgi_compat, otherwise None.
     """
     token = (
         '{"id": -1, "text": "", "log_prob": -1, "special_token": true, "error_msg": ' + quote(message) + "}"
@@ -45,19 +49,25 @@ def stream_error(message: str, code: int, error_type: str | None = None) -> str:
 
 
 def status_of(error: RequestError) -> int:
-    """Return the HTTP status for a request that failed before its first byte."""
+    """Return the HTTP status of a request that failed before the first byte was sent."""
     return 500 if isinstance(error, EngineDead) else FAILED_DEPENDENCY
 
 
 def tgi_error_type(error: RequestError) -> str:
-    """TGI's `error_type`, by which its clients choose the exception."""
+    """Return TGI's `error_type`. TGI's clients choose their exception by it."""
     if isinstance(error, InvalidRequest):
         return "validation"
     return "overloaded" if isinstance(error, Overloaded) else "generation"
 
 
 def failure(error: RequestError, body: bytes, status: int | None = None) -> Reply:
-    """Return the reply to a request that failed early: `body`, or the front end's if the queue is full."""
+    """Return the reply to a request that failed before the first byte was sent.
+
+    Args:
+        error: The error.
+        body: The body of the reply, unless the queue is full. That reply has the form of DJL Serving's front end.
+        status: The status. None uses `status_of`.
+    """
     if isinstance(error, Overloaded):
         return overloaded(error)
     return Reply(status_of(error) if status is None else status, JSON, body)

@@ -1,111 +1,30 @@
-"""Replies of vLLM's front end on their way to clients of LMI: in LMI's shape, or through a customer's formatters."""
+"""A writer that passes vLLM's replies through an output formatter of the asynchronous mode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from engines.errors import GenerationFailed
+from handlers.contract import Reply, ReplyWriter, Running
+from handlers.custom.formatter_thread import FormatterQueue
+from handlers.djl_errors import FAILED_DEPENDENCY, JSON, payload_error
+from handlers.lmi.async_formatters import Formatting
+from handlers.lmi.reply_shapes import AsyncShape, error_of, is_error
+from handlers.lmi.shaped_reply import ShapedReply
 
-from engines.errors import GenerationFailed, RequestError
-from handlers.contract import Call, Reply, ReplyWriter, Running
-from handlers.custom.formatter_thread import FormatterQueue, FormatterThread
-from handlers.djl_errors import FAILED_DEPENDENCY, JSON, failed_dependency, payload_error
-from handlers.lmi.chat import AsyncShape, Shape, error_of, events, is_error
-from handlers.lmi.formatters import PayloadFormatters
-
-_END = b""  # In the place of an event: none follow.
-
-
-class ShapedReply:
-    """Implements `ReplyWriter`: passes vLLM's replies on to another writer in LMI's shape."""
-
-    def __init__(self, writer: ReplyWriter, shape: Shape) -> None:
-        self._writer, self.shape = writer, shape
-        self._headers: tuple[tuple[str, str], ...] = ()
-        self._status = 0
-        self._started = self._ended = False
-
-    def reply(self, reply: Reply) -> None:
-        if reply.status == 200 and reply.content_type.startswith("text/event-stream"):  # a stream that came whole
-            self.start(reply.status, reply.content_type, reply.headers)
-            self.end(reply.body)
-        else:
-            self._writer.reply(self.shape.reply(reply))
-
-    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """Wait for the first event: if that is an error, the reply is no stream."""
-        self._status, self._headers = status, headers
-
-    def write(self, data: bytes) -> None:
-        for event in events(data):
-            self._event(event)
-
-    def write_latest(self, part: Callable[[], bytes]) -> None:
-        self.write(part())
-
-    def end(self, data: bytes) -> None:
-        self.write(data)
-        if self._ended:
-            return
-        if not self._started:
-            self._begin()
-        self._ended = True
-        self._writer.end(b"")
-
-    async def drain(self) -> None:
-        await self._writer.drain()
-
-    def _event(self, event: bytes) -> None:
-        if self._ended:
-            return
-        if not self._started and is_error(event):
-            self._ended = True
-            self._writer.reply(self.shape.reply(Reply(error_of(event).code, JSON, event)))
-            return
-        if data := self.shape.event(event):
-            if not self._started:
-                self._begin()
-            self._writer.write(data)
-
-    def _begin(self) -> None:
-        self._started = True
-        self._writer.start(self._status, self.shape.stream_type, self._headers)
-
-
-@dataclass(frozen=True, slots=True)
-class Formatting:
-    """A customer's formatters of LMI's asynchronous mode, and the thread on which they run."""
-
-    formatters: PayloadFormatters
-    thread: FormatterThread
-    # vLLM's object for the body of an answer on a path of its front end; needed with an output formatter.
-    answer_object: Callable[[str, bytes], Any] | None = None
-
-    async def of_call(self, change: Callable[[Call], Call], call: Call) -> Call:
-        """Return the call as one of the formatters' methods changes it.
-
-        Raises:
-            ContractError: The call is refused.
-        """
-        try:
-            return await self.thread.run(partial(change, call))
-        except RequestError as error:
-            raise failed_dependency(error.message) from None
+_END = b""  # Stands for the end of the stream among its events.
 
 
 class FormattedReply(ShapedReply):
-    """Passes vLLM's replies on as a customer's output formatter has them.
+    """Passes vLLM's replies to another writer after a customer's output formatter has changed them.
 
-    The formatter gets vLLM's object for a whole answer, and each event of a stream as vLLM has sent it. Errors are not
-    the formatter's.
+    The formatter gets vLLM's object for a whole answer, or each event of a stream as vLLM sends it. It does not get
+    errors.
     """
 
     def __init__(self, writer: ReplyWriter, formatting: Formatting, shape: AsyncShape, path: str) -> None:
         super().__init__(writer, shape)
         self._formatting, self._path = formatting, path
         self._queue: FormatterQueue[Reply | bytes] = FormatterQueue(formatting.thread, self._format, self._take)
-        self.running: Running | None = None  # Ends the generation if the formatter fails.
+        self.running: Running | None = None  # The call, which is cancelled if the formatter fails.
 
     def reply(self, reply: Reply) -> None:
         if reply.status >= 400:
@@ -127,7 +46,7 @@ class FormattedReply(ShapedReply):
             self._queue.put(event)
 
     def _format(self, item: Reply | bytes) -> bytes:
-        """On the formatters' thread: the line of a whole answer or of an event."""
+        """Return the line for a whole answer or for an event. Runs on the formatters' thread."""
         written = self._formatting.formatters.written
         if isinstance(item, Reply):
             assert self._formatting.answer_object is not None
@@ -174,6 +93,8 @@ class FormattedReply(ShapedReply):
 
 
 class _VllmFailed(Exception):
+    """An error event of vLLM."""
+
     def __init__(self, event: bytes) -> None:
         super().__init__(event)
         self.event = event

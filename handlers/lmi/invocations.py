@@ -14,11 +14,13 @@ from handlers.contract import Call, ContractError, Handler, ReplyWriter, Running
 from handlers.djl_errors import FAILED_DEPENDENCY, JSON, unknown_adapter
 from handlers.forms import media_type
 from handlers.json_cost import JsonDecoder, off_the_loop
-from handlers.lmi.adapters import adapter_query, adapters_of
-from handlers.lmi.chat import AsyncShape, LmiChatShape, Shape
+from handlers.lmi.adapter_choice import adapter_query, adapters_of
+from handlers.lmi.async_formatters import Formatting
 from handlers.lmi.errors import payload_refused
-from handlers.lmi.formatted_reply import FormattedReply, Formatting, ShapedReply
+from handlers.lmi.formatted_reply import FormattedReply
+from handlers.lmi.reply_shapes import AsyncShape, LmiChatShape, Shape
 from handlers.lmi.sessions import SESSION_ID, Sessions
+from handlers.lmi.shaped_reply import ShapedReply
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.handler import OpenAIHandler
 

@@ -1,4 +1,4 @@
-"""LMI's routes in the API description: generation, management of models and of adapters."""
+"""The API description of the LMI routes: generation, and the management of models and adapters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.contract_routes import Operation
 from handlers.djl_errors import JSON
 from handlers.json_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, either
-from handlers.json_schemas import parameters as asked_for
+from handlers.json_schemas import parameters as parameter_schemas
 from handlers.lmi import dynamic_batch, rolling_batch
-from handlers.lmi.asynchronous import PASSED_ON, RENAMED
+from handlers.lmi.asynchronous import VLLM_NAMES, VLLM_PARAMETERS
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, read_parameters
 from handlers.vllm_parameters import read_vllm_parameters
 
@@ -26,10 +26,11 @@ _FRONT_END_ERROR = an_answer(
 
 
 def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operation:
-    """`/invocations` under these settings.
+    """Return the description of `/invocations` under these settings.
 
     Args:
-        for_vllm: Schemas of the bodies that vLLM's front end answers there, by vLLM's path for them.
+        model: The model's settings.
+        for_vllm: The schemas of the bodies that vLLM's front end answers there, by vLLM's path for them.
     """
     if model.handler is not None:
         return _custom_handler(model.handler)
@@ -39,7 +40,7 @@ def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operatio
         name, request = "asynchronous handler", _asynchronous_request(model)
     else:
         rules = rolling_batch.parameter_rules(model)
-        parameters = asked_for(lambda reader: read_parameters({}, rules, reader))
+        parameters = parameter_schemas(lambda reader: read_parameters({}, rules, reader))
         name, request = "rolling batch", _request("LmiRequest", parameters, stream=_FALSE, **_adapters(model))
     names = [f"LMI {name}", *(f"OpenAI's {path.removeprefix('/v1/')}" for path in for_vllm)]
     return Operation(
@@ -50,10 +51,10 @@ def invocation(model: ModelSettings, for_vllm: Mapping[str, Schema]) -> Operatio
 
 
 def _asynchronous_request(model: ModelSettings) -> Schema:
-    asked = asked_for(lambda reader: read_vllm_parameters({}, reader=reader))
-    passed = {name: schema for name, schema in asked.items() if name in PASSED_ON}
-    passed |= {"max_tokens": {**asked["max_tokens"], "default": DEFAULT_MAX_NEW_TOKENS}, "structured_outputs": OBJECT}
-    passed |= {name: passed[theirs] for name, theirs in RENAMED.items()}
+    schemas = parameter_schemas(lambda reader: read_vllm_parameters({}, reader=reader))
+    passed = {name: schema for name, schema in schemas.items() if name in VLLM_PARAMETERS}
+    passed |= {"max_tokens": {**schemas["max_tokens"], "default": DEFAULT_MAX_NEW_TOKENS}, "structured_outputs": OBJECT}
+    passed |= {name: passed[vllm_name] for name, vllm_name in VLLM_NAMES.items()}
     own = dict.fromkeys(("details", "decoder_input_details", "return_full_text"), _FALSE)
     more = {"do_sample": {"type": "boolean"}, "stop_sequences": an_array(STRING)}
     return _request("LmiAsyncRequest", {**passed, **own, **more}, stream=_FALSE, **_adapters(model))
@@ -70,7 +71,7 @@ def _request(name: str, parameters: Mapping[str, Schema], **more: Schema) -> Sch
 
 def _dynamic_batch(model: ModelSettings) -> Operation:
     rules = dynamic_batch.parameter_rules(model)
-    parameters = asked_for(lambda reader: read_parameters({}, rules, reader))
+    parameters = parameter_schemas(lambda reader: read_parameters({}, rules, reader))
     limit = {**parameters["max_new_tokens"], "default": dynamic_batch.default_max_new_tokens(model)}
     return Operation(
         summary="Generate text (LMI dynamic batch)",
@@ -95,7 +96,12 @@ def _custom_handler(handler: HandlerSettings) -> Operation:
 
 
 def _answers(meaning: str, *kinds: str) -> dict[str, tuple[str, Mapping[str, Schema]]]:
-    """`meaning` and `kinds`: the meaning of a successful answer, and its media types."""
+    """Return the answers of `/invocations`.
+
+    Args:
+        meaning: The meaning of a successful answer.
+        kinds: Its media types.
+    """
     return {
         "200": (meaning, dict.fromkeys(kinds, ANYTHING)),
         "400": ("vLLM refuses the `prompt`: its own error", {JSON: OBJECT}),
@@ -108,14 +114,23 @@ def _answers(meaning: str, *kinds: str) -> dict[str, tuple[str, Mapping[str, Sch
     }
 
 
-def _manages(summary: str, *, creates: bool = False) -> Operation:
-    """Parameters come in the query, or for a registration as a JSON object."""
+def _operation(summary: str, *, creates: bool = False) -> Operation:
+    """Return the description of a management call.
+
+    Parameters are in the query, or in a JSON object for a registration.
+    """
     return Operation(summary=summary, request=OBJECT if creates else None, answers={"200": ("Done", {JSON: OBJECT})})
 
 
-def _manages_models(summary: str, failures: str, *, creates: bool = False) -> Operation:
-    """`failures`: its statuses beside 200."""
-    about = _manages(summary, creates=creates)
+def _model_operation(summary: str, failures: str, *, creates: bool = False) -> Operation:
+    """Return the description of a call that manages models.
+
+    Args:
+        summary: The summary.
+        failures: The statuses of its errors, separated by spaces.
+        creates: The call registers a model.
+    """
+    about = _operation(summary, creates=creates)
     errors = {status: (_FAILURES[status], {JSON: _FRONT_END_ERROR}) for status in failures.split()}
     return replace(about, answers={**about.answers, **errors})
 
@@ -130,16 +145,16 @@ _FAILURES = {
     "503": "The server is stopping",
     "507": "There is no memory for the model",
 }
-# By method and path; `/workflows` has the same operations.
+# By method and path. `/workflows` has the same operations.
 MANAGEMENT: Mapping[tuple[str, str], Operation] = {
-    ("GET", "/models"): _manages_models("List models", "400"),
-    ("POST", "/models"): _manages_models("Load a model", "400 404 408 409 413 500 503 507", creates=True),
-    ("GET", "/models/{model}"): _manages_models("Describe a model, each version of it", "404"),
-    ("PUT", "/models/{model}"): _manages_models("Scale a model", "400 404"),
-    ("DELETE", "/models/{model}"): _manages_models("Unload a model", "400 404"),
+    ("GET", "/models"): _model_operation("List models", "400"),
+    ("POST", "/models"): _model_operation("Load a model", "400 404 408 409 413 500 503 507", creates=True),
+    ("GET", "/models/{model}"): _model_operation("Describe a model, each version of it", "404"),
+    ("PUT", "/models/{model}"): _model_operation("Scale a model", "400 404"),
+    ("DELETE", "/models/{model}"): _model_operation("Unload a model", "400 404"),
 }
 ADAPTERS: Mapping[tuple[str, str], Operation] = {
-    (method, prefix + path): _manages(summary, creates=method == "POST")
+    (method, prefix + path): _operation(summary, creates=method == "POST")
     for prefix in ("", "/models/{model}")
     for method, path, summary in (
         ("GET", "/adapters", "List adapters"),

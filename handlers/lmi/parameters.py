@@ -1,4 +1,4 @@
-"""LMI's generation parameters: types, ranges and defaults, and their translation for an engine.
+"""Reads LMI's generation parameters: their types, ranges and defaults, and the translation for an engine.
 
 Source: LMI schema v0.31, "GenerationParameters", with the tables for LMI Dist, vLLM and TensorRT-LLM.
 """
@@ -27,16 +27,16 @@ _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 
 
 class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """One request's `parameters`, validated and translated."""
+    """The validated and translated parameters of a request."""
 
-    request: GenerationRequest  # Without its id, its prompt and the contents of the answer.
+    request: GenerationRequest  # Without the id, the prompt and the contents of the answer.
     details: bool
     return_full_text: bool
     decoder_input_details: bool
     top_n_tokens: int
     token_logprobs: bool
     output_formatter: str | None
-    # Parameters without effect: unknown ones, and those that this mode of the engine does not have.
+    # Parameters without effect: unknown parameters, and those that the engine lacks in this mode.
     ignored: tuple[str, ...]
 
 
@@ -45,9 +45,9 @@ class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
 
     do_sample_inferred: bool = True
     details_by_default: bool = False
-    # Locally typical sampling is available (lmi-dist); otherwise the parameter has no effect, as on LMI's vLLM.
+    # Locally typical sampling is available, as in lmi-dist. Otherwise the parameter has no effect, as in LMI with vLLM.
     typical_p: bool = False
-    trtllm: bool = False  # TensorRT-LLM's names and defaults.
+    trtllm: bool = False  # Use the names and defaults of TensorRT-LLM.
     max_sequences: int = 256
     strict: bool = False
     token_logprobs: bool = True
@@ -56,12 +56,17 @@ class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
 def read_parameters(
     values: Mapping[str, Any], rules: ParameterRules, reader: Reader = ParameterReader
 ) -> LmiParameters:
-    """Validate and translate `parameters`.
+    """Validate and translate the parameters of a request.
 
-    The API description passes another `reader`. Raises InvalidParameter: with the parameter, its value and the allowed
-    values.
+    Args:
+        values: The parameters.
+        rules: The rules of the model.
+        reader: The class of the reader. The API description passes another one.
+
+    Raises:
+        InvalidParameter: A parameter is wrong. The message has the parameter, its value and the allowed values.
     """
-    # TensorRT-LLM's table calls `stop` a boolean, to which LMI gives no meaning; elsewhere it is a list of strings.
+    # In LMI's table for TensorRT-LLM, `stop` is a boolean without a meaning. Elsewhere it is a list of strings.
     stop_ignored = rules.trtllm and isinstance(values.get("stop"), bool)
     read = reader({**values, "stop": None} if stop_ignored else values)
     sequences, candidates = _sequences(read, rules)
@@ -99,7 +104,7 @@ def read_parameters(
 def _sequences(read: ParameterReader, rules: ParameterRules) -> tuple[int, int]:
     n = read.integer("n", 1, minimum=1, maximum=rules.max_sequences)
     best_of = read.integer("best_of", 1, minimum=1, maximum=rules.max_sequences)
-    if best_of == 1:  # the default, which clients also send beside n
+    if best_of == 1:  # This is the default. Clients also send it with n.
         return n, n
     if not read.has("n"):
         return best_of, best_of
@@ -131,7 +136,8 @@ def _sampling(read: ParameterReader, rules: ParameterRules) -> SamplingParameter
     stop = read.strings("stop_sequences") + read.strings("stop")
     samples = _samples(read, rules)
     if rules.trtllm:
-        # TensorRT-LLM has no do_sample, and takes top_k and top_p both 0 as greedy decoding; top_p alone at 0 is off.
+        # TensorRT-LLM has no do_sample. It decodes greedily if both top_k and top_p are 0. If only top_p is 0, top_p is
+        # off.
         samples = samples and (top_k > 0 or top_p > 0.0)
         top_k, top_p = (top_k, top_p or 1.0) if samples else (0, 1.0)
     return SamplingParameters(

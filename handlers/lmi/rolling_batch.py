@@ -1,4 +1,4 @@
-"""LMI's rolling-batch contract: `/invocations` and `/predictions/<model>` with `inputs`, `parameters` and `stream`.
+"""LMI's rolling-batch contract: bodies with `inputs`, `parameters` and `stream`.
 
 Source: LMI schema v0.31, "Rolling Batch/Continuous Batch Schema".
 """
@@ -18,8 +18,8 @@ from engines.request import FinishReason, GeneratedSequence, GenerationRequest, 
 from handlers.contract import Answer, Call, ContractError, Exchange, Reply
 from handlers.djl_errors import JSON, unknown_adapter
 from handlers.json_fields import json_kind
-from handlers.lmi.adapters import adapters_of
-from handlers.lmi.body import Body, notes_of, read_body, request_ids, stream_of
+from handlers.lmi.adapter_choice import adapters_of
+from handlers.lmi.body import LmiBody, notes_of, read_body, request_ids, stream_of
 from handlers.lmi.errors import failure, payload_refused, request_error, status_of, stream_error, tgi_error_type
 from handlers.lmi.parameters import LmiParameters, ParameterRules, read_parameters
 
@@ -32,12 +32,12 @@ FINISH_REASONS = {
 }
 _FORMATTERS = ("json", "jsonlines", "sse")
 _FIELDS = frozenset({"inputs", "parameters", "stream"})
-_CACHED_PLANS, _CACHED_KEY_BYTES = 1000, 500
+_MOST_CACHED, _LONGEST_CACHED = 1000, 500  # Entries of a model's cache, and bytes of an entry's parameters.
 _NO_TOKEN = Token(-1, "")
 
 
 def parameter_rules(settings: ModelSettings) -> ParameterRules:
-    """How these settings make parameters read."""
+    """Return the rules by which parameters are read under these settings."""
     return ParameterRules(
         do_sample_inferred=settings.do_sample_inferred,
         details_by_default=settings.tgi_compat,
@@ -56,69 +56,71 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     full_text: bool = False
     prefill: bool = False
     top_tokens: bool = False
-    several: bool = False  # The answer has several sequences; it has details then.
-    tgi: bool = False  # TGI's names of fields (`option.tgi_compat`).
+    several: bool = False  # The answer has several sequences. It always has details then.
+    tgi: bool = False  # The fields have TGI's names (option.tgi_compat).
 
 
-class _Plan(msgspec.Struct, frozen=True):
-    """The meaning of a request's parameters, which does not depend on its prompts."""
+class _ParsedParameters(msgspec.Struct, frozen=True):
+    """The results of parsing a request's parameters, which do not depend on its prompts."""
 
     formatter: str
     options: AnswerOptions
-    request: GenerationRequest  # Without its id and its prompt.
+    request: GenerationRequest  # Without the id and the prompt.
     notes: tuple[str, ...]
 
 
-class LmiContract:
-    """Parses LMI bodies for one model."""
+class LmiRollingContract:
+    """Parses rolling-batch bodies for one model."""
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
         self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
         self._rules = parameter_rules(settings)
-        # By parameters and `stream`. Clients repeat them, and a look-up costs less than reading them again.
-        self._plans: dict[tuple[bytes, bool], _Plan] = {}
+        # By parameters and `stream`. Clients repeat them, and a look-up costs less than parsing.
+        self._cache: dict[tuple[bytes, bool], _ParsedParameters] = {}
 
     def parse(self, call: Call) -> Exchange:
         try:
             body = read_body(call, _prompts)
             stream = stream_of(body.document.get("stream"))
             adapters: tuple[str | None, ...] = (None,) * len(body.prompts)
-            if self._settings.enable_lora:  # otherwise LMI does not look at them
+            if self._settings.enable_lora:  # Otherwise LMI ignores them.
                 adapters = adapters_of(call, body.document.get("adapters"), len(body.prompts))
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
         try:
             key = (msgspec.json.encode(body.parameters), stream)
-            plan = self._plans.get(key) or self._plan(key, body.parameters)
-            return self._exchange(call, body, plan, adapters)
+            parsed = self._cache.get(key) or self._parse_parameters(key, body.parameters)
+            return self._exchange(call, body, parsed, adapters)
         except InvalidParameter as error:
             formatter = self._formatter(body.parameters.get("output_formatter"), stream)
             write = request_error if formatter == "json" and not stream else stream_error
             refusal = _failure(error, AnswerOptions(tgi=self._settings.tgi_compat), write)
             raise ContractError(refusal, error.message) from None
 
-    def _exchange(self, call: Call, body: Body, plan: _Plan, adapters: tuple[str | None, ...]) -> Exchange:
-        prompts, options, records = body.prompts, plan.options, plan.request.stream
+    def _exchange(
+        self, call: Call, body: LmiBody, parsed: _ParsedParameters, adapters: tuple[str | None, ...]
+    ) -> Exchange:
+        prompts, options, records = body.prompts, parsed.options, parsed.request.stream
         if records and len(prompts) > 1:
             raise payload_refused("`inputs` must be a single string when the answer is streamed")
-        if records and plan.request.beam_search is not None:
+        if records and parsed.request.beam_search is not None:
             raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
         answer: Answer
         if records:
-            answer = RecordAnswer(prompts[0], options, sse=plan.formatter == "sse")
+            answer = RecordAnswer(prompts[0], options, sse=parsed.formatter == "sse")
         else:
             answer = JsonAnswer(prompts, options, in_array=isinstance(body.document["inputs"], list))
         requests = [
-            msgspec.structs.replace(plan.request, request_id=request_id, prompt=prompt, adapter=adapter)
+            msgspec.structs.replace(parsed.request, request_id=request_id, prompt=prompt, adapter=adapter)
             for request_id, prompt, adapter in zip(request_ids(call, len(prompts)), prompts, adapters, strict=True)
         ]
-        notes = plan.notes
+        notes = parsed.notes
         if body.document.keys() - self._fields:
             notes += notes_of(body.document, self._fields, ())
         return Exchange(tuple(requests), answer, notes)
 
-    def _plan(self, key: tuple[bytes, bool], values: dict[str, Any]) -> _Plan:
+    def _parse_parameters(self, key: tuple[bytes, bool], values: dict[str, Any]) -> _ParsedParameters:
         encoded, stream = key
         parameters = read_parameters(values, self._rules)
         formatter = self._formatter(parameters.output_formatter, stream)
@@ -136,12 +138,12 @@ class LmiContract:
         notes = notes_of({}, (), parameters.ignored)
         if parameters.output_formatter not in (None, formatter):
             notes += (f"unknown output_formatter, {formatter} used instead",)
-        plan = _Plan(formatter, options, _request(parameters, options, records), notes)
-        if len(encoded) <= _CACHED_KEY_BYTES:
-            if len(self._plans) >= _CACHED_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
-        return plan
+        parsed = _ParsedParameters(formatter, options, _request(parameters, options, records), notes)
+        if len(encoded) <= _LONGEST_CACHED:
+            if len(self._cache) >= _MOST_CACHED:
+                self._cache.clear()
+            self._cache[key] = parsed
+        return parsed
 
     def _formatter(self, asked: Any, stream: bool) -> str:
         if asked in _FORMATTERS:
@@ -183,7 +185,7 @@ def _request(parameters: LmiParameters, options: AnswerOptions, records: bool) -
 
 
 class JsonAnswer(Answer):
-    """One JSON document when everything has finished; an array of them if the client sent an array of prompts."""
+    """A JSON document, or an array with a document for each prompt if the client sent an array of prompts."""
 
     content_type = JSON
 
@@ -224,7 +226,7 @@ class JsonAnswer(Answer):
 
 
 class RecordAnswer(Answer):
-    """A record for each token, as a line or as a server-sent event; the last one carries the whole text."""
+    """A record for each token, as a line or as a server-sent event. The last record has the whole text."""
 
     def __init__(self, prompt: str, options: AnswerOptions, sse: bool) -> None:
         self.content_type = "text/event-stream" if sse else "application/jsonlines"
@@ -235,7 +237,10 @@ class RecordAnswer(Answer):
         self._sequence = GeneratedSequence()
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return the records of this delta's tokens. The hot path: called for each token of each stream."""
+        """Return a record for each token of the delta.
+
+        This is the hot path: it is called for each token of each stream.
+        """
         if delta.sequence:
             return b""
         sequence, tokens = self._sequence, delta.tokens
@@ -254,7 +259,7 @@ class RecordAnswer(Answer):
         return ("".join(records) + self._record(final) + self._end()).encode()
 
     def fail(self, error: RequestError) -> Reply:
-        """Return the error's record as a JSON document, since nothing has been streamed."""
+        """Return the error's record as a JSON document, because the stream has not begun."""
         return _failure(error, self._options, stream_error)
 
     def fail_midway(self, error: RequestError) -> bytes:

@@ -1,8 +1,8 @@
-"""LMI's stateful sessions for the built-in handlers: created, checked and closed in threads.
+"""LMI's stateful sessions for the built-in handlers. They are created, checked and closed in threads.
 
-The built-in handlers store nothing in a session. It makes SageMaker send a client's requests to the same instance,
-which has its prefix in the KV cache. Source: djl_python, `session_manager.py`; Amazon SageMaker, "Stateful sessions
-with Amazon SageMaker AI models".
+The built-in handlers store no data in a session. A session makes SageMaker send a client's requests to the same
+instance, which has their common prefix in its KV cache. Sources: djl_python, `session_manager.py`; Amazon SageMaker,
+"Stateful sessions with Amazon SageMaker AI models".
 """
 
 from __future__ import annotations
@@ -39,51 +39,51 @@ NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
 CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
 NEW_SESSION = "NEW_SESSION"  # The id that SageMaker's client sends before it has a session.
 CLOSE = "CLOSE"
-# Each is a directory with a small file, 4 KiB of disk or shared memory. A new session looks at all of them, which takes
-# less than 0.1 s of a thread with this many.
+# A session is a directory with a small file, which takes 4 KiB of disk or shared memory. Creating a session lists all
+# sessions. With this many, that takes a thread less than 0.1 s.
 MOST_SESSIONS = 2_000
 _THREADS = 4
-_MOST_WAITING = 256  # Calls whose sessions are looked up at a time.
-_SECONDS = 30.0
-_LAST_SAVE_SECONDS = 5.0
+_MOST_WAITING = 256  # Calls that may wait for their sessions.
+_SECONDS = 30.0  # Limit on the time of an operation on a session.
+_LAST_SAVE_SECONDS = 5.0  # Limit on the time to save sessions to S3 when the model stops.
 _ID = re.compile(r"[A-Za-z0-9-]{1,256}")
 _LONGEST_SHOWN = 64
 _OFF = "stateful sessions are not enabled (option.enable_stateful_sessions)"
 
-_in_default_place: list[Sessions] = []
+_in_default_directory: list[Sessions] = []
 
 _decode_fields = JsonDecoder(dict[str, msgspec.Raw]).decode
 
 
 class Sessions:
-    """The sessions of one model. Without a manager sessions are off, and calls that need one are refused."""
+    """The sessions of one model. Without a manager, sessions are off, and calls that need a session are refused."""
 
     def __init__(self, manager: SessionManager | None, overload_status: int, most: int = MOST_SESSIONS) -> None:
         self._manager, self._overload_status, self._most = manager, overload_status, most
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sessions")
         self._open = 0
-        self._made: set[str] = set()
+        self._created: set[str] = set()
 
     async def check(self, call: Call) -> None:
-        """Check that the session that a call names exists; a call that names none passes.
+        """Check that the session of a call exists. A call without a session passes.
 
         Raises:
-            ContractError: 424; there is no such session, it has expired, or sessions are off.
+            ContractError: The session does not exist or has expired, or sessions are off. The reply is a 424.
         """
         if not (session_id := session_of(call)):
             return
-        manager = self._on(f"{SESSION_ID} names a session, but ")
+        manager = self._enabled_manager(f"{SESSION_ID} names a session, but ")
         await self._run(lambda: _check(manager, session_id))
 
     async def answer(self, call: Call) -> Reply:
         """Return the reply to a body with a `requestType`.
 
         Raises:
-            ContractError: 424, as for `check` or because the body is wrong; or the status of overload if there are too
-                many sessions.
+            ContractError: The body is wrong, the session to close does not exist or has expired, or sessions are off.
+                The reply is a 424. If too many sessions are open, it has the status of overload.
         """
         action = action_of(call.body)
-        manager = self._on("`requestType` asks for a session, but ")
+        manager = self._enabled_manager("`requestType` asks for a session, but ")
         if action != CLOSE:
             session = await self._run(lambda: self._create(manager))
             assert session.expiration_ts is not None
@@ -103,9 +103,9 @@ class Sessions:
         except TimeoutError:
             logger.warning("sessions are still being saved to %s", self._manager.sessions_s3url)
 
-    def _on(self, what: str) -> SessionManager:
+    def _enabled_manager(self, reason: str) -> SessionManager:
         if self._manager is None:
-            raise failed_dependency(what + _OFF)
+            raise failed_dependency(reason + _OFF)
         return self._manager
 
     def _create(self, manager: SessionManager) -> Session:
@@ -114,20 +114,22 @@ class Sessions:
             manager.remove_expired()
             if len(os.listdir(manager.sessions_path)) >= self._most:
                 raise self._full(f"{self._most} sessions are open; close one, or try again later")
-        if len(self._made) >= self._most:
-            self._made.intersection_update(os.listdir(manager.sessions_path))  # others were closed, or have expired
+        if len(self._created) >= self._most:
+            self._created.intersection_update(
+                os.listdir(manager.sessions_path)
+            )  # The others were closed or have expired.
         session = manager.create_session()
-        self._made.add(session.session_id)
+        self._created.add(session.session_id)
         return session
 
-    def remove_made(self) -> None:
-        """Remove the sessions that were created here, and their directory if no others are in it."""
+    def remove_created(self) -> None:
+        """Remove the sessions that this object created, and the directory if it is empty then."""
         if self._manager is None:
             return
         path = self._manager.sessions_path
-        for session_id in self._made:
+        for session_id in self._created:
             shutil.rmtree(os.path.join(path, session_id), ignore_errors=True)
-        with contextlib.suppress(OSError):  # another server has sessions there
+        with contextlib.suppress(OSError):  # Another server has sessions there.
             os.rmdir(path)
 
     async def _run(self, work: Callable[[], T]) -> T:
@@ -139,7 +141,7 @@ class Sessions:
             return await asyncio.wait_for(looked_up, _SECONDS)
         except TimeoutError:
             raise failed_dependency(f"the session was not found within {_SECONDS:g} s; try again later") from None
-        except (OSError, ValueError):  # ValueError: the directory belongs to another user by now
+        except (OSError, ValueError):  # ValueError means that the directory now belongs to another user.
             logger.exception("a session cannot be read or written")
             raise failed_dependency("the session cannot be read or written; the server's log says why") from None
         finally:
@@ -152,8 +154,10 @@ class Sessions:
 async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessions:
     """Return the sessions of a model with these settings.
 
-    They are off if they cannot be kept in the default place. Raises EngineStartError: they cannot be kept in the place
-    that the settings name.
+    Sessions are off if they cannot be stored in the default directory.
+
+    Raises:
+        EngineStartError: Sessions cannot be stored in the place that the settings name.
     """
     if not settings.enable_stateful_sessions:
         return Sessions(None, overload_status)
@@ -171,17 +175,18 @@ async def load_sessions(settings: ModelSettings, overload_status: int) -> Sessio
         return Sessions(None, overload_status)
     sessions = Sessions(manager, overload_status)
     if not settings.sessions_path:
-        _in_default_place.append(sessions)
+        _in_default_directory.append(sessions)
     return sessions
 
 
 def remove_sessions() -> None:
-    """Remove the sessions that this process has made in the default directory.
+    """Remove the sessions that this process created in the default directory.
 
-    Call it when the process ends. When a model ends it may be started again, and its clients continue their sessions.
+    Call it when the process ends, not when a model ends: the model may be started again, and its clients continue
+    their sessions.
     """
-    while _in_default_place:
-        _in_default_place.pop().remove_made()
+    while _in_default_directory:
+        _in_default_directory.pop().remove_created()
 
 
 def _check(manager: SessionManager, session_id: str) -> None:
@@ -202,10 +207,12 @@ def _close(manager: SessionManager, session_id: str) -> None:
 
 
 def session_of(call: Call) -> str:
-    """Return the session that the call's header names; empty if it names none or asks for a new one.
+    """Return the id of the session that the call's header names.
+
+    The id is empty if the header is absent or asks for a new session.
 
     Raises:
-        ContractError: 424; the header is not an id.
+        ContractError: The header is not an id. The reply is a 424.
     """
     given = dict(call.headers).get(SESSION_ID, "").strip()
     if given in ("", NEW_SESSION):
@@ -216,10 +223,10 @@ def session_of(call: Call) -> str:
 
 
 def action_of(body: bytes) -> str:
-    """Return the action that a body with a `requestType` asks for.
+    """Return the action of a body with a `requestType`: NEW_SESSION or CLOSE.
 
     Raises:
-        ContractError: 424; it is another, or the body has further fields.
+        ContractError: The action is unknown, or the body has further fields. The reply is a 424.
     """
     if len(body) >= LONG_BODY:
         raise payload_refused("`requestType` goes without other fields")
@@ -239,21 +246,23 @@ def action_of(body: bytes) -> str:
 def created(session_id: str, expires: float) -> Reply:
     """Return the reply to NEW_SESSION.
 
+    The id is in two headers. SageMaker reads the first header, clients that call LMI directly the second.
+
     Args:
-        expires: In seconds since the epoch. SageMaker reads the first of the headers; clients that ask LMI directly
-            read the second.
+        session_id: The session's id.
+        expires: The time at which the session expires, in seconds since the epoch.
     """
     value = f"{session_id}; Expires={datetime.fromtimestamp(expires, UTC):%Y-%m-%dT%H:%M:%SZ}"
-    return _done(session_id, "created", ((NEW_SESSION_ID, value), (SESSION_ID, value)))
+    return _reply(session_id, "created", ((NEW_SESSION_ID, value), (SESSION_ID, value)))
 
 
 def closed(session_id: str) -> Reply:
     """Return the reply to CLOSE."""
-    return _done(session_id, "closed", ((CLOSED_SESSION_ID, session_id),))
+    return _reply(session_id, "closed", ((CLOSED_SESSION_ID, session_id),))
 
 
-def _done(session_id: str, what: str, headers: tuple[tuple[str, str], ...]) -> Reply:
-    return Reply(200, JSON, f'{{"result": "Session {session_id} {what}"}}\n'.encode(), headers)
+def _reply(session_id: str, action: str, headers: tuple[tuple[str, str], ...]) -> Reply:
+    return Reply(200, JSON, f'{{"result": "Session {session_id} {action}"}}\n'.encode(), headers)
 
 
 def _shown(text: str) -> str:

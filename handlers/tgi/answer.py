@@ -1,7 +1,7 @@
 """TGI's answers: one JSON document, or an event for each token.
 
-Source: TGI's router, `src/lib.rs` and `src/server.rs`. The bytes are serde_json's: no spaces between items, non-ASCII
-    characters unescaped, keys in the order of TGI's structs.
+The bytes are those that serde_json writes: no spaces between items, non-ASCII characters unescaped, and keys in the
+order that TGI's structs have. Source: TGI's router, `src/lib.rs` and `src/server.rs`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,17 @@ from struct import Struct
 from engines.errors import RequestError
 from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
 from handlers.contract import Answer, Reply
-from handlers.tgi.errors import EVENTS, INCOMPLETE_STREAM, JSON, Incomplete, event, refuse, refuse_stream
+from handlers.tgi.errors import (
+    EVENTS,
+    INCOMPLETE_STREAM,
+    JSON,
+    IncompleteGeneration,
+    error_event,
+    refuse,
+    refuse_stream,
+)
 
-# Clients know no others; an answer that ends otherwise is incomplete.
+# The reasons that TGI's clients know. An answer with another reason is incomplete.
 FINISH_REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.EOS: "eos_token",
@@ -34,51 +42,31 @@ Headers = tuple[tuple[str, str], ...]
 class AnswerOptions:
     """The contents of an answer."""
 
-    prompt: str  # The beginning of each text; empty unless the full text is wanted.
+    prompt: str  # The beginning of each text. Empty unless the client asks for the full text.
     details: bool
     top_tokens: bool
     in_array: bool
-    seeds: tuple[int | None, ...]  # Of each sequence; None for greedy decoding.
-    special_texts: Mapping[int, str]  # Texts of special tokens, which are no part of the generated text.
-    characters: int  # Length of `inputs`.
+    seeds: tuple[int | None, ...]  # The seed of each sequence. None for greedy decoding.
+    special_texts: Mapping[int, str]  # The texts of special tokens by id. The generated text lacks them.
+    characters: int  # The length of `inputs`.
     compute_type: str
 
 
-class _WholeAnswer(Answer):
+class WholeAnswer(Answer):
+    """One document with the sequence of the highest mean log probability. Details have the other sequences too."""
+
     content_type = JSON
 
-    def __init__(self, count: int) -> None:
-        self._sequences = [GeneratedSequence() for _ in range(count)]
-        self._open = count
-
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        self._sequences[prompt].add(delta)
-        self._open -= delta.last
-        if self._open:
-            return b""
-        if any(sequence.finish_reason not in FINISH_REASONS for sequence in self._sequences):
-            raise Incomplete
-        return self._body().encode()
-
-    def fail(self, error: RequestError) -> Reply:
-        return refuse(error)
-
-    def _body(self) -> str:
-        raise NotImplementedError
-
-
-class GenerationAnswer(_WholeAnswer):
-    """The sequence with the highest mean log probability, and where details are asked for the others as well."""
-
     def __init__(self, options: AnswerOptions) -> None:
-        super().__init__(len(options.seeds))
         self._options = options
+        self._sequences = [GeneratedSequence() for _ in options.seeds]
+        self._open = len(options.seeds)
         self._begun_at = time.monotonic()
         self._best = 0
 
     @property
     def headers(self) -> Headers:
-        """Counts and times of the finished answer; times in seconds (`x-compute-time`) and milliseconds."""
+        """Counts and times of the finished answer, in seconds (`x-compute-time`) and milliseconds (`x-total-time`)."""
         best, seconds = self._sequences[self._best], time.monotonic() - self._begun_at
         return (
             ("x-compute-type", self._options.compute_type),
@@ -88,6 +76,18 @@ class GenerationAnswer(_WholeAnswer):
             ("x-prompt-tokens", str(best.prompt_token_count)),
             ("x-generated-tokens", str(best.count)),
         )
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        self._sequences[prompt].add(delta)
+        self._open -= delta.last
+        if self._open:
+            return b""
+        if any(sequence.finish_reason not in FINISH_REASONS for sequence in self._sequences):
+            raise IncompleteGeneration
+        return self._body().encode()
+
+    def fail(self, error: RequestError) -> Reply:
+        return refuse(error)
 
     def _body(self) -> str:
         places = range(len(self._sequences))
@@ -124,9 +124,10 @@ class GenerationAnswer(_WholeAnswer):
 
 
 def stream_headers(compute_type: str, characters: int) -> Headers:
-    """Return the headers of a stream, also of one with only an error.
+    """Return the headers of a stream. A stream with only an error has them too.
 
     Args:
+        compute_type: The value of option.rolling_batch.
         characters: The length of `inputs`.
     """
     return (
@@ -138,7 +139,7 @@ def stream_headers(compute_type: str, characters: int) -> Headers:
 
 
 class StreamAnswer(Answer):
-    """An event for each token; the last one carries the whole text."""
+    """An event for each token. The last event has the whole text."""
 
     content_type = EVENTS
     headers: Headers = ()
@@ -150,7 +151,10 @@ class StreamAnswer(Answer):
         self.headers = stream_headers(options.compute_type, options.characters)
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return the events of this delta's tokens. The hot path: called for each token of each stream."""
+        """Return an event for each token of the delta.
+
+        This is the hot path: it is called for each token of each stream.
+        """
         self._text.append(delta.text)
         if not delta.last or delta.finish_reason not in FINISH_REASONS:
             events = "".join([self._event(token) for token in delta.tokens]).encode()
@@ -162,7 +166,7 @@ class StreamAnswer(Answer):
         return refuse_stream(error, self.headers)
 
     def fail_midway(self, error: RequestError) -> bytes:
-        return event(error)
+        return error_event(error)
 
     def _event(self, token: Token, end: str = '"generated_text":null,"details":null') -> str:
         self._index += 1
@@ -198,7 +202,7 @@ def _tokens(tokens: Sequence[Token], special_texts: Mapping[int, str]) -> str:
 
 
 def float32(value: float | None) -> str:
-    """JSON for a 32-bit number, as serde_json writes it; "null" for None and for what 32 bits cannot hold."""
+    """Return the JSON of a 32-bit number as serde_json writes it, or "null" for None and numbers beyond 32 bits."""
     if value is None or not isfinite(value):
         return "null"
     try:
@@ -206,7 +210,7 @@ def float32(value: float | None) -> str:
     except OverflowError:
         return "null"
     nearest: float = _unpack(packed)[0]
-    # Six digits always survive 32 bits, and nine tell all numbers apart: the fewest that do are written.
+    # serde_json writes the fewest digits that identify the number. Nine digits identify every 32-bit number.
     for form in ("%.6g", "%.7g", "%.8g", "%.9g"):
         text = form % nearest
         if _pack(float(text)) == packed:
@@ -217,7 +221,7 @@ def float32(value: float | None) -> str:
 
 
 def _exponential(text: str) -> str:
-    """1.5e-07 as 1.5e-7; down to 1e-6 in plain digits."""
+    """Return a number in exponential form as serde_json writes it: 1.5e-07 as 1.5e-7, and 1e-06 as 0.000001."""
     mantissa, _, exponent = text.partition("e")
     power = int(exponent)
     if power < -6 or power > 0:

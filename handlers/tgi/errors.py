@@ -12,50 +12,51 @@ EVENTS = "text/event-stream"
 _TEXT = "text/plain; charset=utf-8"
 
 
-def unreadable(status: int, explanation: str) -> ContractError:
-    """Return the refusal of a body that is not a request; the reason is plain text, as from TGI's web framework."""
+def unreadable_body(status: int, explanation: str) -> ContractError:
+    """Return the error of a body that is not a request. The reply is plain text, as in TGI's web framework."""
     return ContractError(Reply(status, _TEXT, explanation.encode("utf-8", "replace")), explanation)
 
 
-def does_not_fit(reason: str) -> ContractError:
-    """Return the refusal of a body that is JSON of another shape."""
-    return unreadable(422, f"Failed to deserialize the JSON body into the target type: {reason}")
+def wrong_shape(reason: str) -> ContractError:
+    """Return the error of a JSON body with wrong fields or types."""
+    return unreadable_body(422, f"Failed to deserialize the JSON body into the target type: {reason}")
 
 
 def refuse(error: errors.RequestError) -> Reply:
-    """Return the reply to an error before the first byte of an answer that is not streamed."""
+    """Return the reply to an error if nothing was sent yet and no stream was asked for."""
     if isinstance(error, errors.Unauthorized):
         return Reply(401, "", b"")
     if isinstance(error, errors.BodyTooLarge):
         return Reply(413, _TEXT, b"Failed to buffer the request body: length limit exceeded")
     if isinstance(error, errors.BodyTimeout):
         return Reply(408, _TEXT, f"Failed to buffer the request body: {error.message}".encode())
-    status, kind, text = _meaning(error)
+    status, kind, text = _status_kind_and_text(error)
     return Reply(status, JSON, error_document(text, kind).encode("utf-8", "replace"))
 
 
 def refuse_stream(error: errors.RequestError, headers: tuple[tuple[str, str], ...]) -> Reply:
-    """Return the same for a stream: the status is 200, and the error an event."""
-    return Reply(200, EVENTS, event(error), headers)
+    """Return the reply to an error if a stream was asked for. Its status is 200, and its body an error event."""
+    return Reply(200, EVENTS, error_event(error), headers)
 
 
-def event(error: errors.RequestError) -> bytes:
-    """Return the event that ends a stream."""
-    _, kind, text = _meaning(error)
+def error_event(error: errors.RequestError) -> bytes:
+    """Return the event that ends a stream with an error."""
+    _, kind, text = _status_kind_and_text(error)
     return f"data:{error_document(text, kind)}\n\n".encode("utf-8", "replace")
 
 
 def error_document(text: str, kind: str) -> str:
-    """Return an error's JSON object.
+    """Return the JSON object of an error.
 
     Args:
-        kind: The `error_type`, by which clients choose the exception.
+        text: The message.
+        kind: The value of `error_type`. Clients choose their exception by it.
     """
     return f'{{"error":{quote(text)},"error_type":{quote(kind)}}}'
 
 
-class Incomplete(errors.GenerationFailed):
-    """An answer that is not streamed was ended from outside."""
+class IncompleteGeneration(errors.GenerationFailed):
+    """A generation ended with a finish reason that TGI lacks, for example because it was aborted."""
 
     def __init__(self) -> None:
         super().__init__("Incomplete generation")
@@ -64,21 +65,21 @@ class Incomplete(errors.GenerationFailed):
 INCOMPLETE_STREAM = b'data:{"error":"Incomplete generation stream","error_type":"incomplete_generation_stream"}\n\n'
 
 
-def _meaning(error: errors.RequestError) -> tuple[int, str, str]:
+def _status_kind_and_text(error: errors.RequestError) -> tuple[int, str, str]:
     if isinstance(error, errors.InvalidRequest):
-        return 422, "validation", f"Input validation error: {_what_is_wrong(error)}"
+        return 422, "validation", f"Input validation error: {_validation_message(error)}"
     if isinstance(error, errors.Overloaded):
         return 429, "overloaded", "Model is overloaded"
     if isinstance(error, errors.NotReady):
         return 503, "healthcheck", f"unhealthy: {error.message}"
     if isinstance(error, errors.UnknownModel | errors.NotServed):
         return 404, "not_found", error.message
-    if isinstance(error, Incomplete):
+    if isinstance(error, IncompleteGeneration):
         return 500, "incomplete_generation", error.message
     return 424, "generation", f"Request failed during generation: {error.message}"
 
 
-def _what_is_wrong(error: errors.InvalidRequest) -> str:
+def _validation_message(error: errors.InvalidRequest) -> str:
     if isinstance(error, errors.PromptTooLong):
         return f"`inputs` must have less than {error.most + 1} tokens. Given: {error.prompt_tokens}"
     if not isinstance(error, errors.ContextExceeded):

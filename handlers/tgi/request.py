@@ -1,6 +1,6 @@
-"""TGI's generation parameters: ranges, the error messages of TGI, and their translation for an engine.
+"""Reads TGI's requests: their fields, the ranges with TGI's error messages, and the translation for an engine.
 
-Source: TGI's router, `src/lib.rs` for the fields, and `src/validation.rs`, whose order of checks is kept.
+The checks have TGI's order. Source: TGI's router, `src/lib.rs` for the fields and `src/validation.rs` for the checks.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from handlers.constraints import constraint_of, refuse_unread
 from handlers.contract import Call
 from handlers.contract_routes import NO_ADAPTERS, ContractSetting
 from handlers.json_fields import MAX_INT64, MAX_STRING_LENGTH, JsonError, decode_json
-from handlers.tgi.errors import does_not_fit, unreadable
+from handlers.tgi.errors import unreadable_body, wrong_shape
 
 Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-# msgspec knows no bounds beyond 63 bits; the upper one is checked when the number is used.
+# msgspec has no bounds beyond 63 bits. The upper bound is checked when the number is used.
 Unsigned64 = Annotated[int, msgspec.Meta(ge=0)]
 
 MAX_TOP_N_TOKENS = 5  # TGI's default.
-# New tokens for which TGI wants room in the context at once; more are generated as far as they fit.
-MOST_RESERVED = 1024
+# The context must have room for this many of the new tokens. Further tokens are generated as long as they fit.
+_MOST_RESERVED = 1024
 
 _NOT_READ = "is not read here; in `parameters`, `grammar` and `stop` constrain the text"
-_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+_VALIDATION_PATH = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 _LARGEST_FLOAT32 = 3.4028234e38
 _SEED_BITS = 63
 _UINT64 = 2**64
@@ -41,8 +41,8 @@ _UINT64 = 2**64
 T = TypeVar("T")
 
 
-class Parameters(msgspec.Struct, frozen=True):
-    """`parameters` as sent; null counts as absent throughout."""
+class RequestParameters(msgspec.Struct, frozen=True):
+    """The fields of `parameters`. A field that is null counts as absent."""
 
     best_of: Unsigned64 | None = None
     temperature: float | None = None
@@ -55,7 +55,7 @@ class Parameters(msgspec.Struct, frozen=True):
     max_new_tokens: Unsigned32 | None = None
     return_full_text: bool | None = None
     stop: tuple[str, ...] | None = None
-    stop_sequences: tuple[str, ...] | None = None  # Earlier name of `stop`; clients send both.
+    stop_sequences: tuple[str, ...] | None = None  # The earlier name of `stop`. Clients send both.
     truncate: Unsigned64 | None = None
     watermark: bool | None = None
     details: bool | None = None
@@ -66,45 +66,48 @@ class Parameters(msgspec.Struct, frozen=True):
     adapter_id: str | None = None
 
 
-class Body(msgspec.Struct, frozen=True):
-    """A request of /generate and its like."""
+class TgiRequest(msgspec.Struct, frozen=True):
+    """The body of /, /generate, /generate_stream and /tokenize."""
 
     inputs: str
-    parameters: Parameters | None = None  # None: sampling, which is TGI's default where they are missing altogether.
+    parameters: RequestParameters | None = None  # None means sampling, as in TGI.
     stream: bool | None = None  # Only / reads it.
 
 
-def read(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
-    """Return the body in its shape, and as it came.
+def read_request(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
+    """Decode a body.
+
+    Returns:
+        The body as an object of the class `shape`, and as a JSON document.
 
     Raises:
-        ContractError: With the reply that TGI's web framework gives.
+        ContractError: The body is not JSON of this shape. The reply is worded like TGI's web framework.
     """
     kind = call.content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise unreadable(415, "Expected request with `Content-Type: application/json`")
+        raise unreadable_body(415, "Expected request with `Content-Type: application/json`")
     try:
         document = decode_json(call.body)
     except JsonError as error:
-        raise unreadable(400, f"Failed to parse the request body as JSON: {error}") from None
+        raise unreadable_body(400, f"Failed to parse the request body as JSON: {error}") from None
     try:
         return msgspec.convert(document, shape), document
     except msgspec.ValidationError as error:
         message = str(error)
-        if (place := _PLACE.fullmatch(message)) is not None:
-            message = f"{place[2]}: {place[1]}" if place[2] else place[1]
-        raise does_not_fit(message) from None
+        if (match := _VALIDATION_PATH.fullmatch(message)) is not None:
+            message = f"{match[2]}: {match[1]}" if match[2] else match[1]
+        raise wrong_shape(message) from None
 
 
 def max_input_tokens(model: LoadedModel, settings: ModelSettings) -> int:
-    """Return the length of the longest prompt, in tokens."""
+    """Return the length in tokens of the longest prompt that is accepted."""
     context = model.max_model_len - 1
     return context if settings.max_prompt_tokens is None else min(settings.max_prompt_tokens, context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TgiParameters:
-    """One request's `parameters`, validated and translated."""
+    """The validated and translated parameters of a request."""
 
     request: GenerationRequest  # Without its id and its prompt.
     best_of: int
@@ -114,12 +117,12 @@ class TgiParameters:
 
     @property
     def shown_seed(self) -> int | None:
-        """The seed as details show it; None for greedy decoding."""
+        """The seed that details show. None for greedy decoding."""
         sampling = self.request.sampling
         return None if sampling.greedy or sampling.seed is None else sampling.seed % _UINT64
 
     def seeded(self) -> TgiParameters:
-        """Return the same with a random seed, if the request samples and has none."""
+        """Return these parameters, with a random seed if the request samples and has no seed."""
         sampling = self.request.sampling
         if sampling.greedy or sampling.seed is not None:
             return self
@@ -127,13 +130,13 @@ class TgiParameters:
         return replace(self, request=msgspec.structs.replace(self.request, sampling=seeded))
 
 
-def validate(inputs: str, given: Parameters | None, setting: ContractSetting, *, streams: bool) -> TgiParameters:
-    """Check all values, and translate them.
+def validate(inputs: str, given: RequestParameters | None, setting: ContractSetting, *, streams: bool) -> TgiParameters:
+    """Validate and translate the parameters of a request.
 
     Raises:
-        InvalidRequest: With TGI's text, without its prefix.
+        InvalidRequest: A value is wrong. The message is TGI's, without its prefix "Input validation error".
     """
-    parameters = Parameters(do_sample=True) if given is None else given
+    parameters = RequestParameters(do_sample=True) if given is None else given
     best_of = _best_of(parameters, setting.settings.max_best_of, streams)
     sampling = _sampling(parameters, setting, best_of)
     top_tokens = parameters.top_n_tokens or 0
@@ -149,14 +152,14 @@ def validate(inputs: str, given: Parameters | None, setting: ContractSetting, *,
     request = GenerationRequest(
         sampling=sampling,
         truncate_prompt_tokens=truncate,
-        room=min(sampling.max_tokens or 1, MOST_RESERVED),
+        room=min(sampling.max_tokens or 1, _MOST_RESERVED),
         adapter=parameters.adapter_id or None,
     )
     details = bool(parameters.details) or prefill
     return TgiParameters(request=request, best_of=best_of, details=details, prefill=prefill, top_tokens=top_tokens)
 
 
-def _best_of(parameters: Parameters, most: int, streams: bool) -> int:
+def _best_of(parameters: RequestParameters, most: int, streams: bool) -> int:
     best_of = 1 if parameters.best_of is None else parameters.best_of
     if streams and best_of != 1:
         raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
@@ -164,23 +167,23 @@ def _best_of(parameters: Parameters, most: int, streams: bool) -> int:
         raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
     if not 0 < best_of <= most:
         raise InvalidRequest(f"`best_of` must be > 0 and <= {most}. Given: {best_of}")
-    if best_of > 1 and not (parameters.do_sample or parameters.temperature is not None or _selects(parameters)):
+    if best_of > 1 and not (parameters.do_sample or parameters.temperature is not None or _limits_choice(parameters)):
         raise InvalidRequest("you must use sampling when `best_of` is > 1")
     return best_of
 
 
-def _selects(parameters: Parameters) -> bool:
+def _limits_choice(parameters: RequestParameters) -> bool:
     return not (parameters.top_k is parameters.top_p is parameters.typical_p is None)
 
 
-def _sampling(parameters: Parameters, setting: ContractSetting, best_of: int) -> SamplingParameters:
+def _sampling(parameters: RequestParameters, setting: ContractSetting, best_of: int) -> SamplingParameters:
     temperature = _strictly_positive("temperature", parameters.temperature, 1.0)
     repetition_penalty = _strictly_positive("repetition_penalty", parameters.repetition_penalty, 1.0)
     frequency_penalty = 0.0 if parameters.frequency_penalty is None else parameters.frequency_penalty
     if not -2.0 <= frequency_penalty <= 2.0:
         raise InvalidRequest("`frequency_penalty` must be >= -2.0 and <= 2.0")
-    top_p = _share("top_p", parameters.top_p)
-    typical_p = _share("typical_p", parameters.typical_p)
+    top_p = _fraction("top_p", parameters.top_p)
+    typical_p = _fraction("typical_p", parameters.typical_p)
     top_k = _strictly_positive("top_k", parameters.top_k, 0)
     if parameters.max_new_tokens == 0:
         raise InvalidRequest("`max_new_tokens` must be strictly positive")
@@ -195,7 +198,7 @@ def _sampling(parameters: Parameters, setting: ContractSetting, best_of: int) ->
         raise InvalidParameter("adapter_id", NO_ADAPTERS)
     samples = bool(parameters.do_sample) or best_of > 1
     if not samples and setting.settings.do_sample_inferred:
-        samples = parameters.temperature not in (None, 1.0) or _selects(parameters)
+        samples = parameters.temperature not in (None, 1.0) or _limits_choice(parameters)
     return SamplingParameters(
         max_tokens=parameters.max_new_tokens,
         temperature=temperature if samples else 0.0,
@@ -221,7 +224,7 @@ def _strictly_positive(name: str, value: float | None, default: float) -> float:
     return value
 
 
-def _share(name: str, value: float | None) -> float:
+def _fraction(name: str, value: float | None) -> float:
     if value is None:
         return 1.0
     if not 0.0 < value < 1.0:
@@ -230,7 +233,7 @@ def _share(name: str, value: float | None) -> float:
 
 
 def _stop(stop: tuple[str, ...], setting: ContractSetting) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Stop texts, and the ids of those that are special tokens, which the text does not show."""
+    """Return the stop texts, and the ids of those that are special tokens. The text does not show special tokens."""
     most = setting.settings.max_stop_sequences
     if len(stop) > most:
         raise InvalidRequest(f"`stop` supports up to {most} stop sequences. Given: {len(stop)}")
@@ -249,7 +252,7 @@ def _seed(seed: int | None, best_of: int) -> int | None:
         raise InvalidRequest("`seed` must not be set when `best_of` > 1")
     if seed >= _UINT64:
         raise InvalidRequest(f"`seed` must be below {_UINT64}")
-    return seed if seed <= MAX_INT64 else seed - _UINT64  # the same 64 bits, as engines carry them
+    return seed if seed <= MAX_INT64 else seed - _UINT64  # The same 64 bits as a signed number.
 
 
 def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:
@@ -266,15 +269,15 @@ def _constraint(grammar: Mapping[str, Any] | None) -> Constraint | None:
     return msgspec.structs.replace(constraint, parameter="grammar")
 
 
-def unread_names(document: Mapping[str, Any], shape: type[msgspec.Struct]) -> list[str]:
-    """Names in a request of this shape, and in its `parameters`, that nothing reads.
+def unread_names(document: Mapping[str, Any]) -> list[str]:
+    """Return the names of fields of a request, and of its `parameters`, that have no effect.
 
     Raises:
-        InvalidParameter: One of them would constrain the text.
+        InvalidParameter: One of these fields would constrain the text in another contract.
     """
     given = document.get("parameters")
     values = given if isinstance(given, dict) else {}
-    names = sorted(values.keys() - set(Parameters.__struct_fields__))
-    names += sorted(document.keys() - set(shape.__struct_fields__))
+    names = sorted(values.keys() - set(RequestParameters.__struct_fields__))
+    names += sorted(document.keys() - set(TgiRequest.__struct_fields__))
     refuse_unread({**document, **values}, names, _NOT_READ)
     return names

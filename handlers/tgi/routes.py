@@ -1,4 +1,7 @@
-"""TGI: the routes of Hugging Face's Text Generation Inference. Source: TGI's router 3.3, `src/server.rs`."""
+"""The contract and the routes of TGI, Hugging Face's Text Generation Inference.
+
+Source: TGI's router 3.3, `src/server.rs`.
+"""
 
 from __future__ import annotations
 
@@ -12,39 +15,31 @@ from engines.errors import InvalidRequest
 from handlers.contract import Call, Contract, ContractError, Exchange, Reply
 from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
-from handlers.tgi.answer import (
-    AnswerOptions,
-    GenerationAnswer,
-    StreamAnswer,
-    stream_headers,
-)
+from handlers.tgi.answer import AnswerOptions, StreamAnswer, WholeAnswer, stream_headers
 from handlers.tgi.errors import EVENTS, JSON, refuse, refuse_stream
-from handlers.tgi.info import Chat, chat_tokenize, health, info, tokenize
-from handlers.tgi.request import (
-    Body,
-    read,
-    unread_names,
-    validate,
-)
+from handlers.tgi.info import health, info
+from handlers.tgi.request import TgiRequest, read_request, unread_names, validate
+from handlers.tgi.tokenize import ChatRequest, chat_tokenize, tokenize
 
 _COMMENT = b":\n\n"  # TGI's comment in an idle stream.
-_KIND = "Input validation error"
 
 
 class TgiContract:
-    """/, /generate or /generate_stream of one model."""
+    """Parses the bodies of /, /generate or /generate_stream for one model."""
 
     def __init__(self, setting: ContractSetting, *, streams: bool | None) -> None:
-        """Create the TGI contract.
+        """Create the contract of a route.
 
         Args:
-            streams: None on /: there the body decides, an answer is an array, and the full text is the default.
+            setting: The model and its settings.
+            streams: True if the route streams its answers. None on the route /, whose bodies decide. There an answer
+                that is not streamed is an array, and texts begin with the prompt by default.
         """
         self._setting, self._streams = setting, streams
         self._special_texts = {token_id: text for text, token_id in setting.model.texts.special_tokens.items()}
 
     def parse(self, call: Call) -> Exchange:
-        body, document = read(call, Body)
+        body, document = read_request(call, TgiRequest)
         streams = bool(body.stream) if self._streams is None else self._streams
         try:
             notes = self._notes(document)
@@ -86,10 +81,10 @@ class TgiContract:
         )
         if streams:
             return Exchange(requests, StreamAnswer(options), notes, comment=_COMMENT)
-        return Exchange(requests, GenerationAnswer(options), notes)
+        return Exchange(requests, WholeAnswer(options), notes)
 
     def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
-        unknown = unread_names(document, Body)
+        unknown = unread_names(document)
         if not unknown:
             return ()
         if self._setting.settings.strict_parameters:
@@ -97,7 +92,7 @@ class TgiContract:
         return (f"fields without effect: {', '.join(unknown)}",)
 
 
-_BODY = struct(Body, "TgiRequest")
+_BODY = struct(TgiRequest, "TgiRequest")
 _ANSWER = an_answer(
     "TgiAnswer",
     "details, where asked for: finish_reason, generated_tokens, seed, prefill, tokens, top_tokens, best_of_sequences.",
@@ -112,7 +107,7 @@ _TOKENS = an_array(
     an_answer("TgiToken", "A token and the bytes of the text from which it is.", "id", "text", "start", "stop")
 )
 _ERROR = an_answer("TgiError", "What is wrong, and its kind.", "error", "error_type")
-# Further answers about a body, beside those of `refuse`; a 422 is one of both.
+# The replies to bodies that cannot be read, in addition to those of `refuse`. A 422 has either form.
 _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
     "400": ("The body is no JSON", {"text/plain": STRING}),
     "415": ("The content type is not application/json", {"text/plain": STRING}),
@@ -123,11 +118,13 @@ _UNREADABLE: Mapping[str, tuple[str, Mapping[str, Schema]]] = {
 }
 
 
-def _about(summary: str, answer: Mapping[str, Schema], request: Schema | None = None) -> Operation:
-    """Return a route for the API description.
+def _operation(summary: str, answer: Mapping[str, Schema], request: Schema | None = None) -> Operation:
+    """Return the description of a route.
 
     Args:
-        answer: By media type.
+        summary: The summary.
+        answer: The schema of the answer by media type.
+        request: The schema of the body.
     """
     answers: dict[str, tuple[str, Mapping[str, Schema]]] = {"200": (summary, answer)}
     if request is not None:
@@ -135,7 +132,7 @@ def _about(summary: str, answer: Mapping[str, Schema], request: Schema | None = 
     return Operation(summary=f"{summary} (TGI)", request=request, answers=answers)
 
 
-def _generates(
+def _generation_route(
     path: str,
     contract: Callable[[ContractSetting], Contract],
     summary: str,
@@ -143,7 +140,7 @@ def _generates(
     *,
     streams_refusals: bool = False,
 ) -> GenerationRoute:
-    about = _about(summary, answer, _BODY)
+    about = _operation(summary, answer, _BODY)
     return GenerationRoute(path=path, contract=contract, streams_refusals=streams_refusals, about=about)
 
 
@@ -154,15 +151,15 @@ _HEALTH = Operation(
 TGI = ContractRoutes(
     name="tgi",
     routes=(
-        _generates(
+        _generation_route(
             "/",
             partial(TgiContract, streams=None),
             "Generate text; events with `stream`",
             {JSON: an_array(_ANSWER), EVENTS: _EVENT},
             streams_refusals=True,
         ),
-        _generates("/generate", partial(TgiContract, streams=False), "Generate text", {JSON: _ANSWER}),
-        _generates(
+        _generation_route("/generate", partial(TgiContract, streams=False), "Generate text", {JSON: _ANSWER}),
+        _generation_route(
             "/generate_stream",
             partial(TgiContract, streams=True),
             "Stream text, an event for each token; errors are events as well",
@@ -171,26 +168,26 @@ TGI = ContractRoutes(
         ),
         InfoRoute.of_all("/", health, methods=("GET", "HEAD"), about=_HEALTH),
         InfoRoute.of_all("/health", health, methods=("GET", "HEAD"), about=_HEALTH),
-        InfoRoute(path="/info", answer=info, about=_about("The model and its limits", {JSON: OBJECT})),
+        InfoRoute(path="/info", answer=info, about=_operation("The model and its limits", {JSON: OBJECT})),
         InfoRoute(
             path="/tokenize",
             answer=tokenize,
             methods=("POST",),
             with_field="inputs",
-            about=_about("Tokens of a text", {JSON: _TOKENS}, _BODY),
+            about=_operation("Tokens of a text", {JSON: _TOKENS}, _BODY),
         ),
         InfoRoute(
             path="/chat_tokenize",
             answer=chat_tokenize,
             methods=("POST",),
-            about=_about(
+            about=_operation(
                 "Prompt and tokens of a chat",
                 {JSON: an_object({"tokenize_response": _TOKENS, "templated_text": STRING})},
-                struct(Chat, "TgiChat"),
+                struct(ChatRequest, "TgiChat"),
             ),
         ),
     ),
     refuse=refuse,
     error=_ERROR,
-    wrong_method=lambda _: Reply(405, "", b""),  # as in axum
+    wrong_method=lambda _: Reply(405, "", b""),  # As in axum, TGI's web framework.
 )

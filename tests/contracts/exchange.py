@@ -11,7 +11,7 @@ import msgspec
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from handlers.contract import Call, ContractError, Exchange, Reply
-from handlers.lmi.rolling_batch import LmiContract
+from handlers.lmi.rolling_batch import LmiRollingContract
 
 MODEL = ModelSettings(name="model", model_dir=Path("."), model_id="model")
 
@@ -22,7 +22,7 @@ def call(document: Any, content_type: str = "application/json") -> Call:
 
 
 def parse(document: Any, content_type: str = "application/json", **settings: Any) -> Exchange:
-    return LmiContract(replace(MODEL, **settings)).parse(call(document, content_type))
+    return LmiRollingContract(replace(MODEL, **settings)).parse(call(document, content_type))
 
 
 def request_of(document: Any, **settings: Any) -> GenerationRequest:

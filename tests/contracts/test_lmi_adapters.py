@@ -1,4 +1,4 @@
-"""Managing adapters: every answer, byte for byte, and every order that is not understood."""
+"""LMI's management of adapters, byte for byte, and the adapters that calls name."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from engines.errors import (
     UnknownModel,
 )
 from handlers.contract import Call
-from handlers.lmi import adapters
-from handlers.lmi.adapters import adapters_of, named_adapter
+from handlers.lmi import adapter_management
+from handlers.lmi.adapter_choice import adapters_in, adapters_of, named_adapter
 from handlers.openai import routes as vllm
 from tests.contracts import exchange
 from tests.contracts.exchange import a_joke, answer, parse, refusal
@@ -53,41 +53,47 @@ def body(document: Any, **fields: Any) -> Call:
 
 
 def test_lmis_form_is_the_query() -> None:
-    order = adapters.registration(query("name=a&src=/x&preload=FALSE&pin=true&rank=8&extra=%C3%BC"))
+    order = adapter_management.read_registration(query("name=a&src=/x&preload=FALSE&pin=true&rank=8&extra=%C3%BC"))
     options = {"rank": "8", "extra": "ü"}
     assert order == AdapterOrder(name="a", src="/x", preload=False, pin=True, options=options)
-    assert adapters.registration(query("name=a&src=/x")) == AdapterOrder(name="a", src="/x")
+    assert adapter_management.read_registration(query("name=a&src=/x")) == AdapterOrder(name="a", src="/x")
 
 
 def test_sagemakers_form_is_a_json_body() -> None:
     alias = (("X-Amzn-Sagemaker-Adapter-Alias", "nice"),)
     given = {"name": "a", "src": "/x", "preload": True, "pin": False, "rank": 8, "nothing": None}
-    order = adapters.registration(body(given, headers=alias))
+    order = adapter_management.read_registration(body(given, headers=alias))
     assert order == AdapterOrder(name="a", src="/x", preload=True, pin=False, alias="nice", options={"rank": "8"})
 
 
 def test_the_answers_in_lmis_form() -> None:
     call = query("name=a&src=/x")
-    assert adapters.done(call, "a", "registered", "").body == b'{\n  "status": "Adapter a registered"\n}\n'
-    assert adapters.done(call, "a", "updated", "").body == b'{\n  "status": "Adapter a updated"\n}\n'
-    assert adapters.done(call, "a", "unregistered", "").body == b'{\n  "status": "Adapter a unregistered"\n}\n'
-    assert adapters.done(call, "a", "registered", "said").body == b'{\n  "status": "said"\n}\n'
-    aliased = replace(call, headers=((adapters.ALIAS_HEADER, "nice"),))
-    reply = adapters.done(aliased, "a", "registered", "")
+    assert (
+        adapter_management.confirmation(call, "a", "registered", "").body
+        == b'{\n  "status": "Adapter a registered"\n}\n'
+    )
+    assert adapter_management.confirmation(call, "a", "updated", "").body == b'{\n  "status": "Adapter a updated"\n}\n'
+    assert (
+        adapter_management.confirmation(call, "a", "unregistered", "").body
+        == b'{\n  "status": "Adapter a unregistered"\n}\n'
+    )
+    assert adapter_management.confirmation(call, "a", "registered", "said").body == b'{\n  "status": "said"\n}\n'
+    aliased = replace(call, headers=((adapter_management.ALIAS_HEADER, "nice"),))
+    reply = adapter_management.confirmation(aliased, "a", "registered", "")
     assert (reply.status, reply.content_type) == (200, "application/json")
     assert reply.body == b'{\n  "status": "Adapter nice registered"\n}\n'
 
 
 def test_the_answers_in_sagemakers_form() -> None:
-    reply = adapters.done(body({"name": "a"}), "a", "registered", "")
+    reply = adapter_management.confirmation(body({"name": "a"}), "a", "registered", "")
     assert (reply.status, reply.content_type) == (200, "text/plain; charset=utf-8")
     assert reply.body == b"Adapter a registered"
-    aliased = body({"name": "a"}, headers=((adapters.ALIAS_HEADER.lower(), "nice"),))
-    assert adapters.done(aliased, "a", "registered", "").body == b"Adapter nice registered"
+    aliased = body({"name": "a"}, headers=((adapter_management.ALIAS_HEADER.lower(), "nice"),))
+    assert adapter_management.confirmation(aliased, "a", "registered", "").body == b"Adapter nice registered"
 
 
 def test_an_adapter_described() -> None:
-    reply = adapters.described(ONE)
+    reply = adapter_management.description(ONE)
     assert reply.body == (b'{\n  "name": "one",\n  "src": "/adapters/one",\n  "preload": true,\n  "pin": false\n}\n')
 
 
@@ -98,14 +104,14 @@ def test_adapters_listed_page_by_page() -> None:
         b'    {\n      "name": "two",\n      "src": "two",\n      "preload": false,\n      "pin": false\n    }',
     ]
     both = b'{\n  "adapters": [\n' + b",\n".join(entries) + b"\n  ]\n}\n"
-    assert adapters.listed(query(""), (ONE, TWO)).body == both
+    assert adapter_management.adapter_list(query(""), (ONE, TWO)).body == both
     first = b'{\n  "nextPageToken": "1",\n  "adapters": [\n' + entries[0] + b"\n  ]\n}\n"
-    assert adapters.listed(query("limit=1"), (ONE, TWO)).body == first
+    assert adapter_management.adapter_list(query("limit=1"), (ONE, TWO)).body == first
     second = b'{\n  "adapters": [\n' + entries[1] + b"\n  ]\n}\n"
-    assert adapters.listed(query("limit=1&next_page_token=1"), (ONE, TWO)).body == second
-    assert adapters.listed(query("next_page_token=9"), (ONE, TWO)).body == b'{\n  "adapters": []\n}\n'
+    assert adapter_management.adapter_list(query("limit=1&next_page_token=1"), (ONE, TWO)).body == second
+    assert adapter_management.adapter_list(query("next_page_token=9"), (ONE, TWO)).body == b'{\n  "adapters": []\n}\n'
     many = tuple(replace(ONE, name=str(number)) for number in range(150))
-    page = msgspec.json.decode(adapters.listed(query("limit=1000"), many).body)
+    page = msgspec.json.decode(adapter_management.adapter_list(query("limit=1000"), many).body)
     assert (len(page["adapters"]), page["nextPageToken"]) == (100, "100")
 
 
@@ -125,14 +131,14 @@ def test_adapters_listed_page_by_page() -> None:
 )
 def test_an_order_that_is_not_understood_names_what_is_wrong(call: Call, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        adapters.registration(call)
+        adapter_management.read_registration(call)
     assert caught.value.message.startswith(message)
 
 
 @pytest.mark.parametrize("text", ["limit=x", "limit=-1", "next_page_token=abc", "limit=99999999999999"])
 def test_a_page_that_is_no_number_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="must be a number"):
-        adapters.listed(query(text), (ONE,))
+        adapter_management.adapter_list(query(text), (ONE,))
 
 
 @pytest.mark.parametrize(
@@ -149,31 +155,31 @@ def test_a_page_that_is_no_number_is_refused(text: str) -> None:
     ],
 )
 def test_errors_have_lmis_statuses_and_its_front_ends_object(error: RequestError, status: int, kind: str) -> None:
-    reply = adapters.refuse(error)
+    reply = adapter_management.refuse(error)
     assert (reply.status, reply.content_type) == (status, "application/json")
     assert reply.body == f'{{\n  "code": {status},\n  "type": "{kind}",\n  "message": "m"\n}}\n'.encode()
 
 
 def test_further_errors() -> None:
-    assert adapters.refuse(UnknownAdapter("a")).body == (
+    assert adapter_management.refuse(UnknownAdapter("a")).body == (
         b'{\n  "code": 404,\n  "type": "ResourceNotFoundException",\n'
         b'  "message": "the adapter \\u0027a\\u0027 is not registered"\n}\n'
     )
-    assert adapters.refuse(InternalError()).status == 500
-    assert adapters.wrong_method(Call(body=b"", request_id="", method="PUT", path="/adapters")).body == (
+    assert adapter_management.refuse(InternalError()).status == 500
+    assert adapter_management.wrong_method(Call(body=b"", request_id="", method="PUT", path="/adapters")).body == (
         b'{\n  "code": 405,\n  "type": "MethodNotAllowedException",\n'
         b'  "message": "Method PUT is not allowed for /adapters"\n}\n'
     )
 
 
 def test_an_update_has_its_name_from_the_path() -> None:
-    order = adapters.change(query("preload=true&name=b", path_parameters={"adapter": "a"}))
+    order = adapter_management.read_update(query("preload=true&name=b", path_parameters={"adapter": "a"}))
     assert order == AdapterOrder(name="a", preload=True)
 
 
 @given(st.binary(max_size=200) | st.text().map(str.encode))
 def test_no_body_makes_reading_an_order_fail_in_another_way(content: bytes) -> None:
-    for read in (adapters.registration, vllm.read_load, vllm.read_unload):
+    for read in (adapter_management.read_registration, vllm.read_load, vllm.read_unload):
         with contextlib.suppress(InvalidRequest):
             read(body(content))
 
@@ -281,5 +287,5 @@ def test_the_field_that_names_an_adapter_is_found_whichever_letter_is_an_escape(
     name = "adapters"
     escaped = f"{name[:place]}\\u{ord(name[place]):04x}{name[place + 1 :]}"
     body = f'{{"inputs": "x", "{escaped}": "a"}}'.encode()
-    assert adapters.adapters_in(body) == "a"
+    assert adapters_in(body) == "a"
     assert named_adapter(replace(exchange.call({}), body=body)) == "a"

@@ -1,4 +1,4 @@
-"""Golden bytes of LMI's rolling-batch answers. Source: LMI schema v0.31."""
+"""Golden bytes for rolling-batch answers of LMI. Source: LMI schema v0.31."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LMI's chat answers, made of documents and events that vLLM's server has sent."""
+"""LMI's chat answers. They are made from documents and events that vLLM sends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contract import Reply
-from handlers.lmi.chat import AsyncShape, LmiChatShape, Shape, events, is_error
+from handlers.lmi.reply_shapes import AsyncShape, LmiChatShape, Shape, events, is_error
 
 CHAT = (
     b'{"id":"chatcmpl-1","object":"chat.completion","created":7,"model":"model","choices":[{"index":0,"message":'

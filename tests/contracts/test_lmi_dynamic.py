@@ -1,4 +1,4 @@
-"""LMI's dynamic batch on the wire. Source: LMI schema v0.31, "Dynamic Batch/Static Batch Schema"."""
+"""LMI's dynamic batch, byte for byte. Source: LMI schema v0.31, "Dynamic Batch/Static Batch Schema"."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def streamed(
     return [answer.feed(prompt, delta) for prompt, delta in deltas]
 
 
-# Answers
+# Answers.
 
 
 def test_the_answer_to_one_string_is_an_array_of_one_text_with_the_prompt_in_front() -> None:
@@ -97,7 +97,7 @@ def test_several_sequences_show_the_most_probable() -> None:
     assert b"Tell me best" in answer.feed(0, whole(" other", sequence=1))
 
 
-# Requests
+# Requests.
 
 
 def test_the_defaults_are_thirty_greedy_tokens_or_fifty_when_streamed() -> None:
@@ -165,7 +165,7 @@ def test_text_plain_is_the_prompt_itself() -> None:
     assert [r.prompt for r in parse(b"Tell me", "text/plain").requests] == ["Tell me"]
 
 
-# Errors
+# Errors.
 
 
 def e3(message: str, code: int = 424) -> bytes:
@@ -231,7 +231,7 @@ def test_a_failure_before_the_first_byte_has_its_status_and_object(
     assert (reply.status, reply.content_type, reply.body) == (status, "application/json", body)
 
 
-# Streams
+# Streams.
 
 
 def test_a_stream_is_a_record_for_each_step_with_an_entry_for_each_prompt() -> None:

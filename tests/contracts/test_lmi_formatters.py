@@ -1,4 +1,4 @@
-"""Requests and answers that a customer's formatters read and write, in the forms that LMI's documentation shows."""
+"""Requests and answers of a customer's formatters, which have the forms that LMI's documentation shows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from djl_python.request_io import RequestInput, RequestOutput, TextGenerationOut
 from engines.errors import EngineDead, GenerationFailed, Overloaded
 from engines.request import FinishReason, Token, TokenDelta
 from handlers.contract import Call, ContractError, Exchange, Reply
+from handlers.lmi.async_formatters import AsyncFormatters
 from handlers.lmi.asynchronous import LmiAsyncContract
-from handlers.lmi.formatters import FormatterContract, PayloadFormatters
-from handlers.lmi.rolling_batch import LmiContract
+from handlers.lmi.formatter_contract import FormatterContract
+from handlers.lmi.rolling_batch import LmiRollingContract
 from tests.contracts.exchange import MODEL, a_joke, call
 
 PROMPT = {"inputs": "Tell me", "parameters": {"max_new_tokens": 2}}
@@ -28,7 +29,7 @@ def contract(
     writes_tokens = options.pop("writes_tokens", False)
     model = replace(MODEL, **options)
     return FormatterContract(
-        LmiContract(model), model, read=read, write=write, writes_tokens=writes_tokens, tokenizer="tokenizer"
+        LmiRollingContract(model), model, read=read, write=write, writes_tokens=writes_tokens, tokenizer="tokenizer"
     )
 
 
@@ -191,7 +192,7 @@ def failing(*_: Any, **__: Any) -> Any:
 def test_a_failing_input_formatter_refuses_its_request_and_says_why(read: Callable[..., Any], message: str) -> None:
     reply = refusal(contract(read=read), call(PROMPT))
     assert (reply.status, reply.content_type) == (424, "application/json")
-    # LMI writes its errors safe for embedding in HTML.
+    # LMI escapes its errors for HTML.
     error = json.loads(reply.body)
     assert message in error["error"]
     assert error["code"] == 424
@@ -234,9 +235,9 @@ def test_bad_requests_are_refused_as_without_formatters(request_: Call, message:
 
 def payload_formatters(
     read: Callable[..., Any] | None = None, write: Callable[..., Any] | None = None, **options: Any
-) -> PayloadFormatters:
+) -> AsyncFormatters:
     model = replace(MODEL, async_mode=True, **options)
-    return PayloadFormatters(LmiAsyncContract(model), read=read, write=write, tokenizer="tokenizer")
+    return AsyncFormatters(LmiAsyncContract(model), read=read, write=write, tokenizer="tokenizer")
 
 
 def renamed(decoded_payload: dict[str, Any], tokenizer: Any = None, **kwargs: Any) -> dict[str, Any]:
@@ -372,7 +373,7 @@ def test_a_request_that_lmi_refuses_is_refused_before_it_becomes_a_completion() 
 
 
 class Dumped:
-    """A response as vLLM's are, with the methods of pydantic."""
+    """A response with pydantic's methods, like the responses of vLLM."""
 
     def model_dump_json(self) -> str:
         return '{"id":"x"}'

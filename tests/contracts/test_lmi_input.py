@@ -1,4 +1,4 @@
-"""From HTTP requests to the inputs of handlers."""
+"""HTTP requests as inputs of custom handlers."""
 
 from __future__ import annotations
 

@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contract import Call, ContractError, Reply
-from handlers.lmi import management
-from handlers.lmi.management import (
-    Described,
-    Listed,
+from handlers.lmi import model_management
+from handlers.lmi.model_management import (
+    DescribedModel,
+    DescribedWorker,
+    ListedModel,
     Registration,
-    WorkerShown,
     read_page,
     read_registration,
     read_scale,
 )
 
-A = Listed("a", None, "/opt/models/a", "READY")
-B = Listed("b", "v2", "file:///opt/models/b", "PENDING")
+A = ListedModel("a", None, "/opt/models/a", "READY")
+B = ListedModel("b", "v2", "file:///opt/models/b", "PENDING")
 
 
 def call(body: bytes = b"", content_type: str = "", **query: str) -> Call:
@@ -38,41 +38,45 @@ def refusal(asked: Call) -> Reply:
 @pytest.mark.parametrize(
     ("reply", "status", "body"),
     [
-        (management.registered("m"), 200, b'{\n  "status": "Model \\"m\\" registered."\n}\n'),
-        (management.registration_scheduled("m"), 202, b'{\n  "status": "Model \\"m\\" registration scheduled."\n}\n'),
-        (management.unregistered("m"), 200, b'{\n  "status": "Model or workflow \\"m\\" unregistered"\n}\n'),
+        (model_management.registered("m"), 200, b'{\n  "status": "Model \\"m\\" registered."\n}\n'),
         (
-            management.scaled("m", 1, 2),
+            model_management.registration_scheduled("m"),
+            202,
+            b'{\n  "status": "Model \\"m\\" registration scheduled."\n}\n',
+        ),
+        (model_management.unregistered("m"), 200, b'{\n  "status": "Model or workflow \\"m\\" unregistered"\n}\n'),
+        (
+            model_management.scaled("m", 1, 2),
             200,
             b'{\n  "status": "Workflow \\"m\\" worker scaled. '
             b'New Worker configuration min workers:1 max workers:2"\n}\n',
         ),
-        (management.model_list([], 0, 100), 200, b'{\n  "models": []\n}\n'),
+        (model_management.model_list([], 0, 100), 200, b'{\n  "models": []\n}\n'),
         (
-            management.model_list([A, B], 0, 100),
+            model_management.model_list([A, B], 0, 100),
             200,
             b'{\n  "models": [\n    {\n      "modelName": "a",\n      "modelUrl": "/opt/models/a",\n'
             b'      "status": "READY"\n    },\n    {\n      "modelName": "b",\n      "version": "v2",\n'
             b'      "modelUrl": "file:///opt/models/b",\n      "status": "PENDING"\n    }\n  ]\n}\n',
         ),
         (
-            management.model_list([B, A], 1, 1),
+            model_management.model_list([B, A], 1, 1),
             200,
             b'{\n  "models": [\n    {\n      "modelName": "a",\n      "modelUrl": "/opt/models/a",\n'
             b'      "status": "READY"\n    }\n  ]\n}\n',
         ),
         (
-            management.workflow_list([A, B], 0, 1),
+            model_management.workflow_list([A, B], 0, 1),
             200,
             b'{\n  "nextPageToken": "1",\n  "workflows": [\n    {\n      "workflowName": "a"\n    }\n  ]\n}\n',
         ),
-        (management.sagemaker_list([], 0, 100), 200, b'{"models":[]}'),
+        (model_management.sagemaker_list([], 0, 100), 200, b'{"models":[]}'),
         (
-            management.sagemaker_list([A, B], 0, 1),
+            model_management.sagemaker_list([A, B], 0, 1),
             200,
             b'{"models":[{"modelName":"a","modelUrl":"/opt/models/a"}],"nextPageToken":"1"}',
         ),
-        (management.sagemaker_description(A), 200, b'{"modelName":"a","modelUrl":"/opt/models/a"}'),
+        (model_management.sagemaker_description(A), 200, b'{"modelName":"a","modelUrl":"/opt/models/a"}'),
     ],
 )
 def test_an_answer_has_lmis_bytes(reply: Reply, status: int, body: bytes) -> None:
@@ -80,13 +84,13 @@ def test_an_answer_has_lmis_bytes(reply: Reply, status: int, body: bytes) -> Non
 
 
 def test_what_html_would_take_for_its_own_is_escaped_in_urls() -> None:
-    reply = management.model_list([Listed("a", None, "/x/<a>&b='c'", "READY")], 0, 1)
+    reply = model_management.model_list([ListedModel("a", None, "/x/<a>&b='c'", "READY")], 0, 1)
     assert b"/x/\\u003ca\\u003e\\u0026b\\u003d\\u0027c\\u0027" in reply.body
     assert json.loads(reply.body)["models"][0]["modelUrl"] == "/x/<a>&b='c'"
 
 
 def test_a_description_has_lmis_fields_in_lmis_order() -> None:
-    described = Described(
+    described = DescribedModel(
         name="m",
         version="1",
         url="/x",
@@ -100,9 +104,9 @@ def test_a_description_has_lmis_fields_in_lmis_order() -> None:
         on_gpu=False,
         min_workers=1,
         max_workers=1,
-        workers=[WorkerShown(1, 1_700_000_000.042, "READY")],
+        workers=[DescribedWorker(1, 1_700_000_000.042, "READY")],
     )
-    assert management.description([described]).body.decode() == (
+    assert model_management.description([described]).body.decode() == (
         '[\n  {\n    "workflowName": "m",\n    "version": "1",\n    "models": [\n      {\n        "modelName": "m",\n'
         '        "modelUrl": "/x",\n        "batchSize": 4,\n        "maxBatchDelayMillis": 100,\n'
         '        "maxIdleSeconds": 60,\n        "queueSize": 1000,\n        "requestInQueue": 3,\n'

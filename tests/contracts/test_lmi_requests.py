@@ -1,4 +1,4 @@
-"""LMI's bodies and parameters, and the requests that they become. Source: LMI schema v0.31."""
+"""LMI's bodies and parameters, and the engine requests that result from them. Source: LMI schema v0.31."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engines.errors import InvalidParameter
 from engines.request import BeamSearch, SamplingParameters
 from handlers.contract import Reply
 from handlers.lmi.parameters import ParameterRules, read_parameters
-from handlers.lmi.rolling_batch import LmiContract
+from handlers.lmi.rolling_batch import LmiRollingContract
 from tests.contracts.exchange import MODEL, attempt, call, parse, refusal, request_of
 
 
@@ -82,7 +82,7 @@ def test_do_sample_decides_and_is_inferred_where_the_model_says_so(
 
 
 def test_the_same_parameters_are_read_once_and_mean_the_same() -> None:
-    contract = LmiContract(MODEL)
+    contract = LmiRollingContract(MODEL)
     documents = [{"inputs": "x", "parameters": {"max_new_tokens": n, "stop": ["a"]}} for n in (3, 4, 3)]
     limits = [contract.parse(call(document)).requests[0].sampling.max_tokens for document in documents]
     assert limits == [3, 4, 3]

@@ -1,4 +1,4 @@
-"""Golden bytes of TGI's answers."""
+"""Golden bytes for TGI's answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engines.request import FinishReason, Token, TokenDelta
 from handlers.contract import Reply
 from handlers.tgi.answer import float32
-from handlers.tgi.errors import Incomplete, refuse
+from handlers.tgi.errors import IncompleteGeneration, refuse
 from tests.contracts.exchange import whole
 from tests.contracts.tgi_exchange import END, TURN, parse
 
@@ -161,7 +161,7 @@ def test_a_delta_of_several_tokens_is_as_many_events_and_one_of_none_is_nothing(
 def test_an_answer_that_was_ended_from_outside_is_an_incomplete_one() -> None:
     ended = TokenDelta("", finish_reason=FinishReason.ABORT, token_count=1, last=True)
     begun = TokenDelta(" a", [A], token_count=1)
-    with pytest.raises(Incomplete) as caught:
+    with pytest.raises(IncompleteGeneration) as caught:
         answer("/generate", {}, begun, ended)
     assert refuse(caught.value) == Reply(
         500, "application/json", b'{"error":"Incomplete generation","error_type":"incomplete_generation"}'

@@ -1,4 +1,4 @@
-"""TGI's bodies and parameters: the requests that they become, and how wrong ones are refused."""
+"""TGI's bodies and parameters: the engine requests that result, and the refusal of wrong ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engines.errors import (
 from engines.request import Constraint, SamplingParameters
 from handlers.contract import Exchange, Reply
 from handlers.contract_routes import GenerationRoute
-from handlers.tgi.request import Parameters
+from handlers.tgi.request import RequestParameters
 from handlers.tgi.routes import TGI
 from tests.contracts.exchange import call as posted
 from tests.contracts.tgi_exchange import attempt, call, contract, parse, refusal, requests_of
@@ -79,7 +79,7 @@ def test_a_temperature_of_one_alone_does_not_sample() -> None:
 
 
 def test_null_is_absent_as_the_python_client_sends_it() -> None:
-    assert sampling(dict.fromkeys(Parameters.__struct_fields__)) == sampling({})
+    assert sampling(dict.fromkeys(RequestParameters.__struct_fields__)) == sampling({})
 
 
 def test_log_probabilities_are_computed_only_where_they_are_shown() -> None:
@@ -330,7 +330,7 @@ JSON_VALUES = st.recursive(
 )
 _NUMBERS = st.integers(-3, 10) | st.floats(-3, 3) | st.sampled_from([2**31, 2**32, 2**63, 2**64, 10**30])
 PARAMETER_VALUES = st.dictionaries(
-    st.sampled_from(Parameters.__struct_fields__), JSON_VALUES | _NUMBERS | st.just(SCHEMA), max_size=5
+    st.sampled_from(RequestParameters.__struct_fields__), JSON_VALUES | _NUMBERS | st.just(SCHEMA), max_size=5
 )
 BODIES = st.binary(max_size=40) | st.one_of(
     JSON_VALUES,
@@ -363,7 +363,7 @@ def test_any_body_is_understood_or_refused_with_a_proper_error(path: str, body: 
 
 
 def _check(s: SamplingParameters) -> None:
-    """What an engine may rely on."""
+    """Check the ranges that engines rely on."""
     assert s.max_tokens is None or s.max_tokens >= 1
     assert s.temperature >= 0.0
     assert s.top_k >= 0
@@ -375,7 +375,7 @@ def _check(s: SamplingParameters) -> None:
     assert all(s.stop)
 
 
-def test_a_refusal_of_a_full_queue_is_the_familys_wherever_no_stream_was_asked_for() -> None:
+def test_a_full_queue_is_refused_in_tgis_form_if_no_stream_was_asked_for() -> None:
     full = Overloaded("the queue is full")
     bodies: dict[str, Any] = {"/": {"inputs": "x"}, "/generate": {"inputs": "x"}, "/generate_stream": {"inputs": "x"}}
     for route in TGI.routes:

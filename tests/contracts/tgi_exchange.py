@@ -1,4 +1,4 @@
-"""Driving TGI's contracts without an engine: a document in, deltas in, bytes out."""
+"""Calls TGI's contracts without an engine, for tests: documents and deltas in, bytes out."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from handlers.tgi.routes import TGI
 from tests.contracts.exchange import MODEL
 
 CONTEXT = 2048
-END, TURN = 2, 3
-"""The model's end token, and a special token that ends nothing by itself."""
+END, TURN = 2, 3  # The model's end token, and a special token that does not end a generation.
 _VOCABULARY = {"<unk>": 0, "<s>": 1, "</s>": END, "<|turn|>": TURN, "Tell": 4, "me": 5, "日本": 6, "user": 7, ":": 8}
 _TEMPLATE = (
     "{% for message in messages %}{{ message.role }} : {{ message.content }} {% endfor %}"
@@ -31,7 +30,7 @@ _TEMPLATE = (
 
 
 class FakeTokenizer:
-    """A real tokenizer of a few words, with the surface of Hugging Face's wrapper that contracts use."""
+    """A real tokenizer of a few words, with those methods of Hugging Face's wrapper that contracts use."""
 
     all_special_tokens = ("<s>", "</s>", "<|turn|>")
     all_special_ids = (1, END, TURN)
@@ -59,7 +58,7 @@ class FakeTokenizer:
 
 
 class FakeModel:
-    """What a contract may know of a model."""
+    """A loaded model, as contracts see it."""
 
     max_model_len = CONTEXT
     max_top_tokens = 20
@@ -103,7 +102,7 @@ def requests_of(parameters: dict[str, Any] | None, path: str = "/generate", **se
 
 
 def attempt(path: str, document: Any, content_type: str = "application/json", **settings: Any) -> Exchange | Reply:
-    """What comes of a call: it is understood, or answered without inference."""
+    """Return the parsed call, or the reply if it is refused."""
     try:
         return contract(path, **settings).parse(call(document, content_type))
     except ContractError as error:
@@ -133,11 +132,11 @@ def view(state: State = "ready", loaded: bool = True) -> ModelView:
     )
 
 
-def tell(method: str, path: str, document: Any = b"", model: ModelView | None = None) -> Reply:
-    """What a route that generates nothing says."""
+def info_reply(method: str, path: str, document: Any = b"", model: ModelView | None = None) -> Reply:
+    """Return the reply of a route that generates nothing."""
     route = next(r for r in TGI.routes if isinstance(r, InfoRoute) and r.path == path and method in r.methods)
-    teller: Callable[[Call, ModelView], Reply] = route.answer
+    answer_call: Callable[[Call, ModelView], Reply] = route.answer
     try:
-        return teller(call(document), model or view())
-    except ContractError as error:  # which the server answers so, for every route
+        return answer_call(call(document), model or view())
+    except ContractError as error:  # The server sends this reply.
         return error.reply

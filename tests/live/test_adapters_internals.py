@@ -80,7 +80,8 @@ def bytes_read() -> int:
 
 async def test_a_model_ends_at_once_while_the_engine_does_not_answer_to_a_new_adapter(source: Path) -> None:
     from engines.vllm.lora import VllmAdapters
-    from handlers.lmi.engine_adapters import AdapterFormatters, EngineAdapterHost
+    from handlers.lmi.adapter_formatters import AdapterFormatters
+    from handlers.lmi.engine_adapters import EngineAdapterHost
 
     llm: Any = Llm()
     adapters = VllmAdapters(llm, 60)

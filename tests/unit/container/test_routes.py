@@ -29,7 +29,7 @@ from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute
 from handlers.contracts import CONTRACTS
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
-from handlers.lmi.rolling_batch import LmiContract
+from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.queue import EngineQueue
 from handlers.service import Service
 from tests.contracts.exchange import MODEL
@@ -88,7 +88,7 @@ def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.As
 def with_engine(lifecycle: Lifecycle) -> ScriptedEngine:
     engine = ScriptedEngine()
     queue = EngineQueue(engine, 4)
-    handler = EngineHandler(queue, LmiContract(MODEL), refuse_unread=overloaded)
+    handler = EngineHandler(queue, LmiRollingContract(MODEL), refuse_unread=overloaded)
     lifecycle.service = Service(MODEL, handler, engine, engine=engine, queue=queue)
     return engine
 
@@ -303,7 +303,7 @@ async def test_a_family_that_cannot_serve_a_model_takes_no_other_with_it(monkeyp
     def broken(_: ContractSetting) -> Contract:
         raise ValueError("a tokenizer that it cannot do with")
 
-    works = GenerationRoute(path="/works", contract=lambda _: LmiContract(MODEL))
+    works = GenerationRoute(path="/works", contract=lambda _: LmiRollingContract(MODEL))
     families = [
         replace(CONTRACTS[0], routes=(route,)) for route in (GenerationRoute(path="/broken", contract=broken), works)
     ]

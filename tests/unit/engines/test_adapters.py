@@ -12,7 +12,8 @@ import pytest
 
 from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
 from engines.errors import AdapterConflict, AdapterFailed, InvalidParameter, InvalidRequest, UnknownAdapter
-from handlers.lmi.engine_adapters import AdapterFormatters, EngineAdapterHost
+from handlers.lmi.adapter_formatters import AdapterFormatters
+from handlers.lmi.engine_adapters import EngineAdapterHost
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio

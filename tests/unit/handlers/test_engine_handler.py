@@ -21,8 +21,8 @@ from handlers.engine_handler import EngineHandler
 from handlers.happy_vllm.answer import StreamAnswer
 from handlers.happy_vllm.routes import HappyVllmContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
-from handlers.lmi.formatted_call import FormattingHandler
-from handlers.lmi.rolling_batch import LmiContract
+from handlers.lmi.formatter_handler import FormatterHandler
+from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.queue import EngineQueue
 from handlers.triton.routes import TritonContract
 from tests.contracts.exchange import MODEL, call
@@ -33,7 +33,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.asyncio
 
 
-class Commenting(LmiContract):
+class Commenting(LmiRollingContract):
     """A contract whose streams are kept alive, as TGI's are."""
 
     def parse(self, call: Call) -> Exchange:
@@ -54,7 +54,7 @@ def queue(engine: ScriptedEngine) -> EngineQueue:
     return EngineQueue(engine, limit=4)
 
 
-CONTRACT = LmiContract(MODEL)
+CONTRACT = LmiRollingContract(MODEL)
 
 
 async def test_a_place_is_taken_while_a_call_runs_and_free_after(queue: EngineQueue, engine: ScriptedEngine) -> None:
@@ -275,7 +275,7 @@ class ShoutingContract:
 
 async def shout(queue: EngineQueue, engine: ScriptedEngine, *deltas: TokenDelta) -> CollectedReply:
     writer = CollectedReply()
-    contract = FormattingHandler(queue, ShoutingContract(), FormatterThread(5))
+    contract = FormatterHandler(queue, ShoutingContract(), FormatterThread(5))
     await contract.handle(Call(body=b"", request_id="r"), writer)
     for delta in deltas:
         engine.sinks[-1].on_delta(delta)
@@ -304,7 +304,7 @@ async def test_a_formatter_that_fails_ends_its_request_and_frees_its_place(
 
 
 async def test_a_refusal_by_a_contract_that_may_block_is_a_refusal(queue: EngineQueue) -> None:
-    contract = FormattingHandler(queue, ShoutingContract(), FormatterThread(5))
+    contract = FormatterHandler(queue, ShoutingContract(), FormatterThread(5))
     with pytest.raises(ContractError):
         await contract.handle(Call(body=b"refuse", request_id="r"), CollectedReply())
 
@@ -313,14 +313,14 @@ async def test_a_refusal_by_a_contract_that_may_block_is_a_refusal(queue: Engine
 async def test_a_contract_that_hangs_or_exits_while_it_reads_refuses_its_call(
     queue: EngineQueue, body: bytes, reason: str
 ) -> None:
-    contract = FormattingHandler(queue, ShoutingContract(), FormatterThread(0.2))
+    contract = FormatterHandler(queue, ShoutingContract(), FormatterThread(0.2))
     with pytest.raises(ContractError, match=reason) as refused:
         await contract.handle(Call(body=body, request_id="r"), CollectedReply())
     assert refused.value.reply.status == 424
 
 
 async def test_nothing_more_is_formatted_for_a_client_that_has_gone(queue: EngineQueue, engine: ScriptedEngine) -> None:
-    contract = FormattingHandler(queue, ShoutingContract(), FormatterThread(5))
+    contract = FormatterHandler(queue, ShoutingContract(), FormatterThread(5))
     gone = await contract.handle(Call(body=b"", request_id="r"), CollectedReply())
     for _ in range(6000):
         engine.sinks[-1].on_delta(TokenDelta("x"))

@@ -1,4 +1,4 @@
-"""vLLM's replies on their way through an output formatter of LMI's asynchronous mode."""
+"""vLLM's replies, changed by an output formatter of the asynchronous mode."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 
 from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
 from handlers.custom.formatter_thread import FormatterThread
+from handlers.lmi.async_formatters import AsyncFormatters, Formatting
 from handlers.lmi.asynchronous import LmiAsyncContract
-from handlers.lmi.chat import AsyncShape
-from handlers.lmi.formatted_reply import FormattedReply, Formatting
-from handlers.lmi.formatters import PayloadFormatters
+from handlers.lmi.formatted_reply import FormattedReply
 from handlers.lmi.invocations import InvocationsHandler
+from handlers.lmi.reply_shapes import AsyncShape
 from handlers.lmi.sessions import Sessions
 from tests.contracts.exchange import MODEL, call
 from tests.stand_ins.collected_reply import CollectedReply
@@ -32,7 +32,7 @@ FAILED = b'{"error":"Custom formatter failed: no answer","code":424}'
 
 
 def marked(response: Any) -> Any:
-    """As a formatter of LMI's tests: it changes objects, and chunks within their frames."""
+    """Add a field to an object or to the data of an event, like a formatter in the tests of LMI."""
     if isinstance(response, dict):
         return {**response, "processed_by": "test"}
     if response.strip() == "data: [DONE]":
@@ -42,7 +42,7 @@ def marked(response: Any) -> Any:
 
 def formatting(write: Write | None, read: Write | None = None) -> Formatting:
     contract = LmiAsyncContract(ASYNCHRONOUS)
-    formatters = PayloadFormatters(contract, read=read, write=write)
+    formatters = AsyncFormatters(contract, read=read, write=write)
     return Formatting(formatters, FormatterThread(5), lambda path, body: {"path": path, **json.loads(body)})
 
 
@@ -126,7 +126,7 @@ async def test_a_formatter_that_fails_ends_the_reply_and_the_generation() -> Non
     await until(lambda: client.ended)
     assert b"".join(client.parts) == b'data: {"n":1}\n\n\n' + FAILED
     assert running.times == 1
-    reply.write(b'data: {"n":4}\n\n')  # what vLLM has sent before it learns of that
+    reply.write(b'data: {"n":4}\n\n')  # vLLM sends this before it notices the cancellation.
     reply.end(b"data: [DONE]\n\n")
     await reply.drain()
 
@@ -159,7 +159,7 @@ async def test_vllm_waits_for_a_formatter_that_lags() -> None:
 
 
 class OpenAI:
-    """Keeps what it is asked."""
+    """A stand-in for vLLM's front end that keeps the call."""
 
     def __init__(self) -> None:
         self.path = ""

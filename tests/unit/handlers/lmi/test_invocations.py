@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from engines.model_settings import ModelSettings
 from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
-from handlers.lmi.chat import AsyncShape, LmiChatShape
-from handlers.lmi.formatted_reply import ShapedReply
 from handlers.lmi.invocations import ASYNCHRONOUS, ROLLING_BATCH, InvocationsHandler, Table, read_body
+from handlers.lmi.reply_shapes import AsyncShape, LmiChatShape
 from handlers.lmi.sessions import Sessions
+from handlers.lmi.shaped_reply import ShapedReply
 from tests.stand_ins.collected_reply import CollectedReply
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -25,7 +25,7 @@ def call(document: Any, content_type: str = "application/json") -> Call:
 
 
 class Lmi:
-    """Answers nothing; says that it was asked."""
+    """A handler that records that it was called."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []

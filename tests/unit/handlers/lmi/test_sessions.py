@@ -44,7 +44,7 @@ def kept_in(path: Path, most: int = 10) -> Sessions:
 
 
 def end(path: Path) -> None:
-    """Let the time of all sessions be over."""
+    """Make all sessions expire."""
     for name in os.listdir(path / "s"):
         Session(name, str(path / "s")).put(".expiration_ts", 0.0)
 
@@ -158,7 +158,7 @@ async def test_without_a_word_about_sessions_a_directory_that_cannot_be_used_onl
 
 @pytest.fixture
 def save(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """What copies a file to S3."""
+    """Replace the function that copies a file to S3."""
     made = Mock()
     monkeypatch.setattr(SessionBackup, "save", made)
     return made
@@ -172,7 +172,7 @@ async def test_nothing_is_left_of_them_when_the_model_goes(tmp_path: Path, save:
     assert len(own) >= 2
     await sessions.stop()
     await until(lambda: not any(thread.is_alive() for thread in own))
-    assert Path(save.call_args.args[0]).parent.name == name  # what was new has been saved
+    assert Path(save.call_args.args[0]).parent.name == name  # The new session was saved.
 
 
 async def test_a_model_that_cannot_be_loaded_leaves_no_threads_of_its_sessions(tmp_path: Path, save: Mock) -> None:
@@ -197,10 +197,10 @@ async def test_a_server_leaves_none_of_its_sessions_in_the_default_directory(
         await begun(mine)
     theirs = await begun(another)
     await mine.stop()
-    assert len(os.listdir(directory)) == 4, "the engine may be started again, and its clients go on"
+    assert len(os.listdir(directory)) == 4, "the engine may be started again, and its clients continue"
     remove_sessions()
     assert os.listdir(directory) == [theirs]
-    another.remove_made()
+    another.remove_created()
     assert not directory.exists()
     await begun(another)
 

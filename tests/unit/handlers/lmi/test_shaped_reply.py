@@ -1,10 +1,12 @@
+"""vLLM's replies in LMI's form."""
+
 from __future__ import annotations
 
 import json
 
 from handlers.contract import Reply
-from handlers.lmi.chat import LmiChatShape
-from handlers.lmi.formatted_reply import ShapedReply
+from handlers.lmi.reply_shapes import LmiChatShape
+from handlers.lmi.shaped_reply import ShapedReply
 from tests.stand_ins.collected_reply import CollectedReply
 
 

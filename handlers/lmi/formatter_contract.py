@@ -1,26 +1,24 @@
-"""LMI's contract with a customer's formatters around it: theirs read the request, write the answer, or both.
+"""A contract that calls a customer's formatters, for the rolling batch and the dynamic batch of LMI.
 
-`FormatterContract` calls those of the rolling batch and of the dynamic batch, `PayloadFormatters` those of the
-asynchronous mode. Source: LMI, "Custom input formatter schema" and "Custom output formatter schema"; djl_python,
-`lmi_vllm/vllm_async_service.py`. A formatter may block, so all of this runs in a thread.
+The input formatter reads the request, the output formatter writes the answer. A formatter may block, so all of this
+runs in a thread. Source: LMI, "Custom input formatter schema" and "Custom output formatter schema".
+
+The formatters of the asynchronous mode are in `handlers.lmi.async_formatters`.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import logging
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
 from djl_python import Input
-from djl_python.encode_decode import decode as decode_as_lmi
 from djl_python.output_formatter import legacy_call_arguments
 from djl_python.request_io import RequestInput, TextGenerationOutput, TextInput
 from djl_python.request_io import Token as FormatterToken
@@ -28,26 +26,23 @@ from engines.errors import GenerationFailed, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
 from engines.request import Token, TokenDelta
 from handlers.contract import Answer, Call, Contract, Exchange, Reply
+from handlers.custom.formatters import Formatter
 from handlers.custom.handler_input import input_of
 from handlers.djl_errors import JSON, failed_dependency, payload_error
-from handlers.forms import is_form, media_type
-from handlers.lmi.asynchronous import LmiAsyncContract
-from handlers.lmi.body import decode, read_body
-from handlers.lmi.errors import failure, payload_refused, status_of
+from handlers.lmi.body import read_body
+from handlers.lmi.errors import failure, status_of
 from handlers.lmi.rolling_batch import FINISH_REASONS
 
 logger = logging.getLogger(__name__)
 
 FAILED = "Custom formatter failed"
 
-Formatter = Callable[..., Any]
-
 _BUILT_IN = frozenset({"json", "jsonlines", "sse"})
 _STREAMING = frozenset({"jsonlines", "sse"})
 
 
 class FormatterContract:
-    """Another contract with a customer's formatters around it."""
+    """Calls a customer's formatters before and after another contract."""
 
     def __init__(
         self,
@@ -59,21 +54,23 @@ class FormatterContract:
         writes_tokens: bool = False,
         tokenizer: Any = None,
     ) -> None:
-        """Wrap `contract`.
-
-        `read` and `write` are the input and the output formatter; `writes_tokens`: the latter is of the older kind,
-        called with each token.
+        """Create the contract.
 
         Args:
-            tokenizer: What an input formatter gets under this name.
+            contract: The contract that parses the request after the input formatter.
+            settings: The model's settings.
+            read: The input formatter.
+            write: The output formatter.
+            writes_tokens: The output formatter has the older form of LMI, which is called with each token.
+            tokenizer: The value of the input formatter's argument `tokenizer`.
         """
         self._contract, self._settings = contract, settings
         self._read, self._write, self._writes_tokens = read, write, writes_tokens
         self._tokenizer = tokenizer
-        self._keywords = _accepted(read, self._offered()) if read is not None else {}
+        self._keywords = accepted_keywords(read, self._keyword_values()) if read is not None else {}
         self._ids = itertools.count()
 
-    def _offered(self) -> dict[str, Any]:
+    def _keyword_values(self) -> dict[str, Any]:
         settings = self._settings
         configs = SimpleNamespace(
             model_id_or_path=settings.model_id,
@@ -96,9 +93,11 @@ class FormatterContract:
         }
 
     def parse(self, call: Call) -> Exchange:
-        request = self._read_as_usual(call) if self._read is None else self._read_by_formatter(self._read, call)
+        request = (
+            self._read_without_formatter(call) if self._read is None else self._read_by_formatter(self._read, call)
+        )
         if request is None:
-            return self._contract.parse(call)  # which reports the fault
+            return self._contract.parse(call)  # This reports the fault.
         self._complete(request, call)
         formatter = request.output_formatter if isinstance(request.output_formatter, str) else None
         write = self._write if formatter not in _BUILT_IN else None
@@ -121,7 +120,7 @@ class FormatterContract:
 
     def _read_by_formatter(self, read: Formatter, call: Call) -> RequestInput:
         try:
-            request = read(_handler_input(call), **self._keywords)
+            request = read(handler_input(call), **self._keywords)
         except Exception as error:
             logger.exception("the input formatter failed", extra={"request_id": call.request_id})
             raise failed_dependency(f"{FAILED}: {error}") from None
@@ -133,8 +132,8 @@ class FormatterContract:
             raise failed_dependency(f"{FAILED}: `parameters` must be a dict, got {kind}")
         return request
 
-    def _read_as_usual(self, call: Call) -> RequestInput | None:
-        """Return the request of a body without an input formatter; None if the body is wrong."""
+    def _read_without_formatter(self, call: Call) -> RequestInput | None:
+        """Return the request in a body, or None if the body is wrong."""
         try:
             body = read_body(call, lambda _: ())
             document, parameters = body.document, body.parameters
@@ -160,7 +159,8 @@ class FormatterContract:
             request.tokenizer = self._tokenizer
 
 
-def _handler_input(call: Call) -> Input:
+def handler_input(call: Call) -> Input:
+    """Return the call as the `Input` that LMI gives to handlers and formatters."""
     properties, contents = input_of(call)
     given = Input()
     given.properties = dict(properties)
@@ -170,10 +170,13 @@ def _handler_input(call: Call) -> Input:
 
 
 def _document(request: RequestInput, formatter: str | None, stream: bool, own_answer: bool) -> bytes:
-    """Return the request as the wrapped contract reads it.
+    """Return the request as a body for the wrapped contract.
 
     Args:
-        own_answer: The output formatter writes it, from all details.
+        request: The request.
+        formatter: The name of a built-in output formatter.
+        stream: The client asked for a stream.
+        own_answer: The customer's output formatter writes the answer. It gets all details.
     """
     parameters = {
         name: value for name, value in request.parameters.items() if name not in ("stream", "output_formatter")
@@ -194,7 +197,8 @@ def _document(request: RequestInput, formatter: str | None, stream: bool, own_an
         raise failed_dependency(f"{FAILED}: `input_text` or `parameters` cannot be used: {error}") from None
 
 
-def _accepted(function: Formatter, offered: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_keywords(function: Formatter, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the offered keyword arguments that a function accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return dict(offered)
@@ -203,10 +207,11 @@ def _accepted(function: Formatter, offered: Mapping[str, Any]) -> dict[str, Any]
 
 
 class FormatterAnswer(Answer):
-    """The output formatter's texts for the deltas; without a content type, as in LMI.
+    """An answer that an output formatter writes. It has no content type, as in LMI.
 
-    The newer kind of formatter is called with the whole output: while it has unread tokens if the answer is streamed,
-    else once for each engine step. The older kind is called with each token.
+    A formatter of the newer form is called with the whole output. If the answer is streamed, it is called as long as
+    the output has unread tokens, otherwise once for each delta. A formatter of the older form is called with each
+    token.
     """
 
     content_type = ""
@@ -219,7 +224,7 @@ class FormatterAnswer(Answer):
         """Return the formatter's text.
 
         Raises:
-            GenerationFailed: The formatter raised an error, or returned something else than text.
+            GenerationFailed: The formatter raised an error, or returned a value that is not text.
         """
         self._take(delta)
         try:
@@ -282,90 +287,3 @@ class FormatterAnswer(Answer):
 
 def _token(token: Token) -> FormatterToken:
     return FormatterToken(token.id, token.text, token.logprob, True if token.special else None)
-
-
-class PayloadFormatters:
-    """A customer's formatters of the asynchronous mode: one changes a body before it is parsed, one vLLM's answer."""
-
-    def __init__(
-        self, contract: LmiAsyncContract, *, read: Formatter | None, write: Formatter | None, tokenizer: Any = None
-    ) -> None:
-        """`read` and `write`: the input and the output formatter.
-
-        Args:
-            tokenizer: What `read` gets under this name.
-        """
-        self._contract, self._read, self._write = contract, read, write
-        self._keywords = _accepted(read, {"tokenizer": tokenizer}) if read is not None else {}
-        self.writes = write is not None  # There is an output formatter.
-
-    def read(self, call: Call) -> Call:
-        """Return the call with the body that the input formatter returns.
-
-        As in LMI the formatter does not see `adapters`, which has been taken out by then.
-
-        Raises:
-            ContractError: The body cannot be decoded, or the formatter failed.
-        """
-        if self._read is None:
-            return call
-        document = _decoded(call)
-        adapters = document.pop("adapters", None) if isinstance(document, dict) else None
-        try:
-            document = self._read(document, **self._keywords)
-            if not isinstance(document, dict):
-                raise TypeError(f"the input formatter returned {type(document).__name__}; expected dict")
-            if adapters is not None:
-                document.setdefault("adapters", adapters)
-            body = json.dumps(document).encode()
-        except Exception as error:
-            logger.exception("the input formatter failed", extra={"request_id": call.request_id})
-            raise failed_dependency(f"{FAILED}: {error}") from None
-        return replace(call, body=body, content_type=JSON)
-
-    def as_completion(self, call: Call) -> Call:
-        """Return a call with `inputs` as one to vLLM's completions, so that its answer is vLLM's.
-
-        Raises:
-            ContractError: The call is refused.
-        """
-        completion, notes = self._contract.as_completion(call)
-        for note in notes:
-            logger.info("%s", note, extra={"request_id": call.request_id})
-        return completion
-
-    def written(self, response: Any) -> bytes:
-        """Return the output formatter's line for vLLM's response, or for one event of its stream.
-
-        Raises GenerationFailed: the formatter raised an error, or returned something that cannot be sent.
-        """
-        assert self._write is not None
-        try:
-            return _line(self._write(response))
-        except Exception as error:
-            logger.exception("the output formatter failed")
-            raise GenerationFailed(f"{FAILED}: {error}") from None
-
-
-def _decoded(call: Call) -> Any:
-    kind = media_type(call.content_type)
-    try:
-        if "json" in kind or is_form(kind) or kind in ("", "application/octet-stream"):
-            return decode(call.body, "" if "json" in kind else call.content_type)
-        return decode_as_lmi(_handler_input(call), call.content_type)
-    except InvalidRequest as error:
-        raise payload_refused(error.message) from None
-    except (ValueError, KeyError, ImportError) as error:
-        raise payload_refused(f"the body is not valid {kind}: {error}") from None
-
-
-def _line(value: Any) -> bytes:
-    if hasattr(value, "model_dump_json"):
-        value = value.model_dump_json()
-    elif hasattr(value, "model_dump"):
-        value = value.model_dump()
-    if isinstance(value, dict):
-        value = json.dumps(value, ensure_ascii=False)
-    if not isinstance(value, str):
-        raise TypeError(f"the output formatter returned {type(value).__name__}; expected dict, str or a response")
-    return value.encode("utf-8", "replace") + b"\n"

@@ -1,7 +1,7 @@
-"""LMI's management API: its calls and, byte for byte, its answers.
+"""LMI's API that manages models: its calls and, byte for byte, its replies.
 
-Source: "DJL Serving Management API"; for the form of multi-model endpoints Amazon SageMaker, "Build Your Own Container
-for SageMaker AI Multi-Model Endpoints".
+Sources: "DJL Serving Management API"; for multi-model endpoints Amazon SageMaker, "Build Your Own Container for
+SageMaker AI Multi-Model Endpoints".
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from handlers.forms import media_type
 from handlers.json_fields import JsonError, decode_json
 
 MAX_LISTED = 100
-MAX_WORKERS = 128  # A process each; more than any machine can use.
-# Not `.` or `..`: clients resolve them in a path, and could never unload such a model.
+MAX_WORKERS = 128  # Each worker is a process. No machine can use this many.
+# `.` and `..` are refused: clients resolve them in a path, so they could never unload such a model.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,200}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
 # Parameters of a registration, and the keys of serving.properties that they override.
@@ -50,8 +50,8 @@ class Registration:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A model as a list shows it."""
+class ListedModel:
+    """The fields of a model in a list."""
 
     name: str
     version: str | None
@@ -60,8 +60,8 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerShown:
-    """One worker, or the engine."""
+class DescribedWorker:
+    """The fields of a worker. An engine is shown as one worker."""
 
     id: int
     started: float  # Seconds since the epoch.
@@ -69,8 +69,8 @@ class WorkerShown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described(Listed):
-    """A model in full."""
+class DescribedModel(ListedModel):
+    """The fields of a model in a description."""
 
     batch_size: int
     max_batch_delay: float  # Seconds.
@@ -81,16 +81,16 @@ class Described(Listed):
     on_gpu: bool
     min_workers: int
     max_workers: int
-    workers: Sequence[WorkerShown]
+    workers: Sequence[DescribedWorker]
 
 
 def read_registration(call: Call) -> Registration:
-    """Read `POST /models`: query parameters or, with a JSON content type, an object with the same names.
+    """Read `POST /models`.
 
-    Unknown parameters are ignored.
+    The parameters are in the query or, if the content type is JSON, in an object. Unknown parameters are ignored.
 
     Raises:
-        ContractError: 400; a parameter is missing or wrong, and is named.
+        ContractError: A parameter is missing or wrong. The reply is a 400 that names it.
     """
     in_json = media_type(call.content_type) == JSON
     given = _json_parameters(call.body) if in_json else dict(call.query)
@@ -109,9 +109,16 @@ def read_registration(call: Call) -> Registration:
 
 
 def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
-    """`min_worker` and `max_worker` of a PUT; one that is not given keeps its value as far as the other allows.
+    """Return `min_worker` and `max_worker` of a PUT.
 
-    Raises ContractError: 400; none is given, or one is wrong.
+    If one of them is absent, it keeps its current value unless the other one contradicts it.
+
+    Args:
+        call: The PUT.
+        current: The current values.
+
+    Raises:
+        ContractError: Both are absent, or one is wrong. The reply is a 400.
     """
     given = dict(call.query)
     least, most = (
@@ -129,10 +136,10 @@ def read_scale(call: Call, current: tuple[int, int]) -> tuple[int, int]:
 
 
 def read_page(call: Call) -> tuple[int, int]:
-    """Return the first place and the greatest length of a list, from `next_page_token` and `limit`.
+    """Return the position of a list's first entry and its maximum length, from `next_page_token` and `limit`.
 
     Raises:
-        ContractError: 400; one of them is not an integer in its range.
+        ContractError: One of them is not an integer in its range. The reply is a 400.
     """
     given = dict(call.query)
     limit = _integer("limit", given.get("limit", str(MAX_LISTED)), 1)
@@ -180,27 +187,27 @@ def _integer(parameter: str, text: str, least: int, most: int | None = None) -> 
 
 
 def registered(name: str) -> Reply:
-    """Return the answer to a registration: the model is loaded."""
+    """Return the reply to a registration after the model was loaded."""
     return _status(f'Model "{name}" registered.')
 
 
 def registration_scheduled(name: str) -> Reply:
-    """Return the answer to a registration that does not wait for the model."""
+    """Return the reply to a registration that does not wait for the model."""
     return _status(f'Model "{name}" registration scheduled.', 202)
 
 
 def unregistered(name: str) -> Reply:
-    """Return the answer to a DELETE."""
+    """Return the reply to a DELETE."""
     return _status(f'Model or workflow "{name}" unregistered')
 
 
 def scaled(name: str, least: int, most: int) -> Reply:
-    """Return the answer to a PUT: the numbers of workers."""
+    """Return the reply to a PUT, with the numbers of workers."""
     return _status(f'Workflow "{name}" worker scaled. New Worker configuration min workers:{least} max workers:{most}')
 
 
-def model_list(models: Sequence[Listed], start: int, limit: int) -> Reply:
-    """`GET /models`."""
+def model_list(models: Sequence[ListedModel], start: int, limit: int) -> Reply:
+    """Return the reply to `GET /models`."""
     entries = [
         {"modelName": model.name, "version": model.version, "modelUrl": model.url, "status": model.status}
         for model in models[start : start + limit]
@@ -208,19 +215,19 @@ def model_list(models: Sequence[Listed], start: int, limit: int) -> Reply:
     return _page("models", entries, _next(models, start, limit))
 
 
-def workflow_list(models: Sequence[Listed], start: int, limit: int) -> Reply:
-    """`GET /workflows`."""
+def workflow_list(models: Sequence[ListedModel], start: int, limit: int) -> Reply:
+    """Return the reply to `GET /workflows`."""
     entries = [{"workflowName": model.name, "version": model.version} for model in models[start : start + limit]]
     return _page("workflows", entries, _next(models, start, limit))
 
 
-def description(models: Sequence[Described]) -> Reply:
-    """`GET /models/<m>`: each version of a model."""
+def description(models: Sequence[DescribedModel]) -> Reply:
+    """Return the reply to `GET /models/<m>`, with each version of the model."""
     return _reply([_workflow(model) for model in models])
 
 
-def sagemaker_list(models: Sequence[Listed], start: int, limit: int) -> Reply:
-    """`GET /models` of a multi-model endpoint."""
+def sagemaker_list(models: Sequence[ListedModel], start: int, limit: int) -> Reply:
+    """Return the reply to `GET /models` on a multi-model endpoint."""
     document = {
         "models": [_sagemaker_model(model) for model in models[start : start + limit]],
         "nextPageToken": _next(models, start, limit),
@@ -228,16 +235,16 @@ def sagemaker_list(models: Sequence[Listed], start: int, limit: int) -> Reply:
     return Reply(200, JSON, msgspec.json.encode(_present(document)))
 
 
-def sagemaker_description(model: Listed) -> Reply:
-    """`GET /models/<m>` of a multi-model endpoint."""
+def sagemaker_description(model: ListedModel) -> Reply:
+    """Return the reply to `GET /models/<m>` on a multi-model endpoint."""
     return Reply(200, JSON, msgspec.json.encode(_sagemaker_model(model)))
 
 
-def _sagemaker_model(model: Listed) -> dict[str, str]:
+def _sagemaker_model(model: ListedModel) -> dict[str, str]:
     return {"modelName": model.name, "modelUrl": model.url}
 
 
-def _workflow(model: Described) -> dict[str, Any]:
+def _workflow(model: DescribedModel) -> dict[str, Any]:
     delay, idle = round(model.max_batch_delay * 1000), round(model.max_idle_time)
     group = {
         "device": {"deviceType": "gpu" if model.on_gpu else "cpu", "deviceId": 0 if model.on_gpu else -1},
@@ -265,7 +272,7 @@ def _timestamp(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000)) + f".{milliseconds % 1000:03d}Z"
 
 
-def _next(models: Sequence[Listed], start: int, limit: int) -> str | None:
+def _next(models: Sequence[ListedModel], start: int, limit: int) -> str | None:
     return str(start + limit) if start + limit < len(models) else None
 
 

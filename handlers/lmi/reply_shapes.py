@@ -1,7 +1,7 @@
-"""vLLM's chat and completions as LMI answers them: its own chat objects, or vLLM's as lines of JSON.
+"""Converts vLLM's replies to chats and completions into LMI's form.
 
-Source: LMI, "Chat Completions API Schema" for the chat objects; djl_python, `async_utils.py` for the lines, which
-`option.async_mode=true` selects.
+With option.async_mode=true, LMI sends vLLM's objects as lines of JSON. Otherwise it has other chat objects. Sources:
+djl_python, `async_utils.py` for the lines; LMI, "Chat Completions API Schema" for the chat objects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OVERLOADED = 503  # vLLM's status for a full queue.
 
 
 class VllmError(msgspec.Struct):
-    """The fields in vLLM's error object."""
+    """The fields of an error object of vLLM."""
 
     message: str = ""
     code: int = 500
@@ -32,7 +32,7 @@ class _ErrorObject(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """A message, or the addition of a chunk."""
+    """A message, or the delta of a chunk."""
 
     role: str | None = None
     content: str | None = None
@@ -68,7 +68,7 @@ _decode_error = msgspec.json.Decoder(_ErrorObject).decode
 
 
 def events(data: bytes) -> list[bytes]:
-    """Return the events in a piece of a stream, without frames and without comments."""
+    """Return the data of the events in a part of a stream. Comments are left out."""
     return [part.removeprefix(_EVENT) for part in data.split(b"\n\n") if part.startswith(_EVENT)]
 
 
@@ -78,7 +78,7 @@ def is_error(event: bytes) -> bool:
 
 
 def error_of(body: bytes) -> VllmError:
-    """Return the error that an error object holds; an empty one if the body is not an error object."""
+    """Return the error in an error object, or an empty error if the body is not an error object."""
     try:
         return _decode_error(body).error
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -86,23 +86,26 @@ def error_of(body: bytes) -> VllmError:
 
 
 class LmiChatShape:
-    """Chat as LMI's rolling batch answers it; used for one answer.
-
-    `sse`: a stream is server-sent events instead of lines. `stop_token_ids`: the request's own; vLLM reports further
-    end tokens of the model as stop tokens, too.
-    """
+    """The form of a chat's reply in LMI's rolling batch. An object converts one reply."""
 
     def __init__(self, *, sse: bool = False, stop_token_ids: Collection[int] = (), overload_status: int = 503) -> None:
+        """Create the form.
+
+        Args:
+            sse: A stream consists of server-sent events instead of lines.
+            stop_token_ids: The stop tokens of the request. vLLM reports further end tokens of the model as stop tokens.
+            overload_status: The status of a reply if the queue is full.
+        """
         self.stream_type = "text/event-stream" if sse else "application/jsonlines"
         self._sse = sse
         self._before, self._after = ("data: ", "\n\n") if sse else ("", "\n")
         self._stop_token_ids = stop_token_ids
         self._overload_status = overload_status
-        self._chunk: dict[str, Any] = {}  # The fields that all records of a stream have.
+        self._chunk: dict[str, Any] = {}  # The fields that all records of the stream have.
         self._roles: dict[int, str] = {}
 
     def reply(self, reply: Reply) -> Reply:
-        """vLLM's reply in LMI's fields; 424 for every fault of the request, as in the rest of LMI."""
+        """Return vLLM's reply with LMI's fields. Every fault of the request is 424, as in the rest of LMI."""
         if reply.status >= 400:
             status = FAILED_DEPENDENCY if reply.status < 500 else reply.status
             return _lmi_error(error_of(reply.body), status, self._overload_status)
@@ -117,7 +120,7 @@ class LmiChatShape:
         return Reply(reply.status, JSON, _json(document).encode(), reply.headers)
 
     def event(self, data: bytes) -> bytes:
-        """Return the bytes of a vLLM event, given without its frame: a chunk, an error object, or `[DONE]`."""
+        """Return LMI's bytes for the data of an event of vLLM: a chunk, an error object, or `[DONE]`."""
         if data == DONE:
             return b"data: [DONE]\n\n" if self._sse else b""
         if is_error(data):
@@ -140,7 +143,10 @@ class LmiChatShape:
         return {"index": choice.index, "message": shown, **self._ending(choice)}
 
     def _delta(self, choice: _Choice) -> bytes:
-        """vLLM sends the role in a separate chunk; LMI together with the first text, after it."""
+        """Return the record of a chunk.
+
+        vLLM sends the role in a separate chunk. LMI sends it with the first text, after the text.
+        """
         delta = choice.delta or _Message()
         if delta.role is not None:
             self._roles[choice.index] = delta.role
@@ -184,17 +190,19 @@ def _usage(usage: _Usage) -> dict[str, int]:
 
 
 class AsyncShape:
-    """The chats and completions of the asynchronous handler of LMI: vLLM's documents as lines, and an empty line at the
-    end.
+    """The form of a chat's or a completion's reply in LMI's asynchronous mode.
+
+    Each object of vLLM is a line. A stream ends with an empty line.
     """
 
     stream_type = "application/jsonlines"
 
     def __init__(self, overload_status: int = 503, refusal_status: int | None = None) -> None:
-        """Create the async shape.
+        """Create the form.
 
         Args:
-            refusal_status: Of errors that are the client's; None: vLLM's own.
+            overload_status: The status of a reply if the queue is full.
+            refusal_status: The status of errors of the client. None keeps the status of vLLM.
         """
         self._overload_status, self._refusal_status = overload_status, refusal_status
 
@@ -212,7 +220,10 @@ Shape = LmiChatShape | AsyncShape
 
 
 def _lmi_error(error: VllmError, status: int, overload_status: int) -> Reply:
-    """vLLM's error in LMI's words: the front end's for a full queue, else that of a payload."""
+    """Return vLLM's error in LMI's form.
+
+    It is an error of DJL Serving's front end if the queue is full, otherwise a payload error.
+    """
     if status == _OVERLOADED:
         return front_end_reply(overload_status, "WlmCapacityException", error.message)
     return Reply(status, JSON, payload_error(error.message, status))

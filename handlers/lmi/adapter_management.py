@@ -1,8 +1,8 @@
-"""Adapters in LMI's calls: the one that a call names, and the API that manages them.
+"""LMI's API that manages adapters: its calls and, byte for byte, its replies.
 
-Orders come in LMI's form, a query that is answered with a JSON object, or in SageMaker's, a JSON body that is answered
-with a line of text. Errors are the front end's in both. Source: "DJL Serving Adapters Management API"; AWS's package
-model-hosting-container-standards.
+An order has one of two forms. LMI's form is a query, and the reply is a JSON object. SageMaker's form is a JSON body,
+and the reply is a line of text. Errors have the form of DJL Serving's front end in both. Sources: "DJL Serving Adapters
+Management API"; AWS's package model-hosting-container-standards.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import msgspec
 
 from engines import errors
 from engines.adapters import Adapter, AdapterOrder
-from handlers.contract import Call, Reply, adapter_header
+from handlers.contract import Call, Reply
 from handlers.djl_errors import JSON, front_end_reply
 from handlers.forms import media_type
-from handlers.json_cost import JsonDecoder
 from handlers.json_fields import JsonError, decode_json, json_kind
 
 ALIAS_HEADER = "X-Amzn-SageMaker-Adapter-Alias"
-MOST_LISTED = 100  # Adapters in one answer.
+MOST_LISTED = 100  # Adapters in one reply.
 DISABLED = "LoRA is not enabled: set option.enable_lora=true"
 
-_FIELD = b'"adapters"'
 _TEXT = "text/plain; charset=utf-8"
 _KNOWN = frozenset({"name", "src", "preload", "pin", "model_name", "model_version"})
 _BOOLEANS = {"true": True, "false": False}
@@ -46,64 +44,11 @@ _REFUSALS: tuple[tuple[type[errors.RequestError], int, str], ...] = (
 )
 
 
-class _Fields(msgspec.Struct):
-    adapters: Any = None
-
-
-_decode_adapters = JsonDecoder(_Fields).decode
-
-
-def named_adapter(call: Call) -> str | None:
-    """Return the one adapter that a call names, as far as its body can be read."""
-    try:
-        return adapters_of(call, adapters_in(call.body), 1)[0]
-    except errors.InvalidRequest:
-        return None
-
-
-def adapters_of(call: Call, given: Any, prompts: int) -> tuple[str | None, ...]:
-    """The adapter of each prompt, None for the model itself: by the header, the body or the query, in this order.
-
-    Args:
-        given: The body's `adapters`, one for all prompts or a list with one for each.
+def read_registration(call: Call) -> AdapterOrder:
+    """Read `POST .../adapters`.
 
     Raises:
-        InvalidRequest: It is of another kind, or the list is not as long as that of the prompts.
-    """
-    if (header := adapter_header(call)) is not None:
-        given = header
-    elif given is None:
-        given = adapter_query(call)
-    if given is None or isinstance(given, str):
-        return (given or None,) * prompts
-    if not isinstance(given, list) or not all(isinstance(name, str) or name is None for name in given):
-        kind = json_kind(given) if not isinstance(given, list) else "an array of other things"
-        raise errors.InvalidRequest(f"`adapters` must be a string or an array of strings, got {kind}")
-    if len(given) != prompts:
-        raise errors.InvalidRequest(f"`adapters` must name one adapter for each prompt: got {len(given)} for {prompts}")
-    return tuple(name or None for name in given)
-
-
-def adapters_in(body: bytes) -> Any:
-    """Return the field `adapters` of a JSON body; None if it has none, or cannot be read."""
-    if _FIELD not in body and b"\\u" not in body:  # its name may be written with escapes
-        return None
-    try:
-        return _decode_adapters(body).adapters
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # the reader of the whole body reports the fault
-
-
-def adapter_query(call: Call) -> str | None:
-    """Return the query parameter `adapter`; None if it is absent."""
-    return next((value for name, value in call.query if name == "adapter"), None)
-
-
-def registration(call: Call) -> AdapterOrder:
-    """Return the order of `POST .../adapters`.
-
-    Raises:
-        InvalidRequest: `name` or `src` is missing, or a value is of the wrong kind.
+        InvalidRequest: `name` or `src` is missing, or a value has the wrong type.
     """
     given = _given(call)
     order = _order(given, _text(given, "name", required=True), call)
@@ -111,40 +56,42 @@ def registration(call: Call) -> AdapterOrder:
     return order
 
 
-def change(call: Call) -> AdapterOrder:
-    """Return the order of `POST .../adapters/<name>/update`.
+def read_update(call: Call) -> AdapterOrder:
+    """Read `POST .../adapters/<name>/update`.
 
     Raises:
-        InvalidRequest: A value is of the wrong kind.
+        InvalidRequest: A value has the wrong type.
     """
     return _order(_given(call), call.path_parameters["adapter"], call)
 
 
 def alias(call: Call) -> str:
-    """Return the adapter's name for messages, from its header; empty if it is absent."""
+    """Return the adapter's name for messages, from SageMaker's header, or an empty string without the header."""
     return next((value.strip() for name, value in call.headers if name.lower() == ALIAS_HEADER.lower()), "")
 
 
-def done(call: Call, name: str, what: str, message: str) -> Reply:
-    """Return the answer to an order that was carried out.
+def confirmation(call: Call, name: str, action: str, message: str) -> Reply:
+    """Return the reply to an order that was carried out.
 
     Args:
-        what: Such as "registered".
-        message: A custom handler's own, which replaces the usual text.
+        call: The order.
+        name: The adapter's name.
+        action: The past participle of the action, such as "registered".
+        message: The text of a custom handler, which replaces the usual text. It may be empty.
     """
-    text = message or f"Adapter {alias(call) or name} {what}"
+    text = message or f"Adapter {alias(call) or name} {action}"
     if _is_json(call):
         return Reply(200, _TEXT, text.encode("utf-8", "replace"))
     return _document({"status": text})
 
 
-def described(adapter: Adapter) -> Reply:
-    """Return the answer to `GET .../adapters/<name>`."""
+def description(adapter: Adapter) -> Reply:
+    """Return the reply to `GET .../adapters/<name>`."""
     return _document(_entry(adapter))
 
 
-def listed(call: Call, adapters: Sequence[Adapter]) -> Reply:
-    """Return the answer to `GET .../adapters`: at most `limit` of them, and the token of the next page.
+def adapter_list(call: Call, adapters: Sequence[Adapter]) -> Reply:
+    """Return the reply to `GET .../adapters`: at most `limit` adapters, and the token of the next page.
 
     Raises:
         InvalidRequest: `limit` or `next_page_token` is not a number.
@@ -158,7 +105,7 @@ def listed(call: Call, adapters: Sequence[Adapter]) -> Reply:
 
 
 def refuse(error: errors.RequestError) -> Reply:
-    """Return the answer to an error."""
+    """Return the reply to an error."""
     status, kind = next(
         ((status, kind) for cause, status, kind in _REFUSALS if isinstance(error, cause)),
         (500, "InternalServerException"),
@@ -167,7 +114,7 @@ def refuse(error: errors.RequestError) -> Reply:
 
 
 def wrong_method(call: Call) -> Reply:
-    """Return the answer to a method that the route does not have."""
+    """Return the reply if the route does not have the method."""
     message = f"Method {call.method[:20]} is not allowed for {call.path[:200]}"
     return front_end_reply(405, "MethodNotAllowedException", message)
 
@@ -224,11 +171,11 @@ def _boolean(given: Mapping[str, Any], name: str) -> bool | None:
     value = given.get(name)
     if value is None or isinstance(value, bool):
         return value
-    meant = _BOOLEANS.get(value.strip().lower()) if isinstance(value, str) else None
-    if meant is None:
+    parsed = _BOOLEANS.get(value.strip().lower()) if isinstance(value, str) else None
+    if parsed is None:
         shown = repr(value[:50]) if isinstance(value, str) else json_kind(value)
         raise errors.InvalidRequest(f"`{name}` must be true or false, got {shown}")
-    return meant
+    return parsed
 
 
 def _number(query: Mapping[str, str], name: str, default: int) -> int:

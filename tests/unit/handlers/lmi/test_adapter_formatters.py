@@ -1,4 +1,4 @@
-"""Formatters that an adapter has of its own, as far as their files go."""
+"""Loading the formatters of an adapter from its files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from engines.adapters import Adapter
 from engines.errors import AdapterFailed
-from handlers.lmi.engine_adapters import AdapterFormatters
+from handlers.lmi.adapter_formatters import AdapterFormatters
 
 pytestmark = pytest.mark.asyncio
 
@@ -45,5 +45,5 @@ async def test_a_formatter_of_the_other_mode_refuses_its_adapter(tmp_path: Path)
         AdapterFailed, match=r"model\.py of the adapter: write.* is written for option\.async_mode=true"
     ):
         await formatters().load(adapter)
-    with pytest.raises(AssertionError):  # it would make a handler
+    with pytest.raises(AssertionError):  # The formatter fits, so a handler is made.
         await formatters(async_mode=True).load(adapter)

@@ -1,4 +1,7 @@
-"""Calls with a customer's formatters around LMI's contract. Formatters may block, so both ways run in a thread."""
+"""The handler of calls with a customer's formatters, in the modes without option.async_mode.
+
+Formatters may block. So parsing a call and making its answer both run in the thread of the formatters.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from handlers.queue import EngineQueue
 from handlers.running_call import RunningCall
 
 
-class FormattingHandler(EngineHandler):
-    """Gives calls to an engine through a contract that calls a customer's formatters."""
+class FormatterHandler(EngineHandler):
+    """Answers calls with an engine, through a contract that calls a customer's formatters."""
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class FormattingHandler(EngineHandler):
 
 
 class FormattedCall(RunningCall):
-    """A call whose answer is made in the thread of the formatters, in order."""
+    """A running call whose answer is made in the thread of the formatters, in order."""
 
     def __init__(
         self, queue: EngineQueue, exchange: Exchange, writer: ReplyWriter, request_id: str, thread: FormatterThread
