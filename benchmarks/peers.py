@@ -460,7 +460,7 @@ class Slipway(HttpPeer):
     """Slipway, with requests in one contract or several."""
 
     name = "slipway"
-    program: ClassVar[tuple[str, str]] = "container", "serve"
+    program: ClassVar[tuple[str, str]] = "deploy", "serve"
     ready_path = "/ping"
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:

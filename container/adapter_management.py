@@ -120,7 +120,9 @@ class Refusal(NamedTuple):
 
 
 async def read_adapter_call(scope: Any, receive: Receive, settings: ServerSettings) -> bytes | Refusal | None:
-    """Read the body of a call of `adapter_routes`, for a server that has several replicas answer it.
+    """Read the body of a call of `adapter_routes`.
+
+    For servers that pass the call to several replicas.
 
     Returns:
         The body; the reply if the body cannot be read; None if the client left.
@@ -133,7 +135,7 @@ async def read_adapter_call(scope: Any, receive: Receive, settings: ServerSettin
 
 
 def adapter_call_failed(path: bytes, message: str, *, again: bool) -> Refusal:
-    """Return the reply of such a server if a call failed.
+    """Return the reply for a call of `adapter_routes` that failed on one of several replicas.
 
     Args:
         again: The client may repeat the call at once.

@@ -14,6 +14,7 @@ from typing import Self
 Headers = Sequence[tuple[bytes, bytes]]
 
 _KEY = re.compile(r"[\x21-\x7e]+")
+_SALT = b"slipway cache salt "  # So that the salt is not the digest that is compared.
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +28,33 @@ class ApiKeys:
         """Return the digests of these keys."""
         return cls(tuple(sha256(key.encode()).digest() for key in dict.fromkeys(keys)))
 
-    def taken_from(self, headers: Headers) -> Headers | None:
+    def taken_from(self, headers: Headers) -> tuple[Headers, str] | None:
         """Remove the headers that hold a key.
 
         Returns:
-            The other headers, or None if no header holds a key.
+            The other headers, and the salt of the key: a text that differs for each key. None if no header holds a key.
         """
-        rest = [(name, value) for name, value in headers if not self._in(name, value)]
-        return rest if len(rest) < len(headers) else None
+        rest, held = [], b""
+        for name, value in headers:
+            key = _key_in(name, value)
+            if key is not None and self._has(key):
+                held = key
+            else:
+                rest.append((name, value))
+        return (rest, sha256(_SALT + held).hexdigest()) if held else None
 
-    def _in(self, name: bytes, value: bytes) -> bool:
-        if name == b"authorization":
-            scheme, _, key = value.partition(b" ")
-            if scheme.lower() != b"bearer":
-                return False
-        elif name == b"x-api-key":
-            key = value
-        else:
-            return False
-        digest = sha256(key.strip()).digest()
+    def _has(self, key: bytes) -> bool:
+        digest = sha256(key).digest()
         # All digests are compared, so that the time does not reveal which one matches.
         return sum(hmac.compare_digest(digest, known) for known in self.digests) > 0
+
+
+def _key_in(name: bytes, value: bytes) -> bytes | None:
+    """Return the text at the place of a key in a header. None if the header has no such place."""
+    if name == b"authorization":
+        scheme, _, key = value.partition(b" ")
+        return key.strip() if scheme.lower() == b"bearer" else None
+    return value.strip() if name == b"x-api-key" else None
 
 
 def keys_in(text: str) -> tuple[str, ...]:

@@ -14,27 +14,29 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 
 from container.adapter_management import adapter_routes
 from container.api_keys import ApiKeys
+from container.batch_transform import execution_parameters
 from container.console import page as console
 from container.console.state import console_state
 from container.contract_routes import contract_http_routes
 from container.health import ping
 from container.http.cross_site import KnownHosts
 from container.http.refusals import front_end_refusal
-from container.http.request_head import RequestHead
+from container.http.request_head import KEY_SALT, RequestHead
 from container.http.route import AppState, FixedReplyRoute, HttpCounts, HttpRoute
 from container.http.router import ANY_METHOD, Application, Mount, Router
 from container.invocations import InvocationsRoute
-from container.metrics import CONTENT_TYPE, Metrics
+from container.metrics import Metrics
 from container.model_management import model_routes, wrong_method
 from container.models.registration import Registrar
 from container.models.registry import Models
 from container.openapi import openapi_document, swagger_assets, swagger_page
+from container.prometheus_text import CONTENT_TYPE
 from container.settings.settings import ServerReport, ServerSettings
 from engines.errors import CrossSite
 from engines.model_settings import ModelSettings
 from engines.statistics import Distribution
+from handlers.all_contracts import CONTRACTS
 from handlers.contract import Call, Reply
-from handlers.contracts import CONTRACTS
 from handlers.djl_errors import JSON, front_end_reply
 
 _INFERENCE = ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
@@ -51,7 +53,7 @@ class Applications:
     router: Router  # Of the main listener. The process itself calls it without an API key.
     management_router: Router | None  # None if the main listener serves the management API as well.
     keys: ApiKeys | None
-    refusal: HttpRoute  # Refuses calls without a key that no route would answer.
+    refusal: HttpRoute  # Refuses calls without a key to paths that are not served.
 
     @property
     def main(self) -> Application:
@@ -63,7 +65,7 @@ class Applications:
         return None if router is None else self._guarded(router, router)
 
     def guarded(self, application: Application) -> Application:
-        """Return an application in front of the main routes that asks for an API key if the server does."""
+        """Return an application in front of the main routes that asks for an API key if the server has keys."""
         return self._guarded(application, self.router)
 
     def _guarded(self, application: Application, router: Router) -> Application:
@@ -72,21 +74,28 @@ class Applications:
 
 @dataclass(frozen=True, slots=True)
 class _Guarded:
-    """Lets calls with an API key reach an application, without the key. Others reach only the open routes."""
+    """Passes calls with an API key on to an application. Calls without a key reach only the open routes.
+
+    The application does not get the key.
+    """
 
     application: Application
     router: Router  # Has the routes that the application serves.
     keys: ApiKeys
-    refusal: HttpRoute  # Refuses calls that no route would answer.
+    refusal: HttpRoute  # Refuses calls without a key to paths that are not served.
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            headers = self.keys.taken_from(scope["headers"])
-            if headers is not None:
-                scope = {**scope, "headers": headers}
+            found_key = self.keys.taken_from(scope["headers"])
+            if found_key is not None:
+                headers, salt = found_key
+                scope = {**scope, "headers": headers, KEY_SALT: salt}
             elif not self.router.is_open(scope):
                 found = self.router.find(scope)
-                refusal = found.unauthorized(scope["method"]) if isinstance(found, HttpRoute) else self.refusal
+                if isinstance(found, HttpRoute):
+                    refusal = found.chosen(scope).unauthorized(scope["method"])
+                else:
+                    refusal = self.refusal
                 await refusal(scope, receive, send)
                 return
         await self.application(scope, receive, send)
@@ -169,7 +178,7 @@ def create_app(
         management.add("/", "OPTIONS", options)
     for path in _INFERENCE:
         counted = "/predictions" if path.startswith("/predictions") else path
-        router.add(path, ANY_METHOD, InvocationsRoute(state, counted))
+        router.add(path, ANY_METHOD, InvocationsRoute(state, counted, router))
     _add_server_pages(router, state, Metrics(models, counts, lag))
     contract_routes: dict[tuple[str, str], Application] = dict(contract_http_routes(state, CONTRACTS))
     if settings.console:
@@ -188,10 +197,12 @@ def create_app(
 
 
 def _add_server_pages(router: Router, state: AppState, metrics: Metrics) -> None:
-    """Add `/ping`, `/metrics`, and the API description."""
+    """Add `/ping`, `/execution-parameters`, `/metrics`, and the API description."""
     models = state.models
     health = _Page(lambda: _response(ping(models, state.settings, state.error_rates)))
     router.add("/ping", ANY_METHOD, health, without_key=True)
+    transform = _Page(lambda: _response(execution_parameters(models, state.settings)))
+    router.add("/execution-parameters", "GET", transform)
     rendered = _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE}), state.hosts)
     router.add("/metrics", "GET", rendered)
     router.add("/openapi.json", "GET", _Page(_Description(models), state.hosts, in_thread=True))

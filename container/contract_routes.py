@@ -23,6 +23,7 @@ from handlers.service import Service
 _UNUSABLE = "this contract cannot be served with this model; the server's log says why"
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"
 
+MODEL_VERSION = "model_version"  # The parameter of the path for the version that SageMaker's attributes name.
 _LONG_TEXT = 4096  # Bytes. Longer bodies are answered in a thread: tokenizing takes longer than reading.
 _THREADS = 2  # Long bodies that are answered at a time. Each may take seconds, and 256 MB.
 
@@ -56,7 +57,7 @@ class InfoHttpRoute(HttpRoute):
     """A route that describes the model, or works on text without generating any."""
 
     def __init__(self, state: AppState, contract: ContractRoutes, declared: InfoRoute, threads: Executor) -> None:
-        super().__init__(state, declared.path)
+        super().__init__(state, declared.path, by_attribute=declared.by_attribute)
         self.contract, self.declared, self._threads = contract, declared, threads
 
     def refuse(self, error: RequestError) -> Reply:
@@ -84,7 +85,8 @@ class GenerationHttpRoute(HandlerRoute):
             queued = not declared.streams_refusals
         else:
             queued = declared.path.removeprefix(declared.prefix) in (CHAT, COMPLETIONS)
-        super().__init__(state, declared.path, queued=queued)
+        by_attribute = isinstance(declared, GenerationRoute) or declared.by_attribute
+        super().__init__(state, declared.path, queued=queued, by_attribute=by_attribute)
         self.contract, self.declared = contract, declared
 
     def refuse(self, error: RequestError) -> Reply:
@@ -122,7 +124,8 @@ class SharedHttpRoute(HttpRoute):
     """A path of two contracts. A field of the body decides which of them is meant."""
 
     def __init__(self, with_field: HttpRoute, field: str, without_field: HttpRoute) -> None:
-        super().__init__(with_field.state, with_field.path)
+        by_attribute = with_field.by_attribute and without_field.by_attribute
+        super().__init__(with_field.state, with_field.path, by_attribute=by_attribute)
         self._with_field, self._without_field = with_field, without_field
         self._mark = f'"{field}"'.encode()
         shape = msgspec.defstruct("WithField", [("field", msgspec.Raw, msgspec.Raw())], rename={"field": field})
@@ -144,7 +147,7 @@ class SharedHttpRoute(HttpRoute):
 
 
 def model_of(models: Models, names: Mapping[str, str], named: str = "") -> Model:
-    """Return the model of a call: the one in its path, the one that its body names, or the startup one.
+    """Return the model of a call: the model in its path, the model that its body names, or the startup model.
 
     Args:
         models: The server's models.
@@ -158,15 +161,15 @@ def model_of(models: Models, names: Mapping[str, str], named: str = "") -> Model
     if models.single:
         return models.startup()
     if "model" in names:
-        return models.choose(names["model"])
+        return models.choose(names["model"], names.get(MODEL_VERSION))
     found = [model for model in models if _is_called(model, named)]
     if len(found) == 1:
-        return found[0]  # of several versions, the one that has the adapter
+        return found[0]  # Of several versions, the version that has the adapter.
     return models.choose(found[0].name) if found else models.startup()
 
 
 def _is_called(model: Model, name: str) -> bool:
-    """Return True if a body may call the model so: by one of its names, or by the name of an adapter."""
+    """Return True if a body may use this name for the model: one of its names, or the name of an adapter."""
     if name == model.name or name in model.lifecycle.model.served_model_names:
         return True
     service = model.lifecycle.service
@@ -183,7 +186,7 @@ _decode_name = JsonDecoder[_NamedModel](_NamedModel).decode
 
 
 async def _name_in_body(contract: ContractRoutes, models: Models, call: Call) -> str:
-    """Return the model that a JSON body names; an empty string if it names none, or the name does not matter.
+    """Return the model that a JSON body names. Empty if it names no model, or if the name does not matter.
 
     Faults of the body are left to the route that answers the call.
     """

@@ -1,4 +1,4 @@
-"""Limits on the number of error answers; /ping fails for good once one is exceeded (SERVING_ERROR_RATE_*)."""
+"""Limits on the number of error answers (SERVING_ERROR_RATE_*). If a limit is exceeded, /ping fails for good."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 Kind = Literal["wlm", "server", "model", "any"]
-CLIENT_GONE = 499  # The status of calls whose client left before the answer was complete; they are not errors.
+CLIENT_GONE = 499  # The status of calls whose client left before the answer was complete. They do not count as errors.
 # The status of calls without a key. Callers without one must not be able to fail /ping.
 UNAUTHORIZED, FORBIDDEN = 401, 403
 _MINUTE = 60.0
@@ -26,18 +26,22 @@ _RATE = re.compile(r"([0-9]{1,7})(?:/(.{1,64}))?")
 
 @dataclass(frozen=True, slots=True)
 class ErrorRate:
-    """The number of errors that are allowed in any span of so many seconds."""
+    """The number of errors that are allowed in any period of `seconds`."""
 
     limit: int
     seconds: float
 
 
 def error_rate(text: str) -> ErrorRate:
-    """Parse `N`, in a minute, or `N/<ISO-8601 duration>`, such as `1/PT5M`. Raises ValueError for another text."""
+    """Parse `N`, which means N errors in a minute, or `N/<ISO-8601 duration>`, such as `1/PT5M`.
+
+    Raises:
+        ValueError: The text has another form.
+    """
     parts = _RATE.fullmatch(text)
     if parts is None or int(parts[1]) > _MOST:
         raise ValueError(text)
-    # msgspec takes days, hours, minutes and seconds; a month or a year has no fixed length.
+    # msgspec accepts days, hours, minutes and seconds. It refuses months and years, which have no fixed length.
     seconds = msgspec.convert(parts[2], timedelta).total_seconds() if parts[2] else _MINUTE
     if seconds <= 0:
         raise ValueError(text)
@@ -47,21 +51,29 @@ def error_rate(text: str) -> ErrorRate:
 class ErrorRates:
     """Counts errors by kind, and remembers the first limit that was exceeded.
 
-    Kinds: `wlm`, refusals because the queue is full or no worker is ready; `server`, 424 and 5xx; `model`, `server`
-    without such refusals; `any`, 4xx and 5xx, without 401 and 403: callers who may
-    not ask cannot make the server unhealthy.
+    The kinds are:
+    - `wlm`: Refusals because the queue is full or no worker is ready.
+    - `server`: Statuses 424 and 5xx.
+    - `model`: The same without the refusals of `wlm`.
+    - `any`: Statuses 4xx and 5xx without 401 and 403. Callers without permission cannot make the server unhealthy.
     """
 
     def __init__(
         self, limits: Mapping[Kind, str | None], refusals: frozenset[int], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`limits` are texts for `error_rate`, `refusals` the statuses that are of the kind `wlm`."""
+        """Set the limits.
+
+        Args:
+            limits: The texts of the limits, see `error_rate`.
+            refusals: The statuses of the kind `wlm`.
+            clock: Returns the time in seconds.
+        """
         self._limits = {kind: error_rate(text) for kind, text in limits.items() if text is not None}
         self._refusals, self._clock = refusals, clock
         self._times: dict[Kind, deque[float]] = {
             kind: deque(maxlen=rate.limit + 1) for kind, rate in self._limits.items()
         }
-        self.exceeded = ""  # The limit that was exceeded, in words; empty if none was.
+        self.exceeded = ""  # The limit that was exceeded, as text. Empty if no limit was exceeded.
         self.limited = bool(self._limits)
 
     def count(self, status: int) -> None:

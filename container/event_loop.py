@@ -1,4 +1,4 @@
-"""Whether the event loop keeps up: its delay, and the stack when it stood still."""
+"""Measures the delay of the event loop, and logs its stack if it is blocked."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.1
 _LOOK_SECONDS = 0.25
-LIMIT_SECONDS = 1.0  # How late the event loop may be before it is logged.
+LIMIT_SECONDS = 1.0  # A longer delay is logged.
 _BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class EventLoopWatch:
-    """Measures ten times a second how late the event loop is; another thread finds out the cause."""
+    """Measures the delay of the event loop ten times a second. Another thread logs the cause of a long delay."""
 
     def __init__(self) -> None:
         self.lag = Distribution(_BUCKETS)
@@ -30,7 +30,7 @@ class EventLoopWatch:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Begin to watch the running event loop; to be called on it."""
+        """Begin to watch the running event loop. Call this method on the event loop."""
         self._thread = threading.get_ident()
         self._due = time.monotonic() + _TICK_SECONDS
         asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick)
@@ -46,7 +46,7 @@ class EventLoopWatch:
         late = max(now - self._due, 0.0)
         self.lag.observe(late)
         if late > LIMIT_SECONDS:
-            # The watch has a separate thread: if that has not run either, no thread could.
+            # The watch runs in a separate thread. If it did not log the stack, no thread could run.
             why = "" if self._reported == self._due else "; no other thread ran either, or the machine stood still"
             logger.warning("the event loop goes on after %.1f s%s", late, why)
         self._due = now + _TICK_SECONDS
@@ -59,8 +59,8 @@ class EventLoopWatch:
             if late <= LIMIT_SECONDS or self._reported == due:
                 continue
             frames = traceback.walk_stack(sys._current_frames().get(self._thread))
-            stack = traceback.StackSummary.extract(frames, lookup_lines=False)  # the lines may come from a slow disk
-            if due != self._due:  # it went on meanwhile
+            stack = traceback.StackSummary.extract(frames, lookup_lines=False)  # The files may be on a slow disk.
+            if due != self._due:  # The loop has run since then.
                 continue
             self._reported = due
             stack.reverse()

@@ -24,11 +24,11 @@ _LISTED = re.compile(r"GPU \d+:")
 
 
 class GpusUnknown(Exception):
-    """The GPUs or their memory cannot be found out; the message says why."""
+    """The number of GPUs or their memory is unknown. The message has the reason."""
 
 
 class SliceNotChosen(Exception):
-    """Several GPUs are visible and one of them is divided into MIG slices: CUDA would decide which one is used."""
+    """Several GPUs are visible and one of them is divided into MIG slices. It is unclear which one CUDA would use."""
 
 
 def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
@@ -42,25 +42,30 @@ def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
         return present
     names = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
     if any(name.strip().startswith("MIG-") for name in names):
-        return min(present, 1)  # CUDA shows a process one slice
+        return min(present, 1)  # CUDA shows only one slice to a process.
     return min(present, len(names))
 
 
 def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
-    """Free bytes of each GPU that this process sees, in the order in which CUDA counts them.
+    """Return the free bytes of each GPU that this process sees, in CUDA's order.
 
-    A MIG slice counts as a GPU. They come from nvidia-smi, since asking the driver in this process would leave a
+    A MIG slice counts as a GPU. The numbers come from nvidia-smi. Asking the driver in this process would leave a
     context on each GPU.
 
     Raises:
-        GpusUnknown: Nvidia-smi does not tell.
+        GpusUnknown: nvidia-smi fails or does not show the memory.
         SliceNotChosen: CUDA_VISIBLE_DEVICES has to say which GPU or slice is meant.
     """
     return visible_memory(_nvidia_smi("-q", "-x"), environ.get(_VISIBLE))
 
 
 def visible_memory(report: str, visible: str | None) -> tuple[int, ...]:
-    """Read the result of `gpu_memory` from the output of `nvidia-smi -q -x`; `visible`: CUDA_VISIBLE_DEVICES."""
+    """Read the result of `gpu_memory` from a report.
+
+    Args:
+        report: The output of `nvidia-smi -q -x`.
+        visible: The value of CUDA_VISIBLE_DEVICES.
+    """
     try:
         gpus = ElementTree.fromstring(report).findall("gpu")
     except ElementTree.ParseError as error:
@@ -71,7 +76,7 @@ def visible_memory(report: str, visible: str | None) -> tuple[int, ...]:
         if name.startswith("MIG-"):
             raise GpusUnknown(f"nvidia-smi does not tell the memory of the slice {name}")
         if (gpu := _gpu(gpus, name)) is None:
-            break  # as in CUDA, those after an unknown name are not visible
+            break  # As in CUDA, the GPUs after an unknown name are not visible.
         chosen.append(gpu)
     divided = [gpu for gpu in chosen if gpu.findtext("mig_mode/current_mig", "").strip() == "Enabled"]
     if divided and len(chosen) > 1:
@@ -80,7 +85,7 @@ def visible_memory(report: str, visible: str | None) -> tuple[int, ...]:
             "set CUDA_VISIBLE_DEVICES to one slice (MIG-..., see nvidia-smi -L) or to GPUs that are not divided"
         )
     if divided:
-        first = divided[0].find("mig_devices/mig_device")  # CUDA takes the first one
+        first = divided[0].find("mig_devices/mig_device")  # CUDA uses the first GPU.
         if first is None:
             raise GpusUnknown("MIG is on, but the GPU has no MIG slice")
         return (_memory(first, "MIG slice 0"),)
@@ -88,10 +93,10 @@ def visible_memory(report: str, visible: str | None) -> tuple[int, ...]:
 
 
 def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
-    """Groups of `each` devices, one group for each worker; none where workers run on the CPU.
+    """Return groups of `each` devices, one group for each worker. Empty if the workers run on the CPU.
 
     Raises:
-        ValueError: `load_on` names a GPU that is not there, or there are fewer than a worker needs.
+        ValueError: `load_on` names a GPU that does not exist, or a worker needs more GPUs than it allows.
     """
     chosen = allowed_devices(gpus, load_on)
     if chosen and each > len(chosen):
@@ -105,7 +110,7 @@ def allowed_devices(gpus: int, load_on: str) -> tuple[int, ...]:
     None: the CPU.
 
     Raises:
-        ValueError: `load_on` names a GPU that is not there.
+        ValueError: `load_on` names a GPU that does not exist.
     """
     names = [name.strip().lower() for name in load_on.split(";") if name.strip()] or ["*"]
     if not gpus or all(name in _CPU for name in names):

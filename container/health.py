@@ -23,10 +23,10 @@ _TEXT = {
 def ping(models: Models, settings: ServerSettings, error_rates: ErrorRates) -> Reply:
     """Return the reply to `/ping`: LMI's body, with a `reason` if something is wrong.
 
-    Unlike in LMI, 200 means that all models can serve. With `allow_multi_status` a loading model is 207 instead of 503,
-    which some probes take for alive. With `workers_health_check` a custom handler with too few workers is 500, as in
-    LMI. A stalled engine is `Unhealthy`, since it may recover. `FAILED` is final. A model that the management API loads
-    is PENDING, and does not change the status.
+    Unlike in LMI, 200 means that all models can serve. With `allow_multi_status` the status is 207 instead of 503 while
+    a model loads. Some probes accept 207 as healthy. With `workers_health_check` the status is 500 if a custom handler
+    has too few workers, as in LMI. A stalled engine is `Unhealthy`, because it may recover. `FAILED` is final. A model
+    that the management API loads is PENDING, and does not change the status.
     """
     exceeded = error_rates.exceeded
     entries = [_entry(model, exceeded) for model in models]

@@ -5,28 +5,83 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from urllib.parse import parse_qs
 
+from container.contract_routes import MODEL_VERSION
+from container.http.body_limits import Receive
 from container.http.refusals import front_end_refusal
-from container.http.reply import NO_CACHE
-from container.http.request_head import RequestHead
-from container.http.route import AppState, HandlerRoute
+from container.http.reply import NO_CACHE, Send
+from container.http.request_head import RequestHead, Scope
+from container.http.route import AppState, FixedReplyRoute, HandlerRoute, HttpRoute
+from container.http.router import Router
 from container.models.registry import Model
-from engines.errors import RequestError
+from container.route_attribute import CUSTOM_ATTRIBUTES, attributes_of, is_plain_path, named_route
+from engines.errors import RequestError, UnknownModel
 from handlers.contract import Call, Handler, Reply
-from handlers.djl_errors import JSON
+from handlers.djl_errors import JSON, front_end_reply
 from handlers.forms import FormError, form_fields, is_form
 from handlers.json_cost import off_the_loop
 from handlers.service import Service
 
+_SHOWN = 200  # Characters of a wrong route in the error.
+_OF_SAGEMAKER = "/models/{model}/invoke"  # SageMaker calls it for a model of a multi-model endpoint.
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"
-_CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
-_NAME, _VERSION = "model_name", "model_version"
+_NAME = "model_name"
 
 
 class InvocationsRoute(HandlerRoute):
-    """One of LMI's inference routes. It takes any method, as LMI does."""
+    """One of LMI's inference routes. It takes any method, as LMI does.
 
-    def __init__(self, state: AppState, path: str) -> None:
-        super().__init__(state, path, headers=NO_CACHE, queued=True)
+    The attribute `route` of SageMaker's custom attributes gives the call to another route.
+    """
+
+    def __init__(self, state: AppState, path: str, router: Router) -> None:
+        """Create the route.
+
+        Args:
+            state: The objects that all routes share.
+            path: The path in the route table, for counts.
+            router: Has the routes that the attribute `route` may name.
+        """
+        super().__init__(state, path, headers=NO_CACHE, queued=True, by_attribute=path != _OF_SAGEMAKER)
+        self._router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self.chosen(scope)
+        if isinstance(route, InvocationsRoute):
+            await HandlerRoute.__call__(route, scope, receive, send)
+        else:
+            await route(scope, receive, send)
+
+    def chosen(self, scope: Scope) -> HttpRoute:
+        named = named_route(dict(scope["headers"]).get(CUSTOM_ATTRIBUTES, b""))
+        if named is None:
+            return self
+        if is_plain_path(named):
+            target = {**scope, "path": named.decode("ascii"), "raw_path": named, "path_params": {}}
+            route = self._router.find(target)
+            if isinstance(route, HttpRoute) and route.by_attribute:
+                try:
+                    target["path_params"] = target["path_params"] or self._model_parameters(scope)
+                except UnknownModel as error:
+                    return FixedReplyRoute(self.state, self.path, self.refuse(error))
+                scope.update(target)
+                return route
+        message = (
+            f"`route` in X-Amzn-SageMaker-Custom-Attributes must be the path of a POST route that generates or "
+            f"tokenizes, such as /v1/chat/completions, got {scope['method']} {named[:_SHOWN].decode('latin-1')}"
+        )
+        return FixedReplyRoute(self.state, self.path, front_end_reply(400, "BadRequestException", message))
+
+    def _model_parameters(self, scope: Scope) -> dict[str, str]:
+        """Return the model and the version that the call names, as parameters of the path of another route.
+
+        Raises:
+            UnknownModel: The server has no such model or version.
+        """
+        name, version = self._named(RequestHead.of(scope, self.state.id_header))
+        if name is None:
+            return {}
+        self.state.models.choose(name, version)
+        return {"model": name} | ({} if version is None else {MODEL_VERSION: version})
 
     def refuse(self, error: RequestError) -> Reply:
         settings = self.state.settings
@@ -35,7 +90,7 @@ class InvocationsRoute(HandlerRoute):
     def find(self, head: RequestHead) -> Model | Reply | None:
         name, version = self._named(head)
         if name is None and b"form" in head.headers.get(b"content-type", b"").lower():
-            return None  # one of its fields may name the model
+            return None  # A field of the form may name the model.
         return self._chosen(head, name, version)
 
     async def find_by_body(self, head: RequestHead, call: Call) -> Model | Reply:
@@ -55,7 +110,7 @@ class InvocationsRoute(HandlerRoute):
 
 
 def _named_by_form(call: Call) -> str | None:
-    """Return the model that a field of a form names; None if none does, or the body is no form."""
+    """Return the model name in the form field `model_name`. None if the body is not a form or has no such field."""
     if _NAME.encode() not in call.body or not is_form(call.content_type):
         return None
     try:
@@ -80,15 +135,15 @@ def named_model(
         served: The names of the server's models.
     """
     asked = parse_qs(query.decode("latin-1")) if query else {}
-    found = {key: headers[key.encode()].decode("latin-1") for key in (_NAME, _VERSION) if key.encode() in headers}
-    if _CUSTOM_ATTRIBUTES in headers:
-        for attribute in headers[_CUSTOM_ATTRIBUTES].split(b";"):
+    found = {key: headers[key.encode()].decode("latin-1") for key in (_NAME, MODEL_VERSION) if key.encode() in headers}
+    if CUSTOM_ATTRIBUTES in headers:
+        for attribute in attributes_of(headers[CUSTOM_ATTRIBUTES]):
             key, _, text = attribute.partition(b"=")
             found.setdefault(key.strip().decode("latin-1"), text.strip().decode("latin-1"))
     name = path.get("model") or next(iter(asked.get(_NAME, ())), None) or found.get(_NAME)
     if not name and _TARGET_MODEL in headers:
         name = _target_model(headers[_TARGET_MODEL].decode("latin-1"), served)
-    version = path.get("version") or next(iter(asked.get(_VERSION, ())), None) or found.get(_VERSION)
+    version = path.get("version") or next(iter(asked.get(MODEL_VERSION, ())), None) or found.get(MODEL_VERSION)
     return name or None, version
 
 

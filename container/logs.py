@@ -1,4 +1,4 @@
-"""Structured logs, as JSON objects or plain lines, with the request's id; the same in vLLM's processes."""
+"""Structured logs, as JSON objects or plain lines, with the request's id. vLLM's processes log in the same form."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 
 from container.standard_output import Output, Writer
 
-FLUSH_SECONDS = 1.0  # How long the end of a process waits for who reads its log.
+FLUSH_SECONDS = 1.0  # The time that a process waits at its end until its log has been read.
 _OF_VLLM = "VLLM_LOGGING_CONFIG_PATH"
 _PLAIN = "%(asctime)s %(levelname)-7s %(replica)s%(name)s%(request)s: %(message)s"
 _ACCESS = logging.getLogger("slipway.access")
-# Characters that end lines, or move a terminal's cursor; and what no encoding has.
+# Characters that end lines or move a terminal's cursor, and characters that cannot be encoded.
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
@@ -39,13 +39,13 @@ def _second(seconds: int) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """One line of text for each record about a request, with any data of its client; others may have several."""
+    """Formats records as text. A record about a request is one line, even if the client's data has line ends."""
 
     def __init__(self, replica: str = "") -> None:
         """Create the plain formatter.
 
         Args:
-            replica: The name of this process among others that serve the same.
+            replica: The name of this replica, if the server has several.
         """
         self._replica = f"{replica} " if replica else ""
         super().__init__(_PLAIN, defaults={"replica": self._replica})
@@ -59,13 +59,13 @@ class PlainFormatter(logging.Formatter):
         return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """A record about a request may have parts of it, which must not look like further records."""
+        """Escape line ends in a record about a request. Parts of the request must not look like further records."""
         if record.request:  # type: ignore[attr-defined]
             record.message = _CONTROL.sub(_escaped, record.message)
         return super().formatMessage(record)
 
     def foreign(self, stream: str, line: str) -> str:
-        """Return a line that was written to a stream past the log."""
+        """Return a line that was written to a stream directly, not through the log."""
         return line
 
     def access(self, created: float, message: str, identity: str) -> str:
@@ -124,7 +124,11 @@ class LogHandler(logging.Handler):
         self._writer = writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a record in its present state: arguments may change, and a traceback would keep what its frames have."""
+        """Queue a record for the writer's thread.
+
+        The message and the traceback are formatted here. The arguments may change later, and a traceback would keep
+        the objects of its frames alive.
+        """
         try:
             record = copy.copy(record)
             record.msg, record.args = record.getMessage(), None
@@ -137,14 +141,14 @@ class LogHandler(logging.Handler):
 
 
 class AccessLog:
-    """A line for each request. They are made past `logging`, which takes five times as long for each."""
+    """Writes a line for each request. It bypasses `logging`, which takes five times as long for a line."""
 
     def __init__(self) -> None:
         self._writer: Writer | None = None
         self._formatter: PlainFormatter | JsonFormatter = PlainFormatter()
 
     def write_to(self, writer: Writer | None, formatter: PlainFormatter | JsonFormatter) -> None:
-        """Write from now on. Without a writer nothing is logged."""
+        """Set the writer. Without a writer nothing is logged."""
         self._writer, self._formatter = writer, formatter
 
     def add(self, message: str, identity: str) -> None:
@@ -183,18 +187,21 @@ def output_handler() -> logging.Handler:
 
 
 def flush(seconds: float = FLUSH_SECONDS) -> None:
-    """Write the lines that wait; to be called before the process ends."""
+    """Write the waiting lines. Call this function before the process ends."""
     if _log.output is not None:
         _log.output.flush(seconds)
 
 
 def dropped_lines() -> int:
-    """How many lines were dropped because nobody read the log."""
+    """Return the number of lines that were dropped because nobody read the log."""
     return _log.output.dropped if _log.output is not None else 0
 
 
 def configuration(log_format: str, level: str, replica: str = "") -> dict[str, Any]:
-    """For `logging.config.dictConfig`, in this process and in vLLM's, whose streams somebody always reads."""
+    """Return the configuration for `logging.config.dictConfig`, for this process and for vLLM's processes.
+
+    vLLM's processes write to streams that are always read.
+    """
     formatter = "container.logs.JsonFormatter" if log_format == "json" else "container.logs.PlainFormatter"
     return {
         "version": 1,
@@ -211,10 +218,10 @@ def configure(log_format: str, level: str, replica: str = "", *, redirect: bool 
 
     Args:
         log_format: `plain` or `json`.
-        level: the least that is logged.
-        replica: the name of this process among others that serve the same.
-        redirect: have all that is written to standard output and standard error take the log's way, from the processes
-            that this one starts later too.
+        level: The lowest level that is logged.
+        replica: The name of this replica, if the server has several.
+        redirect: Send everything that is written to standard output and standard error through the log. This includes
+            the output of processes that are started later.
     """
     _log.start(log_format, replica, redirect)
     logging.config.dictConfig(configuration(log_format, level, replica))
@@ -226,10 +233,10 @@ def configure(log_format: str, level: str, replica: str = "", *, redirect: bool 
 
 
 def configure_vllm(log_format: str, level: str, replica: str = "") -> None:
-    """Have the processes that vLLM starts log alike, by vLLM's own variable, unless somebody else has set that."""
+    """Make the processes that vLLM starts log in the same form, unless vLLM's variable for it is set already."""
     if _OF_VLLM in os.environ:
         return
-    # A file in memory: it goes with this process, however that ends, and stays until then for those that vLLM starts.
+    # A file in memory. It exists as long as this process, so the processes that vLLM starts can read it.
     file = os.memfd_create("slipway-logging")
     os.write(file, json.dumps(configuration(log_format, level, replica)).encode())
     os.environ[_OF_VLLM] = f"/proc/{os.getpid()}/fd/{file}"

@@ -8,27 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from prometheus_client import generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
-    UntypedMetricFamily,
 )
-from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from container.http.route import HttpCounts
 from container.logs import dropped_lines
 from container.models.life_cycle import State
 from container.models.registry import Model, Models
+from container.prometheus_text import prometheus_text
 from engines.loaded_model import EngineStatus
 from engines.statistics import Distribution, EngineStatistics
 from handlers.custom.metrics import HandlerMetrics
 from handlers.custom.worker_pool import WorkerPool
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _VERSION = "1"  # The version in Triton's series if a model has none.
 _MICROSECONDS = 1e6
 
@@ -36,14 +33,14 @@ Labels = Mapping[str, str]
 _NONE: Labels = {}
 
 
-class Metrics(Collector):
+class Metrics:
     """Everything that /metrics shows."""
 
     def __init__(self, models: Models, counts: HttpCounts, lag: Distribution | None = None) -> None:
         self._models, self._counts, self._lag = models, counts, lag
 
     def render(self) -> bytes:
-        return generate_latest(self)
+        return prometheus_text(self.collect())
 
     def collect(self) -> Iterable[Metric]:
         yield from self._http()
@@ -59,6 +56,7 @@ class Metrics(Collector):
             text = "What each phase of the model's start took."
             values = [([phase], seconds) for phase, seconds in phases.items()]
             yield _each(GaugeMetricFamily, "slipway_startup_seconds", text, ["phase"], values)
+        yield _counter("slipway_engine_restarts", "Restarts of the model's engine.", model.restarts)
         engine = service.running_engine if service is not None else None
         if engine is not None:
             status, stalled = engine.status(), bool(model.lifecycle.stalled)
@@ -68,7 +66,8 @@ class Metrics(Collector):
             yield _gauge("slipway_engine_running", "Sequences in the engine's batch.", status.running_requests)
             yield _gauge("slipway_engine_waiting", "Sequences that wait for the engine.", status.waiting_requests)
             yield _gauge("slipway_kv_cache_usage_ratio", "Share of the KV cache in use.", status.kv_cache_usage)
-            yield from known_metrics(model.name, engine.statistics, status, model.version)
+            served_as = model.lifecycle.model.public_names[0] if self._models.single else model.name
+            yield from known_metrics(model.name, engine.statistics, status, model.version, served_as)
         if service is not None and service.custom is not None:
             yield from self._workers(service.custom.pool)
 
@@ -79,7 +78,7 @@ class Metrics(Collector):
         yield _histogram("slipway_request_seconds", "Duration of HTTP requests.", self._counts.duration)
 
     def _container(self) -> Iterable[Metric]:
-        # As with /ping, a model that is added later does not change it until it is loaded.
+        # As with /ping, a model that is added later has no effect here until it is loaded.
         counts = [m for m in self._models if m.at_startup or m.lifecycle.state is not State.STARTING]
         ready = all(m.lifecycle.state is State.READY and not m.lifecycle.stalled for m in counts)
         yield _gauge("slipway_ready", "1 when the model can serve.", float(ready and not self._models.draining))
@@ -133,35 +132,58 @@ def handler_metrics(metrics: HandlerMetrics) -> Iterable[Metric]:
 
 
 def known_metrics(
-    model: str, statistics: EngineStatistics, status: EngineStatus, version: str | None = None
+    model: str,
+    statistics: EngineStatistics,
+    status: EngineStatus,
+    version: str | None = None,
+    served_as: str | None = None,
 ) -> Iterable[Metric]:
     """Yield the series of a model that runs on an engine, by the names that vLLM, Triton and TGI have for them.
 
     Args:
-        version: Tells the model from others of its name.
+        version: Distinguishes models with the same name.
+        served_as: The model's name in vLLM's series, if that is another.
     """
     own = {"version": version} if version else {}
-    yield from _vllm({"model_name": model, "engine": "0"} | own, statistics, status)
+    yield from _vllm({"model_name": served_as or model} | own, statistics, status)
     yield from _triton({"model": model, "version": _VERSION} | own, statistics, status)
     yield from _tgi(statistics, status)
 
 
-def _vllm(labels: Labels, statistics: EngineStatistics, status: EngineStatus) -> Iterable[Metric]:
+def _vllm(own: Labels, statistics: EngineStatistics, status: EngineStatus) -> Iterable[Metric]:
+    labels = {**own, "engine": "0"}
+    if statistics.vllm is None:
+        yield from _as_vllm(labels, statistics, status)
+    else:
+        for metric in statistics.vllm.collect():
+            metric.samples = [_of_model(sample, own) for sample in metric.samples]
+            yield metric
+    # Names that vLLM had until 0.10 and 0.11, for routers that still read them.
+    yield _gauge("vllm:gpu_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", status.kv_cache_usage, labels)
+    gaps = statistics.inter_token
+    yield _histogram("vllm:time_per_output_token_seconds", "Between one token and the next.", gaps, labels)
+
+
+def _of_model(sample: Sample, own: Labels) -> Sample:
+    """Return a sample of vLLM with the labels that Slipway has for its model."""
+    if own.items() <= sample.labels.items() or "model_name" not in sample.labels:
+        return sample
+    return sample._replace(labels={**sample.labels, **own})
+
+
+def _as_vllm(labels: Labels, statistics: EngineStatistics, status: EngineStatus) -> Iterable[Metric]:
+    """Yield the main series of vLLM for another engine."""
     running, waiting = status.running_requests, status.waiting_requests
     yield _gauge("vllm:num_requests_running", "Sequences in the engine's batch.", running, labels)
     yield _gauge("vllm:num_requests_waiting", "Sequences that wait for the engine.", waiting, labels)
-    for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):  # the latter until vLLM 0.10
-        yield _gauge(name, "Share of the KV cache in use, 0 to 1.", status.kv_cache_usage, labels)
+    yield _gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", status.kv_cache_usage, labels)
     yield _counter("vllm:prompt_tokens", "Tokens of prompts.", statistics.prompt_tokens, labels)
     yield _counter("vllm:generation_tokens", "Tokens generated.", statistics.tokens, labels)
     yield _counter("vllm:request_success", "Sequences that came to their end.", statistics.finished_requests, labels)
-    first = statistics.time_to_first_token
+    first, gaps, queued = statistics.time_to_first_token, statistics.inter_token, statistics.queue_time
     yield _histogram("vllm:time_to_first_token_seconds", "From submission to the first token.", first, labels)
-    for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):  # the latter until 0.11
-        yield _histogram(name, "Between one token and the next.", statistics.inter_token, labels)
-    yield _histogram(
-        "vllm:request_queue_time_seconds", "From submission to its first step.", statistics.queue_time, labels
-    )
+    yield _histogram("vllm:inter_token_latency_seconds", "Between one token and the next.", gaps, labels)
+    yield _histogram("vllm:request_queue_time_seconds", "From submission to its first step.", queued, labels)
 
 
 def _triton(labels: Labels, statistics: EngineStatistics, status: EngineStatus) -> Iterable[Metric]:
@@ -216,7 +238,7 @@ def _with_model(sample: Sample, model: str) -> Sample:
     return sample._replace(labels={"model": model, **sample.labels})
 
 
-_Family = type[CounterMetricFamily | GaugeMetricFamily | UntypedMetricFamily]
+_Family = type[CounterMetricFamily | GaugeMetricFamily]
 
 
 def _each(
@@ -235,8 +257,13 @@ def _one(family: _Family, name: str, text: str, value: float, labels: Labels = _
 
 _gauge = partial(_one, GaugeMetricFamily)
 _counter = partial(_one, CounterMetricFamily)  # Its sample ends in `_total`.
-# A counter without that ending, as Triton and TGI name theirs; the library has such samples only untyped.
-_plain_counter = partial(_one, UntypedMetricFamily)
+
+
+def _plain_counter(name: str, text: str, value: float, labels: Labels = _NONE) -> Metric:
+    """Return a counter whose sample has no such ending, as in Triton and TGI."""
+    metric = Metric(name, text, "counter")
+    metric.add_sample(name, dict(labels), value)
+    return metric
 
 
 def _histogram(name: str, text: str, distribution: Distribution, labels: Labels = _NONE) -> Metric:

@@ -96,7 +96,7 @@ class _Api:
             model, loading = await self._registrar.register(order)
             if not order.synchronous:
                 return contract.registration_scheduled(model.name)
-            # The registrar owns the load: it ends also if the client leaves.
+            # The registrar owns the load, so the load continues if the client leaves.
             await asyncio.shield(loading)
         except tuple(_REFUSALS) as error:
             message = "; ".join(error.problems) if isinstance(error, SettingsError) else str(error)

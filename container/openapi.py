@@ -1,7 +1,7 @@
 """`/openapi.json`: the API description, as OpenAPI 3.1, and `/docs`: vLLM's copy of Swagger UI, which shows it.
 
-Contracts describe their routes as `Operation`s; routes that are forwarded to vLLM's front end are in vLLM's document.
-The errors that every route of a kind may have come from what words them: its contract's `refuse`.
+Contracts describe their routes as `Operation`s. vLLM's document describes the routes that vLLM's front end answers. The
+descriptions of errors are made from the replies of each contract's `refuse`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import msgspec
 from engines import errors
 from engines.errors import RequestError
 from engines.model_settings import ModelSettings
+from handlers.all_contracts import CONTRACTS
 from handlers.contract import Call, Reply
 from handlers.contract_routes import ContractRoutes, InfoRoute, OpenAIRoute, Operation, Route
-from handlers.contracts import CONTRACTS
 from handlers.json_schemas import OBJECT, STRING, Schema, either, struct
 from handlers.lmi import adapter_management as lmi_adapters
 from handlers.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
@@ -69,6 +69,7 @@ _PAGES = {
     path: Operation(summary=summary, answers={"200": (summary, {kind: {}})})
     for path, summary, kind in (
         ("/ping", "Health: 200 if the model generates, else 500 or 503", JSON),
+        ("/execution-parameters", "SageMaker's batch transform: calls at a time and the size of a record", JSON),
         ("/metrics", "Prometheus metrics", "text/plain"),
         ("/openapi.json", "This document", JSON),
         ("/docs", "This document as a page to try things on", "text/html"),
@@ -134,7 +135,7 @@ def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[
             if isinstance(route, OpenAIRoute) or route.about is None:
                 continue
             for method in route.methods:
-                if model.handler is None or method != "POST":  # a model's own handler answers on few of them
+                if model.handler is None or method != "POST":  # A custom handler answers only a few of these routes.
                     yield method, route.path, contract.name, _with(route.about, _errors(contract, route))
 
 
@@ -162,7 +163,7 @@ def _errors(contract: ContractRoutes, route: Route) -> Answers:
     answers = _refusals(contract.refuse, meanings, contract.error)
     if contract.not_found is None or not any(kind and kind != "path" for _, kind in _PARAMETER.findall(route.path)):
         return answers
-    # If a parameter has the wrong kind, such as a version that is no number, nothing serves the path.
+    # If a parameter has the wrong type, such as a version that is not a number, no route serves the path.
     meaning, bodies = answers.get("404", ("There is nothing", {}))
     unserved = contract.not_found(Call(body=b"", request_id="", path=route.path))
     return {**answers, "404": (meaning, {**bodies, **_body(unserved, contract.error)})}

@@ -158,7 +158,7 @@ class _Server(uvicorn.Server):
     def _break_off(self) -> None:
         connections = list(self.server_state.connections)
         if connections:
-            logger.warning("%d connections are broken off, which have not ended by themselves", len(connections))
+            logger.warning("%d connections were still open, and are broken off", len(connections))
         for connection in connections:
             connection.transport.abort()
 
@@ -192,16 +192,17 @@ class ModelServer:
 
     def __init__(self, startup: Startup, mounts: Sequence[Mount] = ()) -> None:
         self.settings = startup.server
+        self._mounts = mounts
         self._loop_watch = EventLoopWatch()
         self.models = Models(Model(Lifecycle(model.settings), model.url, model.version) for model in startup.models)
-        self._registrar = Registrar(self.models, startup.server, self._read_settings, said=startup.warnings)
+
+        def read_settings(url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
+            return further_settings(url, name, startup.environment, startup.command_line, arguments)
+
+        self._registrar = Registrar(self.models, startup.server, read_settings, said=startup.warnings)
         self.applications = create_app(
             self.models, startup.server, self._registrar, mounts, self._loop_watch.lag, startup.report
         )
-
-    def _read_settings(self, url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
-        line = {"host": self.settings.host, "port": str(self.settings.port)}
-        return further_settings(url, name, os.environ, line, arguments)
 
     @property
     def loading(self) -> bool:
@@ -224,11 +225,9 @@ class ModelServer:
         try:
             await self._watch_engines()
         except Exception:
-            logger.critical(
-                "the engines cannot be watched any more: internal error; /ping now answers 500", exc_info=True
-            )
+            logger.critical("the engines are no longer watched: internal error; /ping now answers 500", exc_info=True)
             for model in self.models:
-                model.lifecycle.fail("the engine cannot be watched any more: internal error")
+                model.lifecycle.fail("the engine is no longer watched: internal error")
             if not self.settings.fail_fast:
                 await asyncio.Event().wait()
 
@@ -259,7 +258,12 @@ class ModelServer:
         """Refuse new calls, and wait for the running ones, at most `drain_timeout`."""
         self.models.draining = True
         # A model that is being loaded will answer nobody; who waits for it is told so, and not waited for.
-        await asyncio.gather(self._registrar.stop(), self.models.drain(self.settings.drain_timeout))
+        seconds = self.settings.drain_timeout
+        await asyncio.gather(self._registrar.stop(), self.models.drain(seconds), self.drain_mounts(seconds))
+
+    async def drain_mounts(self, seconds: float) -> None:
+        """End the background work of further applications, within `seconds`."""
+        await asyncio.gather(*(mount.drain(seconds) for mount in self._mounts if mount.drain is not None))
 
     async def stop(self) -> None:
         await self._registrar.stop()
@@ -302,6 +306,7 @@ class Process:
         loading.cancel()
         if self._stopping is not None:
             await self._stopping
+        await self.server.drain_mounts(0.0)
         self._unfinished |= self.exit_code == EXIT_FAILED_TO_START or self.server.loading
         if self.exit_code != EXIT_FAILED_TO_START:
             await self.server.stop()

@@ -1,7 +1,7 @@
 """Standard output and standard error that never block the process.
 
-A pipe holds 64 KiB. A process that writes to a full pipe stops until its reader reads, event loop included. A `Writer`
-has a bounded queue and a thread instead, and drops lines when the queue is full.
+A pipe holds 64 KiB. A process that writes to a full pipe stops until the reader reads. Its event loop stops, too. A
+`Writer` has a bounded queue and a thread instead, and drops lines when the queue is full.
 
 `Output` can replace both streams by pipes that a thread always reads. Processes that are started later inherit them, so
 a `print`, a line of a C library and a line of vLLM's processes all reach the same queue.
@@ -194,7 +194,7 @@ class Output:
 
 
 def _open_missing() -> None:
-    """Open /dev/null as each standard stream that the process was started without."""
+    """Open /dev/null in place of each standard stream that was closed when the process started."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         try:
             os.fstat(descriptor)

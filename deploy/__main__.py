@@ -1,5 +1,6 @@
-"""`python -m deploy`: the command line."""
+"""`python -m deploy`: the same as `slipway`."""
 
 from deploy.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

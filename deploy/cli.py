@@ -1,16 +1,37 @@
-"""The command line: the container's commands, and those that deploy it."""
+"""The command line: `slipway serve | config | sample-model | local | ray | deploy | ...`."""
 
 from __future__ import annotations
 
-from container.cli import app
-from deploy.local import command as local
-from deploy.ray import command as ray
+import logging
+import sys
+
+import typer
+
+from deploy.local.command import local
+from deploy.ray.command import ray
 from deploy.sagemaker import commands as sagemaker
+from deploy.serve import config, serve
 
-__all__ = ["app", "main"]
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.command()(serve)
+app.command()(config)
 
-local.register(app)
-ray.register(app)
+
+@app.command()
+def sample_model() -> None:
+    """Prepare the sample model, if need be, and print its directory."""
+    from container.sources.sample_model import SampleModelError, prepare
+
+    logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
+    try:
+        typer.echo(prepare())
+    except SampleModelError as error:
+        typer.echo(f"slipway: {error}", err=True)
+        sys.exit(1)
+
+
+app.command()(local)
+app.command()(ray)
 sagemaker.register(app)
 
 

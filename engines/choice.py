@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from engines.interface import Engine, EngineStartError
 from engines.model_settings import ModelSettings
-from engines.vllm.release import check_release
+from engines.vllm import RELEASE
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,16 @@ def engine_factory(settings: ModelSettings) -> Callable[[ModelSettings], Engine]
     from engines.vllm.engine import VllmEngine
 
     return VllmEngine
+
+
+def check_release(installed: str) -> None:
+    """Refuse another release of vLLM than the one that `engines.vllm` is written for.
+
+    Raises:
+        EngineStartError: Another release is installed.
+    """
+    if not installed.startswith(f"{RELEASE}."):
+        raise EngineStartError(f"vLLM {installed} is installed; Slipway was run with {RELEASE}.x only")
 
 
 def is_vllm(settings: ModelSettings) -> bool:

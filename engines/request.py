@@ -123,6 +123,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens_apart: bool = False
     adapter: str | None = None
     trace_context: Mapping[str, str] | None = None  # `traceparent` and `tracestate` of the client's trace.
+    # Only requests with the same salt share cached prompts. Empty: the requests without a salt do.
+    cache_salt: str = ""
+    priority: int = 0  # With vLLM's scheduling policy `priority`, lower numbers run first.
 
     @property
     def sequences_in_engine(self) -> int:

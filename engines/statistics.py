@@ -12,6 +12,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from prometheus_client.registry import Collector
+
 
 class StartupTimes:
     """Seconds by phase, in the order in which the phases ended; the log and `/metrics` show them."""
@@ -104,6 +106,7 @@ class EngineStatistics:
     lengths: Distribution = field(default_factory=lambda: Distribution(LENGTH_BUCKETS))
     inference: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))
     mean_times: Distribution = field(default_factory=lambda: Distribution(DURATION_BUCKETS))
+    vllm: Collector | None = None  # vLLM's own metrics, if it is the engine.
 
     def prompt(self, tokens: int) -> None:
         """Count a prompt that was given to the engine."""

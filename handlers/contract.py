@@ -7,19 +7,32 @@ writing such bytes to a `ReplyWriter`, without waiting for the client.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from djl_python.input_parser import SAGEMAKER_ADAPTER_IDENTIFIER_HEADER
-from engines.errors import RequestError
+from engines.errors import InvalidParameter, RequestError
 from engines.request import GenerationRequest, TokenDelta
 
 WITHOUT_BODY = frozenset({204, 304})  # Statuses with neither body nor length (RFC 9110, section 8.6).
 _TRACE_HEADERS = ("Traceparent", "Tracestate")
+_SALT_HEADER, _PRIORITY_HEADER = "X-Cache-Salt", "X-Vllm-Priority"
+_PRIORITIES = range(-(1 << 31), 1 << 31)
+_SALT = re.compile(r"[!-.0-?A-\[\]-~]{1,128}")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 LONG_BODY = 256 * 1024  # Bytes. Longer bodies are decoded in a thread, so that no other request waits for them.
+
+
+class Steering(NamedTuple):
+    """The headers of a call that every contract passes to the engine. `GenerationRequest` has the same fields."""
+
+    trace_context: Mapping[str, str] | None  # W3C Trace Context. None if the client sent none.
+    cache_salt: str  # The client's, or else that of its API key.
+    priority: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +51,25 @@ class Call:
     path_parameters: Mapping[str, str] = field(default_factory=dict)
     # The fields of a JSON object, each still encoded. None if the body was not split into its fields yet.
     fields: Mapping[str, msgspec.Raw] | None = None
+    key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
 
-    @property
-    def trace_context(self) -> dict[str, str]:
-        """The headers of the client's trace (W3C Trace Context). Empty if it sent none."""
-        return {name.lower(): value for name, value in self.headers if name in _TRACE_HEADERS}
+    def steering(self) -> Steering:
+        """Read the headers that steer the engine.
+
+        Raises:
+            InvalidParameter: The salt is one that vLLM would refuse in a body, or the priority is not an integer of 32
+                bits.
+        """
+        headers = dict(self.headers)
+        salt = headers.get(_SALT_HEADER)
+        if salt and not _SALT.fullmatch(salt):
+            expected = "must have at most 128 characters of visible ASCII, and no @, / or \\"
+            raise InvalidParameter(_SALT_HEADER, f"{expected}, got {salt[:20]!r}")
+        priority = headers.get(_PRIORITY_HEADER, "0")
+        if not _INTEGER.fullmatch(priority) or int(priority) not in _PRIORITIES:
+            raise InvalidParameter(_PRIORITY_HEADER, f"must be an integer of 32 bits, got {priority[:20]!r}")
+        context = {name.lower(): headers[name] for name in _TRACE_HEADERS if name in headers}
+        return Steering(context or None, salt or self.key_salt, int(priority))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +144,11 @@ class Exchange:
     comment: bytes = b""
     cumulative: CumulativeAnswer | None = None  # The same object as `answer` if that is cumulative. Excludes `comment`.
 
-    def traced_as(self, call: Call) -> Exchange:
-        """Return the exchange with the call's trace context in its requests."""
-        if not (context := call.trace_context):
+    def steered_by(self, steering: Steering) -> Exchange:
+        """Return the exchange with the call's trace context, cache salt and priority in its requests."""
+        if not any(steering):
             return self
-        requests = [msgspec.structs.replace(request, trace_context=context) for request in self.requests]
+        requests = [msgspec.structs.replace(request, **steering._asdict()) for request in self.requests]
         return replace(self, requests=tuple(requests))
 
 

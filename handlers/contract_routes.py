@@ -1,7 +1,7 @@
 """The declaration of a contract's routes and error bodies.
 
-Each contract's package declares them in `routes.py`. `handlers.contracts` lists all contracts. `container` serves an
-HTTP route for each declared route.
+Each contract's package declares them in `routes.py`. `handlers.all_contracts` lists all contracts. `container` serves
+an HTTP route for each declared route.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ class InfoRoute:
     answer_all: Callable[[Call, Sequence[ModelView]], Reply] | None = None
     methods: tuple[str, ...] = ("GET",)
     with_field: str | None = None  # Takes only bodies with this field. The path's other route takes the rest.
+    by_attribute: bool = False  # `route` in SageMaker's custom attributes may name it: it only works on a text.
     about: Operation | None = None
 
     @classmethod
@@ -154,6 +155,7 @@ class OpenAIRoute:
     methods: tuple[str, ...] = ("POST",)
     prefix: str = ""  # The first part of `path`, which vLLM's path does not have.
     own_handler: bool = False  # A custom handler answers the route if the model has one.
+    by_attribute: bool = False  # `route` in SageMaker's custom attributes may name it: it infers or tokenizes.
 
 
 Route = GenerationRoute | InfoRoute | OpenAIRoute

@@ -43,11 +43,11 @@ class EngineHandler:
                 queue.check_place()
             except Overloaded as full:
                 raise ContractError(self._refuse_unread(full), full.message) from None
-        exchange = (await self._parse(call)).traced_as(call)
+        exchange = await self._parse(call)
         for note in exchange.notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
-        running = self._running_call(exchange, writer, call.request_id)
         try:
+            running = self._running_call(exchange.steered_by(call.steering()), writer, call.request_id)
             await running.submit()
         except RequestError as error:
             if isinstance(error, Overloaded):  # the engine may have no place for something else

@@ -16,9 +16,9 @@ from engines.interface import Engine, EngineStartError
 from engines.memory_release import importing
 from engines.model_settings import ModelSettings
 from engines.statistics import StartupTimes
+from handlers.all_contracts import CONTRACTS
 from handlers.contract import Contract, Handler
 from handlers.contract_routes import ContractSetting, GenerationRoute
-from handlers.contracts import CONTRACTS
 from handlers.custom.custom_handler import CustomHandler
 from handlers.custom.engine_call import EngineLoader
 from handlers.custom.formatter_thread import FormatterThread

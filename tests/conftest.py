@@ -1,4 +1,4 @@
-"""How the tests are shared out when several processes run them (pytest-xdist), and what tests of any kind use."""
+"""The distribution of tests to several processes (pytest-xdist), and fixtures for tests of any kind."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ settings.register_profile("slow", settings.default, deadline=None, suppress_heal
 settings.load_profile("slow")
 
 _SHARED = re.compile(r"[\[-](lmi-dist|host)[-\]]")
-"""In the names of live tests whose server many files share: the value of their fixture `engine` or `host`."""
+"""Finds the value of the fixture `engine` or `host` in a live test's name. Many files share their servers."""
 _INTERNALS = "_internals.py"
-"""Ends the names of live tests' files that import vLLM here; that takes ten seconds and a gigabyte in each process."""
+"""The end of the names of live tests' files that import vLLM into the test's process.
+
+This import takes ten seconds and a gigabyte in each process.
+"""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What many files share comes first: one process runs all of it, and others should not wait for that."""
+    """Put the tests with a shared server first. One process runs all of them, and the others should not wait for it."""
     items.sort(key=lambda item: _shared(item.nodeid) == "")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What was logged goes from process to process as UTF-8, and some tests log what that cannot write."""
+    """Escape the characters of logs that UTF-8 cannot encode. Logs go from process to process as UTF-8."""
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
@@ -37,27 +40,30 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture
 def no_collection_by_itself() -> Iterator[None]:
-    """Reference cycles stay until somebody has them collected."""
+    """Turn the collector of reference cycles off. Only an explicit call collects them."""
     gc.disable()
     yield
     gc.enable()
 
 
 class ByServer(LoadScopeScheduling):
-    """Tests that share a server, or vLLM, run in one process; else those of a file do."""
+    """A scheduler that runs tests with a shared server, or with vLLM, in one process. Other tests go by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _shared(nodeid) or nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServer:
-    """See pytest-xdist. Its own grouping by marks does nothing with pytest 9.2, whose items keep their ids."""
+    """Return the scheduler for pytest-xdist.
+
+    xdist's own grouping by marks has no effect with pytest 9.2, because items keep their ids.
+    """
     config.option.loadscopereorder = False
     return ByServer(config, log)
 
 
 def _shared(nodeid: str) -> str:
-    """What a live test shares with those of other files: a server, or vLLM in this process; "" if nothing."""
+    """Return the server that a live test shares with other files, a sign for vLLM in this process, or ""."""
     path, _, name = nodeid.partition("::")
     if not path.startswith("tests/live/"):
         return ""

@@ -1,14 +1,14 @@
-"""Tries each argument of vLLM that Slipway passes on, and writes down what came of it.
+"""Tries each argument of vLLM that Slipway passes on, and writes down the results.
 
 A server loads a small model with the option, answers requests on several routes and shows its metrics. If something
-goes wrong, vLLM's own server is tried with the same arguments. docs/engine_arguments.md gets the rows of the options
-that are named, or of all:
+goes wrong, vLLM's own server is tried with the same arguments. The program writes rows into docs/engine_arguments.md,
+for the named options or for all:
 
     python -m tests.engine_arguments max_logprobs block_size
     python -m tests.engine_arguments
 
-The exit code is 1 if an option fails: requests go wrong, or vLLM's own server takes what Slipway refuses. `TRIALS` has
-every argument; a test (tests/live/test_engine_arguments_internals.py) finds those that a new vLLM brings.
+The exit code is 1 if an option fails: requests go wrong, or vLLM's own server takes an option that Slipway refuses.
+`TRIALS` has every argument. tests/live/test_engine_arguments_internals.py finds arguments that a new vLLM adds.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from tests.live.small_model import prepare_small_model
 
 PAGE = Path(__file__).parents[1] / "docs" / "engine_arguments.md"
 START, END = "<!-- table engine arguments -->\n", "<!-- end of table engine arguments -->\n"
-HEAD = "| option | tried with | result |\n| --- | --- | --- |\n"
+HEAD = "| result | arguments |\n| --- | --- |\n"
 BASE = {"dtype": "float32", "max_model_len": "1024", "kv_cache_memory_bytes": str(64 << 20)}
-"""What every trial has, unless it sets the same or does without."""
+"""The options of every trial, unless the trial sets them or leaves them out."""
 LOAD_SECONDS = 180.0
 REQUEST_SECONDS = 60.0
 REFUSED = {option.key.removeprefix("option.") for option in NOT_SERVED}
 AT_ONCE = 12
-"""Options that are tried together."""
+"""The number of options that are tried together."""
 ANY_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""Variables of the servers: an engine that is bound to a core may wait for another that has it."""
+"""Variables of the servers. An engine that is bound to a core may wait for another engine on it."""
 PROMPT = "Once upon a time"
 TOKENS = 5
 MODEL = "model"
-"""Its name on vLLM's own server."""
+"""The model's name on vLLM's own server."""
 
 GPU = "needs a GPU"
 MACHINES = "needs several machines, or processes that start together"
@@ -61,26 +61,20 @@ MAMBA = "is for models with Mamba layers"
 
 @dataclass(frozen=True)
 class Trial:
-    """One option, and the value that is tried; `{model}`, `{directory}` and the like stand for paths."""
+    """One option, and the value that is tried. `{model}`, `{directory}` and similar names stand for paths."""
 
     value: str
     beside: Mapping[str, str] = field(default_factory=dict)
-    """Other options that it needs."""
+    """Other options that the option needs."""
     without: tuple[str, ...] = ()
-    """Options of BASE that would contradict it."""
+    """Options of BASE that would contradict the option."""
     about: str = ""
-    """Why the small model on a CPU does not show its effect."""
+    """The reason if the small model on a CPU does not show the option's effect."""
 
     def options(self, name: str, paths: Mapping[str, Path]) -> dict[str, str]:
-        """All options of its server, beside those that say which model it is."""
+        """Return all options of the trial's server, except those that name the model."""
         given = {**BASE, **self.beside, name: self.value}
         return {option: filled(text, paths) for option, text in given.items() if option not in self.without}
-
-    @property
-    def shown(self) -> str:
-        """Its column in the table."""
-        beside = ", ".join(f"`{name}={value}`" for name, value in self.beside.items())
-        return f"`{self.value}`" + (f" with {beside}" if beside else "")
 
 
 def _on_gpus(value: str, **beside: str) -> Trial:
@@ -389,7 +383,7 @@ TRIALS: dict[str, Trial | str] = {
 
 
 def filled(text: str, paths: Mapping[str, Path]) -> str:
-    """A value with the paths that it names."""
+    """Return a value with the paths that it names."""
     for name, path in paths.items():
         text = text.replace("{" + name + "}", str(path))
     return text
@@ -400,8 +394,10 @@ class WorkerExtension:
 
 
 def files(directory: Path) -> dict[str, Path]:
-    """Paths that values name: a model, a chat template, a module with nothing in it, a configuration of logging, and a
-    directory for anything."""
+    """Return the paths that values name.
+
+    They are a model, a chat template, an empty module, a configuration of logging, and a directory for other files.
+    """
     template, plugin, logging = (directory / name for name in ("template.jinja", "plugin.py", "logging.json"))
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     plugin.write_text("")
@@ -411,7 +407,7 @@ def files(directory: Path) -> dict[str, Path]:
 
 
 def requests(model: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The path and the body of a request of each kind."""
+    """Return the path and the body of a request of each kind."""
     lmi = {"inputs": PROMPT, "parameters": {"max_new_tokens": TOKENS}}
     chat = {"model": model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS}
     completion = {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "stream": True}
@@ -421,13 +417,13 @@ def requests(model: str) -> dict[str, tuple[str, dict[str, Any]]]:
         "LMI, one token": ("/invocations", {**lmi, "parameters": {"max_new_tokens": 1}}),
         "chat": ("/v1/chat/completions", chat),
         "completions, streamed": ("/v1/completions", completion),
-        # The field has vLLM's own front end answer it.
+        # The field makes vLLM's own front end answer the request.
         "vLLM's chat": ("/v1/chat/completions", {**chat, "add_generation_prompt": True}),
     }
 
 
 def ask(client: httpx.Client, model: str, names: Sequence[str]) -> str:
-    """Send requests; returns what is wrong with the first answer that is wrong, "" if none is."""
+    """Send requests. Return the error of the first wrong answer, or ""."""
     for name in names:
         path, body = requests(model)[name]
         try:
@@ -446,7 +442,7 @@ _LATE = "it was not ready in time"
 
 
 class Slipway:
-    """A running server without a model, into which each trial loads its own."""
+    """A running server. Each trial loads a model into it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._paths, self._count = directory, files(directory), 0
@@ -466,9 +462,11 @@ class Slipway:
         self._server.stop()
 
     def results(self, names: Sequence[str]) -> Iterator[tuple[str, bool, str]]:
-        """Each option, whether it is as it should be, and what to write down.
+        """Yield each option, True if its result is as expected, and the text to write down.
 
-        Options that vLLM takes, and that agree with each other, are tried together; if a request goes wrong, each half.
+        Options that vLLM takes, and that agree with each other, are tried together. If a request goes wrong, each half
+        of them
+        is tried.
         """
         taken = []
         for name in names:
@@ -483,7 +481,7 @@ class Slipway:
             yield from self._together(together)
 
     def _first_that_agree(self, names: Sequence[str]) -> list[str]:
-        """The first options of which none contradicts another."""
+        """Return the first options that do not contradict each other."""
         merged: dict[str, str] = {}
         found: list[str] = []
         for name in names:
@@ -524,7 +522,7 @@ class Slipway:
         if theirs in ("", _LATE):
             return False, f"FAILS, unlike on `vllm serve` ({theirs or 'it works'}): {tried.problem}"
         if f"option.{name}" in tried.refusal:
-            return True, f"refused, as by `vllm serve`: {tried.problem}"
+            return True, "refused by both"
         return False, f"FAILS, as on `vllm serve`: {tried.problem}"
 
     def _tried(self, options: Mapping[str, str]) -> Tried:
@@ -552,18 +550,18 @@ class Slipway:
 
 @dataclass(frozen=True)
 class Tried:
-    """A model that was loaded, or not, and asked."""
+    """The result of an attempt to load a model and to send requests to it."""
 
     problem: str
-    """Of what went wrong the first; "" if nothing did."""
+    """The first error, or ""."""
     refusal: str = ""
-    """The whole message with which the model was not loaded."""
+    """The whole message of the refusal to load the model."""
     log: str = ""
 
     def works(self, name: str) -> str:
-        """What to write down of an option with which nothing went wrong."""
+        """Return the text to write down for an option that has caused no error."""
         if ignored := re.search(rf"option\.{name} has no effect: (.*)", self.log):
-            return f"no effect, and the log says so: {ignored[1]}"
+            return f"no effect: {ignored[1]}"
         about = _trial(name).about
         return f"works; {about}" if about else "works"
 
@@ -575,7 +573,7 @@ def _trial(name: str) -> Trial:
 
 
 def _reason(message: str) -> str:
-    """A refusal without the names of the model and of the options beside."""
+    """Return a refusal without the names of the model and of the other options."""
     return re.sub(r"^model \w+ cannot be loaded: (vLLM cannot load [^:]*: )?", "", " ".join(message.split()))
 
 
@@ -584,7 +582,7 @@ def _serve_arguments(options: Mapping[str, str], model: Path) -> list[str]:
 
 
 def refused_at_once(options: Mapping[str, str], model: Path) -> str:
-    """Why vLLM refuses arguments before it starts an engine; "" if it does not."""
+    """Return the reason if vLLM refuses arguments before it starts an engine, or ""."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -598,7 +596,7 @@ def refused_at_once(options: Mapping[str, str], model: Path) -> str:
 
 
 def tried_on_vllm(options: Mapping[str, str], model: Path, log: Path) -> str:
-    """What is wrong with vLLM's own server with these arguments; "" if it works."""
+    """Return the error of vLLM's server with these arguments, or "" if it works."""
     if refusal := refused_at_once(options, model):
         return refusal
     port = free_port()
@@ -628,7 +626,7 @@ def _wait_for_vllm(process: subprocess.Popen[bytes], client: httpx.Client) -> st
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a group, and the group."""
+    """End a process and the group that it leads."""
     process.terminate()
     try:
         process.wait(30)
@@ -641,7 +639,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @cache
 def _parser() -> Any:
-    """The parser of `vllm serve`."""
+    """Return the parser of `vllm serve`."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -649,7 +647,7 @@ def _parser() -> Any:
 
 
 def command_line(options: Mapping[str, str]) -> list[str]:
-    """Options as arguments of `vllm serve`, without those that it has no argument for."""
+    """Return options as arguments of `vllm serve`. Options that it does not have are left out."""
     actions = {action.dest: action for action in _parser()._actions}
     line: list[str] = []
     for name, text in options.items():
@@ -665,32 +663,35 @@ def command_line(options: Mapping[str, str]) -> list[str]:
     return line
 
 
-def rows(page: str) -> dict[str, str]:
-    """The table's rows, by option."""
+def results_in(page: str) -> dict[str, str]:
+    """Return the results in the page's table, by argument."""
     table = page.partition(START)[2].partition(END)[0]
-    return dict(re.findall(r"^\| `option\.(\w+)` \| (.*) \|$", table, re.MULTILINE))
+    rows = re.findall(r"^\| (.*) \| (`.*`) \|$", table, re.MULTILINE)
+    return {name: result for result, names in rows for name in re.findall(r"`(\w+)`", names)}
 
 
-def with_rows(page: str, new: Mapping[str, str]) -> str:
-    """The page with rows that take the place of those that it has, in the order of the alphabet."""
-    known = {name: row for name, row in rows(page).items() if name in TRIALS} | new
-    lines = "".join(f"| `option.{name}` | {known[name]} |\n" for name in sorted(known))
+def with_results(page: str, new: Mapping[str, str]) -> str:
+    """Return the page with further results. Its table has one row for each result, in alphabetical order."""
+    known = {name: result for name, result in results_in(page).items() if name in TRIALS} | new
+    groups: dict[str, list[str]] = {}
+    for name in sorted(known):
+        groups.setdefault(known[name], []).append(f"`{name}`")
+    lines = "".join(f"| {result} | {', '.join(names)} |\n" for result, names in sorted(groups.items()))
     return page.partition(START)[0] + START + HEAD + lines + END + page.partition(END)[2]
 
 
-def row(shown: str, result: str) -> str:
-    """The second and the third column."""
-    return " | ".join(" ".join(text.split()).replace("|", "\\|") for text in (shown, result))
+def cell(result: str) -> str:
+    return " ".join(result.split()).replace("|", "\\|")
 
 
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Arguments of vLLM; all without one.")] = None,
-    page: Annotated[Path, typer.Option(help="The page whose table gets the rows.")] = PAGE,
+    page: Annotated[Path, typer.Option(help="The page whose table gets the results.")] = PAGE,
 ) -> None:
     """Try arguments of vLLM, and write down what came of them."""
-    new = {name: row("-", f"not tried: it {trial}") for name, trial in TRIALS.items() if isinstance(trial, str)}
+    new = {name: cell(f"not tried: it {trial}") for name, trial in TRIALS.items() if isinstance(trial, str)}
     failed = False
-    page.write_text(with_rows(page.read_text(), new))
+    page.write_text(with_results(page.read_text(), new))
     with tempfile.TemporaryDirectory() as directory:
         slipway = Slipway(Path(directory))
         try:
@@ -698,7 +699,7 @@ def main(
             for name, fits, result in slipway.results(wanted):
                 failed |= not fits
                 print(f"{name}: {result}", flush=True)
-                page.write_text(with_rows(page.read_text(), {name: row(_trial(name).shown, result)}))
+                page.write_text(with_results(page.read_text(), {name: cell(result)}))
         finally:
             slipway.stop()
     raise typer.Exit(int(failed))

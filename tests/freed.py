@@ -1,4 +1,4 @@
-"""Whether an object is freed, seen without holding it."""
+"""A check that an object is freed, without a reference to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for what has no event that a test could wait for: another process, a thread, a file."""
+"""Waiting for changes that have no event: those of another process, a thread, a file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 SECONDS = 120.0
-"""Long enough for a busy machine; a test that passes never waits so long."""
+"""A limit that is long enough for a busy machine. A test that passes never waits so long."""
 
 
 def wait_until(condition: Callable[[], object], seconds: float = SECONDS, about: Callable[[], object] = str) -> None:
-    """Block until the condition holds; fail after `seconds`, with what `about` returns then."""
+    """Wait until the condition holds. After `seconds`, fail with the result of `about`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, about()
@@ -21,7 +21,7 @@ def wait_until(condition: Callable[[], object], seconds: float = SECONDS, about:
 
 
 def wait_until_still(file: Path) -> None:
-    """Block until a file is there, and has not changed for a while: its writer waits."""
+    """Wait until a file is there and has not changed for a while, which means that its writer waits."""
     wait_until(file.exists, about=lambda: f"{file} was never written")
     deadline = time.monotonic() + SECONDS
     seen = None
@@ -32,10 +32,10 @@ def wait_until_still(file: Path) -> None:
 
 
 async def until(condition: Callable[[], object], seconds: float = SECONDS) -> None:
-    """Wait until the condition, which may be a coroutine function, holds, while the event loop goes on.
+    """Wait until the condition holds, while the event loop runs. The condition may be a coroutine function.
 
     Raises:
-        TimeoutError: it did not hold within `seconds`.
+        TimeoutError: The condition did not hold within `seconds`.
     """
     async with asyncio.timeout(seconds):
         while True:

@@ -1,4 +1,4 @@
-"""The page: files of this package, which load nothing from other servers."""
+"""The console's page. Its files are in this package and load nothing from other servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLICY = "; ".join(
     )
 )
 HEADERS = {
-    "cache-control": "no-store",  # another release may serve here next
+    "cache-control": "no-store",  # Another release of Slipway may be served at this address later.
     "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -40,18 +40,21 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def _read(path: Path, **more: str) -> Response:
-    """Return a file of the page, as an ASGI application."""
+    """Return a file of the page as an ASGI application."""
     return Response(path.read_bytes(), headers={**HEADERS, "content-type": _TYPES[path.suffix], **more})
 
 
 def files() -> Mapping[str, Application]:
-    """The files of the page, by path. It refers to its parts by relative paths, so a proxy may add a prefix."""
+    """Return the applications that serve the page's files, by path.
+
+    The page has relative links only, so a proxy may add a prefix.
+    """
     found = {f"/console/{path.name}": _read(path) for path in sorted(DIRECTORY.iterdir()) if path.name != _INDEX}
     return {"/console": _read(DIRECTORY / _INDEX), "/console/": RedirectResponse("../console"), **found}
 
 
 def for_browsers(otherwise: Application) -> Application:
-    """Return the page for a browser, which accepts text/html; `otherwise` answers everyone else."""
+    """Return an application that sends the page to clients that accept text/html. `otherwise` serves other clients."""
     page = _read(DIRECTORY / _INDEX, vary="accept")
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:

@@ -22,21 +22,22 @@ from handlers.djl_errors import JSON
 def console_state(
     state: AppState, report: ServerReport | None, endpoints: tuple[str, ...], *, management: bool
 ) -> Response:
-    """Return the document.
+    """Return the reply of `/console/state`.
 
     Args:
-        endpoints: Those of SageMaker that the container itself serves.
-        management: The listener that was asked serves the management API, whose callers alone see settings and where
-            adapters are from.
+        endpoints: The names of the local SageMaker endpoints.
+        management: The request came to the listener of the management API. Only its callers see settings and the
+            sources of adapters.
     """
     health = ping(state.models, state.settings, state.error_rates)
     document = {
         "version": version("slipway"),
-        # Here as well, since a browser reports each answer of /ping that is not 2xx as an error.
+        # The page reads the health here and does not call /ping, because a browser logs an error for each reply
+        # of /ping that is not 2xx.
         "health": {"status": health.status, "models": msgspec.json.decode(health.body)},
         "models": [_model(model, management) for model in state.models],
         "single": state.models.single,
-        # If the server has exactly one model, its report has them.
+        # If the server has exactly one model, the model's report has the server's settings.
         "settings": report_object(report) if report is not None and management else None,
         "management": management,
         "endpoints": endpoints,
@@ -70,7 +71,7 @@ def _model(model: Model, management: bool) -> dict[str, Any]:
 
 
 def _contract(settings: ModelSettings) -> str:
-    """Whose body `/invocations` takes."""
+    """Return the name of the contract of `/invocations`."""
     if settings.handler is not None:
         return "handler"
     if settings.rolling_batch == "disable":

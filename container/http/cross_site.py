@@ -1,4 +1,6 @@
-"""Finds the requests that a browser sends for another site; routes that command or describe the server refuse them.
+"""Finds the requests that a browser sends for a page of another site.
+
+Routes that control or describe the server refuse such requests.
 
 Any web page can have a browser send requests to a server on its user's machine or network, without asking the server
 first (CORS's "simple requests"), and by DNS rebinding it can read the answers. API clients are told apart by their
@@ -28,7 +30,7 @@ class KnownHosts:
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        """Take further names (`SERVING_ALLOWED_HOSTS`)."""
+        """Set additional names (`SERVING_ALLOWED_HOSTS`)."""
         self._names = frozenset(name.lower() for name in (*names, "localhost", socket.gethostname()))
 
     def fault(self, headers: Mapping[bytes, bytes]) -> str:
@@ -70,7 +72,10 @@ def _names_mozilla(user_agent: bytes) -> bool:
 
 
 def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a request that was checked here, for a server that sees another `Host`."""
+    """Return the headers of a checked request without those that show a browser.
+
+    The next server sees another `Host`, so it would refuse a browser's request.
+    """
     return [
         (name, value)
         for name, value in headers

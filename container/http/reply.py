@@ -56,11 +56,15 @@ class OpenStreams(Cork):
 
     With many open streams, the parts that one turn of the event loop writes to a stream are sent as one. A turn has
     several parts for a stream only if the engine's steps come faster than they are sent. Fewer and larger parts save
-    time then. Nothing waits for a clock.
+    time then. No timer delays a part.
     """
 
     def __init__(self, crowd: int = 32) -> None:
-        """`crowd` is the number of open streams from which parts are joined. 0 disables it."""
+        """Create the counter.
+
+        Args:
+            crowd: The smallest number of open streams with which parts are joined. 0: parts are never joined.
+        """
         super().__init__()
         self._crowd = crowd
         self.count = 0
@@ -133,7 +137,8 @@ class HttpReply:
 
     def write(self, data: bytes, last: bool = False) -> None:
         """Add a part to the body. `last` marks the last part."""
-        # Held parts are sent first, even if fewer streams are open now. The backlog is joined in any case.
+        # Held parts are sent first, even if fewer streams are open now. A client with a backlog needs no held parts:
+        # the parts of its backlog are sent together.
         if self._held or (self._streams.crowded and self._resuming is None):
             if not last:
                 if not self._held:
@@ -151,7 +156,7 @@ class HttpReply:
             self._keep(data, last)
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
-        """Add the result of `part` when the client has taken the parts before."""
+        """Add the result of `part` when the client has taken all earlier parts."""
         if self._resuming is None:
             self.write(part())
         else:
@@ -179,7 +184,7 @@ class HttpReply:
             self._streams.count_up(-1)
 
     async def drain(self) -> None:
-        """Wait until only the connection holds unsent bytes."""
+        """Wait until this object holds no unsent bytes. The connection may still hold some."""
         self.flush()
         while self._resuming is not None and not self._resuming.done():
             await asyncio.wait({self._resuming})

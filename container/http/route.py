@@ -84,6 +84,7 @@ class HttpRoute:
         same_site: bool = False,
         queued: bool = False,
         max_body: int | None = None,
+        by_attribute: bool = False,
     ) -> None:
         """Create the route.
 
@@ -91,11 +92,12 @@ class HttpRoute:
             state: The objects that all routes share.
             path: The path in the route table, for counts.
             headers: Headers of every reply, beside the request's id and CORS.
-            same_site: Refuse requests that a browser sends for another site, and send no CORS headers.
+            same_site: Refuse requests that a browser sends for a page of another site, and send no CORS headers.
             queued: Every call needs a place in the model's queue. If that is full, a long body is not read.
-            max_body: Bytes of a body, if fewer are allowed than by the setting `max_request_size`.
+            max_body: The largest body in bytes, if it is smaller than the setting `max_request_size`.
+            by_attribute: The attribute `route` of SageMaker's custom attributes may name it.
         """
-        self.state, self.path = state, path
+        self.state, self.path, self.by_attribute = state, path, by_attribute
         self._same_site, self._queued = same_site, queued
         self._headers = [*(headers or []), *([] if same_site else state.cors_headers)]
         limit = state.settings.max_request_size
@@ -121,7 +123,10 @@ class HttpRoute:
         return None
 
     async def for_body(self, body: bytes) -> HttpRoute:
-        """Return the route that takes a request with this body. It differs from this one if two share the path."""
+        """Return the route that answers a request with this body.
+
+        It is a different route only if two routes share the path.
+        """
         return self
 
     async def answer(self, call: Call, reply: HttpReply, model: Model | None) -> Running | None:
@@ -131,10 +136,14 @@ class HttpRoute:
             The running call, or None if the reply is complete.
 
         Raises:
-            RequestError: The call is refused; `refuse` words it.
-            ContractError: The call is refused with the reply in the error.
+            RequestError: The call is refused. `refuse` makes the reply.
+            ContractError: The call is refused. The error holds the reply.
         """
         raise NotImplementedError
+
+    def chosen(self, scope: Scope) -> HttpRoute:
+        """Return the route that answers a request by its head. A header may name a route other than this one."""
+        return self
 
     def unauthorized(self, method: str = "") -> HttpRoute:
         """Return the route that refuses this route's calls if they have no key: 401 in the form of the contract.
@@ -165,7 +174,7 @@ class HttpRoute:
         # A client that left before the end is counted with the status that proxies use.
         status = reply.status if reply.finished else CLIENT_GONE
         state.counts.count(self.path, status, seconds)
-        if state.error_rates.limited and state.models.loaded:  # before that, refusals are no errors
+        if state.error_rates.limited and state.models.loaded:  # While models load, refusals do not count as errors.
             state.error_rates.count(status)
         # Queries, prompts and answers are never logged. The path is logged encoded: decoded, it may have line ends.
         path = scope["raw_path"].decode("ascii", "backslashreplace")
@@ -258,7 +267,8 @@ class FixedReplyRoute(HttpRoute):
 
 
 def _log_refusal(reason: str, reply: Reply, head: RequestHead) -> None:
-    # The access log's line is enough if the server is full or not ready. Another line would cost a sixth more.
+    # If the server is full or not ready, the line in the access log is enough. A second line would make a refusal a
+    # sixth more expensive.
     level = logging.DEBUG if reply.status in _OVERLOADED else logging.INFO
     logger.log(level, "refused: %s", reason, extra={"request_id": head.request_id})
 

@@ -26,10 +26,12 @@ class Mount:
     prefix: str
     application: Application
     endpoints: tuple[str, ...] = ()  # Names of the SageMaker endpoints that it serves, for the console.
+    # Ends its work in the background. The argument is the time in seconds that running work may take.
+    drain: Callable[[float], Awaitable[None]] | None = None
 
 
 class Router:
-    """Finds the application of a request. Paths without parameters, which are nearly all, need no search."""
+    """Finds the application of a request. Most paths have no parameters and are found without a search."""
 
     def __init__(self, not_found: Application, mounts: Sequence[Mount] = ()) -> None:
         self._plain: dict[str, dict[str, Application]] = {}

@@ -23,6 +23,8 @@ for file in /etc/apt/sources.list /etc/apt/sources.list.d/debian.sources; do
 done
 # With both files, apt would warn about every source twice.
 [ ! -f "$work/root/etc/apt/sources.list.d/debian.sources" ] || rm -f "$work/root/etc/apt/sources.list"
-rm -rf "$work/root/var/cache/apt" "$work/root/var/lib/apt/lists" "$work/root/usr/share/doc" "$work/root/usr/share/man"
+rm -rf "$work/root/var/cache/apt" "$work/root/var/lib/apt/lists" "$work/root/usr/share/man"
+# The licences stay, as in debian:bookworm-slim.
+find "$work/root/usr/share/doc" -type f ! -name copyright -delete
 mkdir -p "$work/root/var/cache/apt/archives/partial" "$work/root/var/lib/apt/lists/partial"
 tar --directory "$work/root" --create . | "${CONTAINER_ENGINE:-docker}" import - "$tag"

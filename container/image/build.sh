@@ -3,7 +3,7 @@
 #
 # CONTAINER_ENGINE     docker or podman; default: the first of them that answers
 # BASE_IMAGE, TINI_IMAGE, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX, SAMPLE_MODEL, RUN_AS,
-# VERSION, SOURCE, LICENSES
+# VERSION, SOURCE
 #                      build arguments; variables that are not set are not passed
 # PIP_CONFIG_FILE      a pip.conf for the build; it is not stored in the image
 # CA_CERTIFICATES      certificate authorities for the build, such as a proxy's; the file is not stored in the image
@@ -57,7 +57,7 @@ fi
 set -- --label "org.opencontainers.image.base.name=$base" --label "org.opencontainers.image.base.digest=$digest" "$@"
 
 for name in BASE_IMAGE TINI_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX SAMPLE_MODEL RUN_AS \
-    VERSION REVISION CREATED SOURCE LICENSES; do
+    VERSION REVISION CREATED SOURCE; do
     eval "value=\${$name:-}"
     [ -z "$value" ] || set -- --build-arg "$name=$value" "$@"
 done

@@ -79,14 +79,14 @@ class Lifecycle:
         return self._stall.reason if self._stall is not None and self.state is State.READY else ""
 
     def _health(self, service: Service) -> EngineHealth:
-        """Return the engine's health. If the engine cannot tell it, the model fails, and the log says so."""
+        """Return the engine's health. If it cannot be read, the model fails, and the log says so."""
         try:
             return service.runtime.health()
         except Exception as error:
             logger.critical(
-                "model %s: its health cannot be told; /ping now answers 500", self.model.name, exc_info=True
+                "model %s: its health cannot be read; /ping now answers 500", self.model.name, exc_info=True
             )
-            self.fail(f"the engine's health cannot be told: {error!r}")
+            self.fail(f"the engine's health cannot be read: {error!r}")
             return EngineHealth(alive=False, reason=self._failure)
 
     @property
@@ -110,7 +110,8 @@ class Lifecycle:
         try:
             await self._load(place)
         except BaseException as error:
-            # This comes last: the management API removes the model, so that /ping does not show it as failed.
+            # The state is set at the end, after the clean-up. The management API removes the model right after that,
+            # so /ping does not show it as failed.
             if self.stage is State.STARTING:
                 self.stage, self._failure = State.FAILED, str(error)
             raise
@@ -135,7 +136,7 @@ class Lifecycle:
         try:
             await self._load(place)
         except BaseException:
-            self.service = old  # calls get its error
+            self.service = old  # Calls get the error of the stopped service.
             raise
         if old.adapters is not None:
             await self._register_again(old.adapters.all())
@@ -152,7 +153,7 @@ class Lifecycle:
                 if adapter.name not in registry:
                     await registry.register(AdapterOrder(**given))
             except RequestError as error:
-                logger.error("adapter %s is not there any more: %s", adapter.name, error.message)
+                logger.error("adapter %s cannot be registered after the restart: %s", adapter.name, error.message)
 
     async def _load(self, place: Callable[[ModelSettings], ModelSettings] | None) -> None:
         started = time.monotonic()

@@ -35,9 +35,9 @@ def gpus_of(model: ModelSettings, memory: Sequence[int]) -> tuple[int, ...]:
 
 
 def sharing_gpus(model: ModelSettings, gpus: int) -> tuple[Sequence[int], Layout]:
-    """Return the numbers of GPUs that may share each layer, ascending, and the layout of the model.
+    """Return how many GPUs may share each layer: all possible counts, ascending. Also return the model's layout.
 
-    In main memory (`gpus` is 0) they are numbers of processes.
+    If `gpus` is 0, the model runs in main memory. The counts are then counts of processes.
     """
     if model.handler is not None:
         workers = len(model.handler.devices) or 1

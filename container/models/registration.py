@@ -125,7 +125,7 @@ class Registrar:
         """Wait for the model's calls, for at most `drain_timeout`, and free its resources.
 
         Raises:
-            NotReady: The server starts with the model, which is still loading.
+            NotReady: The model is one of those that are loaded at the start, and it is still loading.
         """
         if model.at_startup and model.lifecycle.state is State.STARTING:
             raise NotReady(f"model {model.name} is not loaded yet")
@@ -141,7 +141,7 @@ class Registrar:
         An engine has one worker, or none if it is scaled down.
 
         Returns:
-            The numbers that hold now, the least and the most.
+            The smallest and the largest number of workers that are now in effect.
 
         Raises:
             NotReady: The model is not ready.
@@ -185,7 +185,8 @@ class Registrar:
         if failure is None:
             return
         self._models.remove(model)
-        # The error is raised here, outside all `except` clauses. Its context would keep the loaded weights alive.
+        # The error is raised here, outside all `except` clauses. Otherwise its context would keep the loaded weights
+        # alive.
         with contextlib.suppress(asyncio.CancelledError):  # a server that stops does not wait for memory
             await asyncio.sleep(_MOMENT_SECONDS)
             await asyncio.to_thread(release_memory)
@@ -194,7 +195,8 @@ class Registrar:
     async def _failure_of_load(self, model: Model) -> Exception | None:
         settings = model.lifecycle.settings
         try:
-            await model.lifecycle.fetch()  # before the room is measured, and without keeping others from loading
+            # The download comes before the free memory is measured. Other models can load in this time.
+            await model.lifecycle.fetch()
             async with self._loads.one_at_a_time:
                 await model.lifecycle.start(partial(self._loads.place, check=settings))
         except (OutOfMemory, EngineStartError) as error:

@@ -1,7 +1,8 @@
-"""The environment: which variables count, what those of other containers stand for, and which keys they set.
+"""Read the server's environment variables, and the settings that they make.
 
-The rules are LMI's. A variable of TGI, of AWS's vLLM image, or an older variable of LMI stands for a variable of LMI,
-unless that one is set. Nothing is converted here; `options` and `server` have the allowed values.
+The rules are LMI's. A variable of TGI or of AWS's vLLM image, or an older variable of LMI, is an alias for a variable
+of LMI. The alias counts only if the variable of LMI is not set. This module does not check values; `options` and
+`server` have the allowed ones.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
-from container.settings.settings import Alias
+from container.settings.settings import Alias, Environment
 from container.settings.values import NOT_TEXT, TRUE, Value
+from container.sources.download import download_dir
 
 # SageMaker's variables that overwrite a key of the model.
 SAGEMAKER_MODEL_KEYS = (
@@ -74,11 +77,11 @@ def _kv_cache_dtype(text: str) -> str:
 
 
 def _one_key(text: str) -> str:
-    """Return a key that may have a comma."""
+    """Return a list of keys with this key alone: a comma in it is a part of the key."""
     return json.dumps([text.strip()])
 
 
-# Of two that stand for the same variable, the one that comes first counts.
+# If two aliases for the same variable are set, the first one of this list counts.
 ALIASES = (
     Alias("MODEL_ID", "HF_MODEL_ID", _TGI),
     Alias("HF_MODEL_REVISION", "HF_REVISION", f"{_TGI} on SageMaker"),
@@ -110,29 +113,28 @@ ALIASES = (
     Alias("HF_API_TOKEN", "HF_TOKEN", _TGI),
 )
 
-# AWS's vLLM image has a variable for each argument of vLLM; these are no options of an engine:
+# AWS's vLLM image has a variable for each argument of vLLM. The following arguments do not become options of an engine.
 _VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT", "API_KEY": API_KEYS}
 
-# Variables that are meant to close the server: an empty one, such as that of a secret that is missing, is an error.
+# Variables that protect the server. If one of them is empty, as when a secret is missing, the start fails.
 _NEVER_EMPTY = (API_KEYS, API_KEYS_FILE, f"{VLLM_PREFIX}API_KEY")
-# All variables that hold keys or say where they are.
+# All variables that hold API keys, or the path of a file with API keys.
 KEY_VARIABLES = frozenset({*_NEVER_EMPTY, *(alias.variable for alias in ALIASES if alias.target == API_KEYS)})
 _KNOWN = _VARIABLES | {alias.variable for alias in ALIASES}
 
 
-def read_variables(
-    environ: Mapping[str, str], problems: list[str], warnings: list[str]
-) -> tuple[dict[str, Value], tuple[Alias, ...]]:
-    """Return the variables that count, with those that aliases stand for, and the aliases that are in effect.
+def read_environment(environ: Mapping[str, str]) -> Environment:
+    """Read the variables of the server, and replace aliases by the variables of LMI.
 
-    An empty variable counts as unset, but an empty SM_VLLM_* is true. There is a warning for each alias that says
-    something else than the variable that it stands for.
+    An empty variable counts as unset, but an empty SM_VLLM_* is true. If an alias and its variable are both set and
+    differ, the variable counts, and the result has a warning.
     """
     variables: dict[str, Value] = {}
+    problems, warnings = [], []
     for name, text in environ.items():
         flag = name.startswith(VLLM_PREFIX)
         if not text and name in _NEVER_EMPTY:
-            problems.append(f"{name} is empty; expected keys, or no such variable if the server is to ask for none")
+            problems.append(f"{name} is empty; expected API keys; for a server without API keys, unset the variable")
             continue
         if not (text or flag) or not (name in _KNOWN or name.startswith(_PREFIXES)):
             continue
@@ -154,7 +156,7 @@ def read_variables(
                 f"{alias.variable} ({given.source}) is ignored: it stands for {alias.target}, which "
                 f"{counts.source.removeprefix('environment: ')} sets to another value"
             )
-    return variables, tuple(applied)
+    return Environment(variables, tuple(applied), tuple(problems), tuple(warnings), download_dir(environ))
 
 
 def _vllm_aliases(variables: Mapping[str, Value]) -> list[Alias]:
@@ -166,22 +168,34 @@ def _vllm_aliases(variables: Mapping[str, Value]) -> list[Alias]:
     ]
 
 
-# Variables that name the hub's model, with those of other containers.
-FOR_HUB_MODEL = frozenset(
-    {
-        *("HF_MODEL_ID", "HF_REVISION", f"{VLLM_PREFIX}MODEL"),
-        *(alias.variable for alias in ALIASES if alias.target in ("HF_MODEL_ID", "HF_REVISION")),
-    }
+_HUB_MODEL = frozenset({"HF_MODEL_ID", "HF_REVISION"})
+_CHOICE_OF_MODELS = frozenset(
+    {"SERVING_MODEL_NAME", "OPTION_SERVED_MODEL_NAME", "SERVING_MODEL_STORE", "SERVING_LOAD_MODELS"}
 )
 
 
-def for_every_model(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return all variables but those that say which models there are.
+def for_each_model(environment: Environment) -> Environment:
+    """Return the variables that count for each model of a server with several models.
 
-    They count for each model of a server with several.
+    The variables that select or name models do not count, and neither do the variables of the server's API keys.
     """
-    for_one = FOR_HUB_MODEL | {"SERVING_MODEL_NAME", "SERVING_MODEL_STORE", "SERVING_LOAD_MODELS"}
-    return {name: text for name, text in environ.items() if name not in for_one}
+    return _without(environment, _HUB_MODEL | _CHOICE_OF_MODELS | {API_KEYS, API_KEYS_FILE})
+
+
+def for_hub_model(environment: Environment) -> Environment:
+    """Return the variables that count for the hub's model of a server with several models."""
+    return _without(environment, _CHOICE_OF_MODELS | {API_KEYS, API_KEYS_FILE})
+
+
+def _without(environment: Environment, names: Collection[str]) -> Environment:
+    """Leave out variables, and the aliases that stand for them."""
+    aliases = [alias for alias in environment.aliases if alias.target in names]
+    left_out = {*names, *(alias.variable for alias in aliases)}
+    return replace(
+        environment,
+        variables={name: value for name, value in environment.variables.items() if name not in left_out},
+        aliases=tuple(alias for alias in environment.aliases if alias not in aliases),
+    )
 
 
 def option_layer(variables: Mapping[str, Value], problems: list[str]) -> dict[str, Value]:

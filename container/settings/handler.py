@@ -14,14 +14,14 @@ from container.settings.values import assignments
 from container.sources import location
 from engines.model_settings import HandlerSettings
 
-# LMI's own handler for vLLM, which asks the `handle` of a `model.py` first.
+# LMI's own handler for vLLM. It calls the `handle` of a `model.py` before the engine.
 SERVICE_FOR_VLLM = "djl_python.lmi_vllm.vllm_async_service"
 
 
 def handler_settings(
     sources: Sources, entry_point: str, function: str, model_id: str | None, packages: Mapping[str, Any]
 ) -> HandlerSettings | None:
-    """Return the handler's settings; None where something is wrong with them, which is then among the problems.
+    """Return the handler's settings. If they are wrong, return None and add the reasons to the problems.
 
     Args:
         packages: The fields for `requirements.txt`.
@@ -38,7 +38,7 @@ def handler_settings(
     devices = _worker_devices(sources, gpus)
     if len(lookup.problems) > problems:
         return None
-    for name in ("min_workers", "max_workers"):  # both are for each device
+    for name in ("min_workers", "max_workers"):  # Both are numbers for each device.
         fields[name] *= max(len(devices), 1)
     least, most = fields["min_workers"], fields["max_workers"]
     given = layer.get("maxWorkers") or layer.get("max_workers")
@@ -68,7 +68,10 @@ def handler_settings(
 
 
 def handler_before_engine(sources: Sources, model_id: str | None, packages: Mapping[str, Any]) -> HandlerSettings:
-    """Return the settings of a `handle` beside LMI's service for vLLM: one worker, which sees all GPUs of the model."""
+    """Return the settings of a `handle` that is called before the engine.
+
+    It has one worker, which sees all GPUs of the model.
+    """
     devices = _worker_devices(sources, gpu_count())
     return HandlerSettings(
         entry_point=SERVICE_FOR_VLLM,
@@ -104,14 +107,14 @@ def _worker_devices(sources: Sources, gpus: int) -> tuple[str, ...]:
 
 
 def _is_hugging_face(model_dir: Path, model_id: str | None) -> bool:
-    """Return True if there is a Hugging Face model; a hub id is taken for one."""
+    """Return True if the model is a Hugging Face model. A hub id counts as one."""
     if model_id is None or model_id == str(model_dir):
         return location.has_model(model_dir)
     return location.is_hub_id(model_id) or location.has_model(Path(model_id))
 
 
 def _properties(sources: Sources, model_id: str | None) -> dict[str, str]:
-    """The properties that LMI gives to a handler: every setting of the model, without `option.`."""
+    """Return the properties that LMI gives to a handler: every setting of the model, without `option.`."""
     properties = {key.removeprefix(PREFIX): value.text for key, value in sources.model.items()}
     named = "model_id" in properties or "HF_MODEL_ID" in sources.variables
     if named and model_id is not None:

@@ -1,8 +1,8 @@
 """Reads and checks the settings: of one model and its server, and of all models that a server starts with.
 
-The first source that has a value counts. Of the model: SageMaker's variables, serving.properties, OPTION_*, the
-server's default, the built-in default. Of the server: SageMaker's variables, SERVING_*, the command line, the built-in
-default.
+The first source that has a value counts. The order for a model is: SageMaker's variables, serving.properties,
+OPTION_*, the server's default, the built-in default. The order for the server is: SageMaker's variables, SERVING_*, the
+command line, the built-in default.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from typing import Any
 from container.gpus import gpu_count
 from container.settings import options, server
 from container.settings.environment import (
-    FOR_HUB_MODEL,
     SERVER_DEFAULTS_OF_MODEL_KEYS,
-    for_every_model,
+    for_each_model,
+    for_hub_model,
     option_layer,
-    read_variables,
+    read_environment,
     sagemaker_model_layer,
 )
 from container.settings.model import model_fields
 from container.settings.options import BY_KEY, DEFAULT, Lookup, Sources
 from container.settings.properties import read_properties
 from container.settings.secure_mode import SecureMode, read_secure_mode
-from container.settings.server import LOAD_MODELS, server_fields, server_layer
+from container.settings.server import API_KEYS, LOAD_MODELS, server_fields, server_layer
 from container.settings.settings import (
+    Environment,
     ServerReport,
     ServerSettings,
     SettingEntry,
@@ -45,7 +46,7 @@ from container.settings.settings import (
 )
 from container.settings.values import Value, is_true, quoted
 from container.sources import location
-from container.sources.download import RemoteModels, download_dir
+from container.sources.download import RemoteModels
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from container.sources.remote_adapters import RemoteAdapters
 from engines.model_settings import ModelSettings
@@ -56,26 +57,30 @@ _MODEL_VARIABLES = frozenset(key.replace("option.", "OPTION_").upper() for key i
 
 def load_settings(
     model_dir: Path | str | Value | None,
-    environ: Mapping[str, str],
+    environment: Environment,
     command_line: Mapping[str, str] | None = None,
     arguments: Mapping[str, Value] | None = None,
 ) -> Settings:
-    """Read and check all settings of one model and of the server; of a model on S3, all but the weights are fetched.
+    """Read and check all settings of one model and of the server.
+
+    The files of a model on S3 are fetched, except its weights.
 
     Args:
-        model_dir: --model-dir, a directory or `s3://`, or a value that says where else it was given; without it
-            SERVING_MODEL_STORE counts, else /opt/ml/model
-        environ: the environment
-        command_line: server keys such as "port", "host", "model_name"
-        arguments: keys of the model, such as "batch_size", that take precedence over all sources (the management API's)
+        model_dir: A directory or `s3://`; a `Value` says where it was given, which is else --model-dir. None:
+            SERVING_MODEL_STORE, else /opt/ml/model.
+        environment: The environment variables.
+        command_line: Server keys such as "port", "host", "model_name".
+        arguments: Keys of the model, such as "batch_size", from the management API. They take precedence over all
+            other sources.
 
-    Raises SettingsError, which lists all that is wrong.
+    Raises:
+        SettingsError: A setting is wrong. The error lists all faults.
     """
-    lookup = Lookup()
-    variables, aliases = read_variables(environ, lookup.problems, lookup.warnings)
+    lookup = _lookup(environment)
+    variables = environment.variables
     layer = server_layer(variables, command_line or {}, lookup)
-    downloads, offline = download_dir(environ), is_true(variables.get("DJL_OFFLINE"))
-    remote = RemoteModels(downloads, offline=offline)
+    offline = is_true(variables.get("DJL_OFFLINE"))
+    remote = RemoteModels(environment.downloads, offline=offline)
     directory = _model_dir(_place(model_dir, layer), variables, remote, lookup)
     sources = _sources(directory, variables, layer, arguments or {}, remote, lookup)
     fields = server_fields(layer, lookup)
@@ -94,21 +99,27 @@ def load_settings(
         model=ModelSettings(**model),
         entries=tuple(lookup.entries),
         warnings=tuple(dict.fromkeys(lookup.warnings)),
-        aliases=aliases,
+        aliases=environment.aliases,
         exports=_exports(variables),
         required_memory=required,
         reserved_memory=reserved or 0,
         model_faults=None if secure_mode is None else secure_mode.model_faults,
         adapter_faults=None if secure_mode is None else secure_mode.adapter_faults,
         remote_models=remote.opened,
-        remote_adapters=RemoteAdapters(model["model_loading_timeout"], offline=offline, downloads=downloads),
+        remote_adapters=RemoteAdapters(
+            model["model_loading_timeout"], offline=offline, downloads=environment.downloads
+        ),
     )
 
 
-def load_server(environ: Mapping[str, str], command_line: Mapping[str, str]) -> ServerReport:
-    """Read and check the settings of a server that has no model yet, or several. Raises SettingsError."""
-    lookup = Lookup()
-    variables, aliases = read_variables(environ, lookup.problems, lookup.warnings)
+def load_server(environment: Environment, command_line: Mapping[str, str]) -> ServerReport:
+    """Read and check the settings of a server that has no model yet, or several.
+
+    Raises:
+        SettingsError: A setting is wrong.
+    """
+    lookup = _lookup(environment)
+    variables = environment.variables
     layer = server_layer(variables, command_line, lookup)
     for key in (*SERVER_DEFAULTS_OF_MODEL_KEYS, *(option.key for option in server.FOR_MODELS)):
         layer.pop(key, None)
@@ -120,9 +131,13 @@ def load_server(environ: Mapping[str, str], command_line: Mapping[str, str]) -> 
         server=ServerSettings(**fields),
         entries=tuple(lookup.entries),
         warnings=tuple(dict.fromkeys(lookup.warnings)),
-        aliases=aliases,
+        aliases=environment.aliases,
         exports=_exports(variables),
     )
+
+
+def _lookup(environment: Environment) -> Lookup:
+    return Lookup(warnings=list(environment.warnings), problems=list(environment.problems))
 
 
 # The model directory and its settings
@@ -244,45 +259,63 @@ def _for_model(mode: SecureMode, sources: Sources, model: Mapping[str, Any], rem
 
 
 def load_startup(model_dir: Path | str | None, environ: Mapping[str, str], command_line: Mapping[str, str]) -> Startup:
-    """Find the models and read their settings; arguments and errors are those of `load_settings`."""
-    lookup = Lookup()
-    variables, _ = read_variables(environ, lookup.problems, lookup.warnings)
-    layer = server_layer(variables, command_line, lookup)
-    if "multi_model" in layer and load_server(environ, command_line).server.multi_model:
-        return _several(environ, command_line, [])
+    """Read the environment, find the models and read their settings.
+
+    Args:
+        model_dir: As for `load_settings`.
+        environ: The environment variables of the process.
+        command_line: As for `load_settings`.
+
+    Raises:
+        SettingsError: A setting is wrong.
+    """
+    environment = read_environment(environ)
+    variables = environment.variables
+    layer = server_layer(variables, command_line, Lookup())  # its faults are reported with the settings
+    if "multi_model" in layer and load_server(environment, command_line).server.multi_model:
+        return _several(environment, command_line, [])
     listed = layer.get("load_models")
     if model_dir is None and listed is not None and LOAD_MODELS.parser(listed.text) != "ALL":
-        models = [*_listed(listed, environ, command_line), *_from_hub(variables, environ, command_line)]
-        return _several(environ, command_line, models)
+        models = [*_listed(listed, environment, command_line), *_from_hub(environment, command_line)]
+        return _several(environment, command_line, models)
     try:
         directories = _directories(_place(model_dir, layer))
     except ModelNotFound:
         directories = ()  # reading the settings reports the fault
     if len(directories) < 2 and not _has_another(directories, variables):
-        settings = load_settings(model_dir, environ, command_line)
-        return Startup(settings.server, (StartupModel(settings, str(settings.model.model_dir)),))
-    name = command_line.get("model_name") or environ.get("SERVING_MODEL_NAME")
+        settings = load_settings(model_dir, environment, command_line)
+        models = [StartupModel(settings, str(settings.model.model_dir))]
+        return Startup(settings.server, tuple(models), None, environment, command_line)
+    name = layer["model_name"].text if "model_name" in layer else None
     if len(directories) > 1 and name is not None:
         listing = ", ".join(directory.name for directory in directories)
         raise SettingsError((f"model_name is {quoted('', name)}, but there are several models ({listing})",))
-    models = [_one_of_several(str(directory), name, environ, command_line) for directory in directories]
+    models = [_one_of_several(str(directory), name, environment, command_line) for directory in directories]
     hub = variables.get("HF_MODEL_ID")
     if hub is None or not location.is_store_of(hub.text, directories):
-        models += _from_hub(variables, environ, command_line)
-    return _several(environ, command_line, models)
+        models += _from_hub(environment, command_line)
+    return _several(environment, command_line, models)
 
 
 def further_settings(
     url: Value,
     name: str,
-    environ: Mapping[str, str],
+    environment: Environment,
     command_line: Mapping[str, str],
     arguments: Mapping[str, Value] | None = None,
 ) -> Settings:
-    """Return the settings of one model of several: its own file under the same environment and server settings.
+    """Read the settings of one model of several. All have the same environment and command line.
 
-    `url` is an absolute path, `file://` and one, or `s3://`; the other arguments are those of `load_settings`. Raises
-    UrlNotFound where it is of another kind or nothing is there, and SettingsError.
+    Args:
+        url: An absolute path, `file://` and one, or `s3://`.
+        name: The model's name.
+        environment: As for `load_settings`.
+        command_line: As for `load_settings`.
+        arguments: As for `load_settings`.
+
+    Raises:
+        UrlNotFound: The URL is of another kind, or nothing is there.
+        SettingsError: A setting is wrong.
     """
     place = url.text
     if not is_s3(place):
@@ -292,24 +325,28 @@ def further_settings(
         if not directory.is_dir():
             raise UrlNotFound(f"url is {quoted('url', place)}: there is no such directory")
         place = str(directory)
-    line = {**command_line, "model_name": name}
-    return load_settings(Value(place, url.source), for_every_model(environ), line, arguments)
+    line = _for_each_model(command_line) | {"model_name": name}
+    return load_settings(Value(place, url.source), for_each_model(environment), line, arguments)
 
 
-def _several(environ: Mapping[str, str], command_line: Mapping[str, str], models: list[StartupModel]) -> Startup:
-    report = load_server(environ, {key: text for key, text in command_line.items() if key != "model_name"})
+def _for_each_model(command_line: Mapping[str, str]) -> dict[str, str]:
+    return {key: text for key, text in command_line.items() if key not in ("model_name", API_KEYS.key)}
+
+
+def _several(environment: Environment, command_line: Mapping[str, str], models: list[StartupModel]) -> Startup:
+    report = load_server(environment, {key: text for key, text in command_line.items() if key != "model_name"})
     titles = [(model.settings.model.name, model.version) for model in models]
     for name, version in titles:
         if titles.count((name, version)) > 1:
             raise SettingsError((f"two models are called {name}: give them names with SERVING_LOAD_MODELS",))
-    return Startup(report.server, tuple(models), report)
+    return Startup(report.server, tuple(models), report, environment, command_line)
 
 
 def _one_of_several(
-    place: str, name: str | None, environ: Mapping[str, str], command_line: Mapping[str, str]
+    place: str, name: str | None, environment: Environment, command_line: Mapping[str, str]
 ) -> StartupModel:
     url = Value(place, "command line: --model-dir")
-    return StartupModel(further_settings(url, name or location.name_of_url(place), environ, command_line), place)
+    return StartupModel(further_settings(url, name or location.name_of_url(place), environment, command_line), place)
 
 
 _WORD = r"[A-Za-z0-9_.-]"
@@ -319,7 +356,7 @@ _LISTED = re.compile(
 )
 
 
-def _listed(value: Value, environ: Mapping[str, str], command_line: Mapping[str, str]) -> Iterator[StartupModel]:
+def _listed(value: Value, environment: Environment, command_line: Mapping[str, str]) -> Iterator[StartupModel]:
     if LOAD_MODELS.parser(value.text) == "NONE":
         return
     for text in re.split(r"[,\s]+", value.text.strip()):
@@ -330,7 +367,7 @@ def _listed(value: Value, environ: Mapping[str, str], command_line: Mapping[str,
         arguments = {key: Value(part, source) for key, part in given.items() if part}
         name = entry["name"] or location.name_of_url(entry["url"])
         try:
-            settings = further_settings(Value(entry["url"], source), name, environ, command_line, arguments)
+            settings = further_settings(Value(entry["url"], source), name, environment, command_line, arguments)
         except UrlNotFound as error:
             raise SettingsError((f"load_models has {quoted('', text)} ({value.source}): {error}",)) from None
         yield StartupModel(settings, entry["url"], entry["version"] or None)
@@ -351,19 +388,15 @@ def _has_another(directories: tuple[Path, ...], variables: Mapping[str, Value]) 
     return location.has_model(directory) and Path(hub.text.strip()) != directory
 
 
-def _from_hub(
-    variables: Mapping[str, Value], environ: Mapping[str, str], command_line: Mapping[str, str]
-) -> Iterator[StartupModel]:
-    hub = variables.get("HF_MODEL_ID")
+def _from_hub(environment: Environment, command_line: Mapping[str, str]) -> Iterator[StartupModel]:
+    hub = environment.variables.get("HF_MODEL_ID")
     if hub is None:
         return
     url = hub.text.strip()
     if is_s3(url) or Path(url).is_dir():
-        yield _one_of_several(url if is_s3(url) else os.path.abspath(url), None, environ, command_line)
+        yield _one_of_several(url if is_s3(url) else os.path.abspath(url), None, environment, command_line)
         return
     # No other model's files count for it: its model directory is empty.
     empty = tempfile.mkdtemp(prefix="slipway-")
     atexit.register(shutil.rmtree, empty, ignore_errors=True)
-    own = for_every_model(environ) | {name: environ[name] for name in FOR_HUB_MODEL if name in environ}
-    line = {key: text for key, text in command_line.items() if key != "model_name"}
-    yield StartupModel(load_settings(empty, own, line), url)
+    yield StartupModel(load_settings(empty, for_hub_model(environment), _for_each_model(command_line)), url)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import re
 import shlex
-import symtable
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 from container.gpus import allowed_devices, gpu_count
 from container.settings import options
 from container.settings.handler import SERVICE_FOR_VLLM, handler_before_engine, handler_settings
+from container.settings.handler_code import MODEL_FN, defines, handler_code, model_code
 from container.settings.options import (
     ASYNC_MODE,
     BATCH_SIZE,
@@ -39,19 +37,6 @@ from container.settings.values import FALSE, FORMATTERS, HIDDEN, Value, is_true,
 from container.sources import location
 from container.sources.location import ModelNotFound, SourceError, is_s3
 
-# LMI's own handlers, in whose place an engine serves; the last four are former ones.
-_BUILT_IN = frozenset(
-    f"djl_python.{name}"
-    for name in ("huggingface", "tensorrt_llm", "deepspeed", "tensorrt_llm_python", "transformers_neuronx", "tnx")
-)
-# LMI's own handlers with the newer schema, as with `option.async_mode=true`.
-_ASYNCHRONOUS = frozenset({SERVICE_FOR_VLLM, "djl_python.lmi_trtllm.trtllm_async_service"})
-# LMI's handlers for other models than language models.
-_NOT_SERVED = frozenset(
-    f"djl_python.{name}" for name in ("sklearn_handler", "xgboost_handler", "stable_diffusion_inf2", "stable-diffusion")
-)
-SCRIPT = "djl_python.sagemaker"  # Serves SageMaker's script mode: a file with `model_fn`.
-_LOADS = "model_fn"
 # The options of an engine's model that a handler's model has, too.
 _SHARED_OPTIONS = frozenset(
     {
@@ -62,95 +47,17 @@ _SHARED_OPTIONS = frozenset(
 _HANDLERS_ROLLING_BATCH = 32  # LMI's default of `option.max_rolling_batch_size` if none of its engines runs.
 _DRAFT_LENGTH = 5  # Tokens that a draft model proposes at a time, as in LMI.
 _SPECULATIVE = "speculative_config"
-_NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())  # `option.model` is a property of a handler's own.
-# Code that may define any name.
-_CANNOT_BE_TOLD = re.compile(r"^\s*from\s+\S+\s+import\s+\*|(?<![.\w])(exec|globals)\(", re.MULTILINE)
+_NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())  # A custom handler may give `option.model` another meaning.
 
 
 def model_fields(sources: Sources) -> dict[str, Any]:
-    """Return the fields of `ModelSettings`; what is wrong is added to `sources.lookup.problems`."""
+    """Return the fields of `ModelSettings`, and add wrong settings to `sources.lookup.problems`."""
     function = str(sources.lookup.value(FUNCTION, sources.model) or FUNCTION.default)
-    files = (sources.model_dir / "model.py", sources.model_dir / f"{sources.model_dir.name}.py")
-    code = next((path for path in files if os.path.isfile(path)), None)
-    script = _script(sources, code)
-    entry_point = _entry_point(sources, code, script, function)
+    code = model_code(sources)
+    entry_point = handler_code(sources, code, function)
     if entry_point is None:
         return _engine_model(sources, code)
     return _handler_model(sources, entry_point, function)
-
-
-def _script(sources: Sources, code: Path | None) -> Path | None:
-    """Return the file with `model_fn`: `model.py`, or where SageMaker's toolkits have it."""
-    program = sources.variables.get("SAGEMAKER_PROGRAM")
-    inference = program.text.strip() if program is not None else "inference.py"
-    places = (code, sources.model_dir / "code" / inference, sources.model_dir / "inference.py")
-    return next((path for path in places if path and path.is_file() and _defines(path, _LOADS)), None)
-
-
-def _entry_point(sources: Sources, code: Path | None, script: Path | None, function: str) -> str | None:
-    """Return the handler's file or module; None where an engine serves."""
-    given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
-    text = sources.value(ENTRY_POINT)
-    if text is None or given is None:
-        named = any(key in sources.model for key in MODEL_ID.keys) or "HF_MODEL_ID" in sources.variables
-        has_model = named or location.has_model(sources.model_dir)
-        if code is not None and (_defines(code, function) or _defines(code, _LOADS) or not has_model):
-            return str(code)
-        if script is not None and has_model:
-            path = script.relative_to(sources.model_dir)
-            sources.lookup.warnings.append(f"{path} is not used: {ENTRY_POINT.key}={SCRIPT} would serve it")
-        return str(script) if script is not None and not has_model else None
-    name = str(text)
-    if name in _BUILT_IN | _ASYNCHRONOUS:
-        _use_engine(name, given, sources)
-        return None
-    fault = ""
-    if name == SCRIPT:
-        if script is not None:
-            return str(script)
-        fault = f"there is no model.py, inference.py or code/inference.py with {_LOADS} in the model directory"
-    elif name in _NOT_SERVED:
-        fault = (
-            "not served by this version of Slipway; a model.py with "
-            f"{_LOADS} that loads the model is served with {ENTRY_POINT.key}={SCRIPT}"
-        )
-    elif name.endswith(".py"):
-        path = sources.model_dir / name
-        if os.path.isfile(path):
-            return str(path)
-        fault = "there is no such file in the model directory"
-    elif not all(part.isidentifier() for part in name.split(".")):
-        fault = "allowed: a file that ends in .py, or the name of a module"
-    if fault:
-        sources.lookup.problems.append(f"{given.describe(ENTRY_POINT.key)}: {fault}")
-    return name  # also a wrong one: a handler was meant, and a missing model is no further problem
-
-
-def _defines(path: Path, function: str) -> bool:
-    """Return True if a file may define the function; true for a broken file, so that running it reports the fault."""
-    try:
-        source = importlib.util.decode_source(path.read_bytes())
-        scopes = [symtable.symtable(source, str(path), "exec")]
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return True
-    if _CANNOT_BE_TOLD.search(source):
-        return True
-    for scope in scopes:  # which grow by those within
-        scopes += scope.get_children()
-        if function not in scope.get_identifiers():
-            continue
-        symbol = scope.lookup(function)
-        is_of_module = scope is scopes[0] or symbol.is_declared_global()
-        if is_of_module and (symbol.is_assigned() or symbol.is_imported()):
-            return True
-    return False
-
-
-def _use_engine(name: str, given: Value, sources: Sources) -> None:
-    if name in _ASYNCHRONOUS:
-        sources.model.setdefault(ASYNC_MODE.key, Value("true", given.source))
-    if "trtllm" in name or name == "djl_python.tensorrt_llm":
-        sources.model.setdefault(ROLLING_BATCH.key, Value("trtllm", given.source))
 
 
 # A model that an engine serves
@@ -194,18 +101,18 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
 
 
 def _has_handle_before_engine(sources: Sources, code: Path | None) -> bool:
-    """Return True if there may be a `handle` that LMI's service for vLLM asks first."""
+    """Return True if `model.py` may have a `handle` that is called before the engine."""
     given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
     if given is None or given.text.strip() != SERVICE_FOR_VLLM:
         return False
-    return code is not None and code.name == "model.py" and _defines(code, "handle")
+    return code is not None and code.name == "model.py" and defines(code, "handle")
 
 
 def _choose_engine(layer: Mapping[str, Value], fields: dict[str, Any], lookup: Lookup) -> None:
-    """Set `rolling_batch`: a batch size above 1 means dynamic batch with any value of the option.
+    """Set `rolling_batch`. A batch size above 1 means dynamic batch with every value of the option.
 
-    In the asynchronous mode `rolling_batch=disable`, as LMI's configurations have it, only selects the schema; the
-    engine batches all the same.
+    In the asynchronous mode LMI's configurations set `rolling_batch=disable`. It only selects the schema there. The
+    engine still batches requests.
     """
     given = layer.get(ROLLING_BATCH.key)
     batches = (fields["batch_size"] or 1) > 1
@@ -248,7 +155,7 @@ def _set_formatters(layer: Mapping[str, Value], fields: dict[str, Any], code: Pa
 
 
 def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Lookup) -> dict[str, Value]:
-    """Handle keys that are no options of Slipway: `option.*` goes to the engine, the rest has no effect."""
+    """Handle keys that are not options of Slipway. Keys with `option.` go to the engine. Other keys have no effect."""
     arguments: dict[str, Value] = {}
     for key, value in layer.items():
         name = key.removeprefix(PREFIX)
@@ -291,14 +198,14 @@ def _set_draft_model(arguments: dict[str, Value], rolling_batch: str, lookup: Lo
 
 
 def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
-    """Replace a draft model's `s3://`, or its path in the model directory, by a directory of this machine."""
+    """Replace the `s3://` URL of a draft model, or its path in the model directory, by a local directory."""
     given = arguments.get(_SPECULATIVE)
     if given is None:
         return
     try:
         config = json.loads(given.text)
     except ValueError:
-        return  # the engine reports the fault
+        return  # The engine reports the fault.
     url = config.get("model") if isinstance(config, dict) else None
     if not isinstance(url, str) or not url:
         return
@@ -309,9 +216,9 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
             sources.lookup.problems.append(f"{given.describe(PREFIX + _SPECULATIVE)}: {error}")
             return
     elif os.path.isdir(sources.model_dir / url):
-        directory = str(sources.model_dir / url)  # an absolute path stays unchanged
+        directory = str(sources.model_dir / url)  # An absolute path stays unchanged.
     else:
-        return  # a hub id, or the engine reports the missing directory
+        return  # It is a hub id, or the engine reports that the directory is missing.
     arguments[_SPECULATIVE] = Value(json.dumps(config | {"model": directory}), given.source)
 
 
@@ -340,33 +247,33 @@ def _handler_model(sources: Sources, entry_point: str, function: str) -> dict[st
     fields["model_id"] = sources.value(_NAME_FOR_HANDLERS)
     _set_model(sources, fields, required=False)
     path, given = Path(entry_point), sources.model.get(ROLLING_BATCH.key)
-    is_script = path.is_file() and _defines(path, _LOADS) and not _defines(path, function)
+    is_script = path.is_file() and defines(path, MODEL_FN) and not defines(path, function)
     if is_script and given is not None and given.word != "disable":
-        # Its functions are for one request.
-        sources.lookup.ignore(ROLLING_BATCH.key, given, f"{path.name} has {_LOADS} and no `{function}`")
+        # The functions of a script take one request.
+        sources.lookup.ignore(ROLLING_BATCH.key, given, f"{path.name} has {MODEL_FN} and no `{function}`")
         sources.model[ROLLING_BATCH.key] = Value("disable", given.source)
     fields["handler"] = handler_settings(sources, entry_point, function, fields["model_id"], _package_fields(sources))
     return fields
 
 
-# Fields of both
+# Fields of models with an engine and of models with a custom handler
 
 
 def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> None:
     """Set `model_id` to the model to load, and the model's name.
 
     Args:
-        required: Without a model, or with one that is not found, there is a problem. A custom handler may bring its own
-            model, and may give `option.model_id` another meaning.
+        required: Add a problem if no model is given or the model is not found. It is False for a custom handler, which
+            may bring its own model and may give `option.model_id` another meaning.
     """
     lookup = sources.lookup
     keys = MODEL_ID.keys if required else _NAME_FOR_HANDLERS.keys
     given = next((sources.model[key] for key in keys if key in sources.model), None)
     variable = sources.variables.get("HF_MODEL_ID")
     if given is None and variable is not None and location.is_store_of(variable.text, (sources.model_dir,)):
-        variable = None  # the same model, by the directory around it
+        variable = None  # The variable names the directory around the same model.
     if given is not None and variable is not None:
-        # The same model, or the one in S3 whose serving.properties names the other.
+        # Both name the same model, or the variable names a folder on S3 whose serving.properties names the model.
         is_same = given.text.strip() == variable.text.strip() or sources.is_open(variable.text)
         if not is_same:
             lookup.ignore("HF_MODEL_ID", variable, f"one model is served, that of {given.source}")
@@ -397,7 +304,7 @@ def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> N
 
 
 def _set_revision(sources: Sources, fields: dict[str, Any], by_variable: bool) -> None:
-    """HF_REVISION belongs to HF_MODEL_ID; beside another model it would name the wrong commit."""
+    """Set `revision` from HF_REVISION if HF_MODEL_ID selects the model. For another model it is ignored."""
     revision = sources.variables.get("HF_REVISION")
     if revision is None or "option.revision" in sources.model:
         return

@@ -1,7 +1,7 @@
 """The settings of a model: names, defaults, allowed values, and their lookup.
 
 Names, aliases and defaults are LMI's. An `option.<name>` that is not here goes to the engine unchanged.
-docs/configuration.md explains each, in tables that a test compares with those here and in `server`.
+docs/configuration.md explains each setting. A test compares its tables with the options in this module and in `server`.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ from container.settings.values import (
 )
 
 PREFIX = "option."
-DEFAULT = "default"  # The source of a value that nobody has written.
+DEFAULT = "default"  # The source of a default value.
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """A setting of the model, or of the server."""
 
-    key: str  # Its name in serving.properties, with `option.` if it has that.
+    key: str  # The key in serving.properties, including a prefix `option.`.
     parser: Parser
-    default: str | None = None  # The text that would give the default; None: no value.
+    default: str | None = None  # The default value as text, which the parser reads. None: no default.
     _: KW_ONLY
-    # Other keys for the same; two of them with different values are an error, unless `first_counts`.
+    # Other keys for this option. Two of them with different values are an error, unless `first_counts` is set.
     aliases: tuple[str, ...] = ()
-    first_counts: bool = False  # Of the key and its aliases the first that is given counts, with a warning.
-    variables: tuple[str, ...] = ()  # Environment variables that count where neither the key nor an alias is given.
-    # The field of `ModelSettings`, `HandlerSettings` or `ServerSettings`, if it is not the key without `option.`.
+    # If the key and its aliases have different values, the first one counts, and a warning names the others.
+    first_counts: bool = False
+    variables: tuple[str, ...] = ()  # Environment variables that count if neither the key nor an alias is given.
+    # The field of `ModelSettings`, `HandlerSettings` or `ServerSettings`. None: the key without `option.`.
     field_name: str | None = None
     argument: str | None = None  # The engine argument that takes the value as text, instead of a field.
-    shows_default: bool = True  # Reports show it even if it is not given.
-    # The values that are served, of those that the parser allows; None: all. Others stop the start.
+    shows_default: bool = True  # Reports show the option even if it is not given.
+    # The values that the server accepts. It does not start with other values of the parser. None: all values.
     serves: frozenset[Scalar] | None = None
     advice: str = ""  # The remedy for values that are not served.
 
@@ -73,14 +74,17 @@ class Option:
 
 
 def _one_of(words: Mapping[str, Scalar]) -> Parser:
-    """Return a parser of words in any case. It leaves other text unchanged; `refused` has the remedy."""
+    """Return a parser of words in any case.
+
+    It returns other text unchanged. `Option.serves` then refuses the text, and the message has the option's advice.
+    """
     return Parser(
         lambda text: words.get(text.strip().lower(), text), ", ".join(map(str, dict.fromkeys(words.values())))
     )
 
 
 def refused(key: str, parser: Parser, serves: tuple[Scalar, ...], advice: str, *variables: str) -> Option:
-    """Return an option of LMI of which only the values in `serves` are served."""
+    """Return an option of LMI. The server starts only with its values in `serves`."""
     served = frozenset(serves)
     return Option(key, parser, variables=variables, shows_default=False, serves=served, advice=advice)
 
@@ -98,7 +102,7 @@ class Lookup:
     ) -> Scalar | None:
         """Return the value of an option: from its keys in `layer`, else from its variables, else its default.
 
-        None if it has no value, or a wrong one, which is then among the problems.
+        Return None if the option has no value. Return None for a wrong value, too, and add it to `problems`.
         """
         given = [(key, layer[key]) for key in option.keys if key in layer]
         given = given or [(option.key, variables[name]) for name in option.variables if name in variables][:1]
@@ -251,7 +255,7 @@ SERVED = (
 ENTRY_POINT = Option("option.entryPoint", TEXT, variables=("DJL_ENTRY_POINT",), shows_default=False)
 FUNCTION = Option("option.handler", FUNCTION_NAME, "handle", field_name="function")
 ASYNC_MODE = Option("option.async_mode", BOOLEAN, "false")
-# The settings of a customer's handler, beside what names it.
+# The settings of a customer's handler, except those that select the handler.
 HANDLER_OPTIONS = (
     ASYNC_MODE,
     Option("minWorkers", _WORKERS, "1", aliases=("min_workers",), field_name="min_workers"),
@@ -330,7 +334,7 @@ _IGNORED_OPTIONS = {
     "one engine serves all requests of the model": "mpi_mode parallel_loading waiting_steps cluster_size device_id",
     "`option.reasoning_parser` alone switches it on": "enable_reasoning",
 }
-# LMI's settings that have nothing to set where an engine serves the model, and why.
+# LMI's settings that have no effect if an engine serves the model, and the reason.
 IGNORED: Mapping[str, str] = {
     **{f"option.{name}": reason for reason, names in _IGNORED_OPTIONS.items() for name in names.split()},
     **dict.fromkeys(

@@ -13,7 +13,7 @@ FILE_NAME = "serving.properties"
 
 
 def read_properties(directory: Path, problems: list[str]) -> dict[str, Value]:
-    """Return the values of a model directory's file, by key; what is wrong with it is added to `problems`."""
+    """Return the values in a model directory's file by key, and add the file's faults to `problems`."""
     try:
         data = (directory / FILE_NAME).read_bytes()
     except FileNotFoundError:
@@ -27,7 +27,7 @@ def read_properties(directory: Path, problems: list[str]) -> dict[str, Value]:
 def parse_properties(data: bytes, problems: list[str]) -> dict[str, Value]:
     r"""Parse ISO-8859-1 text with \uXXXX escapes, comments and continued lines.
 
-    Trailing blanks are kept. Of a key that occurs twice, the last value counts. A byte order mark, which Java takes for
+    Trailing blanks are kept. If a key occurs twice, the last value counts. A byte order mark, which Java takes for
     part of the first key, is skipped.
     """
     try:

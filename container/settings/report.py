@@ -1,4 +1,4 @@
-"""Shows the effective settings and where each comes from: `slipway config`. Credentials are masked."""
+"""Shows the effective settings and their sources, for `slipway config`. Credentials are masked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _HEAD = ("setting", "value", "source")
 
 
 def startup_text(startup: Startup) -> str:
-    """Return the table of the one model's settings, or one of the server's and one of each model's."""
+    """Return a table of all settings.
+
+    If the server does not have exactly one model, there is a table for the server, and one for each model.
+    """
     if startup.report is None:
         return render_text(startup.models[0].settings)
     parts = [render_text(startup.report)]
@@ -21,8 +24,9 @@ def startup_text(startup: Startup) -> str:
 
 
 def startup_json(startup: Startup) -> str:
-    """Return the same as JSON; if the server does not have exactly one model, `{"server": {...}, "models": {"<name>":
-    {...}}}`.
+    """Return the same as JSON.
+
+    If the server does not have exactly one model, the form is `{"server": {...}, "models": {"<name>": {...}}}`.
     """
     if startup.report is None:
         content = report_object(startup.models[0].settings)
@@ -76,5 +80,5 @@ def _text(value: Scalar | None) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Unprintable characters as escapes, so that no value breaks the table or steers a terminal."""
+    """Return the text with unprintable characters escaped. They could break the table or control the terminal."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)

@@ -51,29 +51,29 @@ KNOWN_CONTROLS = frozenset({SCRIPTS, REQUIREMENTS, REMOTE_CODE, PICKLES, CHAT_TE
 
 _PYTHON = ("/opt/djl/vllm_venv/bin/python", "/usr/bin/python3")
 _OURS = "djl_python."
-# Ends of the names of pickled files, and of lists of them, whose files may have any names.
+# Endings of the names of pickled files, and of index files. An index file lists pickled files, which may have any name.
 _PICKLE_NAMES = (
     *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".cloudpkl", ".joblib"),
     *(".bin.index.json", ".pt.index.json"),
 )
 _TEMPLATE = "chat_template"
 _TEMPLATE_SUFFIX, _TEMPLATE_JSON = ".jinja", "chat_template.json"
-# Ends of the names of files whose fields transformers gives to a tokenizer or processor.
+# Endings of file names. transformers passes the fields of these files to a tokenizer or a processor.
 _CONFIGURATIONS = ("config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True, slots=True)
 class SecureMode:
-    """The active controls, and their model."""
+    """The active controls, and the model that they check."""
 
     controls: frozenset[str]
-    channels: tuple[Path, ...] = ()  # Directories that are not trusted; without any, those of the model.
+    channels: tuple[Path, ...] = ()  # Directories that are not trusted. If empty, `directories` are not trusted.
     # The model's settings as they were written: in serving.properties, the environment and the management API.
     keys: Mapping[str, Value] = field(default_factory=dict)
     variables: Mapping[str, Value] = field(default_factory=dict)
-    directories: tuple[Path, ...] = ()  # The model directory, and that of the weights if it is another.
-    fetched: tuple[Path, ...] = ()  # Directories of models that were fetched from S3; they are never trusted.
-    handler: Path | None = None  # The file of the model's handler; None where an engine or a module serves.
+    directories: tuple[Path, ...] = ()  # The model directory, and the directory of the weights if they differ.
+    fetched: tuple[Path, ...] = ()  # Directories of models that were fetched from S3. They are never trusted.
+    handler: Path | None = None  # The file of the model's handler. None if an engine or a module serves the model.
 
     def model_faults(self) -> list[str]:
         found = [
@@ -100,7 +100,10 @@ class SecureMode:
         return found
 
     def _hub_model(self, controls: Iterable[str]) -> Iterator[str]:
-        """Refuse a hub's model that the model directory names: its files cannot be checked by these controls."""
+        """Refuse `option.model_id` if `serving.properties` sets it to a hub id.
+
+        The controls cannot check the files of a model on the hub.
+        """
         named = self.keys.get("option.model_id")
         if named is None or not named.source.startswith("serving.properties") or not is_hub_id(named.text):
             return
@@ -109,8 +112,9 @@ class SecureMode:
             yield f"{', '.join(controls)}: {given}: a hub's files cannot be checked before they load"
 
     def adapter_faults(self, directory: Path) -> list[str]:
-        """Return the refused parts of an adapter's directory, a line each; a path that is no directory cannot be
-        checked.
+        """Return one line for each refused part of an adapter's directory.
+
+        A path that is not a directory is refused, because it cannot be checked.
         """
         if not directory.is_dir():
             return [f"`src` must be a directory in the secure mode; there is none at {directory}"]
@@ -145,7 +149,7 @@ def read_secure_mode(variables: Mapping[str, Value], problems: list[str]) -> Sec
     if not controls:
         problems.append(f"{MODE} is true, but {CONTROLS} is not set; allowed: {', '.join(sorted(KNOWN_CONTROLS))}")
     for name in sorted(controls - KNOWN_CONTROLS):
-        # Going on would pretend that the control is in effect.
+        # If the server started, the unknown control would seem to be in effect.
         problems.append(f"{CONTROLS} has {quoted('', name)}; allowed: {', '.join(sorted(KNOWN_CONTROLS))}")
     channels = tuple(Path(text) for text in _listed(variables, CHANNELS))
     for channel in channels:
@@ -160,7 +164,10 @@ def _listed(variables: Mapping[str, Value], name: str) -> list[str]:
 
 
 def _model_code(directories: Iterable[Path], handler: Path | None = None) -> Iterator[str]:
-    """Whatever the entry point is: formatters in a `model.py` are code, too."""
+    """Refuse Python files that may be run.
+
+    A `model.py` is refused with every entry point, because its formatters are run as well.
+    """
     found = [directory / name for directory in directories for name in ("model.py", f"{directory.name}.py")]
     for path in dict.fromkeys((*found, *([handler] if handler is not None else []))):
         if os.path.lexists(path):
@@ -181,10 +188,10 @@ def _pickles(channels: Iterable[Path]) -> Iterator[str]:
 
 
 def _chat_templates(channels: Iterable[Path]) -> Iterator[str]:
-    """Files of templates by their names, and the key `chat_template` at any depth of a JSON file.
+    """Refuse files that are chat templates, and JSON files that have the key `chat_template` at any depth.
 
-    transformers gives a tokenizer all fields of `tokenizer_config.json` and `special_tokens_map.json`, and a processor
-    all of `processor_config.json`. vLLM takes the processor's template before the tokenizer's.
+    transformers passes all fields of `tokenizer_config.json` and `special_tokens_map.json` to a tokenizer, and all
+    fields of `processor_config.json` to a processor. vLLM prefers the processor's template to the tokenizer's.
     """
     for channel, path in _files(channels):
         if path.name.endswith(_TEMPLATE_SUFFIX) or path.name == _TEMPLATE_JSON:

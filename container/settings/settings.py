@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from container.api_keys import ApiKeys
+from container.settings.values import Value
 from engines.adapters import AdapterDownloads
 from engines.model_settings import ModelSettings
 
@@ -80,6 +81,17 @@ class Alias:
     convert: Callable[[str], str] = str
 
 
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The environment variables that count, as they were when the process started."""
+
+    variables: Mapping[str, Value] = field(default_factory=dict)  # With those that aliases stand for.
+    aliases: tuple[Alias, ...] = ()  # Those that are in effect.
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    downloads: Path = Path("/tmp/slipway")  # The directory for models that are fetched from S3.
+
+
 class RemoteWeights(Protocol):
     """A model on S3 whose weights are fetched before it is loaded: how many bytes they are, and are here already.
 
@@ -145,6 +157,9 @@ class Startup:
     server: ServerSettings
     models: tuple[StartupModel, ...]
     report: ServerReport | None = None  # The origins of the server's settings; None: from those of its one model.
+    # The environment and the command line. They count for models that are registered later as well.
+    environment: Environment = Environment()
+    command_line: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exports(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A setting as it was written: where, how it is shown, and the parsers that make a value of it."""
+"""The text of a setting, with its source. Quotes the text in messages, and parses it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ZERO = re.compile(r"0+(\.0*)?")
 _FUNCTION_NAME = re.compile(r"\w+")
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
-# Names that hold a credential as a whole. `max_num_batched_tokens` and the like end in "tokens" and are not meant.
+# Names of settings whose whole value is a credential. Names such as `max_num_batched_tokens` do not match.
 _SECRET_NAME = re.compile(r"(token|api_?keys?|password|passwd|secret|credentials?|access_?key)$", re.IGNORECASE)
 _WHOLLY_HIDDEN = frozenset({"option.env"})
 _SECRET_VALUE = re.compile(
@@ -35,14 +35,17 @@ _SECRET_VALUE = re.compile(
 
 
 def masked(name: str, text: str) -> str:
-    """`text` with what looks like a credential replaced, judged by the setting's name and by the text itself."""
+    """Return the text of a setting, with credentials replaced.
+
+    The setting's name and the text itself show whether it holds a credential.
+    """
     if text and (name in _WHOLLY_HIDDEN or _SECRET_NAME.search(name)):
         return HIDDEN
     return _SECRET_VALUE.sub(HIDDEN, text)
 
 
 def quoted(name: str, text: str) -> str:
-    """`masked` text for a message: in quotes, on one line, cut short."""
+    """Return the `masked` text for a message: in quotes, on one line, and shortened."""
     shown = masked(name, text)
     if len(shown) > _LONGEST_QUOTE:
         shown = shown[:_LONGEST_QUOTE] + "..."
@@ -51,7 +54,7 @@ def quoted(name: str, text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value as it was written, and where: "serving.properties: option.dtype", "environment: OPTION_DTYPE"."""
+    """The text of a value, and its source: "serving.properties: option.dtype" or "environment: OPTION_DTYPE"."""
 
     text: str
     source: str
@@ -61,12 +64,12 @@ class Value:
         return self.text.strip().lower()
 
     def describe(self, key: str) -> str:
-        """`<key> is "<text>" (<source>)`, for a message."""
+        """Return `<key> is "<text>" (<source>)`, for a message."""
         return f"{key} is {quoted(key, self.text)} ({self.source})"
 
 
 def is_true(value: Value | None) -> bool:
-    """Return True if there is a value, and it says yes."""
+    """Return True if the value is one of the words for true."""
     return value is not None and value.word in TRUE
 
 
@@ -79,7 +82,7 @@ class Parser:
     allowed: str
 
     def __call__(self, text: str) -> Scalar:
-        """Convert `text`; blanks at its ends do not count.
+        """Convert `text`. Blanks at its ends are ignored.
 
         Raises:
             ValueError: The value is not allowed.
@@ -88,7 +91,7 @@ class Parser:
 
 
 def integer(minimum: int, maximum: int | None = None) -> Parser:
-    """Decimal digits within a range, both ends included."""
+    """Return a parser of integers within a range. The range includes both ends."""
 
     def convert(text: str) -> int:
         if not _INTEGER.fullmatch(text):
@@ -103,13 +106,13 @@ def integer(minimum: int, maximum: int | None = None) -> Parser:
 
 
 def integer_or(word: str, minimum: int) -> Parser:
-    """Return an integer, or one word in any case."""
+    """Return a parser that takes an integer, or one word in any case."""
     number = integer(minimum)
     return Parser(lambda text: word if text.lower() == word else number.convert(text), f"{number.allowed}, or {word}")
 
 
 def choice(values: Mapping[str, Scalar] | tuple[str, ...]) -> Parser:
-    """One of some words, in any case; a mapping gives the value of each word."""
+    """Return a parser of some words in any case. A mapping has the value of each word."""
     words: Mapping[str, Scalar] = values if isinstance(values, Mapping) else {word: word for word in values}
     folded = {word.lower(): value for word, value in words.items()}
 
@@ -122,7 +125,7 @@ def choice(values: Mapping[str, Scalar] | tuple[str, ...]) -> Parser:
 
 
 def matching(pattern: str, allowed: str, flags: re.RegexFlag = re.NOFLAG) -> Parser:
-    """Text that matches a regular expression as a whole."""
+    """Return a parser of text. The whole text has to match a regular expression."""
     compiled = re.compile(pattern, flags)
     return checked(lambda text: compiled.fullmatch(text) is not None, allowed)
 
@@ -137,7 +140,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def assignments(text: str) -> dict[str, str]:
-    """Return the variables in `K=V,K=V`; a comma that no name follows belongs to the value before it.
+    """Return the variables in `K=V,K=V`. If no name and `=` follow a comma, the comma belongs to the value before it.
 
     Raises:
         ValueError: The text does not begin with a name and `=`.
@@ -155,7 +158,12 @@ def assignments(text: str) -> dict[str, str]:
 
 
 def checked(check: Callable[[str], object], allowed: str) -> Parser:
-    """Text that is kept unchanged; `check` returns False or raises ValueError for text that is not allowed."""
+    """Return a parser that returns the text unchanged.
+
+    Args:
+        check: Returns False or raises ValueError for text that is not allowed.
+        allowed: The description of the allowed text.
+    """
 
     def convert(text: str) -> str:
         if check(text) is False:

@@ -1,14 +1,14 @@
 """A remote model's copy on this machine.
 
 It comes in two parts: first the small files from which settings and code are read; then the weights, when the server
-already listens. A file is downloaded under another name and gets its own once it is whole and checked. Each URL has a
-separate folder in the cache directory:
+already listens. A file is downloaded under a temporary name. It is renamed when it is complete and checked. Each URL
+has a separate folder in the cache directory:
 
     models/<hash of the URL>/model/<last part of the URL>/   the files
     models/<hash of the URL>/listing                         path, size and ETag of all files, as S3 listed them
     models/<hash of the URL>/lock                            held by the process that changes any of these
 
-A file below `model/` is whole, and of the version in the listing. All of them may not be there yet.
+Each file below `model/` is complete and has the version in the listing. Some files may still be missing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RemoteModel:
         """Create the remote model.
 
         Args:
-            folder: None where S3 must not be asked.
+            folder: The folder on S3. None if S3 must not be asked.
         """
         self.url = copy.url
         self.directory = copy.directory
@@ -79,14 +79,18 @@ class RemoteModel:
 
 
 class RemoteModels:
-    """The remote models that the settings of one model name; each URL is opened once."""
+    """The remote models in the settings of one model. Each URL is opened once."""
 
     def __init__(self, downloads: Path, *, offline: bool) -> None:
         self._downloads, self._offline = downloads, offline
         self._opened: dict[S3Url, RemoteModel] = {}
 
     def open(self, url: str) -> Path:
-        """Return the local directory of a model, whose weights are yet to be fetched. Raises SourceError."""
+        """Return the local directory of a model. Its weights are fetched later.
+
+        Raises:
+            SourceError: As in `open_model`.
+        """
         key = S3Url.parse(url)
         if key not in self._opened:
             self._opened[key] = open_model(url, self._downloads, offline=self._offline)
@@ -104,12 +108,12 @@ class RemoteModels:
 
 
 def open_model(url: str, downloads: Path | None = None, *, offline: bool = False) -> RemoteModel:
-    """List the model at `url` (`s3://bucket/prefix/`) and fetch all of it but the weights.
+    """List the files of the model at `url` (`s3://bucket/prefix/`) and fetch all files except the weights.
 
     Blocks for seconds.
 
     Args:
-        offline: Take the copy that is here, and ask nobody.
+        offline: Use the copy on this machine, and send no request.
 
     Raises:
         SourceError: There is no such model, or it cannot be reached, read or stored.
@@ -129,7 +133,11 @@ def open_model(url: str, downloads: Path | None = None, *, offline: bool = False
 
 
 def download_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Return SERVING_DOWNLOAD_DIR > DJL_CACHE_DIR > on SageMaker /tmp/slipway (the large disk) > the user's cache."""
+    """Return the cache directory for models from S3.
+
+    The first of these counts: SERVING_DOWNLOAD_DIR, DJL_CACHE_DIR, on SageMaker /tmp/slipway (the large disk), the
+    user's cache directory.
+    """
     environ = os.environ if environ is None else environ
     for name in ("SERVING_DOWNLOAD_DIR", "DJL_CACHE_DIR"):
         if given := environ.get(name):
@@ -151,7 +159,7 @@ class LocalCopy:
         self._listing = self.root / "listing"
 
     def missing(self, files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
-        """Return those of `files` that are not here whole, or that S3 has another version of."""
+        """Return the files that are missing, incomplete, or of another version than on S3."""
         listed = set(self._listed())
         return tuple(file for file in files if file not in listed or not self._has(file))
 
@@ -160,17 +168,17 @@ class LocalCopy:
         return set(files) == set(self._listed()) and not self.missing(files)
 
     def complete_files(self) -> tuple[RemoteFile, ...]:
-        """Return the files of the last listing; none where one of them is missing now."""
+        """Return the files of the last listing, or an empty tuple if one of them is missing."""
         files = self._listed()
         return () if self.missing(files) else files
 
     def begin(self, files: Sequence[RemoteFile]) -> None:
-        """Note that these files are to be here. Remove all others, and files left by a process that died."""
+        """Write the listing of the wanted files. Remove all other files, and files left by a process that died."""
         for stale in self.root.glob("partial.*"):
             shutil.rmtree(stale, ignore_errors=True)
         listed = self._listed()
         if not listed:
-            shutil.rmtree(self.directory, ignore_errors=True)  # nobody knows of which version it is
+            shutil.rmtree(self.directory, ignore_errors=True)  # The version of these files is unknown.
         for gone in set(listed).difference(files):
             (self.directory / gone.path).unlink(missing_ok=True)
         partial = self.root / "partial.listing"
@@ -196,7 +204,7 @@ class LocalCopy:
 
 
 class DownloadProgress:
-    """How many bytes of a download are here: for the log, and for /metrics. Any thread may add."""
+    """The number of downloaded bytes, for the log and for /metrics. Any thread may call `add`."""
 
     def __init__(self, files: Sequence[RemoteFile]) -> None:
         self.total_bytes = sum(file.size for file in files)
@@ -205,7 +213,7 @@ class DownloadProgress:
         self._logged, self._bytes_logged = time.monotonic(), 0
 
     def add(self, size: int) -> None:
-        """Count bytes that are here; a negative number where some have to come again."""
+        """Count downloaded bytes. A negative number takes back bytes that have to be downloaded again."""
         with self._lock:
             self.bytes += size
 
@@ -237,10 +245,14 @@ class _Download:
         self._stop = stop or threading.Event()
 
     def run(self, files: Sequence[RemoteFile], wanted: Sequence[RemoteFile]) -> None:
-        """Fetch those of `files` that are missing; `wanted` are all files of the model.
+        """Fetch the missing ones of `files`.
+
+        Args:
+            files: The files to fetch.
+            wanted: All files of the model. Other files are removed.
 
         Raises:
-            SourceError: S3, the disk or the time does not allow it, or `stop` was set.
+            SourceError: S3 or the disk has an error, the time is over, or `stop` was set.
         """
         try:
             self._copy.directory.mkdir(parents=True, exist_ok=True)
@@ -275,7 +287,7 @@ class _Download:
                     if not ended:
                         self._stop.wait(_CHECK_SECONDS)
         finally:
-            # Also after a failure: nothing continues parts of files, and they may fill the disk.
+            # Parts of files are removed after a failure, too. No later download uses them, and they may fill the disk.
             shutil.rmtree(partial, ignore_errors=True)
 
     def _check(self) -> None:
@@ -285,7 +297,7 @@ class _Download:
             came, total = self._progress.bytes / _GIB, self._progress.total_bytes / _GIB
             raise FetchTimeout(
                 f"{self._copy.url}: the download took longer than {self._seconds:g} s; {came:.2f} of {total:.2f} "
-                f"GiB came, and the next start goes on with the files that are whole"
+                f"GiB came, and the next start keeps the files that are complete"
             )
 
     def _check_space(self, missing: Sequence[RemoteFile]) -> None:

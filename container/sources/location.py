@@ -20,19 +20,19 @@ _NON_WORD = re.compile(r"\W", re.ASCII)
 _NOT_SERVED = "is not served by this version of Slipway; give s3://, a hub id or a local directory"
 
 _S3_URL = re.compile(r"s3://([^/]+)/*(.*)", re.IGNORECASE)
-SETTINGS_SECONDS = 300.0  # How long listing a model on S3 and fetching its small files may take.
+SETTINGS_SECONDS = 300.0  # The time limit for listing a model on S3 and fetching its small files.
 
 
 class ModelNotFound(Exception):
-    """There is no model in the place that was given; the message says what may be given."""
+    """The given place has no model. The message names the allowed values."""
 
 
 class SourceError(Exception):
-    """A remote model cannot be fetched; the message names the value and the reason."""
+    """A remote model cannot be fetched. The message names the value and the reason."""
 
 
 class FetchTimeout(SourceError):
-    """The download did not end in time; the files that are whole are kept."""
+    """The download did not end in time. Complete files are kept."""
 
 
 # Directories
@@ -42,7 +42,7 @@ def existing_directory(text: str) -> Path:
     """Return the absolute path of a directory.
 
     Raises:
-        ModelNotFound: There is none.
+        ModelNotFound: The directory does not exist.
     """
     if scheme := _url_scheme(text):
         raise ModelNotFound(f"{scheme}:// {_NOT_SERVED}")
@@ -53,9 +53,10 @@ def existing_directory(text: str) -> Path:
 
 
 def models_in(path: Path) -> tuple[Path, ...]:
-    """Return the model directories, sorted by name, that a directory stands for: mostly itself.
+    """Return the model directories to load for a given directory, sorted by name.
 
-    A directory whose only content is model directories stands for those, as in LMI's model store.
+    If the directory contains only model directories, these are returned, as in LMI's model store. Otherwise the
+    directory itself is returned.
     """
     try:
         names = [name for name in os.listdir(path) if not name.startswith(".")]
@@ -70,7 +71,7 @@ def models_in(path: Path) -> tuple[Path, ...]:
 def is_store_of(text: str, directories: tuple[Path, ...]) -> bool:
     """Return whether `text` is the directory that holds these model directories.
 
-    HF_MODEL_ID may be /opt/ml/model; it then names no further model.
+    HF_MODEL_ID may be the directory that holds the models, such as /opt/ml/model. It then adds no model.
     """
     path = Path(os.path.abspath(text.strip()))
     return os.path.isdir(path) and path not in directories and models_in(path) == directories
@@ -95,7 +96,11 @@ def is_hub_id(text: str) -> bool:
 
 
 def resolve_model_id(text: str, model_dir: Path) -> str:
-    """Return the model for the engine: a hub id, or a path. Raises ModelNotFound for anything else."""
+    """Return the model for the engine: a hub id, or a path.
+
+    Raises:
+        ModelNotFound: The text is neither a hub id nor an existing path.
+    """
     if scheme := _url_scheme(text):
         raise ModelNotFound(f"{scheme}:// {_NOT_SERVED}")
     if os.path.exists(model_dir / text):
@@ -110,7 +115,8 @@ def resolve_model_id(text: str, model_dir: Path) -> str:
 def model_name(model_id: str, model_dir: Path, named_by_variable: bool) -> str:
     """Return the model's name in routes: its directory's name or its hub id, with `_` for non-word characters.
 
-    As in LMI, HF_MODEL_ID (`named_by_variable`) names another model; option.model_id belongs to the directory.
+    As in LMI, a model that HF_MODEL_ID selects (`named_by_variable`) is called by its id. A model that
+    option.model_id selects is called by the model directory.
     """
     if not named_by_variable and _has_files(model_dir):
         return _as_word(model_dir.name)
@@ -118,12 +124,15 @@ def model_name(model_id: str, model_dir: Path, named_by_variable: bool) -> str:
 
 
 def name_of_url(url: str) -> str:
-    """Return the name of a model that was given none: the last segment of its URL."""
+    """Return the default name of a model: the last segment of its URL."""
     return _as_word(url.rstrip("/").rpartition("/")[2])
 
 
 def path_of_url(url: str) -> Path | None:
-    """Return the absolute path that a URL is or, with `file://`, has; None for a URL of another kind."""
+    """Return the absolute path of a model's URL, which may be a plain path or a `file://` URL.
+
+    Return None for other URLs and for relative paths.
+    """
     path = url
     if _SCHEME.match(url):
         try:
@@ -156,7 +165,7 @@ def _as_word(text: str) -> str:
 
 
 def is_s3(text: str) -> bool:
-    """Return whether `text` is meant to be a place on S3."""
+    """Return whether `text` begins with `s3://`, in upper or lower case."""
     return text.strip()[:5].lower() == "s3://"
 
 
@@ -165,7 +174,7 @@ class S3Url:
     """A folder of a bucket: `s3://bucket/prefix/`."""
 
     bucket: str
-    prefix: str  # Empty for the whole bucket; without slashes at its ends.
+    prefix: str  # Without slashes at its ends. Empty for the whole bucket.
 
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.key_prefix}"
@@ -180,7 +189,11 @@ class S3Url:
 
     @classmethod
     def parse(cls, text: str) -> S3Url:
-        """Return the folder that `text` names, with or without a slash at its end. Raises SourceError."""
+        """Return the folder that `text` names. A slash at its end is optional.
+
+        Raises:
+            SourceError: The text is not an S3 URL.
+        """
         found = _S3_URL.fullmatch(text.strip())
         if found is None or not found[0].isprintable():
             raise SourceError("allowed: s3://bucket/prefix/")

@@ -15,7 +15,7 @@ class RemoteAdapters:
     """Downloads the adapters of one model. Implements `engines.adapters.AdapterDownloads`."""
 
     def __init__(self, seconds: float, *, offline: bool, downloads: Path) -> None:
-        """Create it.
+        """Create the downloader.
 
         Args:
             seconds: The time limit for the weights of an adapter.

@@ -1,7 +1,7 @@
-"""A model's folder on S3: which files it has, and how they come here.
+"""A model's folder on S3: lists its files and downloads them.
 
-boto3 finds credentials, region and endpoint as everywhere with AWS: in the environment, the profile, or the role of the
-container or machine; AWS_ENDPOINT_URL_S3 names another S3. boto3 is imported when it is needed: most models are local.
+boto3 finds credentials, region and endpoint in the environment, the profile, or the role of the container or machine.
+AWS_ENDPOINT_URL_S3 sets another endpoint. boto3 is imported only when it is needed, because most models are local.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 THREADS = 8  # Ranges of objects that are read at a time.
 RANGE = 16 << 20  # Bytes of a range.
 _READ_ATTEMPTS = 6  # Attempts to read a range whose connection breaks.
-_REQUEST_ATTEMPTS = 5  # Attempts of botocore at a request that ends with a server error of S3.
+_REQUEST_ATTEMPTS = 5  # botocore's attempts if S3 answers a request with a server error.
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30
 _BLOCK = 1 << 20
 _MAX_FILES = 100_000
 
-# Suffixes of files from which no setting is read.
+# Suffixes of files that hold no settings.
 WEIGHTS = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".tar", ".gz", ".tgz", ".zip"}
 )
-_MAX_SETTINGS_BYTES = 32 << 20  # A larger file counts as weights with any name.
+_MAX_SETTINGS_BYTES = 32 << 20  # A larger file counts as weights, even if its name has none of these suffixes.
 # Suffixes of weights that engines do not load if `*.safetensors` are beside them.
 _DUPLICATES = frozenset({".bin", ".pt", ".pth", ".h5", ".msgpack", ".ckpt"})
 
@@ -49,8 +49,8 @@ class RemoteFile:
 
     path: str  # Below the model's directory, with `/` between its parts.
     size: int  # Bytes.
-    etag: str  # In quotes, as S3 gives it; another one means another content.
-    # Algorithms of the checksums that S3 has of the whole object.
+    etag: str  # In quotes, as S3 sends it. It changes with the content.
+    # Algorithms for which S3 has a checksum of the whole object.
     checksums: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -60,7 +60,11 @@ class RemoteFile:
 
 
 def check_path(path: str) -> str:
-    """Return `path` if it stays below the directory that it is joined to. Raises SourceError."""
+    """Return `path` if it stays below the directory that it is joined to.
+
+    Raises:
+        SourceError: The path may leave the directory.
+    """
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in path or "\\" in path:
         raise SourceError(f"{path!a} cannot be the path of a file below the model's directory")
@@ -68,12 +72,12 @@ def check_path(path: str) -> str:
 
 
 def selected(files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
-    """Return the files to fetch, sorted by path: all but weights that are there as `*.safetensors` too.
+    """Return the files to fetch, sorted by path. Weights are left out if `*.safetensors` files have them, too.
 
     Empty objects that stand for folders are left out.
 
     Raises:
-        SourceError: One with content is the folder of others.
+        SourceError: An object with content has the same path as a folder of other objects.
     """
     everything = sorted(files, key=lambda file: file.path)
     folders = {str(parent) for file in everything for parent in PurePosixPath(file.path).parents}
@@ -88,7 +92,7 @@ def selected(files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
 def _is_duplicate(path: PurePosixPath, with_safetensors: set[str]) -> bool:
     if path.suffix.lower() in _DUPLICATES and str(path.parent) in with_safetensors:
         return True
-    # Llama's repositories have the weights once more in `original/`.
+    # Llama's repositories have a second copy of the weights in `original/`.
     return any(parent.name == "original" and str(parent.parent) in with_safetensors for parent in path.parents)
 
 
@@ -96,16 +100,19 @@ class S3Folder:
     """A folder of a bucket. Any thread may use it."""
 
     def __init__(self, url: S3Url) -> None:
-        """Make a client; S3 is not asked yet.
+        """Create the client. It sends no request to S3 yet.
 
         Raises:
             SourceError: AWS is configured wrongly.
         """
         self.url = url
-        self._client = _client(url)
+        try:
+            self._client = s3_client()
+        except SourceError as error:
+            raise SourceError(f"{url}: {error}") from error
 
     def files(self) -> tuple[RemoteFile, ...]:
-        """List all objects in the folder, save for those that stand for folders.
+        """List all objects in the folder, except those that stand for folders.
 
         Raises:
             SourceError: S3 refuses or cannot be reached, or the folder is empty.
@@ -136,18 +143,21 @@ class S3Folder:
 
     @contextlib.contextmanager
     def transfers(self, on_bytes: Callable[[int], None]) -> Iterator[Callable[[RemoteFile, Path], TransferFuture]]:
-        """Yield what begins to download a file to a path, which is written whole or not at all.
+        """Yield a function that begins to download a file to a path. The path exists only after a complete download.
 
-        boto3's TransferManager reads objects in ranges, several at a time. `on_bytes` is told how many bytes came, or
-        have to come again. In the end, missing parts are cancelled; threads that still wait for S3 end soon after.
+        boto3's TransferManager reads several ranges of objects at a time. `on_bytes` gets the number of bytes that were
+        downloaded. The number is negative for bytes that have to be downloaded again. When the context ends, unfinished
+        downloads are cancelled. Threads that still wait for S3 end soon after that.
         """
         from s3transfer.manager import TransferConfig, TransferManager
 
         config = TransferConfig(
-            multipart_threshold=1,  # only ranges are read on condition that the object is still the one that was listed
+            # With this threshold boto3 reads ranges of every object. It checks only for ranges that the object has not
+            # changed since it was listed.
+            multipart_threshold=1,
             multipart_chunksize=RANGE,
             max_request_concurrency=THREADS,
-            # No waiting when a download begins: this many fit.
+            # The queue has room for all files, so `begin` never waits.
             max_submission_queue_size=_MAX_FILES,
             max_request_queue_size=1 << 20,
             max_io_queue_size=64,
@@ -158,7 +168,7 @@ class S3Folder:
         futures: list[TransferFuture] = []
 
         def begin(file: RemoteFile, path: Path) -> TransferFuture:
-            # boto3 takes any object with these methods; its base class would have to be imported with this module.
+            # boto3 accepts any object with these methods. A subclass would need boto3 when this module is imported.
             subscriber = cast("BaseSubscriber", _Subscriber(file, on_bytes))
             key = self.url.key_prefix + file.path
             futures.append(manager.download(self.url.bucket, key, str(path), subscribers=[subscriber]))
@@ -167,15 +177,22 @@ class S3Folder:
         try:
             yield begin
         finally:
-            for future in futures:  # `shutdown(cancel=True)` raises a TypeError (s3transfer 0.19)
+            for future in futures:  # `shutdown(cancel=True)` raises a TypeError (s3transfer 0.19).
                 future.cancel()
             threading.Thread(target=manager.shutdown, name="download-end", daemon=True).start()
 
     def check(self, file: RemoteFile, download: TransferFuture, path: Path, go_on: Callable[[], None]) -> None:
-        """Raise what went wrong with a download that has ended, and compare what came with S3's checksum of it.
+        """Raise the error of a finished download, and compare the file with S3's checksum.
 
-        `go_on` is called for each block of the file; an error of it ends the comparison. Raises SourceError for what S3
-        did wrong, or for another content than was listed, and OSError for the disk.
+        Args:
+            file: The file as S3 listed it.
+            download: The finished download.
+            path: The downloaded file.
+            go_on: Called for each block of the file. If it raises an error, the comparison ends.
+
+        Raises:
+            SourceError: S3 failed, or the content is not the one that was listed.
+            OSError: The disk failed.
         """
         algorithm = next((name for name in _CHECKSUMS if name in file.checksums), None)
         try:
@@ -201,7 +218,7 @@ class S3Folder:
             Bucket=self.url.bucket, Key=key, IfMatch=file.etag, ChecksumMode="ENABLED"
         )
         checksum: str | None = answer.get(f"Checksum{algorithm}")
-        # "...-7" is of a multipart upload's seven checksums.
+        # A checksum such as "...-7" is made of the checksums of seven parts, not of the whole object.
         return None if checksum is None or "-" in checksum else checksum
 
     def _explained(self, error: Exception, path: str = "") -> SourceError:
@@ -210,7 +227,7 @@ class S3Folder:
 
 @dataclass(frozen=True, slots=True)
 class _Subscriber:
-    """The calls of boto3 about the download of one file."""
+    """Gets boto3's calls about the download of one file."""
 
     file: RemoteFile
     on_bytes: Callable[[int], None]
@@ -234,11 +251,16 @@ class _Crc32:
         return self._value.to_bytes(4, "big")
 
 
-# Checksums that are fast without AWS's C library; S3 also has CRC32C and CRC64NVME.
+# Checksums that are fast without AWS's C library. S3 also has CRC32C and CRC64NVME.
 _CHECKSUMS: dict[str, Callable[[], Any]] = {"CRC32": _Crc32, "SHA256": hashlib.sha256, "SHA1": hashlib.sha1}
 
 
-def _client(url: S3Url) -> S3Client:
+def s3_client() -> S3Client:
+    """Return a client that any thread may use.
+
+    Raises:
+        SourceError: AWS is configured wrongly.
+    """
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -250,19 +272,19 @@ def _client(url: S3Url) -> S3Client:
         max_pool_connections=THREADS,
         tcp_keepalive=True,
     )
-    # If no region is set, S3 tells the bucket's region in its first answer, and botocore follows.
+    # If no region is set, S3's first answer has the bucket's region, and botocore repeats the request there.
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     try:
         session = boto3.session.Session(region_name=region)
         client = session.client("s3", config=config, region_name=session.region_name or "us-east-1")
     except (BotoCoreError, ValueError) as error:
-        raise SourceError(f"{url}: {error}") from error
+        raise SourceError(str(error)) from error
     client.meta.events.register("after-call.s3.GetObject", _close_with_body)
     return client
 
 
 def _close_with_body(parsed: dict[str, Any], **_: Any) -> None:
-    """boto3 leaves the connection of a read that is cancelled open."""
+    """Close the connection when the body is dropped. boto3 leaves the connection of a cancelled read open."""
     if (body := parsed.get("Body")) is not None:
         weakref.finalize(body, body._raw_stream.close)
 

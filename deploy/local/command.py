@@ -1,4 +1,4 @@
-"""`slipway local`, and `--local-endpoint` of `slipway serve`."""
+"""`slipway local`, and the options of `slipway serve` for a local endpoint."""
 
 from __future__ import annotations
 
@@ -6,61 +6,95 @@ import asyncio
 import logging
 import os
 import signal
-from typing import Annotated
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from container import cli, logs
+from container import logs
 from container.http.cross_site import KnownHosts
 from container.http.router import Mount, Router
+from container.settings.settings import ServerSettings
 from container.settings.values import names
+from container.sources.location import S3Url, SourceError
 from deploy.local.errors import REGION, RuntimeApiError
 from deploy.local.parameters import check_endpoint_name
 from deploy.local.runtime_api import PREFIX, RuntimeApi
 from deploy.local.settings import MEBIBYTE, LocalSettings
+from deploy.local.storage import folder_url
 
+_DRAIN_SECONDS = ServerSettings().drain_timeout
+_S3_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
-_Adapters = Annotated[list[str] | None, typer.Option(help="An inference component that is an adapter; repeatable.")]
-_Components = Annotated[
+LocalEndpoints = Annotated[
+    list[str] | None,
+    typer.Option(help="Serve SageMaker's runtime API as well, for an endpoint of this name; repeatable."),
+]
+Adapters = Annotated[list[str] | None, typer.Option(help="An inference component that is an adapter; repeatable.")]
+Components = Annotated[
     list[str] | None, typer.Option(help="An inference component that is the base model; repeatable.")
 ]
 
+AsyncOutput = Annotated[
+    str | None, typer.Option(help="s3:// folder for the answers of asynchronous calls; implies S3, unless --s3-folder.")
+]
+AsyncFailures = Annotated[str | None, typer.Option(help="s3:// folder for their failures; default: that of answers.")]
+S3Folder = Annotated[
+    Path | None, typer.Option(help="Directory that stands for S3: s3://bucket/key is its file bucket/key.")
+]
+Capture = Annotated[Path | None, typer.Option(help="Directory for data capture, in SageMaker's form.")]
 
-def register(app: typer.Typer) -> None:
-    """Add `local`, and give `serve` its further options."""
-    app.registered_commands = [command for command in app.registered_commands if command.callback is not cli.serve]
-    app.command()(serve)
-    app.command()(local)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptions:
+    """The options that `slipway local` and `slipway serve` share, as they were given."""
+
+    component: list[str] | None
+    adapter: list[str] | None
+    async_output: str | None
+    async_failures: str | None
+    s3_folder: Path | None
+    capture: Path | None
+
+    def given(self) -> list[str]:
+        """Return the options that were given."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        return [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+
+    def settings(self, option: str, endpoints: list[str], **limits: Any) -> LocalSettings:
+        """Return the settings of the local endpoint.
+
+        Args:
+            option: The option that has the names of the endpoints.
+            endpoints: These names.
+            limits: Further settings.
+
+        Raises:
+            typer.BadParameter: An option's value is not allowed.
+        """
+        places: dict[str, Any] = {
+            "async_output": _s3_folder("--async-output", self.async_output),
+            "async_failures": _s3_folder("--async-failures", self.async_failures),
+            "s3_folder": _directory("--s3-folder", self.s3_folder),
+            "capture": _directory("--capture", self.capture),
+        }
+        return LocalSettings(
+            endpoints=_checked(option, endpoints),
+            components=frozenset(_checked("--component", self.component or [])),
+            adapters=frozenset(_checked("--adapter", self.adapter or [])),
+            uses_s3=places["async_output"] is not None or any(os.environ.get(name) for name in _S3_VARIABLES),
+            **{name: place for name, place in places.items() if place is not None},
+            **limits,
+        )
 
 
-def serve(
-    model_dir: cli.ModelDir = None,
-    port: cli.Port = None,
-    host: cli.Host = None,
-    model_name: cli.ModelName = None,
-    api_key: cli.ApiKeys = None,
-    local_endpoint: Annotated[
-        list[str] | None,
-        typer.Option(help="Serve SageMaker's runtime API as well, for an endpoint of this name; repeatable."),
-    ] = None,
-    adapter: _Adapters = None,
-    component: _Components = None,
-) -> None:
-    """Serve a model until told to stop."""
-    startup = cli.read_startup(model_dir, port, host, model_name, api_key)
-    if not local_endpoint:
-        given = {"--adapter": adapter, "--component": component}
-        for option in (name for name, value in given.items() if value):
-            raise typer.BadParameter("has no meaning without --local-endpoint", param_hint=option)
-        cli.run(startup)
-    settings = LocalSettings(
-        endpoints=_checked("--local-endpoint", local_endpoint),
-        components=frozenset(_checked("--component", component or [])),
-        adapters=frozenset(_checked("--adapter", adapter or [])),
-    )
-    mount = Mount(PREFIX, RuntimeApi(settings, KnownHosts(startup.server.allowed_hosts)), settings.endpoints)
-    cli.run(startup, [mount], _greeting(startup.server.host, startup.server.port, settings))
+def local_endpoint_of(server: ServerSettings, endpoints: list[str], options: LocalOptions) -> tuple[Mount, str]:
+    """Return SageMaker's runtime API in front of the server, and the text that tells users how to reach it."""
+    settings = options.settings("--local-endpoint", endpoints)
+    api = RuntimeApi(settings, KnownHosts(server.allowed_hosts))
+    return Mount(PREFIX, api, settings.endpoints, api.drain), _greeting(server.host, server.port, settings)
 
 
 def local(
@@ -70,23 +104,40 @@ def local(
     endpoint_name: Annotated[
         list[str], typer.Option("--endpoint-name", "-e", help="An endpoint's name; repeatable.")
     ] = ["my-endpoint"],  # noqa: B006
-    component: _Components = None,
-    adapter: _Adapters = None,
+    component: Components = None,
+    adapter: Adapters = None,
+    async_output: AsyncOutput = None,
+    async_failures: AsyncFailures = None,
+    s3_folder: S3Folder = None,
+    capture: Capture = None,
     max_payload_mb: Annotated[
         int, typer.Option(min=1, max=1024, help="MiB of a request's body and of an answer.")
     ] = 25,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the container has to answer.")] = 60.0,
     stream_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a stream has to be complete.")] = 480.0,
+    allowed_hosts: Annotated[
+        str,
+        typer.Option(
+            envvar="SERVING_ALLOWED_HOSTS", help="Further names under which browsers may reach it, with commas between."
+        ),
+    ] = "",
 ) -> None:
     """Serve SageMaker's runtime API on this machine, in front of a container that runs already."""
     import uvloop
 
     if not container.startswith(("http://", "https://")):
         raise typer.BadParameter(f"is {container!r}; expected http://host:port", param_hint="--container")
-    settings = LocalSettings(
-        endpoints=_checked("--endpoint-name", endpoint_name),
-        components=frozenset(_checked("--component", component or [])),
-        adapters=frozenset(_checked("--adapter", adapter or [])),
+    options = LocalOptions(
+        component=component,
+        adapter=adapter,
+        async_output=async_output,
+        async_failures=async_failures,
+        s3_folder=s3_folder,
+        capture=capture,
+    )
+    settings = options.settings(
+        "--endpoint-name",
+        endpoint_name,
         max_payload=max_payload_mb * MEBIBYTE,
         answer_timeout=timeout,
         stream_timeout=stream_timeout,
@@ -94,21 +145,22 @@ def local(
     logs.configure("plain", "info")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # the container has an access line for each call
     typer.echo(_greeting(host, port, settings))
-    uvloop.run(_run(container.rstrip("/"), settings, host, port))
+    uvloop.run(_run(container.rstrip("/"), settings, KnownHosts(names(allowed_hosts)), host, port))
 
 
-async def _run(url: str, settings: LocalSettings, host: str, port: int) -> None:
+async def _run(url: str, settings: LocalSettings, hosts: KnownHosts, host: str, port: int) -> None:
     from container.server import http_server, listen
     from deploy.local.remote_container import RemoteContainer
 
-    hosts = KnownHosts(names(os.environ.get("SERVING_ALLOWED_HOSTS", "")))
     container = RemoteContainer(url, hosts)
-    server = http_server(Router(container, [Mount(PREFIX, RuntimeApi(settings, hosts))]))
+    api = RuntimeApi(settings, hosts)
+    server = http_server(Router(container, [Mount(PREFIX, api)]))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, setattr, server, "should_exit", True)
     with listen(host, port) as listener:
         await server.serve([listener])
+    await api.drain(_DRAIN_SECONDS)
     await container.close()
 
 
@@ -133,3 +185,22 @@ def _checked(option: str, names: list[str]) -> tuple[str, ...]:
         except RuntimeApiError as error:
             raise typer.BadParameter(error.message, param_hint=option) from None
     return tuple(dict.fromkeys(names))
+
+
+def _s3_folder(option: str, text: str | None) -> S3Url | None:
+    if text is None:
+        return None
+    try:
+        return folder_url(text)
+    except SourceError as error:
+        raise typer.BadParameter(f"is {text!r}: {error}", param_hint=option) from None
+
+
+def _directory(option: str, path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot be made: {error}", param_hint=option) from None
+    return path.absolute()

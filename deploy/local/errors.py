@@ -24,10 +24,11 @@ class RuntimeApiError(Exception):
         """
         super().__init__(message)
         self.name, self.status, self.message = name, status, message
-        self._more = dict(more or {})
+        self.more = dict(more or {})
+        self.closes = False  # The connection is closed, because the rest of the body was not read.
 
     def body(self) -> bytes:
-        return json.dumps({**self._more, "Message": self.message}).encode()
+        return json.dumps({**self.more, "Message": self.message}).encode()
 
 
 def validation_error(message: str, error_code: str | None = None) -> RuntimeApiError:
@@ -62,6 +63,34 @@ NO_RESPONSE = (
     "high. To check your utilization, see Amazon CloudWatch. To fix this problem, use an instance type with more CPU "
     "capacity or memory."
 )
+
+
+def not_ready(endpoint: str) -> RuntimeApiError:
+    """Return the error for a container whose model is still being loaded. The container itself answers 503."""
+    message = f"Model for endpoint {endpoint} is not ready for inference yet. Please retry."
+    return RuntimeApiError("ModelNotReadyException", 429, message)
+
+
+def no_capacity() -> RuntimeApiError:
+    """Return the error for an inference component without a copy that runs."""
+    return validation_error(
+        "Inference Component has no capacity to process this request. ApplicationAutoScaling may be in-progress (if "
+        "configured) or try to increase the capacity by invoking UpdateInferenceComponentRuntimeConfig API."
+    )
+
+
+def internal_failure(
+    message: str = "The request processing has failed because of an unknown error.",
+) -> RuntimeApiError:
+    """Return the error for a fault of the local endpoint."""
+    return RuntimeApiError("InternalFailure", 500, message)
+
+
+def refused_answer(endpoint: str, status: int, reason: str) -> RuntimeApiError:
+    """Return the error for an answer of the container that SageMaker does not take."""
+    return _model_error(
+        endpoint, status, f"Received an answer ({status}) from primary, but {reason}.", reason, "INTERNAL_FAILURE"
+    )
 
 
 def no_answer(endpoint: str, reason: str) -> RuntimeApiError:

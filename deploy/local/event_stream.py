@@ -7,14 +7,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from struct import pack
 from zlib import crc32
+
+from starlette.types import Message
+
+from deploy.local.parameters import Api, Headers, reply_headers
 
 CONTENT_TYPE = "application/vnd.amazon.eventstream"
 
 _EVENT = {":event-type": "PayloadPart", ":content-type": "application/octet-stream", ":message-type": "event"}
 _ERROR = {":exception-type": "ModelStreamError", ":content-type": "application/json", ":message-type": "exception"}
 _STRING = 7  # The type of a header's value.
+
+
+@dataclass(frozen=True, slots=True)
+class EventStream:
+    """The form of a reply to InvokeEndpointWithResponseStream."""
+
+    common: Headers  # Headers that every reply of the API has.
+
+    def start(self, status: int, headers: Headers) -> Message:
+        own = [(b"content-type", CONTENT_TYPE.encode()), *self.common, *reply_headers(Api.STREAM, headers)]
+        return {"type": "http.response.start", "status": 200, "headers": own}
+
+    def piece(self, data: bytes) -> bytes:
+        return payload_part(data)
+
+    def failure(self, code: str, message: str) -> bytes:
+        return model_stream_error(code, message)
 
 
 def payload_part(data: bytes) -> bytes:

@@ -1,121 +1,175 @@
-"""A call of an endpoint: passes the request to the container and returns its reply, whole or as an event stream."""
+"""A call of an endpoint: passes the request to the container and returns its reply, whole or as a stream."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from container.http.uvicorn_protocol import BREAK_OFF
-from deploy.local.errors import NO_RESPONSE, TIMED_OUT, RuntimeApiError, model_error, no_answer
-from deploy.local.event_stream import CONTENT_TYPE, model_stream_error, payload_part
-from deploy.local.parameters import Headers, Parameters, reply_headers
-from deploy.local.settings import LocalSettings
+from deploy.local.errors import NO_RESPONSE, TIMED_OUT, model_error, no_answer, no_capacity, not_ready
+from deploy.local.parameters import Headers
 
-_NOT_READY = "Model for endpoint {} is not ready for inference yet. Please retry."
+# `slipway local` adds this header to the 503 with which it answers for a container that it cannot reach.
+UNREACHABLE = (b"x-slipway-container", b"unreachable")
+
 _UNAVAILABLE = 503
 _LOADING = frozenset({207, _UNAVAILABLE})  # Statuses of /ping while a model loads.
 _MAX_ERROR = 65536  # Bytes of an error that are read.
-_LAST_MESSAGE_SECONDS = 5.0  # The client has to read the message that ends a failed stream in this time.
+_LAST_MESSAGE_SECONDS = 5.0  # The time in which the client has to read the last message of a failed stream.
 
 
 class ClientGone(Exception):
     """The client left before its request was answered."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerRequest:
+    """The request that the container gets for a call of an endpoint."""
+
+    endpoint: str
+    headers: Headers
+    body: bytes
+    component: str | None = None  # The inference component that the call names.
+    method: str = "POST"
+    path: str = "/invocations"
+    raw_path: bytes = b"/invocations"
+    query: bytes = b""
+
+    def scope(self, client: Scope) -> Scope:
+        """Return the request's ASGI scope.
+
+        Args:
+            client: The scope of the client's request.
+        """
+        path = {"path": self.path, "raw_path": self.raw_path, "query_string": self.query}
+        return {**client, **path, "method": self.method, "headers": self.headers}
+
+
+class StreamForm(Protocol):
+    """The form in which a client gets a stream."""
+
+    def start(self, status: int, headers: Headers) -> Message:
+        """Return the beginning of the reply, for the status and the headers of the container's reply."""
+        ...
+
+    def piece(self, data: bytes) -> bytes:
+        """Return the bytes that the client gets for a piece of the container's reply."""
+        ...
+
+    def failure(self, code: str, message: str) -> bytes | None:
+        """Return the last bytes of a stream that fails, or None if the connection is closed instead."""
+        ...
+
+
 class Invocation:
-    """A call that was read and checked, and the reply of the container's own routes, called over ASGI."""
+    """A checked call of an endpoint. Calls the container over ASGI and holds its reply."""
 
     def __init__(
-        self, scope: Scope, receive: Receive, settings: LocalSettings, name: str, parameters: Parameters, body: bytes
+        self, scope: Scope, receive: Receive, request: ContainerRequest, max_answer: int, *, keep: bool = False
     ) -> None:
         """Prepare the call.
 
         Args:
-            scope: The ASGI scope of the client's request.
+            scope: The ASGI scope of the client's request. `scope["app"]` is the container's application.
             receive: Reports when the client has left.
-            settings: The settings of the endpoint.
-            name: The name of the endpoint.
-            parameters: The parameters of the call.
-            body: The body of the request.
-
-        Raises:
-            RuntimeApiError: The call names a variant, a container or an inference component that does not exist.
+            request: The request to the container.
+            max_answer: The largest reply in bytes that is held.
+            keep: Hold the reply although it is streamed.
         """
-        self._receive, self._settings, self._name, self._parameters = receive, settings, name, parameters
-        path = {"path": "/invocations", "raw_path": b"/invocations", "query_string": b""}
-        self._scope = {**scope, **path, "headers": settings.container_headers(name, parameters)}
-        self._request: list[Message] = [{"type": "http.request", "body": body}]
+        self._receive, self._request, self._max_answer, self._keep = receive, request, max_answer, keep
+        self._scope = request.scope(scope)
+        self._unsent: list[Message] = [{"type": "http.request", "body": request.body}]
         self.status = 0
         self.headers: Headers = []
-        self.body = b""
-        # Takes the parts of a successful reply, in place of `body`.
-        self._on_piece: Callable[[bytes], Awaitable[None]] | None = None
-        self._complete = self._too_large = self._left = False
+        self._held, self._whole = bytearray(), b""
+        self._on_piece: Callable[[bytes], Awaitable[None]] | None = None  # Takes the parts of a successful reply.
+        self._ended_reply = self._too_large = self._left = False
         self._ended = asyncio.Event()
 
-    async def whole(self) -> None:
-        """Call the container. Its reply is then in `headers` and `body`.
+    @property
+    def body(self) -> bytes | None:
+        """The reply's body. None if the reply was not held, is too large, or has not succeeded as a whole."""
+        held = self._keep or self._on_piece is None
+        return self._joined() if held and self._ended_reply and not self._too_large and self._succeeded else None
+
+    def _joined(self) -> bytes:
+        if self._held:
+            self._whole, self._held = bytes(self._held), bytearray()
+        return self._whole
+
+    @property
+    def _succeeded(self) -> bool:
+        return 200 <= self.status < 300
+
+    async def whole(self, seconds: float) -> bytes:
+        """Call the container and return the body of its reply.
 
         Raises:
-            RuntimeApiError: The call failed.
+            RuntimeApiError: The call failed, or the reply was not complete within `seconds`.
             ClientGone: The client left.
         """
         try:
-            async with asyncio.timeout(self._settings.answer_timeout):
+            async with asyncio.timeout(seconds):
                 await self._run()
         except TimeoutError:
-            raise no_answer(self._name, TIMED_OUT) from None
+            raise no_answer(self._request.endpoint, TIMED_OUT) from None
         await self._check()
+        return self._joined()
 
-    async def stream(self, common: Headers, send: Send) -> None:
-        """Send the reply as an event stream while it arrives.
+    async def stream(self, form: StreamForm, send: Send, first: float, seconds: float) -> None:
+        """Send the reply while it arrives.
 
         The stream begins with the first bytes of the container's reply. A later failure is the last message of the
-        stream. The connection is dropped if the client does not read that message in time.
+        stream. The connection is closed if the form has no such message, or if the client does not read it in time.
 
         Args:
-            common: Headers that every reply has.
+            form: The form of the stream.
             send: ASGI's `send`.
+            first: The time in seconds within which the first bytes have to come.
+            seconds: The time in seconds within which the reply has to be complete.
 
         Raises:
             RuntimeApiError: The call failed before the first bytes.
             ClientGone: The client left.
         """
         begun, last = False, b""
-        seconds = self._settings.stream_timeout
+        failure: tuple[str, str] | None = None
         deadline = asyncio.get_running_loop().time() + seconds
 
-        async def begin() -> None:
-            nonlocal begun
-            begun = True
-            headers = [*common, *reply_headers(self._parameters.api, self.headers)]
-            headers.insert(0, (b"content-type", CONTENT_TYPE.encode()))
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-
         async def forward(piece: bytes) -> None:
+            nonlocal begun
             if not begun:
+                begun = True
                 limit.reschedule(deadline)
-                await begin()
-            await send({"type": "http.response.body", "body": payload_part(piece), "more_body": True})
+                await send(form.start(self.status, self.headers))
+            await send({"type": "http.response.body", "body": form.piece(piece), "more_body": True})
 
         self._on_piece = forward
         try:
-            async with asyncio.timeout(min(self._settings.answer_timeout, seconds)) as limit:
+            async with asyncio.timeout(min(first, seconds)) as limit:
                 await self._run()
         except TimeoutError:
             if not begun:
-                raise no_answer(self._name, TIMED_OUT) from None
-            text = f"The model did not finish its response within {seconds:g} seconds."
-            last = model_stream_error("ModelInvocationTimeExceeded", text)
+                raise no_answer(self._request.endpoint, TIMED_OUT) from None
+            failure = (
+                "ModelInvocationTimeExceeded",
+                f"The model did not finish its response within {seconds:g} seconds.",
+            )
         else:
             if not begun:
                 await self._check()
-                await begin()
-            elif not self._complete:
-                text = "The connection between the endpoint and the model was reset or closed."
-                last = model_stream_error("StreamBroken", text)
+                await send(form.start(self.status, self.headers))
+            elif not self._ended_reply:
+                failure = ("StreamBroken", "The connection between the endpoint and the model was reset or closed.")
+        if failure is not None:
+            message = form.failure(*failure)
+            if message is None:
+                return  # The server sends the pieces so far and closes the connection.
+            last = message
         try:
             async with asyncio.timeout(_LAST_MESSAGE_SECONDS if last else None):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -131,8 +185,8 @@ class Invocation:
             raise ClientGone
 
     async def _next(self) -> Message:
-        if self._request:
-            return self._request.pop()
+        if self._unsent:
+            return self._unsent.pop()
         leaving = asyncio.ensure_future(self._receive())
         ending = asyncio.ensure_future(self._ended.wait())
         try:
@@ -150,31 +204,39 @@ class Invocation:
             self.status, self.headers = message["status"], message["headers"]
             return
         piece: bytes = message.get("body", b"")
-        succeeded = 200 <= self.status < 300
-        if self._on_piece is None or not succeeded:
-            limit = self._settings.max_payload if succeeded else _MAX_ERROR
-            self._too_large = len(self.body) + len(piece) > limit
-            self.body += b"" if self._too_large else piece
-        elif piece:
+        streaming = self._on_piece is not None and self._succeeded
+        if not streaming or self._keep:
+            limit = self._max_answer if self._succeeded else _MAX_ERROR
+            self._too_large = self._too_large or len(self._held) + len(piece) > limit
+            self._held += b"" if self._too_large else piece
+        if streaming and piece:
+            assert self._on_piece is not None
             await self._on_piece(piece)
-        self._complete = not message.get("more_body", False) and not self._too_large
-        if self._complete or self._too_large:
+        given_up = self._too_large and not streaming
+        self._ended_reply = not message.get("more_body", False) and not given_up
+        if self._ended_reply or given_up:
             self._ended.set()
 
     async def _check(self) -> None:
         """Raise the API's error unless the reply is complete and successful."""
-        if self.status == _UNAVAILABLE and await self._is_loading():
-            raise RuntimeApiError("ModelNotReadyException", 429, _NOT_READY.format(self._name))
-        if self._too_large:
-            raise model_error(self._name, self.status, None)
-        if not self._complete:
-            raise no_answer(self._name, NO_RESPONSE.format(self._name))
-        if not 200 <= self.status < 300:
-            raise model_error(self._name, self.status, self.body)
+        endpoint, streaming = self._request.endpoint, self._on_piece is not None and self._succeeded
+        if self.status == _UNAVAILABLE:
+            if self._request.component is not None and UNREACHABLE in self.headers:
+                raise no_capacity()
+            if await is_loading(self._scope["app"]):
+                raise not_ready(endpoint)
+        if self._too_large and not streaming:
+            raise model_error(endpoint, self.status, None)
+        if not self._ended_reply:
+            raise no_answer(endpoint, NO_RESPONSE.format(endpoint))
+        if not self._succeeded:
+            raise model_error(endpoint, self.status, bytes(self._held))
 
-    async def _is_loading(self) -> bool:
-        import httpx  # Importing it takes a while, and other commands do not need it.
 
-        transport = httpx.ASGITransport(self._scope["app"])
-        async with httpx.AsyncClient(transport=transport, base_url="http://container", trust_env=False) as container:
-            return (await container.get("/ping")).status_code in _LOADING
+async def is_loading(container: ASGIApp) -> bool:
+    """Ask `/ping`, and return True if the container still loads its model, or cannot be reached."""
+    import httpx  # Importing it takes a while, and other commands do not need it.
+
+    transport = httpx.ASGITransport(container)
+    async with httpx.AsyncClient(transport=transport, base_url="http://container", trust_env=False) as client:
+        return (await client.get("/ping")).status_code in _LOADING

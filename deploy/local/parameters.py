@@ -18,22 +18,33 @@ from deploy.local.errors import constraint_violation
 Headers = list[tuple[bytes, bytes]]
 
 
+def value_of(headers: Headers, name: bytes) -> str:
+    """Return the value of a header, or an empty text. `name` is in lower case."""
+    return next((value.decode("latin-1") for given, value in headers if given.lower() == name), "")
+
+
 class Api(Enum):
-    """An operation of the runtime API. The container gets its value in `X-Amzn-SageMaker-Forwarded-Api`."""
+    """An operation of the runtime API.
+
+    The container gets its value in `X-Amzn-SageMaker-Forwarded-Api`. An asynchronous call comes without this header.
+    """
 
     INVOKE = "InvokeEndpoint"
     STREAM = "InvokeEndpointWithResponseStream"
+    ASYNC = "InvokeEndpointAsync"
 
 
+INFERENCE_ID = b"x-amzn-sagemaker-inference-id"
 # The parameters that the container gets, and their headers.
 _TO_CONTAINER = {
     "ContentType": b"content-type",
     "Accept": b"accept",
     "CustomAttributes": b"x-amzn-sagemaker-custom-attributes",
-    "InferenceId": b"x-amzn-sagemaker-inference-id",
+    "InferenceId": INFERENCE_ID,
     "TargetModel": b"x-amzn-sagemaker-target-model",
     "SessionId": b"x-amzn-sagemaker-session-id",
 }
+_NUMBER = re.compile(r"-?[0-9]{1,18}", re.ASCII)
 # Parts of the service model's regular expressions that Python does not know, and their replacements.
 _JAVA = {r"\p{ASCII}": r"[\x00-\x7f]", r"\p{Print}": r"\x20-\x7e", r"\z": r"\Z"}
 
@@ -48,6 +59,9 @@ def _members(api: Api) -> Mapping[str, Any]:
 
 
 def _check(name: str, member: Any, value: str) -> None:
+    if member.type_name == "integer":
+        _check_number(name, member, value)
+        return
     least, most, pattern = member.metadata.get("min", 0), member.metadata["max"], member.metadata["pattern"]
     if len(value) < least:
         raise constraint_violation(name, value, f"Member must have length greater than or equal to {least}")
@@ -56,6 +70,17 @@ def _check(name: str, member: Any, value: str) -> None:
     expression = functools.reduce(lambda text, java: text.replace(java, _JAVA[java]), _JAVA, pattern)
     if not re.fullmatch(expression, value):
         raise constraint_violation(name, value, f"Member must satisfy regular expression pattern: {pattern}")
+
+
+def _check_number(name: str, member: Any, value: str) -> None:
+    if not _NUMBER.fullmatch(value):
+        raise constraint_violation(name, value, "Member must be an integer")
+    if int(value) < member.metadata["min"]:
+        least = member.metadata["min"]
+        raise constraint_violation(name, value, f"Member must have value greater than or equal to {least}")
+    if int(value) > member.metadata["max"]:
+        most = member.metadata["max"]
+        raise constraint_violation(name, value, f"Member must have value less than or equal to {most}")
 
 
 def check_endpoint_name(name: str) -> None:
@@ -88,7 +113,7 @@ def read_parameters(api: Api, headers: Iterable[tuple[bytes, bytes]]) -> Paramet
     """
     given = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
     values: dict[str, str] = {}
-    forwarded = [(b"x-amzn-sagemaker-forwarded-api", api.value.encode())]
+    forwarded: Headers = [] if api is Api.ASYNC else [(b"x-amzn-sagemaker-forwarded-api", api.value.encode())]
     for name, member in _members(api).items():
         value = given.get(member.serialization["name"].lower())
         if value is None or member.serialization["location"] != "header":  # The path has the endpoint's name.

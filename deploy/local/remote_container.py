@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from container.http.cross_site import KnownHosts, passed_on
 from container.http.disconnect import disconnected
+from deploy.local.invocation import UNREACHABLE
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +71,12 @@ class RemoteContainer:
     async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
-        headers = [
+        sent = [
             (name, value) for name, value in passed_on(scope["headers"]) if name not in (b"host", *_CONNECTION_HEADERS)
         ]
         begun = False
         try:
-            async with self._http.stream(scope["method"], target.decode(), headers=headers, content=body) as reply:
+            async with self._http.stream(scope["method"], target.decode(), headers=sent, content=body) as reply:
                 own = [
                     (name.lower(), value)
                     for name, value in reply.headers.raw
@@ -89,8 +90,10 @@ class RemoteContainer:
             logger.warning("the container does not answer: %s", error or type(error).__name__)
             if begun:
                 return  # The client sees that the end is missing.
-            status = 503 if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) else 502
-            await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
+            status, headers = 502, [(b"content-length", b"0")]
+            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                status, headers = 503, [*headers, UNREACHABLE]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 
     async def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import uuid
@@ -11,20 +12,24 @@ from starlette.types import Receive, Scope, Send
 from container.http.body_limits import BodyReader, BodyTimeout, BodyTooLarge
 from container.http.cross_site import KnownHosts
 from container.settings.settings import ServerSettings
-from deploy.local.errors import RuntimeApiError, unknown_operation
-from deploy.local.invocation import ClientGone, Invocation
+from deploy.local.asynchronous import MAX_INLINE, AsyncCall, AsyncCalls
+from deploy.local.data_capture import DataCapture
+from deploy.local.errors import RuntimeApiError, internal_failure, unknown_operation, validation_error
+from deploy.local.event_stream import EventStream
+from deploy.local.invocation import ClientGone, ContainerRequest, Invocation
+from deploy.local.openai_path import OpenAIPath, PassedReply, openai_error
 from deploy.local.parameters import Api, Headers, read_parameters, reply_headers
 from deploy.local.settings import LocalSettings
+from deploy.local.storage import location, storage_of
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "/endpoints/"
-# A client may send nothing in the middle of a body for this long. The container's own default.
+# The time for which a client may send nothing in the middle of a body. It is the default of the container's setting.
 READ_SECONDS = ServerSettings().request_read_timeout
 
 _PATH = re.compile(r"/endpoints/([^/]+)/(.+)")
-_OPENAI = "openai/v1/"
-_APIS = {"invocations": Api.INVOKE, "invocations-response-stream": Api.STREAM}
+_APIS = {"invocations": Api.INVOKE, "invocations-response-stream": Api.STREAM, "async-invocations": Api.ASYNC}
 _JSON = (b"content-type", b"application/json")
 
 
@@ -32,69 +37,158 @@ class RuntimeApi:
     """The ASGI application of the API. `scope["app"]` is the container's application."""
 
     def __init__(self, settings: LocalSettings, hosts: KnownHosts) -> None:
-        """Take the endpoints, and the names under which browsers may reach them."""
+        """Create the application.
+
+        Args:
+            settings: The settings of the endpoint.
+            hosts: The names under which browsers may reach the server.
+        """
         self._settings, self._hosts = settings, hosts
+        self._capture = None if settings.capture is None else DataCapture(settings.capture)
+        self._async_calls: AsyncCalls | None = None  # Made for the first asynchronous call.
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse further asynchronous calls, and wait for those that run, at most `seconds`."""
+        if self._async_calls is not None:
+            await self._async_calls.drain(seconds)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = str(uuid.uuid4())
-        common = [(b"x-amzn-requestid", request_id.encode())]
+        common = _common(request_id)
+        openai = OpenAIPath.of(scope)
         try:
-            await self._serve(scope, receive, send, common)
+            if fault := self._hosts.fault(dict(scope["headers"])):
+                raise RuntimeApiError("AccessDeniedException", 403, fault)
+            if openai is not None:
+                await self._pass_through(openai, scope, receive, send, request_id)
+            else:
+                await self._serve(scope, receive, send, request_id)
         except ClientGone:
             return
         except RuntimeApiError as error:
             logger.info("%s: %s", error.name, error.message, extra={"request_id": request_id})
-            await _send_error(send, common, error)
+            await _send_error(send, common, error, openai)
         except Exception:
             logger.exception("internal error", extra={"request_id": request_id})
-            failure = "The request processing has failed because of an unknown error."
-            await _send_error(send, common, RuntimeApiError("InternalFailure", 500, failure))
+            await _send_error(send, common, internal_failure(), openai)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, common: Headers) -> None:
-        if fault := self._hosts.fault(dict(scope["headers"])):
-            raise RuntimeApiError("AccessDeniedException", 403, fault)
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         path: str = scope["path"]
         if (found := _PATH.fullmatch(path)) is None:
             raise unknown_operation(scope["method"], path)
         name, operation = found.groups()
-        if operation.startswith(_OPENAI):
-            self._settings.check_name(name)
-            await _pass_through(scope, receive, send, f"{PREFIX}{name}")
-            return
         api = _APIS.get(operation)
         if api is None or scope["method"] != "POST":
             raise unknown_operation(scope["method"], path)
-        self._settings.check_name(name)
+        settings, common = self._settings, _common(request_id)
+        settings.check_name(name)
         parameters = read_parameters(api, scope["headers"])
-        limit = self._settings.max_payload
-        try:
-            body = await BodyReader(None).read(dict(scope["headers"]), receive, limit, READ_SECONDS)
-        except BodyTooLarge:
-            raise RuntimeApiError("ValidationError", 413, f"HTTP content length exceeded {limit} bytes.") from None
-        except BodyTimeout as error:
-            raise RuntimeApiError("ValidationError", 408, error.message) from None
-        if body is None:
+        if api is Api.ASYNC:
+            await self._queue(
+                AsyncCall.of(scope, settings, name, parameters, await _read_inline(scope, receive)), send, common
+            )
             return
-        call = Invocation(scope, receive, self._settings, name, parameters, body)
+        headers = settings.container_headers(name, parameters)
+        component = parameters.values.get("InferenceComponentName")
+        body = await _read(scope, receive, settings.max_payload)
+        request = ContainerRequest(endpoint=name, headers=headers, body=body, component=component)
+        call = self._invocation(scope, receive, request)
         if api is Api.STREAM:
-            await call.stream(common, send)
+            await call.stream(EventStream(common), send, settings.answer_timeout, settings.stream_timeout)
         else:
-            await call.whole()
-            await _send_reply(send, 200, [*common, *reply_headers(api, call.headers)], call.body)
+            answer = await call.whole(settings.answer_timeout)
+            await _send_reply(send, 200, [*common, *reply_headers(api, call.headers)], answer)
+        self._record(request_id, request, call)
+
+    async def _pass_through(
+        self, path: OpenAIPath, scope: Scope, receive: Receive, send: Send, request_id: str
+    ) -> None:
+        settings = self._settings
+        settings.check_name(path.endpoint)
+        request = ContainerRequest(
+            endpoint=path.endpoint,
+            component=path.component,
+            method=scope["method"],
+            path=path.path,
+            raw_path=path.raw_path,
+            query=scope["query_string"],
+            headers=path.headers(scope["headers"], settings),
+            body=await _read(scope, receive, settings.max_payload),
+        )
+        call = self._invocation(scope, receive, request)
+        form = PassedReply(_common(request_id))
+        await call.stream(form, send, settings.stream_timeout, settings.stream_timeout)
+        self._record(request_id, request, call)
+
+    async def _queue(self, call: AsyncCall, send: Send, common: Headers) -> None:
+        if self._async_calls is None:
+            settings = self._settings
+            self._async_calls = AsyncCalls(storage_of(settings), settings.async_concurrency, self._capture)
+        self._async_calls.submit(call)
+        places = [
+            (b"x-amzn-sagemaker-outputlocation", location(call.output).encode()),
+            (b"x-amzn-sagemaker-failurelocation", location(call.failure).encode()),
+        ]
+        answer = json.dumps({"InferenceId": call.inference_id}).encode()
+        await _send_reply(send, 202, [_JSON, *common, *places], answer)
+
+    def _invocation(self, scope: Scope, receive: Receive, request: ContainerRequest) -> Invocation:
+        keep = self._capture is not None
+        return Invocation(scope, receive, request, self._settings.max_payload, keep=keep)
+
+    def _record(self, request_id: str, request: ContainerRequest, call: Invocation) -> None:
+        if self._capture is None or request.method != "POST":
+            return
+        if (body := call.body) is None:
+            logger.warning("not captured: the answer is incomplete or too large", extra={"request_id": request_id})
+        else:
+            self._capture.record(request_id, request, call.headers, body)
 
 
-async def _pass_through(scope: Scope, receive: Receive, send: Send, prefix: str) -> None:
-    """Serve the container's own route below an endpoint's name.
+def _common(request_id: str) -> Headers:
+    """Return the headers that every reply has."""
+    return [(b"x-amzn-requestid", request_id.encode())]
 
-    `Authorization` is meant for SageMaker, and is dropped.
+
+async def _read_inline(scope: Scope, receive: Receive) -> bytes:
+    """Read the body of an asynchronous call.
+
+    Raises:
+        RuntimeApiError: The body is too large, or does not come.
+        ClientGone: The client left while it sent the body.
     """
-    # The raw path keeps escaped characters escaped, such as a slash in a model's name.
-    raw_path: bytes = scope["raw_path"]
-    if not raw_path.startswith(f"{prefix}/{_OPENAI}".encode()):
-        raise unknown_operation(scope["method"], scope["path"])
-    headers = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
-    own = {"path": scope["path"].removeprefix(prefix), "raw_path": raw_path.removeprefix(prefix.encode())}
-    await scope["app"]({**scope, **own, "headers": headers}, receive, send)
+    try:
+        return await _read(scope, receive, MAX_INLINE)
+    except RuntimeApiError as error:
+        if error.status != 413:
+            raise
+        constraint = f"Member must have length less than or equal to {MAX_INLINE}"
+        large = validation_error(
+            f"1 validation error detected: Value at 'body' failed to satisfy constraint: {constraint}"
+        )
+        large.closes = True
+        raise large from None
+
+
+async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """Read the body of a request.
+
+    Raises:
+        RuntimeApiError: The body is larger than `limit`, or does not come.
+        ClientGone: The client left while it sent the body.
+    """
+    try:
+        body = await BodyReader(None).read(dict(scope["headers"]), receive, limit, READ_SECONDS)
+    except BodyTooLarge:
+        refusal = RuntimeApiError("ValidationError", 413, f"HTTP content length exceeded {limit} bytes.")
+    except BodyTimeout as error:
+        refusal = RuntimeApiError("ValidationError", 408, error.message)
+    else:
+        if body is None:
+            raise ClientGone
+        return body
+    refusal.closes = True
+    raise refusal
 
 
 async def _send_reply(send: Send, status: int, headers: Headers, body: bytes) -> None:
@@ -103,7 +197,8 @@ async def _send_reply(send: Send, status: int, headers: Headers, body: bytes) ->
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_error(send: Send, common: Headers, error: RuntimeApiError) -> None:
+async def _send_error(send: Send, common: Headers, error: RuntimeApiError, openai: OpenAIPath | None) -> None:
+    status, body = (error.status, error.body()) if openai is None else openai_error(error)
     kind = (b"x-amzn-errortype", error.name.encode())
-    more = [(b"connection", b"close")] if error.status in (408, 413) else []
-    await _send_reply(send, error.status, [_JSON, *common, kind, *more], error.body())
+    more = [(b"connection", b"close")] if error.closes else []
+    await _send_reply(send, status, [_JSON, *common, kind, *more], body)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from deploy.local.errors import ACCOUNT, validation_error
+from container.sources.location import S3Url
+from deploy.local.errors import ACCOUNT, REGION, validation_error
 from deploy.local.parameters import VARIANT, Headers, Parameters, check_endpoint_name
 
 MEBIBYTE = 1 << 20
-_ADAPTER_HEADER = b"x-amzn-sagemaker-adapter-identifier"
+# The name is like that of the bucket which SageMaker's SDK makes in each account.
+OWN_BUCKET = f"sagemaker-{REGION}-{ACCOUNT}"
+_OUTPUT = S3Url(OWN_BUCKET, "async-output")
+ADAPTER_HEADER = b"x-amzn-sagemaker-adapter-identifier"
 _COMPONENT_MISSING = (
     "Inference Component Name header is required for endpoints to which you plan to deploy inference components. "
     "Please include Inference Component Name header or consider using SageMaker models."
@@ -26,6 +31,12 @@ class LocalSettings:
     max_payload: int = 25 * MEBIBYTE  # Bytes of a request, and of a reply that is not streamed.
     answer_timeout: float = 60.0  # Seconds until a reply is complete, or until the first byte of a stream.
     stream_timeout: float = 480.0  # Seconds until a stream is complete.
+    async_output: S3Url = _OUTPUT  # The folder for answers of asynchronous calls.
+    async_failures: S3Url | None = None  # The folder for their failures. None: the same.
+    async_concurrency: int = 16  # Asynchronous calls that the container gets at a time.
+    s3_folder: Path | None = None  # The directory that stands for S3.
+    uses_s3: bool = False  # Without that directory: True for S3 by boto3, False for a temporary directory.
+    capture: Path | None = None  # The directory for the records of calls.
 
     def check_name(self, name: str) -> None:
         """Check the name of an endpoint.
@@ -49,10 +60,18 @@ class LocalSettings:
         if (host := parameters.values.get("TargetContainerHostname")) is not None:
             raise validation_error(f"TargetContainerHostname {host}: endpoint {name} has one container, not several.")
         component = parameters.values.get("InferenceComponentName")
+        return [*parameters.forwarded, *self.component_headers(component)]
+
+    def component_headers(self, component: str | None) -> Headers:
+        """Return the headers by which the container knows the inference component of a call.
+
+        Raises:
+            RuntimeApiError: The component does not exist, or is not named although the call has to name one.
+        """
         if component is None and self.components:
             raise validation_error(_COMPONENT_MISSING, "INFERENCE_COMPONENT_NAME_MISSING")
         if component is None or component in self.components:
-            return parameters.forwarded
+            return []
         if component in self.adapters:
-            return [*parameters.forwarded, (_ADAPTER_HEADER, component.encode())]
+            return [(ADAPTER_HEADER, component.encode())]
         raise validation_error(f"Inference component {component} of account {ACCOUNT} not found.")

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from container import cli
 from container.settings.environment import KEY_VARIABLES
 from deploy.ray.kuberay import ray_service
-from deploy.ray.serve_config import CLUSTER, serve_configuration
+from deploy.ray.serve_config import BALANCE, CLUSTER, balance_by_prefix, serve_configuration
+from deploy.serve import ModelDir, ModelName, read_startup
 from deploy.yaml_text import as_yaml
 
 _PACKAGE = "ray[serve]==2.60.0"  # The extra `ray` of pyproject.toml.
@@ -27,16 +27,11 @@ _LOCAL = {
 }
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command `ray`."""
-    app.command()(ray)
-
-
 def ray(
-    model_dir: cli.ModelDir = None,
+    model_dir: ModelDir = None,
     port: Annotated[int, typer.Option("--port", "-p", min=1, max=65535, help="Port of Serve's proxies.")] = 8080,
     host: Annotated[str, typer.Option(help="Address on which Serve's proxies listen.")] = "0.0.0.0",
-    model_name: cli.ModelName = None,
+    model_name: ModelName = None,
     address: Annotated[
         str | None, typer.Option(help="Address of a cluster, such as `auto`. Default: start a local cluster.")
     ] = None,
@@ -62,6 +57,15 @@ def ray(
     ] = None,
     surge: Annotated[
         int | None, typer.Option(min=0, max=100, help="Additional replicas during an update, in percent. Default: 0.")
+    ] = None,
+    prefix_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=16,
+            max=8192,
+            help="Send requests whose bodies begin with the same bytes, this many, to the same replica. "
+            "Default: to the replica with the fewest requests.",
+        ),
     ] = None,
     env: Annotated[
         list[str] | None,
@@ -102,18 +106,23 @@ def ray(
             f"remote replicas would not get {lost[0]}, and would ask for no key: pass -e {lost[0]}, or unset it",
             param_hint="--env",
         )
+    cluster = dict(CLUSTER) if prefix_bytes is None else CLUSTER | {BALANCE: balance_by_prefix(prefix_bytes)}
+    if prefix_bytes is not None and (print_config or address is not None):
+        raise typer.BadParameter(
+            f"set {BALANCE} on the machines of the cluster, to {cluster[BALANCE]!r}", param_hint="--prefix-bytes"
+        )
     if print_config or kuberay:
         configuration = serve_configuration(name, options, environment, host, port)
         if kuberay:
             if image is None:
                 raise typer.BadParameter("is required with --kuberay", param_hint="--image")
             machines = (min_replicas or 0, max_replicas) if max_replicas else (replicas or 1, replicas or 1)
-            configuration = ray_service(configuration, image, machines, gpus or 0)
+            configuration = ray_service(configuration, image, machines, gpus or 0, cluster)
         typer.echo(as_yaml(configuration), nl=False)
         return
     os.environ.update(environment)
-    cli.read_startup(model_dir, None, None, model_name)  # Reports wrong settings before Ray starts.
-    _deploy(name, options, environment, host, port, address, dashboard=dashboard)
+    read_startup(model_dir, None, None, model_name)  # Reports wrong settings before Ray starts.
+    _deploy(name, options, environment, host, port, address, cluster, dashboard=dashboard)
 
 
 def _environment(variables: list[str]) -> dict[str, str]:
@@ -133,10 +142,11 @@ def _deploy(
     host: str,
     port: int,
     address: str | None,
+    cluster: dict[str, str],
     *,
     dashboard: bool,
 ) -> None:
-    for variable, value in (CLUSTER | ({} if address else _LOCAL)).items():
+    for variable, value in (cluster | ({} if address else _LOCAL)).items():
         os.environ.setdefault(variable, value)  # Ray reads them when it is imported.
     try:
         import ray

@@ -13,7 +13,13 @@ RAY = "2.60.0"  # The release that this was tested with. pyproject.toml names th
 _HEAD_PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 
 
-def ray_service(configuration: Mapping[str, Any], image: str, machines: tuple[int, int], gpus: int) -> dict[str, Any]:
+def ray_service(
+    configuration: Mapping[str, Any],
+    image: str,
+    machines: tuple[int, int],
+    gpus: int,
+    cluster: Mapping[str, str] = CLUSTER,
+) -> dict[str, Any]:
     """Return KubeRay's manifest.
 
     Args:
@@ -21,8 +27,9 @@ def ray_service(configuration: Mapping[str, Any], image: str, machines: tuple[in
         image: The image of all pods.
         machines: The smallest and the largest number of worker machines.
         gpus: The number of GPUs of each worker machine.
+        cluster: The environment of Ray's processes.
     """
-    environment = [{"name": variable, "value": value} for variable, value in CLUSTER.items()]
+    environment = [{"name": variable, "value": value} for variable, value in cluster.items()]
     limits = {"nvidia.com/gpu": gpus} if gpus else {}
     least, most = machines
     serving = {"serve": configuration["http_options"]["port"]}

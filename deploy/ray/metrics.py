@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-from prometheus_client import generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
-
-
-class _Merged(Collector):
-    def __init__(self, texts: Mapping[str, str]) -> None:
-        self._texts = texts
-
-    def collect(self) -> Iterable[Metric]:
-        merged: dict[str, Metric] = {}
-        for replica, text in self._texts.items():
-            for metric in text_string_to_metric_families(text):
-                whole = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-                whole.samples += [
-                    sample._replace(labels={"replica": replica, **sample.labels}) for sample in metric.samples
-                ]
-        return merged.values()
+from collections.abc import Mapping
 
 
 def merged_metrics(texts: Mapping[str, str]) -> bytes:
     """Merge the metrics of replicas. Each series gets the label `replica`.
+
+    The texts are not parsed: the library's parser renames counters without `_total`, such as Triton's.
 
     Args:
         texts: The text of each replica's /metrics, by the name of the replica.
@@ -34,4 +16,22 @@ def merged_metrics(texts: Mapping[str, str]) -> bytes:
     Returns:
         A text in the format of Prometheus.
     """
-    return generate_latest(_Merged(texts))
+    metrics: dict[str, dict[str, list[str]]] = {}  # Lines by the metric's name, and by their kind.
+    for replica, text in texts.items():
+        lines: dict[str, list[str]] = {}
+        for line in filter(None, text.split("\n")):
+            if line.startswith("#"):
+                _, kind, name = line.split(" ", 3)[:3]
+                lines = metrics.setdefault(name, {"HELP": [], "TYPE": [], "": []})
+                lines[kind] = [line]
+            else:
+                lines[""].append(_of_replica(line, replica))
+    return "".join(f"{line}\n" for kinds in metrics.values() for lines in kinds.values() for line in lines).encode()
+
+
+def _of_replica(sample: str, replica: str) -> str:
+    name, brace, rest = sample.partition("{")
+    if brace:
+        return f'{name}{{replica="{replica}",{rest}'
+    name, _, value = sample.partition(" ")
+    return f'{name}{{replica="{replica}"}} {value}'

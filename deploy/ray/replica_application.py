@@ -11,7 +11,7 @@ from typing import Any
 from container.adapter_management import Refusal, read_adapter_call
 from container.http.cross_site import KnownHosts
 from container.http.router import Application
-from container.metrics import CONTENT_TYPE
+from container.prometheus_text import CONTENT_TYPE
 from container.settings.settings import ServerSettings
 from deploy.ray.adapter_changes import ReplicaReply, changes_adapters
 

@@ -145,8 +145,8 @@ def deploy(
         raise StackConflict(f"{name} exists and differs in {differing}; run `slipway update` to change it")
     _carry_out(deployment, change)
     typer.echo(f"{name} is in service")
-    component = f" --component {name}" if configuration.component else ""
-    typer.echo(f'try: slipway invoke {name}{component} --prompt "Hello"', err=True)
+    way = f" --component {name}" if configuration.component else " --async" if configuration.asynchronous else ""
+    typer.echo(f'try: slipway invoke {name}{way} --prompt "Hello"', err=True)
 
 
 def update(
@@ -231,9 +231,19 @@ def invoke(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens of the answer.")] = 256,
     component: ComponentName = None,
     body: Annotated[str | None, typer.Option(help="JSON of the request, in place of a prompt.")] = None,
+    route: Annotated[
+        str | None, typer.Option(help="Route of the container that answers, such as /generate. Default: /invocations.")
+    ] = None,
+    asynchronous: Annotated[
+        bool, typer.Option("--async", help="Call an asynchronous endpoint, and wait until S3 has the answer.")
+    ] = False,
+    wait: Annotated[int, typer.Option(min=0, help="Seconds to wait for the answer of --async.")] = 900,
     input_location: Annotated[
         str | None,
-        typer.Option(help="s3:// object with the request, for an asynchronous endpoint. Prints the answer's location."),
+        typer.Option(
+            help="s3:// object with the request, for an asynchronous endpoint. Without --async, prints the answer's "
+            "location."
+        ),
     ] = None,
     region: Region = None,
     profile: Profile = None,
@@ -241,21 +251,38 @@ def invoke(
     """Send a request to an endpoint. AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME names a server other than AWS."""
     if not (prompt or body or input_location):
         raise ConfigurationError("--prompt: missing; expected a text (or give --body, or --input-location)")
-    runtime = Aws(region, profile).client("sagemaker-runtime")
-    if input_location:
-        typer.echo(endpoint.invoke_asynchronously(runtime, name, input_location))
-        return
+    if route is not None and not route.startswith("/"):
+        raise ConfigurationError(f"--route: expected a path such as /generate, got {route}")
     from_prompt = endpoint.body(prompt, max_new_tokens=max_new_tokens, chat=chat, stream=stream)
     # Bytes of the command line that are not UTF-8 are sent unchanged.
     request = body.encode(errors="surrogateescape") if body else from_prompt
+    aws = Aws(region, profile)
+    runtime = aws.client("sagemaker-runtime")
+    if asynchronous or input_location:
+        _check_asynchronous(request, input_location, stream, component)
+        places = endpoint.invoke_asynchronously(runtime, name, request=request, location=input_location, route=route)
+        answer = endpoint.wait_for_answer(aws.client("s3"), places, wait) if asynchronous else places.output
+        typer.echo(answer)
+        return
     if not stream:
-        typer.echo(endpoint.invoke(runtime, name, request, component))
+        typer.echo(endpoint.invoke(runtime, name, request, component, route))
         return
     try:
-        for piece in endpoint.invoke_stream(runtime, name, request, component):
+        for piece in endpoint.invoke_stream(runtime, name, request, component, route):
             typer.echo(piece, nl=False)
     finally:
         typer.echo()
+
+
+def _check_asynchronous(request: bytes, location: str | None, stream: bool, component: str | None) -> None:
+    if stream or component:
+        option = "--stream" if stream else "--component"
+        raise ConfigurationError(f"{option}: not possible with asynchronous calls; expected none")
+    if location is None and len(request) > endpoint.INLINE_BYTES:
+        raise ConfigurationError(
+            f"the request has {len(request)} bytes; expected at most {endpoint.INLINE_BYTES}, or an S3 object that "
+            "--input-location names"
+        )
 
 
 def logs(
@@ -373,6 +400,7 @@ def _reporting_errors() -> Iterator[None]:
         StackFailed,
         PushFailed,
         UploadFailed,
+        endpoint.NoAnswer,
         endpoint.NoLog,
         endpoint.StreamBroken,
         BotoCoreError,

@@ -28,12 +28,14 @@ _S3 = r"s3://[^/\s$]+(/[^\s$]*)?"
 Name = Annotated[str, _matching("[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")]
 Model = Annotated[str, _matching(rf"{_S3}|\w[\w.-]*(/\w[\w.-]*)?")]
 InstanceType = Annotated[str, _matching(r"ml\.[a-z0-9-]+\.[a-z0-9]+")]
-S3Prefix = Annotated[str, _matching(_S3)]
+S3Prefix = Annotated[str, Meta(pattern=rf"^({_S3})\Z", max_length=512)]
 S3Archive = Annotated[str, _matching(r"s3://[^/\s$]+/[^\s$]+\.tar\.gz")]
+Topic = Annotated[str, _matching(r"arn:aws[a-z-]*:sns:[a-z0-9-]*:[0-9]{12}:[a-zA-Z0-9_.-]+")]
 Text = str | int | float | bool
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Seconds = Annotated[int, Meta(ge=60, le=3600)]
+_INTERVALS = (10, 30, 60, 120, 180, 240, 300)  # Seconds between metrics that SageMaker allows.
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,11 +81,41 @@ class Autoscaling(_Table, frozen=True):
 
 
 class Asynchronous(_Table, frozen=True):
-    """Requests and answers are S3 objects."""
+    """Answers are S3 objects, and so are requests of more than 128,000 bytes."""
 
     output: S3Prefix
     failure: S3Prefix | None = None
+    input: S3Prefix | None = None  # Requests. A role that the stack creates may read them.
     concurrency: Annotated[int, Meta(ge=1, le=1000)] | None = None  # Requests that run at a time on each instance.
+    success_topic: Topic | None = None  # ARN of an SNS topic that gets a message for each answer.
+    error_topic: Topic | None = None
+
+
+class PrefixAwareRouting(_Table, frozen=True):
+    """Requests with the same prefix go to the same instance, which has the prefix in its cache."""
+
+    prefix_length: Annotated[
+        int, Meta(ge=1024, le=65536)
+    ]  # Bytes of the body; OpenAI path: characters of the messages.
+    # Open requests of an instance, or of a component's copy, from which on requests go elsewhere.
+    concurrency_threshold: Annotated[int, Meta(ge=1, le=1024)]
+
+
+class DataCapture(_Table, frozen=True):
+    """Requests and answers are copied to S3."""
+
+    destination: S3Prefix
+    percent: Annotated[int, Meta(ge=0, le=100)]  # Share of the requests.
+    modes: Annotated[tuple[Annotated[str, _matching("Input|Output")], ...], Meta(min_length=1)] = ("Input", "Output")
+
+
+class Metrics(_Table, frozen=True):
+    """Metrics of instances, GPUs and the container in CloudWatch (detailed observability)."""
+
+    detailed: bool = True
+    interval: int = 60  # Seconds; one of `_INTERVALS`.
+    # The container's route, if it is not /metrics. CloudFormation knows it for components only.
+    path: Annotated[str, Meta(pattern=r"^/(?!.*\.\.)[a-zA-Z0-9/_.-]+\Z", max_length=256)] | None = None
 
 
 class Rollout(_Table, frozen=True):
@@ -118,6 +150,9 @@ class Configuration(_Table, frozen=True, kw_only=True):
     adapters: tuple[AdapterComponent, ...] = ()
     autoscaling: Autoscaling | None = None
     asynchronous: Asynchronous | None = field(name="async", default=None)
+    prefix_aware_routing: PrefixAwareRouting | None = None
+    data_capture: DataCapture | None = None
+    metrics: Metrics = Metrics()
     rollout: Rollout | None = None
     # Further properties of the template's resources, by the name of the resource. They override the template's own
     # properties.
@@ -139,6 +174,13 @@ class Configuration(_Table, frozen=True, kw_only=True):
     @property
     def is_archive(self) -> bool:
         return self.model.endswith((".tar.gz", ".tgz"))
+
+    @property
+    def most_instances(self) -> int:
+        """The number of instances that the endpoint can grow to."""
+        if self.capacity:
+            return max(self.instances, self.capacity.max)
+        return max(self.instances, self.autoscaling.max if self.autoscaling and not self.component else 0)
 
 
 def _as_text(table: Mapping[str, Text]) -> dict[str, str]:
@@ -255,7 +297,44 @@ def _problems(read: Configuration) -> Iterator[str]:
                 "autoscaling.min is 0; expected at least 1: only inference components (a [component] table) and "
                 "asynchronous endpoints scale to zero"
             )
+    yield from _refused_by_sagemaker(read)
     if read.adapters and not read.component:
         yield "adapters: expected a [component] table, too: an adapter is an inference component on top of another one"
     if len({adapter.resource_name for adapter in read.adapters}) < len(read.adapters):
         yield "adapters has a name twice; expected names that differ in more than hyphens and capitals"
+
+
+def _refused_by_sagemaker(read: Configuration) -> Iterator[str]:
+    """Yield a line for each combination that SageMaker or CloudFormation refuses, or that has no effect there."""
+    prefix_aware, metrics = read.prefix_aware_routing, read.metrics
+    if read.asynchronous and read.component:
+        yield (
+            "async: expected no [component] table: asynchronous calls cannot name a component, and an asynchronous "
+            "endpoint takes no other calls"
+        )
+    if read.asynchronous and prefix_aware:
+        yield "prefix_aware_routing: expected no [async] table: SageMaker routes by prefix on real-time endpoints only"
+    if prefix_aware and read.most_instances < 2:
+        yield (
+            f"prefix_aware_routing: expected at least 2 instances, not {read.most_instances}: SageMaker routes by "
+            "prefix between instances (instances, capacity.max, or autoscaling.max without a component)"
+        )
+    if metrics.interval not in _INTERVALS:
+        yield f"metrics.interval is {metrics.interval}; expected one of {', '.join(map(str, _INTERVALS))}"
+    if metrics.path and not read.component:
+        yield (
+            "metrics.path: expected a [component] table, too: for other endpoints CloudFormation has no such property, "
+            "and SageMaker reads /metrics"
+        )
+    if metrics.path and not metrics.detailed:
+        yield "metrics.path: expected metrics.detailed = true: otherwise SageMaker reads no metrics of the container"
+    if _has_serverless(read.properties.get("EndpointConfiguration", {}).get("ProductionVariants")):
+        yield (
+            "properties.EndpointConfiguration.ProductionVariants: expected no ServerlessConfig: the endpoint has "
+            "instances, and serverless endpoints have no GPUs, no asynchronous calls and no data capture"
+        )
+
+
+def _has_serverless(variants: Any) -> bool:
+    listed = variants if isinstance(variants, list) else [variants]
+    return any(isinstance(variant, Mapping) and "ServerlessConfig" in variant for variant in listed)

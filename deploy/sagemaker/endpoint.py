@@ -7,7 +7,9 @@ ClientError if AWS, the endpoint or the model refuses a call.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,14 +17,28 @@ from deploy.sagemaker.aws import Aws, is_missing
 from deploy.sagemaker.template import scaled_target
 
 _JSON = "application/json"
+INLINE_BYTES = 128_000  # Largest request of an asynchronous call that is not an S3 object.
+_POLL_SECONDS = 2.0
 
 
 class StreamBroken(Exception):
     """The connection broke."""
 
 
+class NoAnswer(Exception):
+    """An asynchronous call failed, or did not end in time."""
+
+
 class NoLog(Exception):
     """The log group does not exist: nothing was logged yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The S3 objects of an asynchronous call. One of them exists when the call has ended."""
+
+    output: str
+    failure: str | None  # None: the endpoint has no place for failures.
 
 
 def body(prompt: str, *, max_new_tokens: int, chat: bool, stream: bool) -> bytes:
@@ -37,22 +53,35 @@ def body(prompt: str, *, max_new_tokens: int, chat: bool, stream: bool) -> bytes
     return json.dumps(request).encode()
 
 
-def invoke(runtime: Any, endpoint: str, request: bytes, component: str | None = None) -> bytes:
-    """Send a request, and return the answer."""
-    answer = runtime.invoke_endpoint(**_parameters(endpoint, request, component))
+def invoke(
+    runtime: Any, endpoint: str, request: bytes, component: str | None = None, route: str | None = None
+) -> bytes:
+    """Send a request, and return the answer.
+
+    Args:
+        runtime: boto3's client.
+        endpoint: The name of the endpoint.
+        request: The body.
+        component: The inference component.
+        route: The container's route that answers, such as `/generate`. None: `/invocations`.
+    """
+    answer = runtime.invoke_endpoint(**_parameters(endpoint, request, component, route))
     with answer["Body"] as stream:
         return bytes(stream.read())
 
 
-def invoke_stream(runtime: Any, endpoint: str, request: bytes, component: str | None = None) -> Iterator[bytes]:
-    """Send a request, and yield the parts of the answer as they arrive.
+def invoke_stream(
+    runtime: Any, endpoint: str, request: bytes, component: str | None = None, route: str | None = None
+) -> Iterator[bytes]:
+    """Send a request, and yield the parts of the answer as they arrive. The arguments are those of `invoke`.
 
     Raises:
         StreamBroken: The connection broke.
     """
     from urllib3.exceptions import HTTPError
 
-    stream = runtime.invoke_endpoint_with_response_stream(**_parameters(endpoint, request, component))["Body"]
+    parameters = _parameters(endpoint, request, component, route)
+    stream = runtime.invoke_endpoint_with_response_stream(**parameters)["Body"]
     try:
         for event in stream:
             if "PayloadPart" in event:
@@ -63,15 +92,56 @@ def invoke_stream(runtime: Any, endpoint: str, request: bytes, component: str | 
         stream.close()
 
 
-def invoke_asynchronously(runtime: Any, endpoint: str, location: str) -> str:
-    """Send a request that is an S3 object to an asynchronous endpoint. Return the location of the answer."""
-    answer = runtime.invoke_endpoint_async(EndpointName=endpoint, InputLocation=location, ContentType=_JSON)
-    return str(answer["OutputLocation"])
+def invoke_asynchronously(
+    runtime: Any, endpoint: str, *, request: bytes | None = None, location: str | None = None, route: str | None = None
+) -> Places:
+    """Send a request to an asynchronous endpoint. Return the places of the answer.
+
+    Args:
+        runtime: boto3's client of SageMaker's runtime.
+        endpoint: The name of the endpoint.
+        request: The request, of at most `INLINE_BYTES`. None: `location` has the request.
+        location: The S3 object that has the request.
+        route: The container's route that answers. None: `/invocations`.
+    """
+    content = {"Body": request} if location is None else {"InputLocation": location}
+    answer = runtime.invoke_endpoint_async(EndpointName=endpoint, ContentType=_JSON, **content, **_attributes(route))
+    return Places(str(answer["OutputLocation"]), answer.get("FailureLocation"))
 
 
-def _parameters(endpoint: str, request: bytes, component: str | None) -> dict[str, Any]:
+def wait_for_answer(s3: Any, places: Places, seconds: float) -> bytes:
+    """Return the answer of an asynchronous call when S3 has it.
+
+    Raises:
+        NoAnswer: The call failed, or did not end in time.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        if (answer := _object(s3, places.output)) is not None:
+            return answer
+        if places.failure and (failure := _object(s3, places.failure)) is not None:
+            raise NoAnswer(f"the request failed: {failure.decode(errors='replace')} ({places.failure})")
+        if time.monotonic() >= end:
+            raise NoAnswer(f"no answer in {seconds:g} s; it will be in {places.output}")
+        time.sleep(_POLL_SECONDS)
+
+
+def _object(s3: Any, location: str) -> bytes | None:
+    bucket, _, key = location.removeprefix("s3://").partition("/")
+    try:
+        with s3.get_object(Bucket=bucket, Key=key)["Body"] as stream:
+            return bytes(stream.read())
+    except s3.exceptions.NoSuchKey:
+        return None
+
+
+def _parameters(endpoint: str, request: bytes, component: str | None, route: str | None) -> dict[str, Any]:
     parameters: dict[str, Any] = {"EndpointName": endpoint, "Body": request, "ContentType": _JSON}
-    return parameters | ({"InferenceComponentName": component} if component else {})
+    return parameters | ({"InferenceComponentName": component} if component else {}) | _attributes(route)
+
+
+def _attributes(route: str | None) -> dict[str, str]:
+    return {} if route is None else {"CustomAttributes": f"route={route}"}
 
 
 def status(aws: Aws, name: str, stack: str | None) -> dict[str, Any]:

@@ -31,6 +31,8 @@ def execution_policy(configuration: Configuration) -> dict[str, Any]:
         ]
     read = [configuration.model] if configuration.from_s3 else []
     read += [adapter.source for adapter in configuration.adapters]
+    asynchronous, capture = configuration.asynchronous, configuration.data_capture
+    read += [asynchronous.input] if asynchronous and asynchronous.input else []
     if read:
         buckets = sorted({location.removeprefix("s3://").partition("/")[0] for location in read})
         listed = [_arn(f"s3:::{bucket}") for bucket in buckets]
@@ -38,9 +40,13 @@ def execution_policy(configuration: Configuration) -> dict[str, Any]:
             _allow("List", "s3", "GetBucketLocation ListBucket", listed),
             _allow("Read", "s3", "GetObject", [_objects(location) for location in read]),
         ]
-    if asynchronous := configuration.asynchronous:
-        written = [_objects(location) for location in (asynchronous.output, asynchronous.failure) if location]
-        statements.append(_allow("Write", "s3", "PutObject", written))
+    written = [asynchronous.output, asynchronous.failure] if asynchronous else []
+    written += [capture.destination] if capture else []
+    if places := [_objects(location) for location in written if location]:
+        statements.append(_allow("Write", "s3", "AbortMultipartUpload PutObject", places))
+    topics = (asynchronous.success_topic, asynchronous.error_topic) if asynchronous else ()
+    if named := sorted({topic for topic in topics if topic}):
+        statements.append(_allow("Notify", "sns", "Publish", named))
     return _document(*statements)
 
 
@@ -59,6 +65,4 @@ def _arn(rest: str) -> dict[str, str]:
 
 def _objects(location: str) -> dict[str, str]:
     path = location.removeprefix("s3://")
-    if "/" not in path:
-        path += "/"
-    return _arn(f"s3:::{path}" if path.endswith(".tar.gz") else f"s3:::{path}*")
+    return _arn(f"s3:::{path}" if path.endswith((".tar.gz", ".tgz")) else f"s3:::{path.rstrip('/')}/*")

@@ -10,13 +10,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from container.settings.environment import read_environment
 from container.settings.values import masked
+from container.sources.location import name_of_url
 from deploy.sagemaker.configuration import (
     AdapterComponent,
+    Asynchronous,
     Autoscaling,
     Component,
     Configuration,
     ConfigurationError,
+    DataCapture,
+    Metrics,
+    PrefixAwareRouting,
     Rollout,
     merge_tables,
 )
@@ -29,6 +35,12 @@ VARIANT = "AllTraffic"
 MACHINE_IMAGE = "al2023-ami-sagemaker-inference-gpu-4-1"
 _GPU_INSTANCE = re.compile(r"ml\.[gp]\d")
 _MODEL_NAME = {"Fn::GetAtt": ["Model", "ModelName"]}
+# Variables that choose the model's names or another model. Aliases, such as those of AWS's vLLM image, stand for them.
+_NAMING = frozenset(
+    {"OPTION_SERVED_MODEL_NAME", "SERVING_MODEL_NAME", "SERVING_LOAD_MODELS"}
+    | {"HF_MODEL_ID", "OPTION_MODEL_ID", "OPTION_MODEL"}
+)
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 Properties = dict[str, Any]
 
@@ -112,6 +124,8 @@ def _model(configuration: Configuration) -> Properties:
     model, archive = configuration.model, configuration.is_archive
     parameters = secrets(configuration)
     environment: dict[str, Any] = {} if configuration.from_s3 else {"HF_MODEL_ID": model}
+    if not read_environment(configuration.environment).variables.keys() & _NAMING:
+        environment["OPTION_SERVED_MODEL_NAME"] = ",".join(_names(configuration))
     for variable, value in configuration.environment.items():
         environment[variable] = {"Ref": parameters[variable]} if variable in parameters else value
     source = {
@@ -127,19 +141,55 @@ def _model(configuration: Configuration) -> Properties:
     return {"PrimaryContainer": container, "ExecutionRoleArn": _role_arn(configuration)}
 
 
+def _names(configuration: Configuration) -> list[str]:
+    """Return the model's names for OpenAI's clients: its own names, and the endpoint's.
+
+    SageMaker's OpenAI path calls `/v1/chat/completions`, which refuses other names. In a container of SageMaker, each
+    model from S3 would be called `model`, as its directory.
+    """
+    names = [configuration.model]
+    if configuration.from_s3:
+        name = configuration.model.rstrip("/").rpartition("/")[2].removesuffix(".tar.gz").removesuffix(".tgz")
+        # The second name is that of a local server.
+        names = [name for name in (name, name_of_url(name)) if _PLAIN_NAME.fullmatch(name)]
+    return list(dict.fromkeys([*names, configuration.name]))
+
+
 def _endpoint_configuration(configuration: Configuration) -> Properties:
-    properties: Properties = {
+    metrics, through, capture = configuration.metrics, configuration.asynchronous, configuration.data_capture
+    return {
         "ProductionVariants": [_variant(configuration)],
-        "MetricsConfig": {"EnableDetailedObservability": True, "MetricPublishFrequencyInSeconds": 60},
+        "MetricsConfig": {
+            "EnableDetailedObservability": metrics.detailed,
+            "MetricPublishFrequencyInSeconds": metrics.interval,
+        },
+        "ExecutionRoleArn": _role_arn(configuration) if configuration.component else None,
+        "AsyncInferenceConfig": _asynchronous(through) if through else None,
+        "DataCaptureConfig": _data_capture(capture) if capture else None,
     }
-    if configuration.component:
-        properties["ExecutionRoleArn"] = _role_arn(configuration)
-    if through := configuration.asynchronous:
-        properties["AsyncInferenceConfig"] = {
-            "OutputConfig": {"S3OutputPath": through.output, "S3FailurePath": through.failure},
-            "ClientConfig": through.concurrency and {"MaxConcurrentInvocationsPerInstance": through.concurrency},
-        }
-    return properties
+
+
+def _asynchronous(through: Asynchronous) -> Properties:
+    topics = {"SuccessTopic": through.success_topic, "ErrorTopic": through.error_topic}
+    return {
+        "OutputConfig": {
+            "S3OutputPath": through.output,
+            "S3FailurePath": through.failure,
+            "NotificationConfig": topics if any(topics.values()) else None,
+        },
+        "ClientConfig": through.concurrency and {"MaxConcurrentInvocationsPerInstance": through.concurrency},
+    }
+
+
+def _data_capture(capture: DataCapture) -> Properties:
+    return {
+        "EnableCapture": True,
+        "InitialSamplingPercentage": capture.percent,
+        "DestinationS3Uri": capture.destination,
+        "CaptureOptions": [{"CaptureMode": mode} for mode in capture.modes],
+        # Other types, such as streams, are recorded in base64.
+        "CaptureContentTypeHeader": {"JsonContentTypes": ["application/json"]},
+    }
 
 
 def _variant(configuration: Configuration) -> Properties:
@@ -149,7 +199,7 @@ def _variant(configuration: Configuration) -> Properties:
         "VariantName": VARIANT,
         "InstanceType": instance_type,
         "InitialInstanceCount": configuration.instances,
-        "RoutingConfig": {"RoutingStrategy": "LEAST_OUTSTANDING_REQUESTS"},
+        "RoutingConfig": _routing(configuration.prefix_aware_routing),
         "InferenceAmiVersion": MACHINE_IMAGE if has_gpu else None,
         "ManagedInstanceScaling": capacity
         and {"Status": "ENABLED", "MinInstanceCount": capacity.min, "MaxInstanceCount": capacity.max},
@@ -157,6 +207,18 @@ def _variant(configuration: Configuration) -> Properties:
     if configuration.component:
         return variant
     return {**variant, "ModelName": _MODEL_NAME, "InitialVariantWeight": 1.0, **_timeouts(configuration)}
+
+
+def _routing(prefix_aware: PrefixAwareRouting | None) -> Properties:
+    if not prefix_aware:
+        return {"RoutingStrategy": "LEAST_OUTSTANDING_REQUESTS"}
+    return {
+        "RoutingStrategy": "PREFIX_AWARE",
+        "PrefixAwareRoutingConfig": {
+            "PrefixLength": prefix_aware.prefix_length,
+            "ConcurrencyThreshold": prefix_aware.concurrency_threshold,
+        },
+    }
 
 
 def _timeouts(configuration: Configuration) -> Properties:
@@ -206,6 +268,7 @@ def _component(configuration: Configuration, component: Component) -> Properties
         "VariantName": VARIANT,
         "Specification": {
             "ModelName": _MODEL_NAME,
+            "Container": _scraped(configuration.metrics),
             "StartupParameters": _timeouts(configuration),
             "ComputeResourceRequirements": {
                 "MinMemoryRequiredInMb": component.memory_mb,
@@ -218,6 +281,14 @@ def _component(configuration: Configuration, component: Component) -> Properties
         "RuntimeConfig": {"CopyCount": component.copies},
         "DeploymentConfig": _rollout(configuration.rollout, component=True),
     }
+
+
+def _scraped(metrics: Metrics) -> Properties | None:
+    """Return the route of the container's metrics. CloudFormation has this property for components only."""
+    if not metrics.path:
+        return None
+    scraped = {"MetricsEndpointPath": metrics.path, "MetricPublishFrequencyInSeconds": metrics.interval}
+    return {"ContainerMetricsConfig": {"MetricsEndpoints": [scraped]}}
 
 
 def _adapter(endpoint: str, adapter: AdapterComponent) -> Properties:

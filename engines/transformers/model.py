@@ -200,7 +200,7 @@ def check_weights(settings: ModelSettings, loading: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that lacks weights: transformers fills them with random numbers.
 
     Args:
-        loading: What `from_pretrained` gives with `output_loading_info`; it counts tied weights as loaded.
+        loading: The result of `from_pretrained` with `output_loading_info`; it counts tied weights as loaded.
 
     Raises:
         EngineStartError: It names some of the weights.

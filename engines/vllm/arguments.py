@@ -38,16 +38,13 @@ NO_ARGUMENTS = {
     "mamba_config": f"{_NOT_TAKEN}; option.mamba_backend and others are its parts",
 }
 _LOGS = "vLLM logs as Slipway does; see SERVING_LOG_LEVEL and SERVING_LOG_FORMAT"
-_METRICS = "vLLM's own metrics are not at /metrics"
 _STATISTICS = "vLLM's statistics are not logged; metrics are at /metrics"
 # Further arguments without effect, of parts of the server of vLLM that Slipway does not use, with the reason.
 WITHOUT_EFFECT = {
     **NO_ARGUMENTS,
     # In the server's process, vLLM would put its logging in the place of Slipway's.
     **dict.fromkeys(("log_level", "logging_config", "log_config_file"), _LOGS),
-    **dict.fromkeys(("disable_log_stats", "aggregate_engine_logging"), _STATISTICS),
-    **dict.fromkeys(("kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics"), _METRICS),
-    **dict.fromkeys(("enable_mfu_metrics", "custom_histogram_buckets", "show_hidden_metrics_for_version"), _METRICS),
+    **dict.fromkeys(("disable_log_stats", "aggregate_engine_logging", "cudagraph_metrics"), _STATISTICS),
     "enable_log_requests": "SERVING_LOG_PROMPTS has requests logged",
     "profiler_config": "there are no routes that start and stop vLLM's profiler",
     "tokens_only": "it is for replicas of vLLM's own server that take and return tokens",

@@ -154,6 +154,8 @@ class BeamSearchTask:
             want_prompt_tokens=first and self._request.want_prompt_tokens,
             adapter=self._request.adapter,
             trace_context=self._request.trace_context,
+            cache_salt=self._request.cache_salt,
+            priority=self._request.priority,
         )
         statistics = self._first_step if first else self._later_steps
         delta = await first_delta(lambda asked, sink: self._submit(asked, sink, statistics), request)

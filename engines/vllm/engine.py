@@ -14,12 +14,9 @@ from typing import Any
 
 import msgspec
 import vllm.platforms
-from vllm.exceptions import GenerationError, VLLMClientError
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from engines.daemon_thread import LastingThread
 from engines.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
@@ -29,13 +26,14 @@ from engines.model_settings import ModelSettings
 from engines.request import GenerationRequest, Token
 from engines.statistics import EngineStatistics
 from engines.tokenization import PromptTokenizer, end_token_ids, split_text
-from engines.vllm import fork_server
+from engines.vllm import fork_server, internals
 from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from engines.vllm.beam_search import BeamSearchTask
 from engines.vllm.constraints import ConstraintTranslator
+from engines.vllm.internals import AsyncLLM, EngineCoreRequest, EngineDeadError
 from engines.vllm.loading import StartedEngine, VllmLoader, own_tokenizer, shut_down
 from engines.vllm.lora import VllmAdapters
-from engines.vllm.output import PushedState, TokensApart, use_lean_decoder
+from engines.vllm.output import PushedState, Siblings, TokensApart
 from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal, sibling
 
 logger = logging.getLogger(__name__)
@@ -53,7 +51,6 @@ class VllmEngine:
         self._settings = settings
         self._ids = itertools.count()
         self.statistics = EngineStatistics()
-        self._reports = SchedulerReports()
         # Starts vLLM's processes; the kernel kills those that are spawned with it.
         self._thread = LastingThread("engine")
         self._progress = Progress()
@@ -79,17 +76,13 @@ class VllmEngine:
     async def _attach(self, loaded: StartedEngine) -> None:
         llm = self.async_llm = loaded.llm
         self.frontend_arguments = loaded.frontend_arguments
-        # The scheduler still reports, but Slipway does the per-token bookkeeping in this process. Spans need vLLM's.
+        self._reports = loaded.reports
+        self.statistics.vllm = loaded.reports
         self._traced = llm.vllm_config.observability_config.otlp_traces_endpoint is not None
         self._stream_interval: int = llm.vllm_config.scheduler_config.stream_interval
-        llm.log_stats = llm.output_processor.log_stats = self._traced
-        llm.logger_manager = self._reports
-        use_lean_decoder(llm.engine_core)
-        llm._run_output_handler()
+        internals.begin_output(llm, self._reports)
+        internals.keep_eos_token_id(llm)
         self._tasks = await llm.get_supported_tasks()
-        # vLLM asks for each request, and the tokenizer looks the token up in its vocabulary.
-        eos_token_id = llm.renderer.get_eos_token_id()
-        llm.renderer.get_eos_token_id = lambda: eos_token_id
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
         self.texts = ModelTexts(own_tokenizer(llm.model_config))
         self._apart = TokensApart(self.texts.tokenizer)
@@ -149,7 +142,7 @@ class VllmEngine:
         if core_request is None:
             core_request = await self._checked_request(request, token_ids, adapter)
         self._check_alive()  # a long prompt is tokenized in a thread, and a constraint is compiled for a trial
-        generation = VllmGeneration(self.async_llm)
+        generation = VllmGeneration(self.async_llm, request.candidates)
         target = sink
         if request.candidates > 1:
             target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
@@ -244,6 +237,7 @@ class VllmEngine:
         core_request.request_id = f"{next(self._ids)}-{request.request_id}"
         if self._traced:
             core_request.trace_headers = request.trace_context
+        core_request.cache_salt, core_request.priority = request.cache_salt or None, request.priority
         state = PushedState(
             core_request,
             request,
@@ -252,14 +246,12 @@ class VllmEngine:
             statistics,
             self.texts,
             self._apart,
-            traced=self._traced,
+            siblings=generation.siblings,
             interval=self._stream_interval,
         )
-        # Registered before the engine hears of it, so that no output can come before its state.
-        llm.output_processor.request_states[core_request.request_id] = state
-        llm.output_processor.external_req_ids[request.request_id].append(core_request.request_id)
+        internals.register(llm, state)
         generation.states.append(state)
-        await llm.engine_core.add_request_async(core_request)
+        await internals.send(llm, core_request)
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         return await self._prompts.token_ids(request)
@@ -274,13 +266,13 @@ class VllmEngine:
         """End requests that would wait for ever: all when the engine has died, and each that gets no token. vLLM tells
         pending requests of a crash, but not of an engine process that was killed."""
         if self.async_llm.errored:
-            self._reports.status = EngineStatus(0, 0, 0.0)
+            self._reports.engine_died()
             self._fail_all(EngineDead())
             if self.adapters is not None:
                 await self.adapters.stop()
             return False
         # Whose requests they are does not matter: AsyncLLM's own, of OpenAI's front end, are among them.
-        self._progress.look(bool(self.async_llm.output_processor.request_states), self._reports.count)
+        self._progress.look(bool(internals.request_states(self.async_llm)), self._reports.count)
         await self._end_overdue()
         return True
 
@@ -297,11 +289,10 @@ class VllmEngine:
     def _fail_all(self, error: EngineDead) -> None:
         for state in self._own_states():
             state.fail(error)
-        # To requests that were given to AsyncLLM itself.
-        self.async_llm.output_processor.propagate_error(GenerationError(error.message))
+        internals.fail_all(self.async_llm, error.message)  # the requests of vLLM's front end
 
     def _own_states(self) -> list[PushedState]:
-        states = self.async_llm.output_processor.request_states.values()
+        states = internals.request_states(self.async_llm).values()
         return [state for state in states if isinstance(state, PushedState)]
 
     def health(self) -> EngineHealth:
@@ -350,8 +341,9 @@ def _repeated(request: GenerationRequest) -> Hashable:
 class VllmGeneration:
     """The sequences of one request."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, sequences: int) -> None:
         self._llm = llm
+        self.siblings = Siblings(sequences) if sequences > 1 else None
         self.states: list[PushedState] = []
 
     def cancel(self) -> None:
@@ -362,7 +354,7 @@ class VllmGeneration:
 
     def _stop(self, end: Callable[[PushedState], None]) -> None:
         """End the sequences that vLLM still has, once."""
-        known = self._llm.output_processor.request_states
+        known = internals.request_states(self._llm)
         running = [state for state in self.states if state.request_id in known]
         self.states = []
         for state in running:
@@ -375,29 +367,3 @@ class VllmGeneration:
             await self._llm.abort(request_ids, internal=True)
         except EngineDeadError:
             logger.debug("nothing to abort: the engine has died")
-
-
-class SchedulerReports:
-    """Replaces vLLM's loggers of statistics, and keeps only the gauges of the schedulers."""
-
-    def __init__(self) -> None:
-        self.count = 0  # Messages of the engine's process: steps with tokens and steps without, as of a long prompt.
-        # After the last step: of the scheduler, or of those of all data-parallel replicas together.
-        self.status = EngineStatus(0, 0, 0.0)
-        self._latest: dict[int, Any] = {}  # The last report of each data-parallel replica, by its number.
-
-    def record(self, scheduler_stats: Any, *_: Any, engine_idx: int = 0, **__: Any) -> None:
-        self.count += 1
-        if scheduler_stats is None:
-            return
-        self._latest[engine_idx] = scheduler_stats
-        latest = self._latest.values()
-        self.status = EngineStatus(
-            running_requests=sum(stats.num_running_reqs for stats in latest),
-            waiting_requests=sum(stats.num_waiting_reqs for stats in latest),
-            # Their caches are equally large, so this is the share of all of them together.
-            kv_cache_usage=sum(stats.kv_cache_usage for stats in latest) / len(latest),
-        )
-
-    def record_admission_rejection(self, reason: str) -> None:
-        """Count nothing: vLLM's own admission limits are off, and the queue is bounded before the engine."""

@@ -13,11 +13,8 @@ from typing import Any
 import vllm.platforms
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.tokenizers import cached_tokenizer_from_config, registry
-from vllm.transformers_utils import processor
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils import func_utils
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from engines.cpu_memory import Demand, kv_cache_size, memory_limits, smaller_size
 from engines.daemon_thread import LastingThread
@@ -28,7 +25,8 @@ from engines.parallelism import Layout, ModelMemory, Weights, tensor_parallel_si
 from engines.start_failure import failure_of
 from engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
 from engines.vllm.constraints import choose_backend
-from engines.vllm.output import end_output_loop
+from engines.vllm.internals import AsyncLLM, check_names, end_output, forget_tokenizers, stat_loggers
+from engines.vllm.metrics import EngineReports
 from engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
 from engines.vllm.sampling import load_typical
 from engines.weight_files import draft_model, expert_bytes, hub_weight_bytes, is_expert, weight_bytes
@@ -46,6 +44,7 @@ class StartedEngine:
     """vLLM with a model, and what its OpenAI front end is to be told."""
 
     llm: AsyncLLM
+    reports: EngineReports
     frontend_arguments: dict[str, Any]
     typical_refusal: str  # Why `typical_p` is refused; "" if it is not.
 
@@ -85,6 +84,7 @@ class VllmLoader:
             self._abandoned = True
 
     def _load(self) -> StartedEngine:
+        check_names()
         use_fork_server()
         on_cpu = vllm.platforms.current_platform.is_cpu()
         if on_cpu:
@@ -106,12 +106,13 @@ class VllmLoader:
         if self._abandoned:
             end_processes(llm, SHUTDOWN_SECONDS)
             forget_tokenizers()
-        return StartedEngine(llm, frontend, refusal)
+        reports = next(one for one in stat_loggers(llm) if isinstance(one, EngineReports))
+        return StartedEngine(llm, reports, frontend, refusal)
 
     def _start(self, config: VllmConfig) -> AsyncLLM:
         with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:
             try:
-                llm: AsyncLLM = AsyncLLM.from_vllm_config(config)
+                llm: AsyncLLM = AsyncLLM.from_vllm_config(config, stat_loggers=[EngineReports])
             except Exception as error:  # vLLM's own says that a process has failed, and not why
                 if (failure := first_failure(reports)) is None:
                     raise
@@ -136,16 +137,9 @@ class VllmLoader:
 
 async def shut_down(llm: AsyncLLM) -> None:
     """End vLLM's processes, and free the model's resources in this process."""
-    await end_output_loop(llm)
+    await end_output(llm)
     await asyncio.to_thread(end_processes, llm, SHUTDOWN_SECONDS)
     forget_tokenizers()
-
-
-def forget_tokenizers() -> None:
-    """Clear vLLM's caches, which hold tokenizers of models that are gone."""
-    registry.cached_get_tokenizer.cache_clear()
-    processor.cached_get_processor.cache_clear()
-    func_utils._supports_kw.cache_clear()
 
 
 def own_tokenizer(config: ModelConfig) -> Any:

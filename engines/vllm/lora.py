@@ -28,11 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm.lora.request import LoRARequest
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from engines.adapters import Adapter
 from engines.errors import AdapterFailed, AdapterUnusable, EngineDead, NoRoomForAdapter, Overloaded, UnknownAdapter
+from engines.vllm.internals import AsyncLLM, EngineDeadError, request_states
 from engines.vllm.lora_files import Shapes, base_shapes, check_adapter, read_ahead
 
 logger = logging.getLogger(__name__)
@@ -233,7 +232,7 @@ class VllmAdapters:
                 await self._drop(min(still_idle, key=lambda held: held.used))
 
     def _idle(self, some: Iterable[_Held]) -> list[_Held]:
-        states = self._llm.output_processor.request_states.values()
+        states = request_states(self._llm).values()
         running = {state.lora_request.lora_int_id for state in states if state.lora_request is not None}
         return [held for held in some if not held.claims and held.adapter.id not in running]
 

@@ -12,28 +12,14 @@ first and then those of the most probable tokens; the chosen token's rank, from 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
-from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.engine import FinishReason as VllmFinishReason
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.detokenizer import (
-    FastIncrementalDetokenizer,
-    IncrementalDetokenizer,
-    SlowIncrementalDetokenizer,
-    uses_fast_detokenizer,
-)
-from vllm.v1.engine.logprobs import LogprobsProcessor
-from vllm.v1.engine.output_processor import RequestState
-from vllm.v1.serial_utils import MsgpackDecoder
 
 from engines.errors import EngineDead, EngineFault, GenerationFailed, RequestError
 from engines.interface import Sink
@@ -42,30 +28,22 @@ from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from engines.statistics import EngineStatistics
 from engines.tokenization import HeldTokens, prompt_tokens
 from engines.vllm.constraints import no_token_left
+from engines.vllm.internals import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FastIncrementalDetokenizer,
+    IncrementalDetokenizer,
+    ParentRequest,
+    RequestState,
+    SlowIncrementalDetokenizer,
+    text_corrector,
+    uses_fast_detokenizer,
+)
+from engines.vllm.internals import FinishReason as VllmFinishReason
 
 logger = logging.getLogger(__name__)
-
-
-class LeanDecoder(MsgpackDecoder):
-    """vLLM's decoder of engine messages, with arrays made in one step: three small ones come with each token."""
-
-    def dec_hook(self, t: type, obj: Any) -> Any:
-        if t is not np.ndarray:
-            return super().dec_hook(t, obj)
-        dtype, shape, data = obj
-        return np.ndarray(shape, dtype, self.aux_buffers[data] if isinstance(data, int) else data)
-
-
-def use_lean_decoder(engine_core: Any) -> None:
-    """Read the engine's messages with `LeanDecoder`; to be called before the first message is read."""
-    engine_core.decoder = LeanDecoder(EngineCoreOutputs, oob_tensor_provider=engine_core.decoder.oob_tensor_provider)
-
-
-async def end_output_loop(llm: AsyncLLM) -> None:
-    """Stop reading the engine's messages: the loop would take the engine's end for a crash, and log it as one."""
-    if (loop := llm.output_handler) is not None:
-        loop.cancel()
-        await asyncio.wait([loop])
 
 
 class _Recording:
@@ -93,7 +71,7 @@ class TokensApart:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
-        self._processor = LogprobsProcessor(tokenizer, None, None, None, None, None)
+        self._correct = text_corrector(tokenizer)
 
     def text(self, token_id: int, before: Sequence[int]) -> str:
         """The text of a token that follows `before`: "" within a character, which comes whole with its last token."""
@@ -102,8 +80,7 @@ class TokensApart:
             text = self._texts[token_id] = convert_ids_list_to_tokens(self._tokenizer, [token_id])[0]
         if not text.endswith("\ufffd"):
             return text
-        corrected: str = self._processor._correct_decoded_token(token_id, list(before[-_CHARACTER_TOKENS:]))
-        return corrected
+        return self._correct(token_id, list(before[-_CHARACTER_TOKENS:]))
 
 
 _CHARACTER_TOKENS = 4  # That vLLM looks at in front of a token to find the character that it ends.
@@ -176,6 +153,20 @@ class _NoQueue:
 _ENDED = _NoQueue()
 
 
+class Siblings(ParentRequest):
+    """The sequences of one request, for vLLM's statistics of requests: the last that ends counts the request."""
+
+    def __init__(self, sequences: int) -> None:
+        self.request_id = ""  # vLLM looks for it among the parents that it knows.
+        self.sequences = sequences
+        self.child_requests = set(range(sequences))  # Those that have not ended.
+        self.max_num_generation_tokens = 0
+
+    @property
+    def n(self) -> int:
+        return self.sequences
+
+
 class PushedState(RequestState):
     """One sequence of one request."""
 
@@ -189,13 +180,13 @@ class PushedState(RequestState):
         texts: ModelTexts,
         apart: TokensApart,
         *,
-        traced: bool = False,
+        siblings: Siblings | None = None,
         interval: int = 1,
     ) -> None:
         """Create the pushed state.
 
         Args:
-            traced: vLLM makes a span of the sequence when it has ended.
+            siblings: The sequences of the request, if there are several.
             interval: Tokens in each part of a stream, after the first part, which has what came with the first token.
         """
         self.want_tokens = generation.want_tokens
@@ -214,7 +205,7 @@ class PushedState(RequestState):
         super().__init__(
             request_id=request.request_id,
             external_req_id=request.external_req_id or "",
-            parent_req=None,
+            parent_req=siblings,
             request_index=sequence,
             lora_request=request.lora_request,
             output_kind=RequestOutputKind.DELTA,
@@ -226,7 +217,7 @@ class PushedState(RequestState):
             max_tokens_param=generation.sampling.max_tokens,
             arrival_time=request.arrival_time,
             queue=None,
-            log_stats=traced,
+            log_stats=True,
             stream_interval=1,
             top_p=generation.sampling.top_p,
             n=generation.sequences,
@@ -298,6 +289,8 @@ class PushedState(RequestState):
     def end(self) -> None:
         self.ended = True
         self.queue = _ENDED  # without the cycle this state is freed at once
+        if self.parent_req is not None:
+            self.parent_req.child_requests.discard(self.request_index)
 
     def _logprobs(self, count: int) -> list[float] | None:
         raw = self.reader.logprobs

@@ -26,10 +26,11 @@ import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.parser.abstract_parser import Parser
-from vllm.parser.parser_manager import ParserManager
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.tool_parsers import ToolParser, ToolParserManager
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+
+from engines.vllm.internals import patch_parsers
 
 _NOT_ENFORCED = (
     "`tool_choice` cannot be enforced with this model's option.tool_call_parser and back end of grammars; expected "
@@ -127,12 +128,11 @@ def import_plugin(path: str) -> None:
     ToolParserManager.import_tool_parser(path)
 
 
-def _decide_for_models() -> None:
-    """Make the decision when a model gets a parser, and not in the classes of parsers."""
-    found = ParserManager.get_parser
+def _choosing(find: Callable[..., type[Parser] | None]) -> Callable[..., type[Parser] | None]:
+    """Return vLLM's `get_parser` with the choice for the model that gets the parser."""
 
     def get_parser(*arguments: Any, **options: Any) -> type[Parser] | None:
-        parser: type[Parser] | None = found(*arguments, **options)
+        parser = find(*arguments, **options)
         backend = _backend.get()
         if parser is None or not backend:
             return parser
@@ -144,8 +144,7 @@ def _decide_for_models() -> None:
             return type(parser.__name__, bases, {})
         return type(parser.__name__, (_Enforcing, *bases), {"tool_parser_cls": _fitting(tools, backend)})
 
-    ToolParser.__init_subclass__ = object.__init_subclass__
-    ParserManager.get_parser = staticmethod(get_parser)
+    return get_parser
 
 
-_decide_for_models()
+patch_parsers(_choosing)

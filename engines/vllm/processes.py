@@ -43,24 +43,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm import envs
-from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
-from vllm.utils import cpu_resource_utils
-from vllm.v1.engine import coordinator
-from vllm.v1.engine import utils as engine_utils
-from vllm.v1.executor import multiproc_executor, uniproc_executor
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 from engines.cpu_memory import page_cache
 from engines.start_failure import StartFailure, failure_of
-from engines.vllm import fork_server
-
-_run_in_subprocess = registry._run_in_subprocess
-_vllms_context = engine_utils.get_mp_context
-_await_workers = MultiprocExecutor._ensure_worker_termination
-_cgroup_usage = cpu_resource_utils.get_cgroup_memory_usage
+from engines.vllm import fork_server, internals
 
 
 class _Tied:
@@ -81,7 +69,7 @@ class _Tied:
             fork_server.apply_environment(self._environment)
         _end_with_parent()
         self._prepare(self._report)
-        with _telling(self._report):
+        with _reporting_failure(self._report):
             self._function(*arguments, **options)
 
 
@@ -128,8 +116,7 @@ def first_failure(reports: Connection) -> StartFailure | None:
 
 def end_processes(llm: Any, seconds: float) -> None:
     """End vLLM's processes for a model; those that have not ended within `seconds` are killed."""
-    manager = llm.engine_core.resources.engine_manager
-    engines = [process.pid for process in getattr(manager, "processes", ())]  # Ray's has none here
+    engines = internals.engine_process_ids(llm)
     llm.shutdown(seconds)
     for engine in engines:
         with contextlib.suppress(ProcessLookupError):
@@ -138,15 +125,13 @@ def end_processes(llm: Any, seconds: float) -> None:
 
 def use_fork_server() -> None:
     """Have vLLM fork its processes from the fork server, and look at model classes there too."""
-    for module in (engine_utils, coordinator):
-        module.get_mp_context = _server_context
-    registry._run_in_subprocess = _in_fork_server
+    internals.patch_server(_server_context, _in_fork_server)
 
 
 def _server_context() -> BaseContext:
     report: Connection | None = getattr(_this_thread, "report", None)
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of the server would share its sockets
-    context: BaseContext = _vllms_context()
+    context = internals.default_context()
     if report is None:
         return context
     if not _this_thread.spawned:
@@ -160,14 +145,11 @@ def prepare_engine(report: Connection) -> None:
 
     def context() -> BaseContext:
         if not fork_server.is_forked():
-            return tied(_vllms_context(), prepare_worker, report)
+            return tied(internals.default_context(), prepare_worker, report)
         fork_server.start_no_other()
         return tied(multiprocessing.get_context("forkserver"), prepare_worker, report)
 
-    multiproc_executor.get_mp_context = context
-    MultiprocExecutor._ensure_worker_termination = staticmethod(_end_workers)
-    for executor in (multiproc_executor, uniproc_executor):
-        executor.get_file_store_init_method = _meeting_place
+    internals.patch_engine_process(context, _end_workers, _meeting_place)
 
 
 def _end_workers(workers: Sequence[BaseProcess]) -> None:
@@ -179,30 +161,29 @@ def _end_workers(workers: Sequence[BaseProcess]) -> None:
     if any(worker.exitcode for worker in workers):
         for worker in workers:
             worker.kill()
-    _await_workers(workers)
+    internals.await_workers(workers)
 
 
 def _meeting_place() -> str:
     """Return the file where workers find each other. vLLM's own stays in /tmp; this one goes with vLLM's sockets."""
-    return f"file://{envs.VLLM_RPC_BASE_PATH}/workers-{uuid.uuid4().hex}"
+    return f"file://{internals.socket_directory()}/workers-{uuid.uuid4().hex}"
 
 
 def prepare_worker(report: Connection) -> None:
     """Prepare a worker of the engine process, whose function keeps failures to the log."""
     if fork_server.is_forked():
         _end_with_engine()
-    cpu_resource_utils.get_cgroup_memory_usage = usage_without_page_cache
     if current_platform.is_cpu():
-        from vllm.v1.sample import sampler
+        internals.patch_token_ranks(token_ranks)
 
-        sampler.batched_count_greater_than = token_ranks
-    start = WorkerProc.__init__
+    def reporting(start: Callable[..., None]) -> Callable[..., None]:
+        def reporting_start(*arguments: Any, **options: Any) -> None:
+            with _reporting_failure(report):
+                start(*arguments, **options)
 
-    def telling_start(*own: Any, **named: Any) -> None:
-        with _telling(report):
-            start(*own, **named)
+        return reporting_start
 
-    WorkerProc.__init__ = telling_start
+    internals.patch_worker(reporting, usage_without_page_cache)
 
 
 def token_ranks(logprobs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -219,7 +200,7 @@ def _in_fork_server(function: Callable[[], Any]) -> Any:
     """Call `function` in a new process: vLLM looks at model classes, which may initialize CUDA."""
     context = fork_server.context()
     if context is None:
-        return _run_in_subprocess(function)
+        return internals.run_in_subprocess(function)
     import cloudpickle
 
     with ProcessPoolExecutor(1, context) as pool:
@@ -236,14 +217,14 @@ def usage_without_page_cache() -> int | None:
     """Return the memory that a container uses, for vLLM's check if its KV cache fits. vLLM's function counts pages of
     files as used, so that no cache fits just after the weights were read.
     """
-    used: int | None = _cgroup_usage()
+    used = internals.cgroup_usage()
     if used is None:
         return None
     return max(used - max(page_cache(Path("/sys/fs/cgroup", version)) for version in (".", "memory")), 0)
 
 
 @contextlib.contextmanager
-def _telling(report: Connection) -> Iterator[None]:
+def _reporting_failure(report: Connection) -> Iterator[None]:
     try:
         yield
     except Exception as error:

@@ -20,7 +20,6 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as NewLogitsProcessor
@@ -28,6 +27,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as NewLog
 from engines.errors import InvalidParameter, InvalidRequest
 from engines.request import BeamSearch, GenerationRequest, SamplingParameters
 from engines.tokenization import check_beams, check_token_ids
+from engines.vllm.internals import EngineCoreRequest
 
 # The limits of vLLM's newer model runner. Beyond it, it fails inside the engine and takes all requests with it.
 _LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}

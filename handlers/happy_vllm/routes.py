@@ -127,8 +127,13 @@ def _info(
         answer: Names of its fields.
         fields: Those of the body, if it has one.
     """
-    methods = ("POST",) if fields else ("GET",)
-    return InfoRoute(path=path, answer=reply_of, methods=methods, about=_operation(summary, answer, **fields))
+    return InfoRoute(
+        path=path,
+        answer=reply_of,
+        methods=("POST",) if fields else ("GET",),
+        by_attribute=bool(fields),
+        about=_operation(summary, answer, **fields),
+    )
 
 
 def _operation(summary: str, answer: str, **fields: Schema) -> Operation:

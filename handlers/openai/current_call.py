@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 class OpenAICall:
     """A call of vLLM's front end: its places in the queue, its adapters, and how it went."""
 
-    def __init__(self, queue: EngineQueue, any_model: bool = False, media: MediaMemory | None = None) -> None:
+    def __init__(
+        self, queue: EngineQueue, any_model: bool = False, media: MediaMemory | None = None, cache_salt: str = ""
+    ) -> None:
         self._queue, self.engine = queue, queue.engine
         self._held = 0
         self._closed = False
         self._background: asyncio.Task[None] | None = None
         self.any_model = any_model  # No `model` in its body is refused.
+        self.cache_salt = cache_salt  # Of prompts for which the body has none.
         self.form_name = "structured_outputs"  # The body's name for the form of its text.
         # Adapters that are kept for the call, by name; a beam search asks for its own several times.
         self.adapters: dict[str, Claim] = {}

@@ -5,8 +5,8 @@ Requests of the serving classes are ordinary ones of `AsyncLLM`. They run beside
 a token. For each step of a request vLLM's output processor calls `logprobs_processor.update_from_output`; that is
 where its tokens are counted, at the price of one call.
 
-When `AsyncLLM.add_request` has returned a request's queue, `output_processor.request_states` has a state with that
-queue for each sequence that has not ended (tests/live/test_openai_internals.py).
+When `AsyncLLM.add_request` has returned a request's queue, vLLM has a state with that queue for each sequence that has
+not ended (tests/live/test_openai_internals.py).
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from http import HTTPStatus
 from typing import Any
 
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError, VLLMNotFoundError, VLLMValidationError
 from vllm.outputs import STREAM_FINISHED
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from engines.errors import (
     AdapterUnusable,
@@ -37,6 +36,7 @@ from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
 from engines.vllm.constraints import no_token_left
 from engines.vllm.engine import VllmEngine
+from engines.vllm.internals import EngineDeadError, request_states, sequence_ids
 from engines.vllm.output import SequenceStatistics
 from engines.vllm.parsers import tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_words
@@ -144,6 +144,8 @@ class EngineClient:
         call.submitted = True
         if call.media is not None:  # the source of the prompt is dropped
             call.media.release()
+        if call.cache_salt and not prompt.get("cache_salt"):
+            prompt = {**prompt, "cache_salt": call.cache_salt}
         return self._generate(call, prompt, sampling_params, request_id, options)
 
     def _check_length(self, prompt: Any) -> None:
@@ -192,21 +194,17 @@ class EngineClient:
                     options = {**options, "reasoning_ended": True}
             if self._engine.adapters is not None and options.get("lora_request") is not None:
                 options = {**options, "lora_request": await self._adapter(call, options["lora_request"].lora_name)}
-        known = {*self._sequences(request_id)}  # ids are the clients', who may use one twice
+        known = {*sequence_ids(self._llm, request_id)}  # ids are the clients', who may use one twice
         try:
             return await self._llm.add_request(request_id, prompt, params, **options)
         except BaseException as error:
             # vLLM registers a request before it sends it to the engine, and leaves it there if that fails.
-            registered = [sequence for sequence in self._sequences(request_id) if sequence not in known]
+            registered = [sequence for sequence in sequence_ids(self._llm, request_id) if sequence not in known]
             with contextlib.suppress(EngineDeadError):
                 await self._llm.abort(registered, internal=True)
             if isinstance(error, OverflowError):  # a number that the engine's message cannot hold
                 raise VLLMValidationError(str(error)) from None
             raise
-
-    def _sequences(self, request_id: str) -> Sequence[str]:
-        ids: Sequence[str] = self._llm.output_processor.external_req_ids.get(request_id, ())
-        return ids
 
     async def _adapter(self, call: OpenAICall, name: str) -> Any:
         """Return vLLM's request for the adapter of this name, which is in its memory until the call ends.
@@ -233,8 +231,8 @@ class _Request:
         Raises:
             RuntimeError: vLLM keeps them elsewhere than it did.
         """
-        output_processor = self._llm.output_processor
-        states = [output_processor.request_states[i] for i in output_processor.external_req_ids.get(request_id, ())]
+        known = request_states(self._llm)
+        states: list[Any] = [known[i] for i in sequence_ids(self._llm, request_id)]
         own = [state for state in states if state.queue is self._queue]  # ids are the clients', who may use one twice
         if not own and not _ended(self._queue.output):
             raise RuntimeError("vLLM's output processor does not know a request that it was given just now")

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from engines.choice import is_vllm
-from engines.errors import InvalidRequest, Overloaded, RequestError, UnknownAdapter
+from engines.errors import InvalidParameter, InvalidRequest, Overloaded, RequestError, UnknownAdapter
 from engines.model_settings import ModelSettings
 from handlers.contract import LONG_BODY, Call, Exchange, ReplyWriter, Running, adapter_header
 from handlers.openai.constraints import CHAT, COMPLETIONS
@@ -144,6 +144,11 @@ class OpenAIHandler:
         Raises:
             UnknownAdapter: The adapter is not registered.
         """
+        try:
+            steering = call.steering()
+        except InvalidParameter as error:
+            writer.reply(refuse(error))
+            return None
         if adapter and call.body and adapter not in self._adapters:
             raise UnknownAdapter(adapter)
         if len(call.body) >= LONG_BODY:
@@ -154,7 +159,7 @@ class OpenAIHandler:
                 writer.reply(refuse(error))
                 return None
         if (exchange := await self._understood(call, path, any_model, adapter)) is not None:
-            running = RunningCall(self._queue, exchange, writer, call.request_id)
+            running = RunningCall(self._queue, exchange.steered_by(steering), writer, call.request_id)
             try:
                 await running.submit()
                 return running
@@ -165,7 +170,8 @@ class OpenAIHandler:
             except RequestError:
                 pass  # vLLM's front end refuses it in vLLM's words
         model = (adapter or self._model) if adapter is not None and call.body else None
-        return VllmCall(self._vllm, OpenAICall(self._queue, any_model, self._vllm.media), call, writer, path, model)
+        openai_call = OpenAICall(self._queue, any_model, self._vllm.media, steering.cache_salt)
+        return VllmCall(self._vllm, openai_call, call, writer, path, model)
 
     async def _understood(self, call: Call, path: str, any_model: bool, adapter: str | None) -> Exchange | None:
         if self._contract is None:

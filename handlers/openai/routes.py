@@ -241,15 +241,15 @@ _MODEL = Operation(
 )
 _VERSIONED = (
     # In LMI this is another name of /invocations.
-    OpenAIRoute(path="/v1/chat/completions", own_handler=True),
+    OpenAIRoute(path="/v1/chat/completions", own_handler=True, by_attribute=True),
     *(
-        OpenAIRoute(path=path)
+        OpenAIRoute(path=path, by_attribute=True)
         for path in (
-            *("/v1/chat/completions/batch", "/v1/completions"),
-            *("/v1/responses", "/v1/responses/{response_id}/cancel"),
+            *("/v1/chat/completions/batch", "/v1/completions", "/v1/responses"),
             *("/v1/messages", "/v1/messages/count_tokens"),
         )
     ),
+    OpenAIRoute(path="/v1/responses/{response_id}/cancel"),
     OpenAIRoute(path="/v1/responses/{response_id}", methods=("GET",)),
 )
 
@@ -262,8 +262,8 @@ OPENAI = ContractRoutes(
         InfoRoute.of_all(ALIASED + "/v1/models", models, about=_MODELS),
         InfoRoute.of_all("/v1/models/{id:path}", model, about=_MODEL),
         InfoRoute.of_all(ALIASED + "/v1/models/{id:path}", model, about=_MODEL),
-        OpenAIRoute(path="/tokenize"),
-        OpenAIRoute(path="/detokenize"),
+        OpenAIRoute(path="/tokenize", by_attribute=True),
+        OpenAIRoute(path="/detokenize", by_attribute=True),
         OpenAIRoute(path="/version", methods=("GET",)),
     ),
     refuse=refuse,

@@ -1,22 +1,22 @@
-"""vLLM's OpenAI front end as an ASGI application: the one file that touches how vLLM builds it.
+"""vLLM's OpenAI front end as an ASGI application. No other module depends on how vLLM builds it.
 
-vLLM's `build_app` would bring its own listener, health, metrics and management routes, authentication and CORS. We take
-the parts that answer OpenAI's clients, and leave the rest to `container`: the routers, the exception handlers, and
-the state that `init_app_state` makes around an engine client.
+vLLM's `build_app` would add a listener, health, metrics and management routes, authentication and CORS, which
+`container` has already. This module takes the parts that answer OpenAI's clients: the routers, the exception handlers,
+and the state that `init_app_state` makes around an engine client.
 
-It relies on internals of vLLM, which tests/live/test_openai_internals.py looks for:
-- each of `_ROUTERS` has an APIRouter `router` whose routes find their serving objects in `app.state`;
-- `init_app_state(engine_client, state, args, supported_tasks)` makes these objects;
-- `create_error_response(error)` gives an exception its status;
-- `OpenAIServingResponses.background_tasks` gets each task of a response in the background, in the context of its call,
-  and `response_store` has the state of the response;
-- `OpenAIServingModels.is_base_model(name)` decides whether a request's `model` is served here, unless its
-  `lora_requests` have the name;
-- the first of `_ROUTERS` have a module `protocol` beside them, with Pydantic's models of their requests; Pydantic keeps
-  the schema of a model in `__pydantic_core_schema__`, and what checks by it in `__pydantic_validator__`;
-- `OnlineRenderer.parser` is the class whose `adjust_request` constrains the calls of tools;
-- what `front_end` reads of the serving objects, and `OnlineRenderer.preprocess_chat`, whose way from messages to a
-  prompt it repeats.
+The module relies on these internals of vLLM, which tests/live/test_openai_internals.py checks:
+
+- Each module of `_ROUTERS` has an APIRouter `router`. Its routes find their serving objects in `app.state`.
+- `init_app_state(engine_client, state, args, supported_tasks)` makes these objects.
+- `create_error_response(error)` gives an exception its status.
+- `OpenAIServingResponses.background_tasks` gets each task of a response in the background, in the context of its call.
+  `response_store` has the state of the response.
+- `OpenAIServingModels.is_base_model(name)` says if a request's `model` is served, unless `lora_requests` has the name.
+- The first modules of `_ROUTERS` have a module `protocol` beside them, with Pydantic's models of their requests.
+  Pydantic keeps the schema of a model in `__pydantic_core_schema__`, and its validator in `__pydantic_validator__`.
+- `OnlineRenderer.parser` is the class whose `adjust_request` constrains the calls of tools.
+- The serving objects have the attributes that `front_end` reads. `OnlineRenderer.preprocess_chat` makes a prompt from
+  messages in the steps that `chat_renderer` repeats.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ from handlers.openai.routes import error_reply
 
 logger = logging.getLogger(__name__)
 
-# Loggers that report on one request each.
+# The loggers whose records are about one request.
 _OF_REQUESTS = (
     *("vllm.entrypoints.openai.", "vllm.entrypoints.anthropic.", "vllm.entrypoints.serve.tokenize."),
     *("vllm.entrypoints.serve.exception_handling.", "vllm.renderers.", "vllm.tool_parsers.", "vllm.reasoning."),
 )
-_LONGEST = 200
-# Chats that show whether two ways to render are the same.
+_LONGEST = 200  # Characters of a record about a client's error.
+# Chats that are rendered in two ways, to compare the results.
 _TRIALS: tuple[list[Any], ...] = (
     [{"role": "user", "content": ""}],
     [{"role": "user", "content": " <b>a</b>\n"}],
@@ -96,26 +96,29 @@ _ROUTERS = (
     "vllm.entrypoints.openai.models.api_router",
     "vllm.entrypoints.serve.instrumentator.basic",
 )
-_WITH_BODIES = 5  # Of them; each has its requests in a module `protocol` beside it.
+_WITH_BODIES = 5  # The first routers, whose requests are in a module `protocol` beside them.
 
 
 def answer_object(path: str, body: bytes) -> Any:
-    """vLLM's own object for the body of an answer on a path of its front end."""
+    """Return vLLM's object for the body of an answer. `path` is a path of its front end."""
     kind = ChatCompletionResponse if path == CHAT else CompletionResponse
     return kind.model_validate_json(body)
 
 
 def lower_client_errors() -> None:
-    """Log errors that clients cause as information, in every handler of the root logger. May be called again."""
+    """Make every handler of the root logger lower the records of clients' errors. It may be called several times."""
     for handler in logging.getLogger().handlers:
         handler.addFilter(client_error_filter)
 
 
 def client_error_filter(record: logging.LogRecord) -> bool:
-    """Lower the record of a client's error to INFO, without its traceback; drop it if that is not logged.
+    """Lower the record of a client's error to INFO, without its traceback.
 
-    So is that of a request whose engine has failed, which is logged once and for all requests. Failures of the server
-    pass unchanged.
+    The record of a request whose engine has failed is lowered too: the failure is logged once for all requests. Records
+    of other failures of the server pass unchanged.
+
+    Returns:
+        False if the lowered record is not logged.
     """
     if record.levelno < logging.ERROR or not record.name.startswith(_OF_REQUESTS):
         return True
@@ -131,7 +134,7 @@ def client_error_filter(record: logging.LogRecord) -> bool:
 
 
 def routers() -> list[Any]:
-    """vLLM's routers, which are imported first."""
+    """Import vLLM's routers, and return them."""
     done: set[type] = set()
     for name in _ROUTERS[:_WITH_BODIES]:
         protocol = importlib.import_module(name.replace(".api_router", ".protocol"))
@@ -142,15 +145,14 @@ def routers() -> list[Any]:
 
 
 def stop_at_first_fault(kind: type[BaseModel], done: set[type]) -> None:
-    """Have the lists in a request refused with the first item that is wrong.
+    """Make a model of requests refuse a list at its first wrong item.
 
-    To be called before FastAPI sees it.
-
-    Pydantic would say of each item why it is none of the kinds that it may be. That takes it up to 5 ms for each, and
-    the event loop waits.
+    Call it before FastAPI uses the model. Otherwise Pydantic describes the fault of every item, in up to 5 ms for each,
+    while the event loop waits.
 
     Args:
-        done: Changes before that.
+        kind: The model.
+        done: The models that were changed already. The model and the models of its fields are added.
     """
     if kind in done or not kind.__pydantic_complete__:
         return
@@ -162,19 +164,20 @@ def stop_at_first_fault(kind: type[BaseModel], done: set[type]) -> None:
             if node.get("type") == "list":
                 node["fail_fast"] = True
             elif node.get("type") == "model" and issubclass(node["cls"], BaseModel):
-                stop_at_first_fault(node["cls"], done)  # Pydantic takes its validator unchanged
+                stop_at_first_fault(node["cls"], done)  # Pydantic uses this model's validator unchanged.
             waiting += [value for key, value in node.items() if key not in ("metadata", "serialization")]
         elif isinstance(node, list | tuple):
             waiting += node
-    kind.__pydantic_complete__ = False  # otherwise Pydantic takes the old validator
+    kind.__pydantic_complete__ = False  # Otherwise Pydantic keeps the old validator.
     kind.__pydantic_validator__ = SchemaValidator(kind.__pydantic_core_schema__)
     kind.__pydantic_complete__ = True
 
 
 class _BackgroundTasks(dict[str, "asyncio.Task[None]"]):
-    """vLLM's responses in the background, by their ids.
+    """The tasks of vLLM's responses in the background, by the ids of the responses.
 
-    Each keeps what its call holds. One that fails says so: for vLLM it would stay queued for good.
+    A task keeps the resources of its call. If it fails, the response gets the status `failed`: vLLM would leave it at
+    `queued`.
     """
 
     def __init__(self, responses: Mapping[str, Any]) -> None:
@@ -201,15 +204,17 @@ async def build(
     accepts: Callable[[str], bool],
     adapters: dict[str, Any] | None = None,
 ) -> Any:
-    """Return the application, around an engine client.
+    """Build the application.
 
     Args:
-        names: The model's, the first of which is in every answer.
-        accepts: Says of a name that is none of them whether it will do as well.
-        adapters: vLLM's requests for adapters by their names, as they come and go.
+        client: The engine client.
+        arguments: The arguments of vLLM's front end.
+        names: The names of the model. Answers have the first one.
+        accepts: Returns True for further names that a request may use.
+        adapters: vLLM's requests for adapters, by their names. It changes as adapters are loaded and unloaded.
 
     Raises:
-        EngineStartError: This vLLM refuses an argument.
+        EngineStartError: vLLM refuses an argument.
     """
     lower_client_errors()
     bound_media()
@@ -226,11 +231,11 @@ async def build(
         for router in routers():
             app.include_router(router)
         init_exception_handler(app)
-        # Starlette's own, such as for a body nested too deep to be read, which vLLM leaves in another shape.
+        # Starlette raises it, for example if a body is nested too deeply. vLLM would leave the reply in another form.
         app.add_exception_handler(HTTPException, http_exception_handler)
         answer_stumbling_readers(app)
         app.state.args = args
-        # vLLM would have its server exit when its engine has died; whether ours does is `fail_fast`.
+        # vLLM stops its server when its engine has died. Here the setting `fail_fast` decides that.
         app.state.server = SimpleNamespace(should_exit=False)
         with parsers_for(client.vllm_config.structured_outputs_config.backend):
             await init_app_state(client, app.state, args, supported_tasks=("generate",))
@@ -250,8 +255,10 @@ async def build(
 
 
 def _hiding_constraints(parser: Any) -> Any:
-    """A class of parsers that constrains calls of tools, and keeps that out of what `ResponsesResponse` repeats of its
-    request: vLLM's puts the schema of a forced call into `text`, a field of the client's."""
+    """Return a class of parsers that constrains the calls of tools, and leaves the request's `text` as it was.
+
+    vLLM's class puts the schema of a forced call into `text`. The answer repeats this field of the request.
+    """
 
     class Parser(parser):  # type: ignore[misc]
         def adjust_request(self, request: Any) -> Any:
@@ -268,10 +275,17 @@ def _hiding_constraints(parser: Any) -> Any:
 def front_end(
     app: FastAPI, config: Any, model: str, accepts: Callable[[str], bool], adapters: Collection[str]
 ) -> FrontEnd | None:
-    """Return the settings of an application of `build` for common requests; None where its answers have more than ours
-    show.
+    """Return the settings for the contract of common requests.
 
-    `config`: vLLM's whole configuration. The rest as in `build`.
+    Args:
+        app: The application that `build` returned.
+        config: vLLM's configuration.
+        model: The model's name in answers.
+        accepts: Returns True if a name is the model's.
+        adapters: The names of the adapters.
+
+    Returns:
+        The settings. None if vLLM's answers have more content than the contract's.
     """
     chat, completions = app.state.openai_serving_chat, app.state.openai_serving_completion
     if not isinstance(chat.renderer, HfRenderer) or _shows_more(completions, config):
@@ -290,7 +304,7 @@ def front_end(
         most_prompts=envs.VLLM_MAX_COMPLETION_PROMPTS,
         most_sequences=envs.VLLM_MAX_N_SEQUENCES,
         most_stop_strings=envs.VLLM_MAX_STOP_STRINGS,
-        # An answer that is parsed, for tool calls or reasoning, is more than its text.
+        # vLLM parses an answer for tool calls or reasoning if there is a parser.
         render=chat_renderer(chat) if chat.parser_cls is None and not chat.online_renderer.use_harmony else None,
     )
 
@@ -322,8 +336,9 @@ def _shows_more(serving: Any, config: Any) -> bool:
 
 
 def chat_renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
-    """Return a function that makes a prompt of text messages, as `OnlineRenderer.preprocess_chat` does for a request
-    without options.
+    """Return a function that makes a prompt from messages of text.
+
+    The result is that of `OnlineRenderer.preprocess_chat` for a request without options.
     """
     online, renderer = chat.online_renderer, chat.renderer
     media = chat.model_config.multimodal_config
@@ -341,28 +356,30 @@ def chat_renderer(chat: Any) -> Callable[[list[dict[str, Any]]], str]:
     try:
         direct = _direct_renderer(renderer, params)
         same = all(direct(messages) == render(messages) for messages in _TRIALS)
-    except Exception as error:  # a template is the model's own code, and may raise anything
+    except Exception as error:  # A template is code of the model, and may raise any exception.
         logger.debug("chats are rendered by vLLM's renderer: %s", error)
         return render
     return direct if same else render
 
 
 def _direct_renderer(renderer: HfRenderer, params: Any) -> Callable[[list[dict[str, Any]]], str]:
-    """Return the same with all done once that is alike for each request, in a fifth of the time.
+    """Return a function like `renderer.render_messages` that takes a fifth of the time.
+
+    All work that is the same for every request is done once, here.
 
     Raises:
-        Exception: Something about the model or its template is not alike.
+        Exception: The model or its template needs other work.
     """
     config, tokenizer = renderer.model_config, renderer.get_tokenizer()
     owners = [owner for owner in type(tokenizer).__mro__ if "apply_chat_template" in vars(owner)]
     if [owner for owner in owners if owner.__module__ != vllm.tokenizers.hf.__name__] != [PreTrainedTokenizerBase]:
-        raise TypeError("the tokenizer renders chats in a way of its own")
+        raise TypeError("the tokenizer has another method for chats")
     given = params.get_apply_chat_template_kwargs()
     template = resolve_chat_template(
         tokenizer, chat_template=given.pop("chat_template", None), tools=None, model_config=config
     )
     if template is None or given.pop("continue_final_message", False):
-        raise ValueError("there is no template, or its last message is continued")
+        raise ValueError("there is no template, or the template continues the last message")
     content_format = resolve_chat_template_content_format(
         chat_template=params.chat_template,
         tools=None,
@@ -385,15 +402,15 @@ def _direct_renderer(renderer: HfRenderer, params: Any) -> Callable[[list[dict[s
 
 
 def answer_stumbling_readers(app: FastAPI) -> None:
-    """Have it answered as the client's fault when what reads the body finds a value that its author did not think of.
+    """Answer Python's own errors as the client's fault if they come from code that reads the body.
 
-    vLLM's checks before pydantic's look into what should be an object, and its conversions take the first part of lists
-    that may be empty; both raise what Python raises.
+    Some checks of vLLM run before Pydantic's and expect an object, but a client may send something else. Some
+    conversions take the first item of a list that may be empty.
     """
 
     async def refuse(_: Request, error: Exception) -> Response:
         modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        while modules[-1].startswith("pydantic."):  # it raises the errors of readers that find a field missing
+        while modules[-1].startswith("pydantic."):  # Pydantic raises these errors for readers that miss a field.
             modules.pop()
         if _reads_body(modules):
             error = VLLMValidationError(f"the body has a value that cannot be used: {error}")
@@ -407,8 +424,11 @@ def answer_stumbling_readers(app: FastAPI) -> None:
 
 
 def _reads_body(modules: Sequence[str]) -> bool:
-    """Whether an error that went through these modules, the last of which raised it, is of FastAPI or vLLM reading the
-    body, before anything was generated for it."""
+    """Return True if FastAPI or vLLM raised an error while it read a body, before anything was generated.
+
+    Args:
+        modules: The modules that the error passed through. The last one raised it.
+    """
     if any(name.startswith("fastapi._compat") for name in modules):
         return True
     call = current_call.get(None)
@@ -416,19 +436,22 @@ def _reads_body(modules: Sequence[str]) -> bool:
 
 
 def _is_clients(error: BaseException) -> bool:
-    """Return True if vLLM answers the exception as a fault of the client, or as a feature that it does not have."""
+    """Return True if vLLM answers the exception as a fault of the client, or as a missing feature."""
     if not isinstance(error, Exception):
         return False
     return isinstance(error, GracefulHTTPError | NotImplementedError) or create_error_response(error).error.code < 500
 
 
 def refusal(error: BaseException) -> Reply | None:
-    """Return the answer to an exception that left the application after a reply had begun.
+    """Return the answer to an exception that the application raised after a reply had begun.
 
-    None if it is the server's fault. vLLM's responses are generated once their stream has begun, and it cannot answer a
-    refusal then.
+    vLLM begins the stream of a response before it generates, and cannot answer a refusal after that.
+
+    Returns:
+        The answer. None if the exception is the server's fault.
     """
-    if isinstance(error, RuntimeError) and error.__cause__ is not None:  # Starlette's, for one that has a handler
+    # Starlette raises a RuntimeError from an exception that has a handler.
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
     if not isinstance(error, VLLMClientError | GracefulHTTPError):
         return None

@@ -33,6 +33,7 @@ FINISH_REASONS = {
     FinishReason.STOP: "stop_sequence",
 }
 _pack, _unpack = Struct("<f").pack, Struct("<f").unpack
+IDLE_COMMENT = b":\n\n"  # TGI sends this comment while a stream is idle.
 _NO_TOKEN = Token(0, "", special=True)
 
 Headers = tuple[tuple[str, str], ...]

@@ -15,13 +15,11 @@ from engines.errors import InvalidRequest
 from handlers.contract import Call, Contract, ContractError, Exchange, Reply
 from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
-from handlers.tgi.answer import AnswerOptions, StreamAnswer, WholeAnswer, stream_headers
+from handlers.tgi.answer import IDLE_COMMENT, AnswerOptions, StreamAnswer, WholeAnswer, stream_headers
 from handlers.tgi.errors import EVENTS, JSON, refuse, refuse_stream
 from handlers.tgi.info import health, info
 from handlers.tgi.request import TgiRequest, read_request, unread_names, validate
 from handlers.tgi.tokenize import ChatRequest, chat_tokenize, tokenize
-
-_COMMENT = b":\n\n"  # TGI's comment in an idle stream.
 
 
 class TgiContract:
@@ -80,7 +78,7 @@ class TgiContract:
             compute_type=self._setting.settings.rolling_batch,
         )
         if streams:
-            return Exchange(requests, StreamAnswer(options), notes, comment=_COMMENT)
+            return Exchange(requests, StreamAnswer(options), notes, comment=IDLE_COMMENT)
         return Exchange(requests, WholeAnswer(options), notes)
 
     def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
@@ -174,12 +172,14 @@ TGI = ContractRoutes(
             answer=tokenize,
             methods=("POST",),
             with_field="inputs",
+            by_attribute=True,
             about=_operation("Tokens of a text", {JSON: _TOKENS}, _BODY),
         ),
         InfoRoute(
             path="/chat_tokenize",
             answer=chat_tokenize,
             methods=("POST",),
+            by_attribute=True,
             about=_operation(
                 "Prompt and tokens of a chat",
                 {JSON: an_object({"tokenize_response": _TOKENS, "templated_text": STRING})},

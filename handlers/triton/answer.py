@@ -46,7 +46,7 @@ class _Answer(Answer):
         self._names = sorted((*self._members, *request.outputs, "text_output"))
 
     def fail(self, error: RequestError) -> Reply:
-        """Return the error as a JSON document, of a stream as well, since nothing has been streamed."""
+        """Return the error as a JSON document. A stream gets one as well, because nothing has been sent yet."""
         return refusal(error)
 
     def _response(self, prompt_token_count: int) -> str:
@@ -76,14 +76,14 @@ class _Answer(Answer):
                 return _tensor(_float32(piece.logprob) for piece in pieces)
 
     def _logprobs(self, piece: GeneratedSequence) -> str:
-        """JSON in a string, as Python's own writer makes it, which the backend uses."""
+        """Return the log probabilities as JSON text, or "null". Triton's backend uses Python's `json` as well."""
         return json.dumps([_candidates(token) for token in piece.tokens]) if self._request.shows_logprobs else "null"
 
 
 class CollectedAnswer(_Answer):
     """One response: an object, or the only event of a stream.
 
-    With `stream` each step of the engine is a response, and more than one of them is an error.
+    If the request sets `stream`, each step of the engine is a response. A second response is then an error.
     """
 
     def __init__(self, model: str, request: TritonRequest, *, events: bool) -> None:
@@ -93,15 +93,15 @@ class CollectedAnswer(_Answer):
         self._fed = False
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        """Return the response, with the last delta.
+        """Return the response with the last delta, and no bytes before.
 
         Raises:
-            SeveralResponses: This is a second step, and there is room for one.
+            SeveralResponses: The request sets `stream`, and this is the second step.
         """
         if self._steps and self._fed:
             raise SeveralResponses
         self._fed = True
-        if delta.sequence < len(self._pieces):  # a beam search may give more than are shown
+        if delta.sequence < len(self._pieces):  # A beam search may return more sequences than are shown.
             self._pieces[delta.sequence].add(delta)
         if not delta.last:
             return b""
@@ -110,7 +110,7 @@ class CollectedAnswer(_Answer):
 
 
 class EventAnswer(_Answer):
-    """An event for each step of the engine; nothing marks the last one."""
+    """An event for each step of the engine. No event marks the end."""
 
     content_type = EVENTS
 
@@ -118,7 +118,7 @@ class EventAnswer(_Answer):
         super().__init__(model, request)
         head = "".join(f'"{name}":{value},' for name, value in self._members.items())
         shows_text_alone = not request.outputs and request.vllm.request.sequences == 1 and request.vllm.detokenize
-        # The part before the text, if only a brace follows it; None if there is more.
+        # The part of an event before the text. None if an event has more than the text after it.
         self._plain = f'data: {{{head}"text_output":' if shows_text_alone else None
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
@@ -135,7 +135,7 @@ class EventAnswer(_Answer):
 
 
 def _tensor(elements: Iterable[str]) -> str:
-    """One element as a bare value, any other number of them as an array."""
+    """Return one element as a bare value, and any other number of elements as an array."""
     listed = list(elements)
     return listed[0] if len(listed) == 1 else f"[{','.join(listed)}]"
 
@@ -148,7 +148,7 @@ def _float32(value: float | None) -> str:
 
 
 def _rectangle(pieces: Sequence[GeneratedSequence]) -> Iterable[str]:
-    """Log probabilities of all sequences' tokens, row by row; short rows are filled up with 0."""
+    """Yield the log probabilities of the tokens, one row for each sequence. Short rows are filled up with 0."""
     longest = max(len(piece.tokens) for piece in pieces)
     for piece in pieces:
         yield from (_float32(token.logprob) for token in piece.tokens)

@@ -30,11 +30,11 @@ _LONGEST_NAME = 200
 
 
 class TritonRefusal(errors.InvalidRequest):
-    """A call that Triton itself refuses, before its backend sees it; the message is Triton's."""
+    """Triton itself refuses the call, before its backend sees it. The message is Triton's."""
 
 
 class SeveralResponses(TritonRefusal):
-    """A call of `/generate`, which has room for one response, with `stream` true gives several."""
+    """A call of `/generate` with `stream` true has several responses. `/generate` can send only one."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -54,7 +54,7 @@ def error_object(message: str) -> str:
 
 
 def message_of(error: errors.RequestError) -> str:
-    """Return the message for the client; an error of the model begins as Triton's vLLM backend begins it."""
+    """Return the message for the client. An error of the model begins with the words of Triton's vLLM backend."""
     if isinstance(error, errors.UnknownModel):
         return unknown_model(error.name)
     if isinstance(error, errors.InvalidRequest | errors.GenerationFailed) and not isinstance(error, TritonRefusal):
@@ -69,13 +69,13 @@ def refusal(error: errors.RequestError) -> Reply:
 
 
 def unknown_model(name: str, version: str | None = None) -> str:
-    """Triton's message for a model, or a version of it, that is not served."""
+    """Return Triton's message for a model, or a version of it, that is not served."""
     which = "" if version is None else f" version {version}"
     return f"Request for unknown model: '{name[:_LONGEST_NAME]}'{which} is not found"
 
 
 def missing_model(names: Mapping[str, str], settings: ModelSettings) -> Reply | None:
-    """Return the reply to a path that names another model or version than the one served; None if it names that one."""
+    """Return the error for a path that does not name the served model and version. None if it names them."""
     name, version = names["model"], names.get("version")
     if name != settings.name:
         return error_reply(404, unknown_model(name))

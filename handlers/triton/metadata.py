@@ -47,22 +47,22 @@ def of_served_model(tell: Tell) -> Tell:
 
 
 def live(call: Call, views: Sequence[ModelView]) -> Reply:
-    """200 as long as no engine has failed, also while models load and drain."""
+    """Return 200 as long as no engine has failed, also while models load and drain."""
     return _NO if any(view.state in ("failed", "stopped") for view in views) else _YES
 
 
 def ready(call: Call, views: Sequence[ModelView]) -> Reply:
-    """200 if all models generate."""
+    """Return 200 if all models are ready."""
     return _YES if all(view.state == "ready" for view in views) else _NO
 
 
 def server_metadata(call: Call, views: Sequence[ModelView]) -> Reply:
-    """Triton's name and extensions, for which clients look."""
+    """Return Triton's name and extensions. Some clients check them."""
     return _json(_SERVER)
 
 
 def model_ready(call: Call, view: ModelView) -> Reply:
-    """200 if the model generates; a model that is not served is not ready, as in Triton."""
+    """Return 200 if the model is ready. A model that is not served counts as not ready, as in Triton."""
     if view.state != "ready" or missing_model(call.path_parameters, view.settings):
         return error_reply(400, "Model version not ready")
     return _YES
@@ -70,7 +70,7 @@ def model_ready(call: Call, view: ModelView) -> Reply:
 
 @of_served_model
 def metadata(call: Call, view: ModelView) -> Reply:
-    """Return the model's inputs and outputs; none if a custom handler decides them."""
+    """Return the model's inputs and outputs. The lists are empty if a custom handler decides them."""
     inputs, outputs = _tensors(view)
     return _json(
         {
@@ -87,7 +87,7 @@ def metadata(call: Call, view: ModelView) -> Reply:
 
 @of_served_model
 def configuration(call: Call, view: ModelView) -> Reply:
-    """Triton's model configuration, as far as it has a meaning here."""
+    """Return Triton's model configuration. Values without a counterpart in Slipway are empty."""
     inputs, outputs = _tensors(view)
     return _json(
         {
@@ -132,20 +132,24 @@ def configuration(call: Call, view: ModelView) -> Reply:
 
 
 def model_statistics(call: Call, view: ModelView) -> Reply:
-    """Counts and times of the model; 400 for one that is not served, as in Triton."""
+    """Return counts and times of the model. 400 for a model that is not served, as in Triton."""
     missing = missing_model(call.path_parameters, view.settings)
     return statistics(call, (view,)) if missing is None else Reply(400, JSON, missing.body)
 
 
 def statistics(call: Call, views: Sequence[ModelView]) -> Reply:
-    """Counts and times of all models since the start, of all contracts; in nanoseconds, `last_inference` in ms."""
+    """Return counts and times of all models since the start. They include the calls of all contracts.
+
+    Times are in nanoseconds, `last_inference` in milliseconds.
+    """
     return _json({"model_stats": [_statistics(view) for view in views]})
 
 
 def _statistics(view: ModelView) -> dict[str, Any]:
     statistics = view.loaded.statistics if view.loaded is not None else EngineStatistics()
     calls = statistics.calls
-    # The engine counts the wait of each sequence, and a call may have several: a call's wait is at most its time.
+    # The engine adds up the waiting times of all sequences, and a call may have several sequences. So the sum is
+    # limited to the time of the calls.
     waited = min(statistics.queue_time.total, calls.succeeded_seconds)
     return {
         "name": view.settings.name,
@@ -170,7 +174,7 @@ def _statistics(view: ModelView) -> dict[str, Any]:
 
 
 def repository_index(call: Call, views: Sequence[ModelView]) -> Reply:
-    """Return the models and their states; with `{"ready": true}` only those that are ready."""
+    """Return the models and their states. With `{"ready": true}` return only models that are ready."""
     only_ready: Any = False
     if call.body.strip():
         try:
@@ -192,7 +196,7 @@ def _indexed(view: ModelView) -> dict[str, str]:
 
 
 def load(call: Call, view: ModelView) -> Reply:
-    """200 for the served model once it is ready; another cannot be loaded."""
+    """Return 200 for the served model if it is ready. Other models cannot be loaded."""
     name = call.path_parameters["model"]
     if name != view.settings.name:
         return error_reply(404, f"failed to load '{name[:200]}': this server serves '{view.settings.name}' only")
@@ -202,7 +206,7 @@ def load(call: Call, view: ModelView) -> Reply:
 
 
 def unload(call: Call, view: ModelView) -> Reply:
-    """Refused for the served model; another counts as unloaded already, as in Triton."""
+    """Refuse to unload the served model. Other models count as unloaded already, as in Triton."""
     if call.path_parameters["model"] != view.settings.name:
         return _YES
     return error_reply(501, f"unload is not supported: this server serves '{view.settings.name}' as long as it runs")
@@ -210,7 +214,7 @@ def unload(call: Call, view: ModelView) -> Reply:
 
 @of_served_model
 def infer(call: Call, view: ModelView) -> Reply:
-    """Refused: the tensors of KServe's inference are not served, as by Triton for a streaming model."""
+    """Refuse KServe's inference with tensors, as Triton does for a streaming model."""
     if view.settings.handler is not None:
         return error_reply(501, f"/infer is not served: {OWN_HANDLER}")
     path = call.path.removesuffix("/infer")

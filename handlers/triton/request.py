@@ -1,8 +1,9 @@
 """Reads generate requests, with the names of vLLM or of TensorRT-LLM.
 
 Source: Triton 2.68, "Generate Extension", "Generate Request JSON Object"; the models of the vLLM backend and of the
-TensorRT-LLM backend of Triton. A request is read and answered as TensorRT-LLM does if it has an input that only its
-models have, or if the model has TensorRT-LLM's parameters; all others as the vLLM backend does.
+TensorRT-LLM backend of Triton. A request is read and answered as by the TensorRT-LLM backend if it has an input that
+only TensorRT-LLM's models have, or if the model's settings are for TensorRT-LLM. All other requests are read and
+answered as by the vLLM backend.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ VLLM_INPUTS: dict[str, Kind] = {
     "return_num_output_tokens": "boolean",
 }
 
-# Further inputs of a TensorRT-LLM ensemble; only it has inputs of these names.
+# Further inputs of a TensorRT-LLM ensemble. The vLLM backend has no inputs with these names.
 TENSORRT_LLM_INPUTS: dict[str, Kind] = {
     "streaming": "boolean",
     "bad_words": "texts",
@@ -59,28 +60,28 @@ TENSORRT_LLM_INPUTS: dict[str, Kind] = {
 }
 
 SAMPLING_PREFIX = "sampling_param_"  # Prefix of sampling fields in the LLM-API model.
-# All of them, and the sampling fields of the LLM-API model that may be arrays; all others are parameters.
+# All inputs, including the sampling fields of the LLM-API model that may be arrays. Other members are parameters.
 _INPUTS = VLLM_INPUTS | TENSORRT_LLM_INPUTS | {f"{SAMPLING_PREFIX}stop": "texts", f"{SAMPLING_PREFIX}bad": "texts"}
 _NO_STRING = "Unable to parse JSON bytes array: attempt to access JSON non-string as string"
-# Types of the elements of inputs, with Triton's message for others.
+# The type of an input's elements, and Triton's message for another type.
 _TYPES: dict[Kind, tuple[type, str]] = {
     "text": (str, _NO_STRING),
     "texts": (str, _NO_STRING),
     "boolean": (bool, "Unable to parse 'data': attempt to access JSON non-boolean as boolean"),
     "integer": (int, "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer"),
 }
-# Outputs, beside `text_output`, by the inputs that ask for them.
+# The outputs beside `text_output`, by the inputs that ask for them.
 _OUTPUTS = {
     **{name: (name.removeprefix("return_"),) for name in VLLM_INPUTS if name.startswith("return_")},
     "return_log_probs": ("cum_log_probs", "output_log_probs"),
 }
-# Names that Triton reserves, and `id` as a parameter; they have no effect here.
+# Names that Triton reserves, and `id` as a parameter. They have no effect in Slipway.
 _FOR_THE_SERVER = frozenset(
     {"id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
 )
 _WITHIN = "Converting keyword: 'parameters': "  # The beginning of Triton's messages about members of `parameters`.
 _LONGEST_NAME = 80
-# Older names of TensorRT-LLM's ensemble, and those of the LLM-API model, by vLLM's.
+# vLLM's names for older names of TensorRT-LLM's ensemble and for names of the LLM-API model.
 _RENAMED = {
     "stop_words": "stop",
     "bad": "bad_words",
@@ -104,18 +105,18 @@ _decode = JsonDecoder[Any]().decode
 class TritonRequest:
     """One request, validated and translated."""
 
-    id: str  # Empty: the request has none, and so have the responses.
+    id: str  # Empty if the request has no id. The responses then have none either.
     prompt: str
     vllm: VllmParameters
-    stream: bool  # One response for each step of the engine, instead of one at the end.
+    stream: bool  # Send one response for each step of the engine, instead of one at the end.
     repeat_prompt: bool  # `text_output` begins with the prompt.
-    outputs: frozenset[str]  # Those that the request asks for beside `text_output`.
-    adapter: str | None  # `lora_name`.
-    ignored: tuple[str, ...]  # Names that were given and have no effect.
+    outputs: frozenset[str]  # The outputs that the request asks for beside `text_output`.
+    adapter: str | None  # The value of `lora_name`.
+    ignored: tuple[str, ...]  # The given names that have no effect.
 
     @property
     def shows_logprobs(self) -> bool:
-        """True if the output `logprobs` has any; without the parameter of that name it is "null"."""
+        """True if the output `logprobs` has values. Without the parameter `logprobs` the output is "null"."""
         return "logprobs" in self.outputs and self.vllm.logprobs is not None
 
     def for_engine(self, request_id: str, adapter: str | None) -> GenerationRequest:
@@ -137,8 +138,8 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
     """Read a request's body.
 
     Raises:
-        TritonRefusal: It is not JSON, or a key has a wrong type or shape.
-        InvalidParameter: Naming the one that is wrong, and what is allowed.
+        TritonRefusal: The body is not JSON, or a member has a wrong type or shape.
+        InvalidParameter: A parameter is wrong. The error names it, and the allowed values.
     """
     members = _members(body)
     request_id = next((value for name, value in reversed(members) if name == "id"), "")
@@ -186,7 +187,7 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """A JSON object whose members may have one name twice."""
+    """A JSON object in which a name may occur twice."""
 
     members: list[tuple[str, Any]]
 
@@ -211,7 +212,7 @@ def _members(body: bytes) -> list[tuple[str, Any]]:
 
 
 def _repeats(body: bytes, document: Any) -> bool:
-    """Return True if an input may occur twice in one object, of which the decoder has kept the last."""
+    """Return True if an input may occur twice in one object. The decoder keeps only the last one."""
     if not isinstance(document, dict):
         return False
     within = document.get("parameters")
@@ -225,7 +226,7 @@ def _inputs_and_parameters(
     """Return the inputs of the model, and all other members.
 
     Args:
-        whose: Says in messages which request it is.
+        whose: Identifies the request in messages.
     """
     inputs: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
@@ -248,7 +249,7 @@ def _inputs_and_parameters(
 
 
 def _flattened(members: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, str]]:
-    """Yield every name and value, and the beginning of Triton's messages about it."""
+    """Yield every name with its value, and the beginning of Triton's messages about the name."""
     for name, value in members:
         if name == "parameters":
             if not isinstance(value, dict | _Object):
@@ -288,12 +289,12 @@ def _input(name: str, value: Any, kind: Kind, within: str) -> Any:
 
 
 def _refuse_beside(parameters: Mapping[str, Any]) -> None:
-    """Refuse what would choose an adapter or constrain the text, if it is beside `sampling_parameters`.
+    """Refuse parameters beside `sampling_parameters` that would choose an adapter or constrain the text.
 
-    Triton's vLLM back end reads no parameter there.
+    Triton's vLLM backend does not read parameters there.
 
     Raises:
-        InvalidParameter: Naming the first.
+        InvalidParameter: The request has such a parameter. The error names the first one.
     """
     message = "has no effect beside `sampling_parameters`: put it there"
     if parameters.get("lora_name"):
@@ -302,7 +303,7 @@ def _refuse_beside(parameters: Mapping[str, Any]) -> None:
 
 
 def _document(text: str) -> dict[str, Any]:
-    """Return the parameters that `sampling_parameters` holds; no others are read then."""
+    """Return the parameters in `sampling_parameters`. Other parameters of the request are not read."""
     try:
         document = decode_json(text)
     except JsonError as error:
@@ -313,7 +314,7 @@ def _document(text: str) -> dict[str, Any]:
 
 
 def _switch(values: dict[str, Any], name: str) -> bool | None:
-    """Take a boolean out of the values; None if it is absent. Within `sampling_parameters` it may be text."""
+    """Remove a boolean from the values and return it, or None. It may be text in `sampling_parameters`."""
     value = values.pop(name, None)
     if value is None or isinstance(value, bool):
         return value
@@ -345,10 +346,10 @@ def _vllm(values: Mapping[str, Any], constraint: Constraint | None, stream: bool
 
 
 def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same values under today's names, without the prefix.
+    """Return the values under vLLM's names, without the prefix.
 
     Raises:
-        InvalidParameter: Two of them have one name.
+        InvalidParameter: Two values have the same name.
     """
     plain: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -362,10 +363,10 @@ def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_vllm(plain: Mapping[str, Any], eos_token_ids: frozenset[int]) -> tuple[dict[str, Any], Constraint | None]:
-    """vLLM's names and values, and the constraint.
+    """Return the values with vLLM's names, and the constraint.
 
     Raises:
-        InvalidParameter: Naming the one that is wrong, and what is allowed.
+        InvalidParameter: A parameter is wrong. The error names it, and the allowed values.
     """
     values = {name: value for name, value in plain.items() if name not in _WITHOUT_EFFECT}
     for name in _REFUSED_IF_TRUE:
@@ -384,13 +385,16 @@ def to_vllm(plain: Mapping[str, Any], eos_token_ids: frozenset[int]) -> tuple[di
 
 
 def _words(value: Any) -> Any:
-    """Return the words of a list; an empty string stands for none."""
+    """Return the words of a list without empty strings."""
     words = [value] if isinstance(value, str) else value
     return [word for word in words if word] if isinstance(words, list) else value
 
 
 def _translate_sampling(values: dict[str, Any]) -> None:
-    """`top_k` and `top_p` of 0 are off; both together, and none of the three, are greedy decoding."""
+    """Remove `top_k` and `top_p` if they are 0.
+
+    Set greedy decoding if both are 0, or if `temperature`, `top_k` and `top_p` are all absent.
+    """
     off = [name for name in ("top_k", "top_p") if name in values and _is_zero(values[name])]
     for name in off:
         del values[name]
@@ -405,7 +409,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _translate_beams(values: dict[str, Any]) -> None:
-    """All beams are returned, or the best `num_return_sequences` of them."""
+    """Set the number of beams. All of them are returned, or the best `num_return_sequences` of them."""
     width = values.pop("beam_width", 1)
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         raise InvalidParameter("beam_width", "must be a whole number, at least 1")
@@ -418,7 +422,7 @@ def _translate_beams(values: dict[str, Any]) -> None:
 
 
 def _translate_end(values: dict[str, Any], eos_token_ids: frozenset[int]) -> None:
-    """`end_id` takes the place of the model's own end tokens; -1 is none."""
+    """Replace the model's own end tokens by `end_id`. -1 means that no token ends the text."""
     end_id = values.pop("end_id", None)
     if end_id is None:
         return

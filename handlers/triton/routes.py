@@ -1,4 +1,6 @@
-"""Clients of NVIDIA's Triton Inference Server: its generate extension, and the KServe routes that they call first.
+"""The routes of NVIDIA's Triton Inference Server: its generate extension, and KServe's routes.
+
+Triton's clients call KServe's routes before they generate.
 
 Source: Triton 2.68, "Generate Extension".
 """
@@ -25,7 +27,8 @@ class TritonContract:
         """Create the triton contract.
 
         Args:
-            events: The answer is a stream of server-sent events, with or without `stream`.
+            events: Send server-sent events: one event for each part if the request sets `stream`, otherwise one event
+                with the whole answer.
         """
         self._setting, self._events = setting, events
 
@@ -62,7 +65,10 @@ _KINDS: dict[str, Schema] = {
 
 
 def _in_parameters(schema: Schema) -> Schema:
-    """Return the schema of a parameter of vLLM if only strings, numbers and booleans can be given."""
+    """Return the schema of a vLLM parameter as a member of `parameters`, whose values are only scalars.
+
+    An array or an object is given as text.
+    """
     if schema["type"] in _SCALARS:
         return schema
     return STRING if "string" in schema["type"] else {**STRING, "contentMediaType": JSON}
@@ -80,7 +86,7 @@ _BODY = an_object(
         "parameters": an_object(
             _SAMPLING,
             additionalProperties={"type": _SCALARS},
-            description="Sampling parameters by vLLM's names; they may stand beside text_input as well.",
+            description="Sampling parameters by vLLM's names. They may also be beside `parameters`, in the body.",
         ),
     },
     "text_input",
@@ -88,19 +94,19 @@ _BODY = an_object(
 )
 _RESPONSE = an_answer(
     "TritonResponse",
-    "The text; in a stream what is new. Arrays where n is above 1. What else there is depends on the return_ inputs.",
+    "The text; in a stream, the new part of the text. Arrays if n is above 1. The return_ inputs add the other fields.",
     *("id", "model_name", "model_version", "text_output", "finish_reason", "cumulative_logprob", "logprobs"),
     *("num_input_tokens", "num_output_tokens", "cum_log_probs", "output_log_probs"),
 )
 _ERROR = an_answer("TritonError", "What is wrong.", "error")
-_INDEX = an_object({"ready": {"type": "boolean", "default": False, "description": "Only ready ones."}})
+_INDEX = an_object({"ready": {"type": "boolean", "default": False, "description": "List only models that are ready."}})
 
 
 def _about(summary: str, answer: Schema | None = OBJECT, kind: str = JSON, request: Schema | None = None) -> Operation:
-    """Return a route for the API description.
+    """Describe a route for the API description.
 
     Args:
-        answer: None is an empty body.
+        answer: The schema of the reply's body. None for an empty body.
     """
     return Operation(summary=summary, request=request, answers={"200": (summary, {kind: answer} if answer else {})})
 
@@ -148,7 +154,7 @@ _ROUTES: tuple[Route, ...] = (
         path="/v2/repository/models/{model}/load",
         answer=model.load,
         methods=("POST",),
-        about=_about("Load a model; the served one is loaded (Triton)", None),
+        about=_about("Load a model; succeeds for the model that is served already (Triton)", None),
     ),
     InfoRoute(
         path="/v2/repository/models/{model}/unload",

@@ -1,13 +1,19 @@
-"""Chaos: random faults and clients against the real server, and what must hold all the same.
+"""Chaos: random faults and clients against the real server, and the promises that it has to keep all the same.
 
     python -m tests.chaos --minutes 2 --seed 7
     python -m tests.chaos --answers 20000 --pause 5 --seed 7
     python -m tests.chaos --seed 7 --actions "fill:120 stop_engine:6.5 rest:0"
 
-It holds that every request gets exactly one complete answer or one well-formed error of its contract, and an error
-only where something was done to the server; that `/ping` tells the truth at every moment; that nothing runs when
-nobody waits; that nothing is left on the machine. Where it does not, the seed and the shortest list of actions that
-still fails are printed, and the exit code is 1.
+The promises:
+
+- Every request gets exactly one complete answer or one well-formed error of its contract.
+- A request gets an error only if something was done to the server.
+- `/ping` tells the truth at every moment.
+- Nothing runs when nobody waits.
+- The server leaves nothing on the machine.
+
+If a promise is broken, the program prints the seed and the shortest list of actions that still fails. Its exit code
+is 1.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -29,6 +35,7 @@ from container.sources.sample_model import make_once
 from engines.cache_dir import cache_dir
 from tests.chaos.actions import KINDS, Action, Recovery, Stage, random_action, rest
 from tests.chaos.load import Load
+from tests.chaos.shorten import shortest
 from tests.chaos.watch import Subject, clock
 
 STALL_TIMEOUT = 4.0
@@ -38,7 +45,7 @@ _LOST = ("lost", "hung", "malformed")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run has seen."""
+    """The results of a run."""
 
     seed: int
     seconds: float
@@ -46,18 +53,18 @@ class Report:
     violations: list[str]
     requests: int
     answers: int
-    """Whole ones. A dead server refuses fast, so that the number of requests says little."""
+    """Whole answers. The number of requests says little, because a dead server refuses fast."""
     refusals: int
-    """By a full queue; their clients came again when `Retry-After` said."""
+    """Requests that a full queue refused. Their clients came again after the time in `Retry-After`."""
     lost: int
     """Requests without a whole answer and without an error that was due."""
     by_outcome: dict[str, int]
     outcomes: dict[str, dict[str, int]]
-    """By contract."""
+    """The number of requests by contract and outcome."""
     pings: int
     recoveries: list[Recovery]
     tracebacks: int
-    """In the server's log; a killed engine may leave some."""
+    """The number of tracebacks in the server's log. A killed engine may leave some."""
 
 
 def subject(
@@ -67,7 +74,7 @@ def subject(
     queue: int = 64,
     engine_restarts: int = 0,
 ) -> Subject:
-    """A server of the tiny model with few places, which has just been started."""
+    """Start a server of the tiny model with few places."""
     model = prepare_tiny_model()
     (directory / "model").mkdir(parents=True)
     (directory / "model" / "template.jinja").write_text(_TEMPLATE)
@@ -84,7 +91,7 @@ def subject(
     environment = {
         "SERVING_STALL_TIMEOUT": str(stall_timeout),
         "SERVING_JOB_QUEUE_SIZE": str(queue),
-        # One thread: several would wait for each other where others use the processors.
+        # One thread: several threads would wait for each other if other programs use the processors.
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
@@ -94,7 +101,7 @@ def subject(
 
 
 def tiny_adapter() -> Path:
-    """A LoRA adapter for the tiny model, made once."""
+    """Return a LoRA adapter for the tiny model. It is made once."""
     from tests.live.lora import make_adapter
 
     model = prepare_tiny_model()
@@ -102,9 +109,17 @@ def tiny_adapter() -> Path:
 
 
 async def run(stage: Stage, actions: Iterable[Action], seconds: float, pause: float, answers: float) -> list[str]:
-    """Do the actions until the time is over, there are so many whole answers, or something is wrong.
+    """Do the actions until the time is over, the answers are complete, or something is wrong.
 
-    Returns those done. `pause`: seconds between two actions, at most.
+    Args:
+        stage: The server and its load.
+        actions: The actions to do.
+        seconds: The longest time of the run.
+        pause: The longest time between two actions, in seconds.
+        answers: The number of whole answers after which the run ends.
+
+    Returns:
+        The actions that were done.
     """
     load = stage.load
     done: list[str] = []
@@ -146,7 +161,7 @@ def chaos(
     pause: float = 1.0,
     answers: float = math.inf,
 ) -> Report:
-    """One run against a new server."""
+    """Do one run against a new server."""
     with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
         tested = subject(Path(directory), stall_timeout, engine_restarts=engine_restarts)
         try:
@@ -193,26 +208,6 @@ async def _chaos(
         recoveries=stage.recoveries,
         tracebacks=tested.log_text().count("Traceback (most recent"),
     )
-
-
-def shortest(actions: Sequence[Action], fails: Callable[[Sequence[Action]], bool], runs: int) -> Sequence[Action]:
-    """Leave out what is not needed for a failure: delta debugging, with at most so many runs."""
-    parts = 2
-    while len(actions) > 1:
-        size = math.ceil(len(actions) / parts)
-        for start in range(0, len(actions), size):
-            if runs == 0:
-                return actions
-            runs -= 1
-            fewer = [*actions[:start], *actions[start + size :]]
-            if fails(fewer):
-                actions, parts = fewer, max(parts - 1, 2)
-                break
-        else:
-            if size == 1:
-                return actions
-            parts = min(len(actions), 2 * parts)
-    return actions
 
 
 def main() -> int:

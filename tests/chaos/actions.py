@@ -1,4 +1,4 @@
-"""What is done to a server under load: faults, and what clients do at their worst."""
+"""The actions against a server under load: faults, and the worst behaviour of clients."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.chaos.watch import Subject, clock, stopped
 
 HANDLER = Path(__file__).parent.parent / "fixtures" / "handlers" / "echo"
 _SLACK = 1.0
-"""Seconds before the end of the stall time in which `/ping` may say so: the last step may have been so long ago."""
+"""`/ping` may report a stall this many seconds before the stall time ends. The last step may have been so long ago."""
 _IDLE_SECONDS = 20.0
-"""In which nothing runs any more when every client has its answer or has left."""
+"""The time within which everything has to end after every client has its answer or has left."""
 _GAUGES = ("slipway_engine_running", "slipway_engine_waiting", "slipway_open_requests")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing to do, which can be written down and done again."""
+    """One action, which can be written down and done again."""
 
     name: str
     amount: float
@@ -40,28 +40,28 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """How long it took after a fault, in seconds; None: not seen."""
+    """The times of a recovery after a fault, in seconds. None: not seen."""
 
     fault: str
     truth: float | None
-    """Until `/ping` said what was wrong."""
+    """The time until `/ping` reported the fault."""
     service: float | None
-    """From the end of the fault, or from the new server's start, to the first complete answer."""
+    """The time from the end of the fault, or from the new server's start, to the first complete answer."""
 
 
 class Stage:
-    """A server, its load, and what was seen of its faults."""
+    """A server, its load, and the recoveries and violations that were seen."""
 
     def __init__(self, subject: Subject, load: Load, random: Random, adapter: Path | None, grace: float) -> None:
         self.subject, self.load, self.random, self.adapter = subject, load, random, adapter
         self.grace = grace
-        """Seconds that `/ping` has to tell what has happened."""
+        """The seconds within which `/ping` has to report a fault."""
         self.recoveries: list[Recovery] = []
         self.violations: list[str] = []
         self.number = 0
 
     async def seen(self, status: int, since: float, seconds: float = 30.0) -> float | None:
-        """Seconds until `/ping` said this."""
+        """Return the seconds until `/ping` answered with this status. None: not within `seconds`."""
         while clock() < since + seconds:
             if (at := self.subject.watch.first(status, since)) is not None:
                 return at - since
@@ -69,7 +69,9 @@ class Stage:
         return None
 
     async def served(self, since: float, seconds: float = 60.0) -> float | None:
-        """Seconds until there was a complete answer to a request that was sent after this; looks for `seconds`."""
+        """Return the seconds until a request that was sent after `since` had a complete answer. None: not within
+        `seconds`.
+        """
         deadline = clock() + seconds
         while clock() < deadline:
             if (at := self.load.first_completed(since)) is not None:
@@ -79,7 +81,7 @@ class Stage:
 
 
 async def _stop(stage: Stage, seconds: float, name: str) -> None:
-    """A process of the engine stands still for a while; `/ping` has to say so after the stall time."""
+    """Stop a process of the engine for a while. `/ping` has to report a stall after the stall time."""
     truth, stall = stage.subject.truth, stage.subject.stall_timeout
     process = stage.subject.process(name)
     begun = clock()
@@ -104,21 +106,21 @@ async def stop_worker(stage: Stage, seconds: float) -> None:
 
 
 async def stop_server(stage: Stage, seconds: float) -> None:
-    """The server's own process stands still; nobody hears anything, and nothing is wrong afterwards."""
-    with stopped([stage.subject.process("container")]):
+    """Stop the server's own process for a while. Nobody gets an answer, and nothing is wrong afterwards."""
+    with stopped([stage.subject.process("deploy")]):
         await asyncio.sleep(seconds)
     stage.recoveries.append(Recovery("server stopped", None, await stage.served(clock())))
 
 
 async def freeze(stage: Stage, seconds: float) -> None:
-    """All processes stand still, as in `docker pause`."""
+    """Stop all processes for a while, as `docker pause` does."""
     with stopped(stage.subject.processes()):
         await asyncio.sleep(seconds)
     stage.recoveries.append(Recovery("all processes stopped", None, await stage.served(clock())))
 
 
 async def _kill(stage: Stage, name: str) -> None:
-    """A process of the engine is killed; the server says so until it is restarted."""
+    """Kill a process of the engine. The server reports this until it is restarted."""
     truth = stage.subject.truth
     begun = clock()
     truth.is_now(200, 500, errors=True)
@@ -161,7 +163,7 @@ async def kill_server(stage: Stage, _: float) -> None:
 
 
 async def terminate(stage: Stage, _: float) -> None:
-    """SIGTERM, with requests running: all of them have to get their answers."""
+    """Send SIGTERM while requests run. All of them have to get their answers."""
     begun = clock()
     code = await asyncio.to_thread(stage.subject.end, stage.grace)
     if code != 0:
@@ -171,7 +173,7 @@ async def terminate(stage: Stage, _: float) -> None:
 
 
 async def fill(stage: Stage, clients: float) -> None:
-    """More requests at a time than the queue has places."""
+    """Send more requests at a time than the queue has places."""
     for _ in range(int(clients)):
         contract = stage.random.choice(CONTRACTS)
         stage.load.beside(stage.load.send(contract, stage.random.randint(50, 200), "plain", stage.random))
@@ -196,7 +198,7 @@ async def send_slowly(stage: Stage, clients: float) -> None:
 
 
 async def model(stage: Stage, calls: float) -> None:
-    """A second model is registered, called and unregistered while calls of it run."""
+    """Register a second model, call it, and unregister it while calls of it run."""
     stage.number += 1
     stage.load.beside(_model(stage, f"extra{stage.number}", int(calls)))
 
@@ -218,7 +220,7 @@ async def _model(stage: Stage, name: str, calls: int) -> None:
         expect.error(f"DELETE /models: {status} {body!r}")
     for status, body in await asyncio.gather(*asked):
         if status in (404, 503) and {"code", "type", "message"} <= set(json.loads(body)):
-            continue  # it came after the model had gone
+            continue  # the call came after the model had gone
         if status != 200 or name.encode() not in body:
             expect.error(f"a call of a model of the management API: {status} {body!r}")
     status, body = await load.ask(f"/models/{name}", method="GET")
@@ -227,7 +229,7 @@ async def _model(stage: Stage, name: str, calls: int) -> None:
 
 
 async def adapter(stage: Stage, calls: float) -> None:
-    """An adapter is registered, used and removed while requests with it run."""
+    """Register an adapter, use it, and remove it while requests with it run."""
     if stage.adapter is None:
         return
     stage.number += 1
@@ -257,7 +259,7 @@ async def _adapter(stage: Stage, name: str, calls: int) -> None:
 
 
 class _Expected:
-    """Notes what went wrong where nothing was done to the server meanwhile."""
+    """A reporter of errors that are violations only if nothing was done to the server since a time."""
 
     def __init__(self, stage: Stage, since: float) -> None:
         self._stage, self._since = stage, since
@@ -268,7 +270,7 @@ class _Expected:
 
 
 async def bad_requests(stage: Stage, number: float) -> None:
-    """Bodies that no contract takes, among the good ones."""
+    """Send bodies that no contract takes, among the good ones."""
     for _ in range(int(number)):
         contract = stage.random.choice(CONTRACTS)
         body = stage.random.choice(({}, [], None, "text", {"inputs": 1, "prompt": 1, "text_input": 1, "messages": 1}))
@@ -283,7 +285,9 @@ async def _bad(stage: Stage, path: str, body: object) -> None:
 
 
 async def rest(stage: Stage, _: float) -> None:
-    """Every client gets its answer; then nothing runs, and the server is healthy for longer than the stall time."""
+    """Wait until every client has its answer. Then nothing may run, and the server has to stay healthy for its stall
+    time.
+    """
     await stage.load.rest()
     since = clock()
     gauges: dict[str, float] = {}
@@ -302,7 +306,7 @@ async def rest(stage: Stage, _: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """An action, how often it comes, and between what its amount is."""
+    """An action, its weight in the random choice, and the limits of its amount."""
 
     do: Callable[[Stage, float], Awaitable[None]]
     weight: int

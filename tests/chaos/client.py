@@ -13,13 +13,13 @@ from tests.chaos.contracts import Answer
 
 Manner = Literal["plain", "leaves", "reads slowly", "sends slowly"]
 _PART_BYTES, _PART_SECONDS = 200, 0.01
-"""How a slow client reads."""
+"""The bytes that a slow client reads at a time, and the seconds between two reads."""
 _PARTS = 8
-"""How a slow client sends."""
+"""The number of parts in which a slow client sends a request."""
 
 
 class Broken(Exception):
-    """The connection ended before there was a whole reply, or there was none to be had."""
+    """The connection ended before a whole reply, or the reply is not a valid one."""
 
 
 class Hung(Exception):
@@ -32,7 +32,7 @@ class Left:
 
 
 def request_bytes(path: str, body: bytes, method: str = "POST", content_type: str = "application/json") -> bytes:
-    """A request after which the server closes the connection, so that a second reply would be seen."""
+    """Return a request after which the server closes the connection. The client would then see a second reply."""
     head = f"{method} {path} HTTP/1.1\r\nHost: chaos\r\nContent-Type: {content_type}\r\nConnection: close\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -43,8 +43,8 @@ async def ask(
     """Send a request and read its reply to the end of the connection.
 
     Raises:
-        Broken: the connection ended early, what came is no HTTP, or there is more than one reply.
-        Hung: the reply was not complete after `seconds`.
+        Broken: The connection ended early, the bytes are no HTTP, or more than one reply came.
+        Hung: The reply was not complete after `seconds`.
     """
     writer: asyncio.StreamWriter | None = None
     try:
@@ -87,7 +87,7 @@ async def _talk(
 
 
 class _Reply:
-    """Reads one HTTP/1.1 reply."""
+    """A parser of one HTTP/1.1 reply."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)

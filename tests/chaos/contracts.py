@@ -1,4 +1,4 @@
-"""One request of every contract and format, and what its complete answer and its errors look like."""
+"""One request of every contract and format, and the forms of its complete answer and of its errors."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class ErrorForm:
     """The errors of a family of clients."""
 
     statuses: frozenset[int]
-    """Those that its page in docs/ has for requests that generate."""
+    """The statuses that the contract's page in docs/ has for requests that generate."""
     is_error: Callable[[Json], bool]
-    """Whether an object is its error, as a body or as a stream's record."""
+    """Return True if an object is an error of the contract. The object is a body or a record of a stream."""
     text: frozenset[int] = frozenset()
     """Statuses whose body is plain text."""
     empty: frozenset[int] = frozenset()
@@ -46,7 +46,7 @@ def _openai_error(record: Json) -> bool:
 
 
 def _lmi_error(record: Json) -> bool:
-    if _openai_error(record):  # completions are vLLM's, errors included
+    if _openai_error(record):  # completions have the errors of vLLM
         return True
     if "error" in record:
         return isinstance(record["error"], str) and isinstance(record.get("code"), int)
@@ -81,11 +81,11 @@ class Contract:
     family: str
     path: str
     body: Callable[[int], Json]
-    """The body that asks for so many tokens, whatever the model says."""
+    """Return the body that asks for exactly so many tokens."""
     complete: Callable[[list[Json], int], bool]
-    """Whether the records of an answer are all that was asked for. A plain answer is one record."""
+    """Return True if the records of an answer have everything that was asked for. A plain answer is one record."""
     done: bool = False
-    """The last event is `[DONE]`."""
+    """True if the last event is `[DONE]`."""
     busy: frozenset[int] = field(default=frozenset({503}))
     """Statuses of a full queue."""
 
@@ -94,10 +94,15 @@ class Contract:
         return ERRORS[self.family]
 
     def judge(self, answer: Answer, tokens: int | None = None) -> Verdict:
-        """What an answer is. `tokens`: that were asked for; None: not known, and any whole answer is complete.
+        """Return the verdict on an answer.
+
+        Args:
+            answer: The answer.
+            tokens: The number of tokens that were asked for. None: the number is not known, and any whole answer is
+                complete.
 
         Raises:
-            Malformed: it is neither.
+            Malformed: The answer is neither complete nor an error of the contract.
         """
         if b"Traceback (most recent" in answer.body:
             raise Malformed(f"{self.name}: a traceback: {_shown(answer)}")
@@ -127,7 +132,7 @@ class Contract:
             raise Malformed(f"{self.name}: not the form of its errors: {_shown(answer)}")
 
     def _records(self, answer: Answer) -> list[Json]:
-        """Those of a plain answer, of JSON lines or of an event stream."""
+        """Return the records of a plain answer, of JSON lines or of an event stream."""
         try:
             if answer.content_type.startswith("text/event-stream"):
                 events = [event for event in answer.body.decode().split("\n\n") if event and not event.startswith(":")]
@@ -138,7 +143,7 @@ class Contract:
                     data = [text for text in data if text != "[DONE]"]
                 return [json.loads(text) for text in data]
             if self.name.endswith("stream"):
-                # Of the ends of lines that Python knows, JSON escapes only those of ASCII.
+                # JSON escapes only those line ends of Python that are ASCII.
                 return [json.loads(line) for line in answer.body.decode().removesuffix("\n").split("\n")]
             return [json.loads(answer.body)]
         except ValueError as error:

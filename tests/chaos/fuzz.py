@@ -2,9 +2,14 @@
 
     python -m tests.chaos.fuzz --minutes 5 --seed 3
 
-It holds that every request gets a status that the API description has, in its contract's form, without a traceback in
-the reply or in the log; that no request stays; and that `/ping` is 200 throughout, also when the server has been idle
-for longer than its stall time. The exit code is 1 where it does not.
+The promises:
+
+- Every request gets a status that the API description has, in its contract's form.
+- Neither a reply nor the log has a traceback.
+- No request stays.
+- `/ping` is 200 throughout, also after the server has been idle for longer than its stall time.
+
+If a promise is broken, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -37,15 +42,15 @@ STALL_TIMEOUT = 2.0
 _CLIENTS = 16
 _REQUEST_SECONDS = 90.0
 _REST_EVERY = 4000
-"""Requests, after which the server has to be idle and healthy."""
+"""The number of requests after which the server has to be idle and healthy."""
 _SHARE_OF_ROUTES = 0.4
-"""Of the time, for the routes of the API description."""
+"""The share of the time for the routes of the API description."""
 _SHOWN = 20
-"""Kinds of errors, after which it ends."""
+"""The number of kinds of errors after which the run ends."""
 _SUMMARY = 12000
-"""Characters of what schemathesis says: of its first failures, and at its end."""
+"""The number of characters of schemathesis's output that are kept from its first failures, and from its end."""
 _KIND = 60
-"""Characters of an error's text that say of which kind it is."""
+"""The number of characters of an error's text that identify its kind."""
 _HOSTILE: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 0.5, 1e308, -1e-320, float("nan"), float("inf"), 2**31, 2**63, -(2**64), 10**400,
     "", " ", "a", "\x00", "\ud800", "a\udfff", "\u2028", "日本", "\U0001f600", "1", "true", "null", "-1", "a" * 3000,
@@ -55,24 +60,24 @@ _HOSTILE: tuple[Any, ...] = (
 )  # fmt: skip
 _CONTENT_TYPES = ("application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "")
 _EXCLUDED = "/unload|^/models$|^/adapters|/adapters"
-"""Routes that would take the model, or what the other requests need, out of the server."""
+"""Routes that would remove the model or the adapters that other requests need."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run has seen."""
+    """The results of a run."""
 
     seed: int
     requests: int
     statuses: dict[str, dict[str, int]]
-    """By contract."""
+    """The number of requests by contract and status."""
     violations: list[str]
     routes: str
-    """What schemathesis says at its end."""
+    """The output of schemathesis."""
 
 
 def mutated(body: dict[str, Any], properties: list[str], random: Random) -> bytes:
-    """A body with one to four things wrong with it, or with nothing of JSON."""
+    """Return a body with one to four faults. Its bytes may also be damaged."""
     document: Any = copy.deepcopy(body)
     for _ in range(random.randint(1, 4)):
         document = _changed(document, properties, random)
@@ -104,7 +109,7 @@ def _changed(document: Any, properties: list[str], random: Random) -> Any:
 
 
 def _hostile(random: Random) -> Any:
-    return copy.deepcopy(random.choice(_HOSTILE))  # it may be changed itself
+    return copy.deepcopy(random.choice(_HOSTILE))  # the caller may change the value
 
 
 def _damaged(data: bytes, random: Random) -> bytes:
@@ -123,7 +128,7 @@ def _damaged(data: bytes, random: Random) -> bytes:
 
 
 def properties_of(description: dict[str, Any]) -> list[str]:
-    """All names of properties in an API description."""
+    """Return all names of properties in an API description."""
     found: set[str] = set()
 
     def collect(node: Any) -> None:
@@ -141,14 +146,14 @@ def properties_of(description: dict[str, Any]) -> list[str]:
 
 
 def documented(description: dict[str, Any], path: str) -> set[int]:
-    """The statuses that an API description has for POST to a path."""
+    """Return the statuses that an API description has for POST to a path."""
     pattern = path.replace("/model/", "/{model}/") if path not in description["paths"] else path
     responses = description["paths"][pattern]["post"]["responses"]
     return {int(status) for status in responses if status.isdigit()}
 
 
 class Fuzz:
-    """Sends wrong bodies, and judges what comes of them."""
+    """A sender of wrong bodies, and a judge of their replies."""
 
     def __init__(self, tested: Subject, description: dict[str, Any], seed: int) -> None:
         self.violations: list[str] = []
@@ -159,7 +164,7 @@ class Fuzz:
         self._documented = {contract.path: documented(description, contract.path) for contract in CONTRACTS}
 
     async def run(self, stage: Stage, seconds: float, requests: float = math.inf) -> None:
-        """Send bodies for so long, or so many, with rests in which nothing may run."""
+        """Send bodies for this time, or this number of bodies, with rests in which nothing may run."""
         randoms = [Random(f"{self._seed}/{number}") for number in range(_CLIENTS)]
         deadline = clock() + seconds
         while clock() < deadline and len(self.violations) < _SHOWN and self.statuses.total() < requests:
@@ -188,15 +193,15 @@ class Fuzz:
         except (Broken, Hung, Malformed) as error:
             kind = (contract.path, str(error)[:_KIND])
             self._kinds[kind] += 1
-            if self._kinds[kind] == 1:  # the others are alike
+            if self._kinds[kind] == 1:  # the other errors of this kind are alike
                 self.violations.append(f"POST {contract.path} {content_type} {body[:500]!r}: {error}")
 
 
 def routes(url: str, seed: int, seconds: float, directory: Path) -> tuple[bool, str]:
-    """Have schemathesis try every route of the API description; returns whether all was well, and its summary."""
+    """Have schemathesis try every route of the API description. Return True if all was well, and its summary."""
     program = Path(sys.executable).with_name("st")
     command = [str(program) if program.exists() else shutil.which("st") or "st", "run", f"{url}/openapi.json"]
-    # One worker: in threads, Python 3.11 stumbles over its own parser, and schemathesis over that.
+    # One worker: Python 3.11's parser fails in threads, and then schemathesis fails.
     command += ["--seed", str(seed), "--max-time", str(int(seconds)), "--workers", "1", "--continue-on-failure"]
     command += ["--phases", "examples,coverage,fuzzing", "--no-color"]
     command += ["--exclude-method", "DELETE", "--exclude-method", "PUT", "--exclude-path-regex", _EXCLUDED]
@@ -208,7 +213,7 @@ def routes(url: str, seed: int, seconds: float, directory: Path) -> tuple[bool, 
 
 
 async def fuzz(tested: Subject, description: dict[str, Any], seed: int, seconds: float, requests: float) -> Fuzz:
-    """Wrong bodies of every contract, and rests between them."""
+    """Send wrong bodies of every contract, with rests between them."""
     fuzzing = Fuzz(tested, description, seed)
     load = Load(tested, 0, seed)
     stage = Stage(tested, load, Random(seed), None, grace=5.0)
@@ -218,7 +223,7 @@ async def fuzz(tested: Subject, description: dict[str, Any], seed: int, seconds:
 
 
 async def idle(tested: Subject) -> list[str]:
-    """What is wrong with a server that nobody asks for longer than its stall time."""
+    """Return the violations of a server that gets no requests for longer than its stall time."""
     load = Load(tested, 0, 0)
     stage = Stage(tested, load, Random(0), None, grace=5.0)
     await rest(stage, 0.0)

@@ -1,4 +1,4 @@
-"""Requests of all contracts at a time, each of which must get exactly one answer that is true of the server."""
+"""Concurrent requests of all contracts. Each must get exactly one answer that is true of the server."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from tests.chaos.contracts import CONTRACTS, Answer, Contract, Malformed
 from tests.chaos.watch import Moment, Subject, clock
 
 REQUEST_SECONDS = 120.0
-"""After which a request without a whole reply has hung; no fault lasts as long."""
+"""The time after which a request without a whole reply has hung. No fault lasts as long."""
 _MANNERS: tuple[Manner, ...] = ("plain", "plain", "plain", "plain", "leaves", "reads slowly", "sends slowly")
 _TOKENS = 24
 _PAUSE = 1.0
-"""Seconds that a client waits if it was refused without `Retry-After`, or found nothing that listens."""
+"""The seconds that a client waits if it was refused without `Retry-After`, or if nothing listens."""
 _LATER = (429, 503)
 """Statuses that need a `Retry-After`."""
 _BUSY = (b"queue is full", b"overloaded")
-"""What every contract's refusal says that comes of a full queue."""
+"""Texts of refusals by a full queue. Every contract's refusal has one of them."""
 
 
 class Load:
-    """Clients that repeat requests of random contracts, and those that are sent beside them."""
+    """Clients that repeat requests of random contracts, and the requests that are sent beside them."""
 
     def __init__(self, subject: Subject, clients: int, seed: int) -> None:
         self.violations: list[str] = []
         self.outcomes: Counter[tuple[str, str]] = Counter()
-        """By contract and outcome.
+        """The number of requests by contract and outcome.
 
-        complete: a whole answer. refused: the queue was full. failed: an error of a server that is about to start or
-        stop, or whose engine is dead. broken: nothing listened, or the server was killed. left: the client left.
-        lost, hung, malformed: what must never be.
+        complete: A whole answer.
+        refused: The queue was full.
+        failed: An error of a server that is about to start or stop, or that has a dead engine.
+        broken: Nothing listened, or the server was killed.
+        left: The client left.
+        lost, hung, malformed: Outcomes that are always violations.
         """
         self.completed: list[tuple[float, float]] = []
-        """When each complete answer's request was sent, and when it was there; in the order of the latter."""
+        """For each complete answer, the time of its request and the time of its end, in the order of the ends."""
         self._subject = subject
         self._active = asyncio.Event()
         self._active.set()
@@ -47,14 +50,14 @@ class Load:
         self._clients = [asyncio.create_task(self._client(Random(f"{seed}/{n}"))) for n in range(clients)]
 
     async def stop(self) -> None:
-        """Send nothing more, and wait for what is open."""
+        """Send no more requests, and wait for the open ones."""
         await self.rest()
         for client in self._clients:
             client.cancel()
         await asyncio.gather(*self._clients, return_exceptions=True)
 
     async def rest(self) -> None:
-        """Send nothing until `go_on`, and wait for what is open."""
+        """Send no requests until `go_on`, and wait for the open ones."""
         self._active.clear()
         while self._beside:
             await asyncio.gather(*self._beside)
@@ -65,18 +68,18 @@ class Load:
         self._active.set()
 
     def beside(self, work: Coroutine[None, None, object]) -> None:
-        """Run something beside the clients."""
+        """Run a coroutine beside the clients."""
         task = asyncio.create_task(work)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
 
     def first_completed(self, since: float) -> float | None:
-        """When the first complete answer was there whose request was sent after a time."""
+        """Return the end of the first complete answer to a request that was sent after `since`."""
         later = self.completed[bisect_left(self.completed, since, key=lambda times: times[1]) :]
         return next((end for begin, end in later if begin >= since), None)
 
     async def send(self, contract: Contract, tokens: int, manner: Manner, random: Random) -> float:
-        """Send one request and judge its reply; returns the seconds that its client has to wait before the next one."""
+        """Send one request and judge its reply. Return the seconds that its client has to wait afterwards."""
         sent = clock()
         request = request_bytes(contract.path, json.dumps(contract.body(tokens)).encode())
         self._open += 1
@@ -105,7 +108,7 @@ class Load:
         return wait
 
     async def ask(self, path: str, body: bytes = b"", method: str = "POST") -> tuple[int, bytes]:
-        """Send a request that is no contract's, such as the management API's; 0 where the connection broke."""
+        """Send a request outside the contracts, such as one of the management API. Status 0: the connection broke."""
         sent = clock()
         request = request_bytes(path, body, method, "application/json" if body else "text/plain")
         try:
@@ -148,5 +151,5 @@ class Load:
 
 
 def _retry_after(answer: Answer | Left) -> float:
-    """Seconds; `_PAUSE` for an error without the header, such as a stream's last record."""
+    """Return the seconds to wait. An error without the header, such as a stream's last record, gives `_PAUSE`."""
     return answer.retry_after or _PAUSE if isinstance(answer, Answer) else 0.0

@@ -1,15 +1,20 @@
-"""Overload: ten times as many clients as the server has places, each of whom comes again when a refusal's
-`Retry-After` says.
+"""Overload: ten times as many clients as the server has places. A refused client comes again after `Retry-After`.
 
     python -m tests.chaos.overload --minutes 7
 
-The server has as many places to wait as places in its batch. The load client and the server each have processors of
-their own, where there are two. Answers have from a half to one and a half times the mean number of tokens: if all had
-as many, the requests at capacity would run in step, and the engine would read 16 prompts at once, which no other load
-lets it do (`--alike` measures that).
+The server has as many places to wait as places in its batch. If the machine has two or more processors, the load
+client and the server use different ones.
 
-Prints, by contract, the completed requests a second at capacity and under overload, their times, the processor time of
-the server and of its engine, the times of `/ping` and `/metrics`, and what a refusal costs the server.
+Answers have from a half to one and a half times the mean number of tokens. With equal numbers, the requests at capacity
+would run in step, and the engine would read 16 prompts at once, which no other load lets it do. `--alike` measures
+that case.
+
+For each contract, the program prints:
+
+- the completed requests a second at capacity and under overload, and their times
+- the processor time of the server and of its engine
+- the times of `/ping` and `/metrics`
+- the server's processor time for a refusal
 """
 
 from __future__ import annotations
@@ -42,27 +47,27 @@ _FACTOR = 10
 _ROUNDS = 2
 _TOKENS = 32
 _VARIED = range(_TOKENS // 2, _TOKENS + _TOKENS // 2 + 1)
-_PROCESSES = ("container", "VLLM::EngineCore", "VLLM::Worker")
+_PROCESSES = ("deploy", "VLLM::EngineCore", "VLLM::Worker")
 _MEASURED = ("lmi", "lmi jsonlines stream", "tgi", "triton", "happy_vllm", "openai chat", "openai completions")
 _REFUSALS = 300
-"""In whose course the cost of one is measured."""
+"""The number of refusals that are sent to measure the processor time of one."""
 _LONG = 900
-"""Tokens of the requests that keep the places meanwhile."""
+"""Tokens of the requests that keep the places during the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One contract under overload. Times are milliseconds."""
+    """The results of one contract under overload. Times are milliseconds."""
 
     contract: str
     peak_per_s: float
-    """Completed, with as many clients as places."""
+    """Completed requests, with as many clients as places."""
     overload_per_s: float
     ratio: float
     peak_p99: float
     overload_p50: float
     overload_p99: float
-    """Of admitted requests."""
+    """The time of admitted requests."""
     refused: int
     refused_p50: float
     refused_p99: float
@@ -72,14 +77,14 @@ class Result:
     metrics_longest: float
     errors: dict[str, int]
     refusal_cpu: float
-    """CPU time of the server's process for one, on a new connection."""
+    """CPU time of the server's process for one refusal, on a new connection."""
     peak_cpu: dict[str, float]
     """CPU seconds in each second, by process."""
     overload_cpu: dict[str, float]
 
 
 def processors() -> tuple[list[int], list[int]]:
-    """Those of the server, and those of the clients."""
+    """Return the processors of the server, and those of the clients."""
     cores = sorted(os.sched_getaffinity(0))
     return (cores, cores) if len(cores) < 2 else (cores[:-1], cores[-1:])
 
@@ -87,7 +92,7 @@ def processors() -> tuple[list[int], list[int]]:
 def load(
     tested: Subject, contract: Contract, clients: int, seconds: float, cores: Sequence[int], tokens: Sequence[int]
 ) -> tuple[Figures, dict[str, float]]:
-    """Make the load with the load client of the benchmarks; returns what it measured, and what the server took."""
+    """Make the load with the load client of the benchmarks. Return its figures, and the server's CPU seconds."""
     spec = LoadSpec(
         url=tested.server.url + contract.path,
         body="\n".join(json.dumps(contract.body(count)) for count in tokens),
@@ -109,7 +114,7 @@ def _cpu_seconds(tested: Subject) -> dict[str, float]:
 
 
 async def metrics_times(port: int, stop: asyncio.Event) -> list[float]:
-    """Seconds that each of many calls of `/metrics` took."""
+    """Return the seconds that each of many calls of `/metrics` took."""
     times = []
     while not stop.is_set():
         began = clock()
@@ -122,8 +127,8 @@ async def metrics_times(port: int, stop: asyncio.Event) -> list[float]:
 async def measure(
     tested: Subject, contract: Contract, seconds: float, cores: Sequence[int], tokens: Sequence[int]
 ) -> Result:
-    """One contract at capacity and beyond, by turns: a shared machine is not as fast from one moment to the next."""
-    # Both loads are watched alike: `/metrics` takes processor time as well.
+    """Measure one contract at capacity and beyond, by turns, because the speed of a shared machine varies."""
+    # `/metrics` takes processor time as well, so both loads are watched alike.
     stop = asyncio.Event()
     watching = asyncio.create_task(metrics_times(tested.server.port, stop))
     began = clock()
@@ -159,7 +164,7 @@ async def measure(
 
 
 def _together(rounds: Sequence[tuple[Figures, dict[str, float]]]) -> tuple[Figures, dict[str, float]]:
-    """The sums of counts and seconds, the medians of times, and the processor time in each second."""
+    """Return the sums of counts and seconds, the medians of times, and the processor time in each second."""
     figures = [one for one, _ in rounds]
     times = [name for name in Figures.__struct_fields__ if name.endswith("_ms")]
     whole = msgspec.structs.replace(
@@ -174,9 +179,10 @@ def _together(rounds: Sequence[tuple[Figures, dict[str, float]]]) -> tuple[Figur
 
 
 async def refusal_cpu(tested: Subject, contract: Contract) -> float:
-    """Milliseconds of the server's CPU for a refusal, beyond what it spends on the requests that have the places.
+    """Return the milliseconds of the server's CPU for a refusal, without the time for the requests that have the
+    places.
 
-    Measured with a stopped engine, whose requests cost nothing.
+    The engine is stopped during the measurement, so that its requests cost nothing.
     """
     port, server = tested.server.port, psutil.Process(tested.server.process.pid)
     held = next(contract for contract in CONTRACTS if contract.name == "lmi")

@@ -1,10 +1,10 @@
-"""Soak: a steady load of all contracts, and what the server's processes hold meanwhile.
+"""Soak: a steady load of all contracts, and the memory, descriptors and threads of the server's processes under it.
 
     python -m tests.chaos.soak --minutes 20 --out soak
 
 Writes soak.json and soak.png: memory, descriptors and threads of each process, delays of the event loop, times of
-`/ping` and of requests. The exit code is 1 where a request was lost, where `/ping` did not tell the truth, or where
-something grew from the second quarter of the time to the last.
+`/ping` and of requests. The exit code is 1 if a request was lost, if `/ping` did not tell the truth, or if a figure
+grew from the second quarter of the time to the last.
 """
 
 from __future__ import annotations
@@ -33,42 +33,46 @@ _LAG = "slipway_event_loop_lag_seconds"
 _GROWTH = 0.05
 """Share by which the median of a figure may grow from the second quarter of the time to the last."""
 _SLACK = {"rss_mb": 16.0, "descriptors": 16.0, "threads": 2.0}
-"""By which it may grow anyway."""
+"""The growth that is allowed in any case."""
 _LEAVING = 20
-"""Clients that leave, every so many seconds."""
+"""The number of clients that leave at a time, and the number of samples between two such times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What one process holds at a moment."""
+    """The resources that one process holds at a moment."""
 
     rss_mb: float
     private_mb: float
-    """Of that, what no other process has as well: vLLM's processes are forked, and share what they have not changed. It
-    grows where another process ends that had mapped the same files, so that nothing is concluded of it."""
+    """Memory that no other process shares.
+
+    vLLM's processes are forked, and share the memory that they have not changed. This figure grows if another process
+    ends
+    that had mapped the same files, so no conclusion is drawn from it.
+    """
     descriptors: int
     threads: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment of a soak."""
+    """One sample of a soak."""
 
     second: float
     processes: dict[str, Process]
     lag: float | None
-    """Seconds, of the event loop since the last sample, at most."""
+    """The longest delay of the event loop since the last sample, in seconds."""
     ping: float | None
-    """Seconds, the longest since the last sample."""
+    """The longest time of `/ping` since the last sample, in seconds."""
     p50: float | None
     p99: float | None
-    """Of the requests that were complete since the last sample, in seconds."""
+    """The times of the requests that were completed since the last sample, in seconds."""
     requests: int
-    """Complete so far."""
+    """The number of complete answers so far."""
 
 
 async def soak(tested: Subject, seed: int, clients: int, seconds: float, every: float) -> tuple[list[Sample], Load]:
-    """Make the load, and sample."""
+    """Make the load, and take samples."""
     load = Load(tested, clients, seed)
     stage = Stage(tested, load, Random(seed), None, grace=5.0)
     samples: list[Sample] = []
@@ -121,7 +125,7 @@ def _processes(tested: Subject) -> dict[str, Process]:
 
 def _name(process: psutil.Process) -> str:
     command = " ".join(process.cmdline())
-    if "container serve" in command:
+    if "deploy serve" in command:
         return "server"
     if command.startswith("VLLM::"):
         return command.split()[0]
@@ -129,13 +133,13 @@ def _name(process: psutil.Process) -> str:
 
 
 def _lags(metrics: str) -> dict[float, float]:
-    """How often the event loop was at most so late, by the histogram's limits; empty on a server without it."""
+    """Return the counts of delays by the histogram's limits. The server may have none."""
     found = re.findall(rf'^{_LAG}_bucket{{(?:[^}}]*,)?le="([^"]+)"[^}}]*}} (\S+)$', metrics, re.M)
     return {float(limit): float(count) for limit, count in found}
 
 
 def _longest(before: Mapping[float, float], after: Mapping[float, float]) -> float | None:
-    """The limit of the highest bucket that got something meanwhile."""
+    """Return the limit of the highest bucket that has grown between the two readings."""
     limits = sorted(after)
     within = {limit: after[limit] - before.get(limit, 0.0) for limit in limits}
     new = [limit for last, limit in zip([None, *limits], limits, strict=False) if within[limit] > within.get(last, 0.0)]
@@ -143,7 +147,7 @@ def _longest(before: Mapping[float, float], after: Mapping[float, float]) -> flo
 
 
 def grown(samples: Sequence[Sample]) -> list[str]:
-    """What grew from the second quarter of the time to the last, by their medians."""
+    """Return the figures with a median that grew from the second quarter of the time to the last."""
     quarter = len(samples) // 4
     early, late = samples[quarter : 2 * quarter], samples[3 * quarter :]
     if not quarter:

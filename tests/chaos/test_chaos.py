@@ -7,10 +7,11 @@ from random import Random
 
 import pytest
 
-from tests.chaos.__main__ import chaos, shortest
+from tests.chaos.__main__ import chaos
 from tests.chaos.actions import Action
 from tests.chaos.contracts import CONTRACTS, Answer, Contract, Malformed
 from tests.chaos.fuzz import mutated
+from tests.chaos.shorten import shortest
 from tests.chaos.watch import Truth, clock
 
 _ACTIONS = ("fill:100", "leave:40", "read_slowly:8", "send_slowly:8", "bad_requests:20", "model:6", "freeze:1.5")
@@ -21,8 +22,8 @@ _ACTIONS = ("fill:100", "leave:40", "read_slowly:8", "send_slowly:8", "bad_reque
 def test_a_server_under_random_faults_loses_no_request_and_tells_the_truth() -> None:
     actions = [Action.read(text) for text in _ACTIONS]
     Random(1).shuffle(actions)
-    # A stall time that a busy machine does not reach by itself; the end of a run waits for as long. It is over when
-    # all has been done, which takes less than a minute where nothing else runs.
+    # A busy machine does not reach this stall time. The end of a run waits for as long. The run is over when all
+    # actions are done, which takes less than a minute if nothing else runs.
     report = chaos(1, 400.0, 8, actions, None, stall_timeout=20.0)
     print(report)
     assert report.violations == []

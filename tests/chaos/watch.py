@@ -1,4 +1,4 @@
-"""The server under test: what `/ping` may say at each moment, what it said, and what is left when it has ended."""
+"""The server under test: the statuses that `/ping` may give and gave, and the remains of a server that has ended."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ clock = time.monotonic
 _PING_SECONDS = 0.05
 _PING_TIMEOUT = 30.0
 _CACHES = "torchinductor_"
-"""Of the directory where PyTorch keeps what it has compiled."""
+"""The start of the name of the directory where PyTorch keeps compiled code."""
 _SWEPT = "slipway-sockets-"
-"""Of the directory that a killed server leaves to the next one to remove."""
+"""The start of the name of the directory that a killed server leaves, and that the next server removes."""
 _TOGETHER = 16
 _END_SECONDS = 60.0
-"""In which processes of a server that was killed end."""
+"""The time within which the processes of a killed server end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What may be seen from a time on."""
+    """The observations that are allowed from a time on."""
 
     since: float
     statuses: frozenset[int]
-    """Of `/ping`; 0: nothing listens."""
+    """Statuses of `/ping`. 0: nothing listens."""
     errors: bool
-    """Whether requests may fail."""
+    """True if requests may fail."""
 
 
 class Truth:
-    """What was done to the server, as what clients may see of it."""
+    """The actions against the server, as the observations that they allow to clients."""
 
     def __init__(self) -> None:
         self._moments = [Moment(0.0, frozenset({0}), True)]
         self._lock = threading.Lock()
 
     def is_now(self, *statuses: int, errors: bool = False, after: float = 0.0) -> None:
-        """From now on, or in `after` seconds, this holds; what was said of later times is forgotten."""
+        """Allow these observations from now on, or in `after` seconds. All entries for later times are forgotten."""
         with self._lock:
             since = clock() + after
             self._moments = [moment for moment in self._moments if moment.since < since]
             self._moments.append(Moment(since, frozenset(statuses), errors))
 
     def between(self, begin: float, end: float) -> Moment:
-        """All that may have been seen in a stretch of time."""
+        """Return all observations that were allowed in a stretch of time."""
         with self._lock:
             ends = [moment.since for moment in self._moments[1:]] + [float("inf")]
             held = [m for m, until in zip(self._moments, ends, strict=True) if m.since <= end and until > begin]
@@ -79,7 +79,7 @@ class Ping:
 
 
 class PingWatch:
-    """Asks `/ping` all the time, on a new connection each, and compares with the truth."""
+    """A thread that calls `/ping` all the time, on a new connection each, and compares its answers with the truth."""
 
     def __init__(self, port: int, truth: Truth) -> None:
         self.pings: list[Ping] = []
@@ -94,7 +94,7 @@ class PingWatch:
         self._thread.join()
 
     def first(self, status: int, since: float) -> float | None:
-        """When `/ping` was first seen to say this."""
+        """Return the time of the first `/ping` with this status after `since`."""
         later = self.pings[bisect_left(self.pings, since, key=lambda ping: ping.sent) :]
         return next((ping.received for ping in later if ping.status == status), None)
 
@@ -108,7 +108,7 @@ class PingWatch:
             allowed = self._truth.between(ping.sent, ping.received).statuses
             if status in allowed:
                 lie = ""
-            elif not lie:  # once for each that goes on
+            elif not lie:  # one report for each series of wrong answers
                 lie = f"/ping said {status} where {sorted(allowed)} would be true: {text}"
                 self.lies.append(lie)
 
@@ -125,13 +125,13 @@ class PingWatch:
 
 
 class Subject:
-    """A server that is started anew where it has ended; knows what its processes must not leave behind."""
+    """A server that can be restarted, and the checks of the remains of its processes."""
 
     def __init__(self, directory: Path, environment: dict[str, str], **options: object) -> None:
         self.truth = Truth()
         self.left_behind: list[str] = []
         self.engine_restarts = 0
-        """How often this server will start its engine anew."""
+        """The number of times that this server will still restart its engine."""
         self.stall_timeout = float(environment.get("SERVING_STALL_TIMEOUT", "60"))
         self._directory = directory
         self._model_dir = write_model(directory / "model", **options)
@@ -158,14 +158,14 @@ class Subject:
         self._wait_until_served()
 
     def wait_until_restarted(self) -> None:
-        """Wait for the engine, which the server starts anew by itself."""
+        """Wait for the engine, which the server restarts."""
         self.truth.is_now(500, 200, errors=True)
         self.engine_restarts -= 1
         self._wait_until_served()
 
     def _wait_until_served(self) -> None:
         self.server.wait_until_ready()
-        # The first requests compile code, for longer than the stall time where the machine is busy.
+        # The first requests compile code. On a busy machine, that takes longer than the stall time.
         self.truth.is_now(200, 500, errors=True)
         with ThreadPoolExecutor(_TOGETHER) as pool:
             for contract in CONTRACTS * 2:
@@ -173,12 +173,12 @@ class Subject:
         self.truth.is_now(200)
 
     def restart(self) -> None:
-        """Start another server on the same port; the one before has ended."""
+        """Start another server on the same port. The one before has ended."""
         self.server = self._started(self.server.port)
         self.wait_until_ready()
 
     def end(self, grace: float = 5.0) -> int:
-        """SIGTERM; returns the exit code. `grace`: seconds in which `/ping` may still tell what it told before."""
+        """Send SIGTERM, and return the exit code. `/ping` may still give its former status for `grace` seconds."""
         before = self.truth.between(clock(), clock()).statuses
         self.truth.is_now(*before, 503, 0, errors=True)
         self.truth.is_now(503, 0, errors=True, after=grace)
@@ -187,7 +187,7 @@ class Subject:
         return self._ended(processes, clean=True)
 
     def kill(self) -> None:
-        """SIGKILL, as the kernel does where memory runs out."""
+        """Send SIGKILL, as the kernel does if memory runs out."""
         before = self.truth.between(clock(), clock()).statuses
         self.truth.is_now(*before, 0, errors=True)
         self.truth.is_now(0, errors=True, after=1.0)
@@ -196,7 +196,7 @@ class Subject:
         self._ended(held, clean=False)
 
     def held(self) -> set[str]:
-        """Files of shared memory that its processes have mapped."""
+        """Return the files of shared memory that the server's processes have mapped."""
         found = set()
         for process in self.processes():
             with contextlib.suppress(OSError):
@@ -206,20 +206,20 @@ class Subject:
         return found
 
     def processes(self) -> list[psutil.Process]:
-        """All of the server's session, the server included."""
+        """Return all processes of the server's session, the server included."""
         session = self.server.process.pid
         return [process for process in psutil.process_iter() if _session(process.pid) == session]
 
     def process(self, name: str) -> psutil.Process:
-        """The first of its processes with this in its name."""
+        """Return the server's first process with this name in its command line."""
         return next(process for process in self.processes() if name in " ".join(process.cmdline()))
 
     def log_text(self) -> str:
-        """The logs of all its servers."""
+        """Return the logs of all servers."""
         return "".join(log.read_text(errors="replace") for log in self._logs)
 
     def close(self) -> None:
-        """End what there still is, and what it has left."""
+        """End the processes that still run, and remove their files."""
         self.watch.stop()
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -238,7 +238,7 @@ class Subject:
         self.left_behind += [path for path in shared_memory if Path(path).exists()]
         files = [path for path in sorted(self._temporary.iterdir()) if not path.name.startswith(_CACHES)]
         self.left_behind += [str(path) for path in files if clean or not path.name.startswith(_SWEPT)]
-        for path in files:  # the next one is not to blame for it
+        for path in files:  # the next server is not to blame for these files
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         return code
 
@@ -263,7 +263,7 @@ def _status(process: psutil.Process) -> str | None:
 
 @contextlib.contextmanager
 def stopped(processes: list[psutil.Process]) -> Iterator[None]:
-    """SIGSTOP for a while."""
+    """Stop processes for a while, with SIGSTOP."""
     try:
         for process in processes:
             process.suspend()

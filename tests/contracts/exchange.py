@@ -1,4 +1,4 @@
-"""Driving a contract without an engine: a document in, deltas in, bytes out."""
+"""A contract without an engine: a document in, deltas in, bytes out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def request_of(document: Any, **settings: Any) -> GenerationRequest:
 
 
 def attempt(document: Any, content_type: str = "application/json", **settings: Any) -> Exchange | Reply:
-    """What comes of a call: it is understood, or answered without inference."""
+    """Parse a call. If the contract refuses the call, return its reply."""
     try:
         return parse(document, content_type, **settings)
     except ContractError as error:
@@ -49,7 +49,7 @@ def answer(document: Any, *deltas: TokenDelta, **settings: Any) -> bytes:
 
 
 def a_joke(finish_reason: FinishReason = FinishReason.LENGTH) -> tuple[TokenDelta, TokenDelta]:
-    """Two engine steps: " a", " joke"."""
+    """Return two engine steps: " a", " joke"."""
     return (
         TokenDelta(" a", [Token(7, " a", -0.5)], token_count=1),
         TokenDelta(" joke", [Token(9, " joke", -0.25)], finish_reason=finish_reason, token_count=2, last=True),
@@ -57,6 +57,6 @@ def a_joke(finish_reason: FinishReason = FinishReason.LENGTH) -> tuple[TokenDelt
 
 
 def whole(text: str, *tokens: Token, sequence: int = 0, last: bool = True, **fields: Any) -> TokenDelta:
-    """A sequence in one delta, as an engine gives it when the answer is not streamed."""
+    """Return a sequence in one delta, as an engine sends it if the answer is not streamed."""
     fields.setdefault("finish_reason", FinishReason.LENGTH)
     return TokenDelta(text, list(tokens), sequence=sequence, token_count=len(tokens), last=last, **fields)

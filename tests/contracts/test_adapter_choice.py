@@ -1,4 +1,4 @@
-"""How each contract's requests name an adapter, and what the contracts do where there are none."""
+"""The names of adapters in each contract's requests, and the refusals if the model has no adapters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ from handlers.happy_vllm.routes import HAPPY_VLLM
 from handlers.openai.routes import model, models, refuse
 from handlers.tgi.routes import TGI
 from handlers.triton.routes import TRITON, TritonContract
-from tests.contracts import exchange, test_lmi_async, test_lmi_formatters, tgi_exchange, triton_exchange
-from tests.contracts import test_happy_vllm_requests as happy_vllm
+from tests.contracts import (
+    exchange,
+    happy_vllm_exchange,
+    test_lmi_async,
+    test_lmi_formatters,
+    tgi_exchange,
+    triton_exchange,
+)
 
 HEADER = (("X-Amzn-SageMaker-Adapter-Identifier", "h"),)
 
@@ -88,7 +94,7 @@ def by_header(contract: Contract, document: dict[str, Any], name: str = "h") -> 
 
 
 def contracts(**settings: Any) -> dict[str, tuple[Contract, dict[str, Any], dict[str, Any], ContractRoutes]]:
-    """Each contract, a request of it, one that names the adapter `a`, and the family."""
+    """Return each contract, a request, a request that names the adapter `a`, and the family."""
     setting = ContractSetting(settings=replace(exchange.MODEL, **settings), model=tgi_exchange.FakeModel())
     prompt = {"inputs": "x"}
     named = {"inputs": "x", "parameters": {"adapter_id": "a"}}
@@ -101,7 +107,7 @@ def contracts(**settings: Any) -> dict[str, tuple[Contract, dict[str, Any], dict
             {"text_input": "x", "lora_name": "a"},
             TRITON,
         ),
-        "happy_vllm": (happy_vllm.contract(**settings), {"prompt": "x"}, {"prompt": "x"}, HAPPY_VLLM),
+        "happy_vllm": (happy_vllm_exchange.contract(**settings), {"prompt": "x"}, {"prompt": "x"}, HAPPY_VLLM),
     }
 
 

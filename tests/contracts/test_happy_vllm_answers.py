@@ -23,7 +23,7 @@ from engines.request import FinishReason, TokenDelta
 from handlers.contract import Call, Exchange, Reply
 from handlers.happy_vllm.routes import HAPPY_VLLM
 from tests.contracts.exchange import call
-from tests.contracts.test_happy_vllm_requests import contract
+from tests.contracts.happy_vllm_exchange import contract
 
 PROMPT = {"prompt": "Tell me"}
 EOS, LENGTH = FinishReason.EOS, FinishReason.LENGTH

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,21 +12,15 @@ from hypothesis import strategies as st
 from engines.errors import RequestError
 from engines.request import Constraint, GenerationRequest, SamplingParameters
 from handlers.contract import Reply
-from handlers.contract_routes import ContractSetting
 from handlers.happy_vllm.request import read_generation
-from handlers.happy_vllm.routes import HAPPY_VLLM, HappyVllmContract
-from tests.contracts.exchange import MODEL, call
-from tests.contracts.tgi_exchange import FakeModel
+from handlers.happy_vllm.routes import HAPPY_VLLM
+from tests.contracts.exchange import call
+from tests.contracts.happy_vllm_exchange import contract
 
 NAMES = (
     *("prompt", "prompt_in_response", "response_pool", "json_format", "json_format_is_json_schema", "n", "best_of"),
     *("temperature", "max_tokens", "min_tokens", "stop", "use_beam_search", "structured_outputs", "detokenize"),
 )
-
-
-def contract(*, stream: bool = False, **settings: Any) -> HappyVllmContract:
-    setting = ContractSetting(settings=replace(MODEL, **settings), model=FakeModel())
-    return HappyVllmContract(setting, stream=stream)
 
 
 def request_of(document: dict[str, Any], *, stream: bool = False) -> GenerationRequest:

@@ -31,7 +31,7 @@ CORPUS = [TEXT, f" {TEXT}", "Hey Hey, thisisareallybigwordisntit", "é 🤗 你�
 
 
 class HuggingFace:
-    """A tokenizer of the library behind Hugging Face's, with what the contract uses of those."""
+    """A tokenizer like Hugging Face's, with only the attributes that the contract uses."""
 
     truncation_side = "right"
     chat_template: str | None = "{{ messages }}"
@@ -66,7 +66,7 @@ class HuggingFace:
 
 
 def _like_gpt() -> Tokenizer:
-    """Byte-level BPE: any text, a character of several bytes in several tokens."""
+    """Return a tokenizer with byte-level BPE. A character of several bytes may be several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -77,7 +77,10 @@ def _like_gpt() -> Tokenizer:
 
 
 def _like_llama() -> Tokenizer:
-    """SentencePiece's: a space put before every text, bytes for what the vocabulary has not, `<s>` at the start."""
+    """Return a tokenizer like SentencePiece's.
+
+    It puts a space before every text and `<s>` at the start, and has bytes for characters that the vocabulary lacks.
+    """
     corpus = [text.replace(" ", "▁") for text in CORPUS]
     words = Tokenizer(models.BPE())
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁?\w+|▁?[^\w▁]|▁"), "isolated")
@@ -103,7 +106,7 @@ def _like_llama() -> Tokenizer:
 
 
 class Model:
-    """A model's text side."""
+    """The text side of a model."""
 
     max_model_len = 64
     max_top_tokens = 20
@@ -459,7 +462,7 @@ def test_a_body_that_holds_no_allowed_text_is_not_even_read(path: str) -> None:
 
 
 def test_a_text_that_no_word_goes_with_is_tokenized_in_few_passes() -> None:
-    """A beginning that depends on the end of the text, as that of a long run of a character may."""
+    """Checks a text with a beginning that depends on its end. A long run of one character may be such a text."""
     passes: list[str] = []
 
     class Contrary:

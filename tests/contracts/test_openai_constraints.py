@@ -1,4 +1,4 @@
-"""What constrains the text in OpenAI's bodies: what vLLM gets, and the bytes of refusals."""
+"""Constraints on the text in OpenAI's bodies: the parameters that vLLM gets, and the bytes of refusals."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which bodies our own contract of OpenAI's routes understands, what it makes of them, and the bytes of its answers.
+"""The bodies that Slipway's own contract of OpenAI's routes understands, its requests, and the bytes of its answers.
 
-That the bytes are vLLM's is shown by tests/live/test_openai_ways_live.py.
+tests/live/test_openai_ways_live.py shows that vLLM sends the same bytes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,8 @@ from handlers.contract import Call, Exchange
 from handlers.openai.answer import in_document, in_stream
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.contract import FrontEnd, OpenAIContract
+from tests.contracts.openai_exchange import FRONT_END
 
-FRONT_END = FrontEnd(
-    model="m",
-    accepts=frozenset({"m", "tgi"}).__contains__,
-    adapters=("a",),
-    fingerprint="fp",
-    role="assistant",
-    default_sampling={},
-    most_new_tokens=None,
-    max_model_len=100,
-    most_prompts=3,
-    most_sequences=8,
-    most_stop_strings=2,
-    render=lambda messages: "".join(f"<{turn['role']}>{turn['content']}" for turn in messages),
-)
 HI = [{"role": "user", "content": "Hi"}]
 
 

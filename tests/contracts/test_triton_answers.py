@@ -1,4 +1,4 @@
-"""Golden bytes of Triton's generate responses. Source: Triton 2.68, "Generate Extension"."""
+"""Golden bytes of generate responses in Triton's format. Source: Triton 2.68, "Generate Extension"."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def whole(text: str, *tokens: Token, sequence: int = 0, last: bool = True, cumul
 
 
 def steps() -> tuple[TokenDelta, TokenDelta]:
-    """Two engine steps: " a", " joke"."""
+    """Return two engine steps: " a", " joke"."""
     return (
         TokenDelta(" a", [A], prompt_token_count=3, token_count=1, cumulative_logprob=-0.5),
         TokenDelta(

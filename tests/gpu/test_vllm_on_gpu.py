@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.usefixtures("vllm"), pytest.mark.timeout(600)]
 STREAMS = 8 if ON_CPU else 128
 TOKENS = 64
 FREED_MIB = 1024
-"""How near the GPU's memory comes to what it was, once a server has ended; others may use the GPU too."""
+"""The most MiB by which the GPU's used memory may differ before and after a server. Others may use the GPU too."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def adapters(gpu_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(vllm_arguments: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What AsyncLLM alone generates; it has ended before the server takes the GPU."""
+    """Return the texts that AsyncLLM generates without Slipway. Its process ends before the server takes the GPU."""
     return texts_of_bare_vllm(**vllm_arguments)
 
 
@@ -117,10 +117,11 @@ def test_many_streams_are_whole_and_tokens_come_one_by_one(server: Server) -> No
 
 
 def test_in_a_batch_each_adapter_has_its_own_answer_and_the_model_without_one_has_its_own(server: Server) -> None:
-    """With every slot filled: on a CPU vLLM gives a prompt without an adapter the weights of the last slot.
+    """Fill every slot, because vLLM on a CPU gives a prompt without an adapter the weights of the last slot.
 
-    In 16 bits, two tokens may be equally likely, so that a text in a batch may end in another way than alone. Its
-    beginning still is that of the same adapter's text, for longer than that of another's.
+    In 16 bits, two tokens may be equally likely, so that a text in a batch may end in another way than in a batch of
+    one.
+    Its beginning is still that of the same adapter's text, for longer than that of another adapter's.
     """
     alone = {name: text(server, PROMPTS[0], name) for name in ("", "red", "blue")}
     assert len(set(alone.values())) == 3
@@ -131,7 +132,7 @@ def test_in_a_batch_each_adapter_has_its_own_answer_and_the_model_without_one_ha
 
 
 def _common(one: str, other: str) -> int:
-    """The number of characters with which both begin."""
+    """Return the number of characters with which both texts begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 from tests.image.container_engine import Engine
@@ -14,7 +15,9 @@ from tests.image.container_engine import Engine
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "container" / "image"
 DEBIAN = "docker.io/library/" + re.findall(r"^ARG BASE_IMAGE=(.*)", (SCRIPTS / "Dockerfile.cpu").read_text(), re.M)[0]
-LOCAL_DEBIAN = "localhost/slipway-base:bookworm"
+_BOOTSTRAP = SCRIPTS / "bootstrap-base.sh"
+# The tag has the digest of the script, so that a changed script makes a new image.
+LOCAL_DEBIAN = f"localhost/slipway-base:bookworm-{sha256(_BOOTSTRAP.read_bytes()).hexdigest()[:12]}"
 LOCAL_PYTHON = "localhost/slipway-base:python"
 STAND_IN = "localhost/slipway-base:vllm"
 PYTHON_OF_BASE = {"cpu": "3.11", "gpu": "3.12"}
@@ -57,7 +60,7 @@ def _reachable(engine: Engine, image: str) -> bool:
 
 def _local_debian(engine: Engine) -> str:
     if not engine.has_image(LOCAL_DEBIAN):
-        _run(["sh", str(SCRIPTS / "bootstrap-base.sh"), LOCAL_DEBIAN], engine.environment)
+        _run(["sh", str(_BOOTSTRAP), LOCAL_DEBIAN], engine.environment)
     return LOCAL_DEBIAN
 
 

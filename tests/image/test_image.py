@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import time
 import tomllib
@@ -132,6 +133,7 @@ def test_the_image_says_what_it_is(engine: Engine, image: str, device: str) -> N
     config = engine.config(image)
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert config["Labels"]["org.opencontainers.image.version"] == version
+    assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
     for capability in ("accept-bind-to-port", "multi-models"):
         assert config["Labels"][f"com.amazonaws.sagemaker.capabilities.{capability}"] == "true"
     compatibility = [] if device == "cpu" else ["sh", "/opt/slipway/libexec/cuda-compat.sh"]
@@ -140,6 +142,19 @@ def test_the_image_says_what_it_is(engine: Engine, image: str, device: str) -> N
     assert config["WorkingDir"] == "/opt/slipway", "the loader also searches the working directory for libraries"
     assert config["Cmd"] == ["serve"]
     assert "8080/tcp" in config["ExposedPorts"]
+
+
+def test_the_licence_of_every_package_is_listed(engine: Engine, image: str) -> None:
+    listed = list(csv.DictReader(engine.output(image, "cat", "/opt/slipway/licenses.csv").splitlines()))
+    assert [package for package in listed if package["license"] in ("", "unknown")] == []
+    names = {(package["kind"], package["name"]): package["license"] for package in listed}
+    assert names["python", "slipway"] == "Apache-2.0"
+    assert "BSD-3-Clause" in names["python", "torch"]
+    script = "from importlib.metadata import distributions; print(*{package.name for package in distributions()})"
+    installed = engine.output(image, "/opt/slipway/bin/python", "-I", "-c", script).split()
+    assert {name for kind, name in names if kind == "python"} == set(installed)
+    debian = engine.output(image, "dpkg-query", "--show", "--showformat", "${Package} ").split()
+    assert {name for kind, name in names if kind == "debian"} == set(debian)
 
 
 def test_there_is_no_compiler_and_there_are_no_caches(engine: Engine, image: str, device: str) -> None:

@@ -1,14 +1,14 @@
-"""Asks vLLM which tensor-parallel sizes it accepts for models of which there is only a config.json.
+"""Asks vLLM which tensor-parallel sizes it accepts for models with only a config.json.
 
     python -m tests.live.accepted_sizes FILE
 
 FILE: a JSON object of configs by name. Prints a JSON object by name: `sizes`, those from 1 to 8 that vLLM accepts, and
 `config`, the config as vLLM knows it.
 
-For each size vLLM checks its own configuration and builds some layers of the model's own class, on the meta device and
-in a process group that claims to have this size. Nothing is computed. There are stand-ins for the choice of kernels,
-since this runs without a GPU, and for torchvision, which vLLM's multimodal models import. They stay in the process, so
-this is a program of its own.
+For each size, vLLM checks its own configuration and builds some layers of the model's own class, on the meta device and
+in a process group that claims to have this size. Nothing is computed. A GPU and torchvision are not needed: stand-ins
+replace the choice of kernels and the parts of torchvision that vLLM's multimodal models import. The stand-ins stay in
+the process, so this is a separate program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from unittest.mock import MagicMock
 
 _SIZES = range(1, 9)
 _LAYERS = 4
-"""Of each model: attention with and without a window or a state, dense layers and experts are all among them."""
+"""The layers of each model that are built: they include attention with and without a window or a state, dense layers
+and
+experts.
+"""
 _TORCHVISION = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
 
 
@@ -43,7 +46,7 @@ class _StandIn(ModuleType):
 
 
 class _Group:
-    """A process group that claims to have a size; this process is the first of it."""
+    """A process group that claims to have a size. This process is its first member."""
 
     rank = rank_in_group = local_rank = 0
     is_first_rank = is_last_rank = True
@@ -59,7 +62,7 @@ class _Group:
 
 
 def _replace_kernels() -> None:
-    """Choose kernels for NVIDIA GPUs where vLLM would look for one that runs on this machine."""
+    """Choose kernels for NVIDIA GPUs instead of kernels that run on this machine."""
     from vllm.model_executor.kernels.linear.mixed_precision import marlin
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
@@ -106,7 +109,12 @@ def _model_config(directory: Path, **fields: Any) -> Any:
 
 
 def _build(directory: Path, size: int) -> None:
-    """Raises: AssertionError or ValueError where vLLM does not accept the size."""
+    """Build some layers of a model in a process group of this size.
+
+    Raises:
+        AssertionError: vLLM does not accept the size.
+        ValueError: vLLM does not accept the size.
+    """
     import torch
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -143,7 +151,7 @@ def main(path: Path) -> None:
     from vllm.model_executor.models import registry
 
     logging.disable(logging.WARNING)
-    # vLLM imports each model's code in a process of its own, which takes ten seconds each.
+    # vLLM would import each model's code in a new process, which takes ten seconds each.
     registry._run_in_subprocess = lambda function: function()
     _replace_kernels()
     found = {}

@@ -1,4 +1,4 @@
-"""Prints what bare vLLM, without any of Slipway, generates for the test prompts."""
+"""Prints the texts that bare vLLM, without any of Slipway, generates for the test prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 
 
 def texts_of_bare_vllm(**arguments: object) -> dict[str, dict[str, Any]]:
-    """What it generates for each prompt, in a process of its own; `arguments`: vLLM's engine arguments."""
+    """Return the text for each prompt from a new process. `arguments`: vLLM's engine arguments."""
     command = [sys.executable, __file__, json.dumps(arguments)]
     # One process, which imports vLLM once.
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

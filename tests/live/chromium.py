@@ -20,7 +20,7 @@ MISSING = "no Chromium here; apt-get install chromium"
 _START_SECONDS = 60.0
 _WAIT_SECONDS = 60.0
 REBOUND = "rebound.example"
-"""A stranger's name that leads to this machine."""
+"""A foreign host name that leads to this machine."""
 _OPTIONS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0"),
     *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -32,12 +32,12 @@ _CONTROL, _SHIFT = 2, 8
 
 
 class Page:
-    """A page of the browser. What it asks for, and what it complains about, is recorded."""
+    """A page of the browser. Its requests and its complaints are recorded."""
 
     def __init__(self, connection: ClientConnection, session: str, numbers: Iterator[int]) -> None:
         self._connection, self._session, self._numbers = connection, session, numbers
         self.requests: list[str] = []
-        """URLs that were asked for."""
+        """The URLs of its requests."""
         self.complaints: list[str] = []
         """Errors and warnings of the console, of the network and of the policy."""
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -73,7 +73,7 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, or of what its promise comes to."""
+        """Return the value of a JavaScript expression. If the value is a promise, return its result."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, f"{expression}: {answer['exceptionDetails']}"
         return answer["result"].get("value")
@@ -98,7 +98,7 @@ class Page:
         self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
 
     def press(self, key: str, *, control: bool = False, shift: bool = False) -> None:
-        """Press a key, which the focused element gets."""
+        """Press a key. The focused element gets it."""
         modifiers = _CONTROL * control + _SHIFT * shift
         code = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": modifiers}
         text = {"text": "\r"} if key == "Enter" and not control else {}
@@ -106,7 +106,7 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **code)
 
     def text(self, selector: str) -> str:
-        """The text of an element, to the character."""
+        """Return the text of an element, to the character."""
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)}).textContent"))
 
     def size(self, width: int, height: int, *, scale: float = 1.0, dark: bool = False) -> None:
@@ -117,7 +117,7 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def screenshot(self, path: Path) -> None:
-        """Write what is seen of the page as a PNG."""
+        """Write a picture of the page as a PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 
@@ -128,7 +128,7 @@ class Browser:
         self._connection, self._numbers = connection, itertools.count(1)
 
     def new_page(self) -> Page:
-        """An empty page."""
+        """Return an empty page."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         return Page(self._connection, session, self._numbers)
@@ -144,7 +144,7 @@ class Browser:
 
 @contextlib.contextmanager
 def chromium(directory: Path) -> Iterator[Browser]:
-    """A browser with a profile of its own in the directory."""
+    """Start a browser with a new profile in the directory."""
     assert PROGRAM is not None, MISSING
     profile = directory / "profile"
     command = [PROGRAM, *_OPTIONS, f"--user-data-dir={profile}", "about:blank"]
@@ -152,7 +152,7 @@ def chromium(directory: Path) -> Iterator[Browser]:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
         address = _address(profile / "DevToolsActivePort", process)
-        # No pings: their answers lie behind events that nobody reads while a test does something else.
+        # No pings: their answers would lie behind events that nobody reads while a test does something else.
         with connect(address, max_size=None, open_timeout=_START_SECONDS, ping_interval=None) as connection:
             yield Browser(connection)
     finally:
@@ -161,7 +161,7 @@ def chromium(directory: Path) -> Iterator[Browser]:
 
 
 def _address(file: Path, process: subprocess.Popen[bytes]) -> str:
-    """Where the browser listens, which it writes into its profile."""
+    """Return the address at which the browser listens. The browser writes it into its profile."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         with contextlib.suppress(FileNotFoundError, ValueError):

@@ -25,7 +25,7 @@ from tests.live.small_model import MAX_MODEL_LEN, prepare_small_model
 ENGINE = {"dtype": "fp32", "max_model_len": 1024, "kv_cache_memory_bytes": 512 << 20, "max_rolling_batch_size": 32}
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    # Beside each other: one thread for each engine, on whatever core is free.
+    # Tests run beside each other: each engine has one thread, on any free core.
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_of_engines() -> Iterator[None]:
-    """Give back what engines in this process had; servers that start later need it."""
+    """Release the memory of engines in this process, because servers that start later need it."""
     yield
     release_memory()
 
@@ -56,7 +56,7 @@ def engine_options(sample_model: Path) -> dict[str, object]:
 
 @pytest.fixture(scope="session")
 def small_options() -> dict[str, object]:
-    """Options of an engine whose text does not matter."""
+    """Return options of an engine for tests in which the text does not matter."""
     return {
         "model_id": prepare_small_model(),
         "rolling_batch": "vllm",
@@ -81,11 +81,15 @@ def engine(request: pytest.FixtureRequest) -> str:
 def server(
     tmp_path_factory: pytest.TempPathFactory, engine: str, engine_options: dict[str, object]
 ) -> Iterator[Server]:
-    """A server with the default formatter; it also serves SageMaker's runtime API, for `my-endpoint`."""
+    """Start a server with the default formatter. It also serves SageMaker's runtime API, for `my-endpoint`.
+
+    The folder `s3` beside its log stands for S3, and `captured` has the captured calls.
+    """
     directory = tmp_path_factory.mktemp("server")
-    local = ("--local-endpoint", "my-endpoint")
+    folders = ("--s3-folder", str(directory / "s3"), "--capture", str(directory / "captured"))
+    local = ("--local-endpoint", "my-endpoint", *folders)
     model = write_model(directory / "model", rolling_batch=engine, **engine_options)
-    running = Server(model, directory / "server.log", program=("deploy", "serve"), arguments=local)
+    running = Server(model, directory / "server.log", arguments=local)
     try:
         running.wait_until_ready()
         yield running
@@ -95,7 +99,7 @@ def server(
 
 @pytest.fixture(scope="session", params=["host"])
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server without a model, for tests that bring theirs (`hosted`); a parameter as `engine` is."""
+    """Start a server without a model, for tests that bring models (`hosted`). A parameter, as `engine` is."""
     directory = tmp_path_factory.mktemp("host")
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "HF_MODULES_CACHE": str(directory / "modules")}
     environment["VLLM_ENABLE_RESPONSES_API_STORE"] = "1"
@@ -112,7 +116,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def bare_texts(sample_model: Path) -> dict[str, dict[str, Any]]:
-    """What bare vLLM generates greedily for each of PROMPTS; kept, since it is the same each time."""
+    """Return the greedy text of bare vLLM for each of PROMPTS. The texts are cached, because they do not vary."""
     arguments = {name: ENGINE[name] for name in ("max_model_len", "kv_cache_memory_bytes")}
     arguments |= {"model": str(sample_model), "dtype": "float32", "enforce_eager": True}
     script = Path(__file__).with_name("bare_vllm.py").read_text()

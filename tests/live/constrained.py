@@ -1,6 +1,6 @@
-"""Every way in which a client may constrain the text, and what an answer that obeys looks like.
+"""Every way in which a client may constrain the text, and the form of an answer that obeys.
 
-The greedy answer to `PROMPT` without any of them, " Paris. ...", breaks each.
+The greedy answer to `PROMPT` without any constraint, " Paris. ...", breaks each of them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def typed(kind: str, **members: Any) -> Fields:
 
 
 def tgi_forms(name: str) -> dict[str, tuple[Fields, Check]]:
-    """TGI's forms, as `grammar` or as `response_format`."""
+    """Return TGI's forms, as `grammar` or as `response_format`."""
     named = {"name": "x", "schema": SCHEMA}
     return {
         f"{name}: json": ({name: typed("json", value=SCHEMA)}, is_json),
@@ -101,7 +101,7 @@ FORMS: dict[str, tuple[Fields, Check]] = {
         is_json,
     ),
 }
-"""Names of a form that the whole text has; the schemas without a type are TGI's."""
+"""Names of a form that the whole text has. The schemas without a type are TGI's."""
 TOKENWISE: dict[str, tuple[Fields, Check]] = {
     "logit_bias": ({"logit_bias": {str(PARIS): -100}}, lambda text: not text.startswith(" Paris")),
     "bad_words": ({"bad_words": ["Paris"]}, lambda text: "Paris" not in text),
@@ -185,18 +185,18 @@ WRONG_FORMS: dict[str, tuple[Fields, str]] = {
 
 
 def by_name(names: str) -> dict[str, tuple[Fields, str]]:
-    """A case for each of these names, of which the message has to begin with the name."""
+    """Return a case for each of these names. The message has to begin with the name."""
     return {name: (NAMES[name], f"`{name}` ") for name in names.split()}
 
 
 @dataclass(frozen=True)
 class Route:
-    """How a request is made for a route, and where its answer has the text."""
+    """The requests of a route, and the place of the text in its answers."""
 
     path: str
     body: Callable[[Fields], Fields]
     text: Callable[[Any], str]
-    """Of the document; of all documents, where they are streamed."""
+    """Reads the text from the document. For a streamed answer, the argument is the list of all documents."""
     stream: bool = False
 
 
@@ -208,7 +208,7 @@ def _first(document: Any, *path: str | int) -> str:
 
 
 def _joined(*path: str | int) -> Callable[[list[Any]], str]:
-    """The text of a stream whose records hold pieces there, where they hold any."""
+    """Return a function for the text of a stream. Records without this path are left out."""
 
     def text(documents: list[Any]) -> str:
         pieces = []
@@ -269,7 +269,7 @@ def _happy(fields: Fields) -> Fields:
 
 
 def _triton(fields: Fields) -> Fields:
-    """Its parameters are plain values, or JSON in a string; `bad_words` is an input of TensorRT-LLM's."""
+    """Return Triton's body. Parameters are plain values, or JSON in a string. TensorRT-LLM has `bad_words`."""
     values = {
         name: value if isinstance(value, str | int | float) else json.dumps(value) for name, value in fields.items()
     }
@@ -341,13 +341,13 @@ TGI = {
 
 
 def answer(server: Server, route: Route, fields: Fields) -> tuple[httpx.Response, str]:
-    """The response, and the text in it; none where it was refused."""
+    """Return the response and its text. The text of a refused request is empty."""
     response = server.client.post(route.path, json=route.body(fields))
     return response, text_in(route, response)
 
 
 def text_in(route: Route, response: httpx.Response) -> str:
-    """The text of an answer; none where the request was refused."""
+    """Return the text of an answer. The text of a refused request is empty."""
     if response.status_code != 200 or b'"error"' in response.content:
         return ""
     if not route.stream:
@@ -359,7 +359,7 @@ def text_in(route: Route, response: httpx.Response) -> str:
 def disobeyed(
     server: Server, route: Route, cases: Mapping[str, tuple[Fields, Check]], at_a_time: int = AT_A_TIME
 ) -> Iterator[str]:
-    """The cases whose answer does not obey, with what came instead."""
+    """Return the cases with answers that do not obey, with the texts that came instead."""
     with ThreadPoolExecutor(at_a_time) as clients:
         for name, (response, text) in zip(
             cases, clients.map(lambda case: answer(server, route, case[0]), cases.values()), strict=True
@@ -371,7 +371,7 @@ def disobeyed(
 def accepted(
     server: Server, route: Route, cases: Mapping[str, tuple[Fields, str]], at_a_time: int = AT_A_TIME
 ) -> Iterator[str]:
-    """The cases that are not refused with a message that has these words."""
+    """Return the cases that are not refused with a message that has these words."""
     with ThreadPoolExecutor(at_a_time) as clients:
         for name, (response, text) in zip(
             cases, clients.map(lambda case: answer(server, route, case[0]), cases.values()), strict=True

@@ -1,4 +1,4 @@
-"""Runs the vLLM engine and prints what it makes of constraints, those that would harm it among them."""
+"""Runs the vLLM engine, and prints its answers to constraints. Some of these would harm the engine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def answer(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
 
 
 async def longest_wait(engine: Any, stop: asyncio.Event) -> float:
-    """Answers requests without a constraint, and measures the longest time between two of their tokens."""
+    """Answer requests without a constraint, and return the longest time between two of their tokens."""
     longest = 0.0
     while not stop.is_set():
         last = time.monotonic()

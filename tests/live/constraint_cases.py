@@ -44,6 +44,8 @@ STOPS: Enforced = {"stop": ({"stop": ["France"]}, lambda text: text != "" and "F
 TGI_STOPS: Enforced = {name: ({name: ["Par"]}, lambda text: text == " Par") for name in ("stop", "stop_sequences")}
 """TGI's texts end with the stop text."""
 BIASED_END = TOKENWISE["min_tokens"]
+OF_TOKENS = {*TOKENWISE, *TGI_STOPS, "min_new_tokens"}
+"""Names of the parameters that constrain single tokens."""
 
 
 def _each(names: Iterable[str], cases: Cases) -> dict[str, Cases]:
@@ -90,6 +92,18 @@ ENFORCED: dict[str, Enforced] = {
     ),
     **_each(TGI, {**tgi_forms("grammar"), **TGI_STOPS}),
 }
+
+
+def each_once(cases: Mapping[str, Enforced]) -> dict[str, Enforced]:
+    """Leave each case to the first route that has it. A route whose cases are all taken keeps its first one."""
+    seen: set[str] = set()
+    chosen: dict[str, Enforced] = {}
+    for route, own in cases.items():
+        new = [name for name in own if name not in seen] or list(own)[:1]
+        seen |= own.keys()
+        chosen[route] = {name: own[name] for name in new}
+    return chosen
+
 
 WITH_BEAMS: Refused = {
     f"{name} with beams": (BEAMS | fields, f"`{name}` cannot be used together with ")

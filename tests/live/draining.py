@@ -1,4 +1,4 @@
-"""A stop of a server while clients have streams, and what is left of its processes."""
+"""A stop of a server while clients have streams, and the check that its processes end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOPPING = "the server is stopping; the request was not completed"
 
 
 def open_stream(server: Server, parameters: dict[str, Any] = ENDLESS) -> socket.socket:
-    """A client that has asked for a stream without an end."""
+    """Return a client that has asked for a stream without an end."""
     body = {"inputs": "Once upon a time", "stream": True, "parameters": parameters}
     return server.send(f"/predictions/{server.name}", body)
 
@@ -34,9 +34,11 @@ def lives(process: psutil.Process) -> bool:
 
 
 def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
-    """What runs is finished or ended with the reason, what comes is refused, the process ends without a complaint.
+    """Stop the server with a signal, and assert that it drains.
 
-    The signal goes to the whole process group, as Ctrl-C in a terminal does.
+    Running requests finish or end with the reason, new requests are refused, and the process ends without a complaint.
+    The
+    signal goes to the whole process group, as Ctrl-C in a terminal does.
     """
     parameters = {"max_new_tokens": 300, "ignore_eos_token": True}
     body = {"inputs": "Once", "stream": True, "parameters": parameters}

@@ -1,4 +1,4 @@
-"""Bodies that cost the most to read, and how long `/ping` waits while a server has them.
+"""Bodies that cost the most to read, and the time that `/ping` waits while a server reads them.
 
     python -m tests.live.heavy_bodies http://127.0.0.1:8080 --megabytes 64 --at-a-time 8 [--only TEXT]
 
@@ -61,23 +61,23 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
     "characters beyond ASCII": lambda size: _many(b'"', "é".encode(), b'"', size),
     "white space": lambda size: b" " * (size - 1) + b"1",
 }
-"""JSON values by what they are made of."""
+"""JSON values by the names of their contents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A route, and the fields of its bodies that heavy values are sent in."""
+    """A route, and the fields of its bodies that take the heavy values."""
 
     path: str
     fields: tuple[str, ...]
     others: bytes = MODEL
-    """The rest of the body, which makes it a request."""
+    """The rest of the body, which makes the body a request."""
     content_type: str = "application/json"
     extra: dict[str, str] = field(default_factory=dict)
     """Further headers."""
 
     def bodies(self, size: int, only: Callable[[str], bool] = lambda _: True) -> Iterator[tuple[str, bytes]]:
-        """Each body of about `size` bytes, with what it is."""
+        """Yield each body of about `size` bytes, with its title."""
         for name in self.fields:
             for shape, value in SHAPES.items():
                 title = f"{self.path} {name}: {shape}"
@@ -142,7 +142,7 @@ ALL = (*LMI, *OPENAI, *TGI, *TRITON, *HAPPY, *MANAGEMENT)
 
 
 def forms(size: int) -> dict[str, tuple[str, bytes]]:
-    """Forms of about `size` bytes by what they are made of: content type and body."""
+    """Return forms of about `size` bytes by the names of their contents: content type and body."""
     head = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n'
     return {
         "form fields": (_FORM, _many(b"a=1", b"&a=1", b"", size)),
@@ -159,7 +159,7 @@ def forms(size: int) -> dict[str, tuple[str, bytes]]:
 
 
 def head(path: str, content_type: str, length: int, host: str = "localhost") -> bytes:
-    """A request's head; the connection ends with the reply."""
+    """Return a request's head. The connection ends with the reply."""
     return (
         f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {content_type}\r\nContent-Length: {length}\r\n"
         "Connection: close\r\n\r\n"
@@ -167,7 +167,7 @@ def head(path: str, content_type: str, length: int, host: str = "localhost") -> 
 
 
 async def send(host: str, port: int, path: str, content_type: str, body: bytes) -> tuple[int, bytes]:
-    """The reply's status and what it begins with; 0 if the server closed without one."""
+    """Return the reply's status and its first bytes. Status 0: the server closed the connection without a reply."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         with contextlib.suppress(ConnectionError):
@@ -183,7 +183,7 @@ async def send(host: str, port: int, path: str, content_type: str, body: bytes) 
 
 
 def _watch(pipe: Connection, host: str, port: int) -> None:
-    """Ask `/ping` every 20 ms; whatever comes by the pipe is answered with the longest wait since then."""
+    """Ask `/ping` every 20 ms. A message in the pipe gets the longest wait since the last one; None ends the loop."""
 
     async def watch() -> None:
         reader, writer = await asyncio.open_connection(host, port)
@@ -206,7 +206,7 @@ def _watch(pipe: Connection, host: str, port: int) -> None:
 
 
 class PingWatch:
-    """Asks `/ping` all the time, in a process that does nothing else."""
+    """A process that asks `/ping` all the time and does nothing else."""
 
     def __init__(self, host: str, port: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -216,7 +216,7 @@ class PingWatch:
         self.longest()
 
     def longest(self) -> float:
-        """The longest wait, in seconds, since this was asked before."""
+        """Return the longest wait since the last call of this method, in seconds."""
         self._pipe.send(True)
         return float(self._pipe.recv())
 

@@ -19,7 +19,7 @@ def encoded(width: int, height: int, kind: str = "PNG", **options: Any) -> bytes
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG whose header has this size, with nothing in it."""
+    """Return a PNG with this size in its header, and no picture."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b""))
     parts = (

@@ -1,4 +1,4 @@
-"""Starting the real server for a test, and speaking HTTP to it."""
+"""A real server for a test, and its HTTP client."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ START_SECONDS = 550.0
 METRIC_SECONDS = 120.0
 ENGINE_NICENESS = 10
 _ports = iter(random.sample(range(20_000, 32_000), 12_000))
-"""Below those that the kernel gives to connections, and above those that Ray does; each is tried once."""
+"""Ports below those that the kernel gives to connections, and above those that Ray takes. Each is tried once."""
 
 
 def free_port() -> int:
-    """A port that stays free until its server takes it: nothing else asks for it."""
+    """Return a port that stays free until its server takes it, because nothing else asks for it."""
     for port in _ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 def write_model(directory: Path, **options: object) -> Path:
-    """A model directory with nothing but a serving.properties."""
+    """Write a model directory with only a serving.properties, and return it."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = [f"option.{name}={value}" for name, value in options.items()]
     (directory / "serving.properties").write_text("\n".join(lines) + "\n")
@@ -47,7 +47,7 @@ def write_model(directory: Path, **options: object) -> Path:
 
 
 def copy_model(fixture: Path, directory: Path, properties: str = "", **options: object) -> Path:
-    """A copy of a model directory, with its own serving.properties; `properties` are lines without `option.`."""
+    """Copy a model directory, with a serving.properties for the copy. `properties` are lines without `option.`."""
     shutil.copytree(fixture, directory, ignore=shutil.ignore_patterns("__pycache__"))
     write_model(directory, **options)
     with (directory / "serving.properties").open("a") as file:
@@ -56,7 +56,10 @@ def copy_model(fixture: Path, directory: Path, properties: str = "", **options: 
 
 
 def _own_environment() -> dict[str, str]:
-    """This process's, without what vLLM has set where it was configured here: a server sets that by itself."""
+    """Return this process's environment without the variable that vLLM sets when it is configured here.
+
+    A server sets the variable too.
+    """
     return {name: value for name, value in os.environ.items() if name != "VLLM_WORKER_MULTIPROC_METHOD"}
 
 
@@ -69,13 +72,13 @@ class Server:
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
-    program: tuple[str, ...] = ("container", "serve")
-    """A module of ours, and its command."""
+    program: tuple[str, ...] = ("deploy", "serve")
+    """A module of Slipway, and its command."""
     arguments: tuple[str, ...] = ()
     name: str | None = "model"
-    """None: what the server calls it, or them."""
+    """The model's name. None: the server chooses the name, or has several models."""
     working_directory: Path | None = None
-    """None: that of the tests."""
+    """None: the working directory of the tests."""
 
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:{self.port}"
@@ -91,7 +94,7 @@ class Server:
             )
 
     def command(self) -> list[str]:
-        """The program and its arguments."""
+        """Return the program and its arguments."""
         command = [sys.executable, "-m", *self.program]
         command += ["--model-dir", str(self.model_dir)] if self.model_dir is not None else []
         command += self.arguments
@@ -100,7 +103,7 @@ class Server:
         return command
 
     def all_variables(self) -> dict[str, str]:
-        """The environment of the process."""
+        """Return the environment of the process."""
         return _own_environment() | {"HF_HUB_OFFLINE": "1"} | self.environment
 
     def wait_until_ready(self) -> None:
@@ -115,13 +118,13 @@ class Server:
         raise AssertionError(f"the server was not ready in {START_SECONDS:g} s:\n{self.log_text()[-4000:]}")
 
     def give_way(self) -> None:
-        """Lower the priority of vLLM's engine process, which polls: it would hold up other tests for many seconds."""
+        """Lower the priority of the engine process. It polls, and would hold up other tests for many seconds."""
         for engine in self.engine_processes():
             for thread in engine.threads():
                 os.setpriority(os.PRIO_PROCESS, thread.id, ENGINE_NICENESS)
 
     def ping(self) -> int:
-        """The status of /ping; 0 while nothing listens."""
+        """Return the status of /ping, or 0 if nothing listens."""
         try:
             return self.client.get("/ping").status_code
         except httpx.TransportError:
@@ -131,7 +134,7 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def wait_for_log(self, text: str) -> None:
-        """Block until the text was logged: a thread of the server writes its log, after the answers."""
+        """Wait until the text was logged. A thread of the server writes the log after the answers."""
         wait_until(lambda: text in self.log_text(), about=lambda: f"{text!r} is not in {self.log_text()[-4000:]}")
 
     def invoke(self, inputs: object, stream: bool | None = None, **parameters: object) -> httpx.Response:
@@ -141,7 +144,7 @@ class Server:
         return self.client.post("/invocations", json=document)
 
     def send(self, path: str, document: object) -> socket.socket:
-        """A connection on which a request was sent; to close it is to leave, as a client does."""
+        """Send a request, and return its connection. A client that leaves closes the connection."""
         body = json.dumps(document).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         client = socket.create_connection(("127.0.0.1", self.port), timeout=60)
@@ -149,7 +152,7 @@ class Server:
         return client
 
     def metric(self, name: str) -> float:
-        """The value of a metric that has no label but, in a server of several models, the model's name."""
+        """Return the value of a metric that has no label except the model's name in a server of several models."""
         for line in self.client.get("/metrics").text.splitlines():
             if line.startswith((f"{name} ", f'{name}{{model="{self.name}"}} ')):
                 return float(line.split()[-1])
@@ -159,15 +162,15 @@ class Server:
         wait_until(lambda: self.metric(name) == value, METRIC_SECONDS, about=lambda: f"{name} is {self.metric(name)}")
 
     def children(self) -> list[psutil.Process]:
-        """The processes below it."""
+        """Return the processes below the server."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def engine_processes(self) -> list[psutil.Process]:
-        """vLLM's engine cores: one for each model and data-parallel rank."""
+        """Return vLLM's engine cores: one for each model and data-parallel rank."""
         return [child for child in self.children() if "EngineCore" in child.name()]
 
     def engine_process(self) -> int:
-        """The process id of the first engine core."""
+        """Return the process id of the first engine core."""
         return self.engine_processes()[0].pid
 
     def has_engine_process(self) -> bool:
@@ -176,11 +179,11 @@ class Server:
         return False
 
     def worker_process(self) -> psutil.Process:
-        """The first worker of vLLM's engine."""
+        """Return the engine's first worker."""
         return next(child for child in self.children() if "Worker" in " ".join(child.cmdline()))
 
     def stop(self) -> int:
-        """End it; returns the exit code."""
+        """End the server, and return its exit code."""
         self.client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -196,7 +199,7 @@ class Server:
 
 
 class HostedModel(Server):
-    """A model beside others in a running server; its requests name it."""
+    """A model beside others in a running server. Its requests name it."""
 
     def __init__(self, host: Server, name: str) -> None:
         self.__dict__ |= host.__dict__
@@ -206,17 +209,17 @@ class HostedModel(Server):
         self._before = set(super().children())
 
     def children(self) -> list[psutil.Process]:
-        """Those that came with the model."""
+        """Return the processes that came with the model."""
         return [child for child in super().children() if child not in self._before]
 
     def log_text(self) -> str:
-        """What was logged since the model came."""
+        """Return the log since the model was loaded."""
         return super().log_text()[self._logged :]
 
 
 @contextlib.contextmanager
 def stopped(process: int) -> Iterator[None]:
-    """A process that stands still, for the time of the block."""
+    """Stop a process for the time of the block."""
     os.kill(process, signal.SIGSTOP)
     try:
         yield
@@ -226,7 +229,7 @@ def stopped(process: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hosted(host: Server, model_dir: Path) -> Iterator[Server]:
-    """A model of a running server, for the time of a test: loaded in a fraction of the time that a server takes."""
+    """Load a model into a running server for the time of a test. A new server would take much longer."""
     model = HostedModel(host, model_dir.parent.name)
     order = {"model_name": model.name, "url": str(model_dir)}
     try:
@@ -243,7 +246,7 @@ def hosted(host: Server, model_dir: Path) -> Iterator[Server]:
 def serving_copy(
     fixture: Path, directory: Path, environment: dict[str, str] | None = None, properties: str = "", **options: object
 ) -> Iterator[Server]:
-    """A server for a copy of a model directory."""
+    """Serve a copy of a model directory."""
     server = start_copy(fixture, directory, environment, properties, **options)
     try:
         server.wait_until_ready()
@@ -255,14 +258,14 @@ def serving_copy(
 def start_copy(
     fixture: Path, directory: Path, environment: dict[str, str] | None = None, properties: str = "", **options: object
 ) -> Server:
-    """A server that has just been started for a copy of a model directory."""
+    """Start a server for a copy of a model directory."""
     model_dir = copy_model(fixture, directory / "model", properties, **options)
     return Server(model_dir, directory / "server.log", environment or {})
 
 
 @contextlib.contextmanager
 def serving(directory: Path, environment: dict[str, str] | None = None, **options: object) -> Iterator[Server]:
-    """A server that is ready, for the time of a test."""
+    """Start a server, and wait until it is ready. It ends after the test."""
     model_dir = write_model(directory / "model", **options)
     server = Server(model_dir, directory / "server.log", environment or {})
     try:
@@ -273,6 +276,6 @@ def serving(directory: Path, environment: dict[str, str] | None = None, **option
 
 
 def records(body: str) -> list[dict[str, Any]]:
-    """The records of a jsonlines or SSE body."""
+    """Return the records of a jsonlines or SSE body."""
     lines = [line.removeprefix("data: ") for line in body.splitlines() if line]
     return [json.loads(line) for line in lines]

@@ -11,7 +11,7 @@ from typing import Any
 from container.sources.sample_model import make_once, prepare
 from engines.cache_dir import cache_dir
 
-_FORMAT = 2  # of what is written; a change makes older caches unused
+_FORMAT = 2  # of the files; a change makes older caches unused
 _SEED = 3
 MAX_MODEL_LEN = 65536
 ENDLESS: dict[str, Any] = {"max_new_tokens": 65000, "ignore_eos_token": True}
@@ -21,7 +21,7 @@ ENDLESS_STREAM = {"model": "model", "n": 3, "stream": True, **ENDLESS_COMPLETION
 
 
 def prepare_small_model() -> Path:
-    """Its directory, which is made first if needed."""
+    """Return the model's directory, which is made first if needed."""
     return make_once(cache_dir() / f"small-llama-v{_FORMAT}", _write)
 
 
@@ -39,7 +39,7 @@ def _write(directory: Path) -> None:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=MAX_MODEL_LEN,
-        tie_word_embeddings=False,  # with one table for both, it would say its last token again and again
+        tie_word_embeddings=False,  # with one table for both, the model would repeat its last token
         eos_token_id=tokenizer.eos_token_id,
         dtype=torch.float32,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from container.sources.sample_model import make_once, prepare
 from engines.cache_dir import cache_dir
 
-_FORMAT = 1  # of what is written; a change makes older caches unused
+_FORMAT = 1  # of the files; a change makes older caches unused
 _SEED = 3
 _IMAGE = 64  # Pixels of a side that the model sees.
 _TEMPLATE = """\
@@ -25,7 +25,7 @@ _TEMPLATE = """\
 
 
 def prepare_small_vision_model() -> Path:
-    """Its directory, which is made first if needed."""
+    """Return the model's directory, which is made first if needed."""
     return make_once(cache_dir() / f"small-idefics3-v{_FORMAT}", _write)
 
 

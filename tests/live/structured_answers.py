@@ -1,4 +1,4 @@
-"""Pools of answers and forms of JSON to which a model is held, as happy_vllm's clients and others ask for them."""
+"""Pools of answers and forms of JSON that constrain a model, as clients of happy_vllm and others send them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SIMPLE_FORMS: list[dict[str, Any]] = [
     {"prénom": "string", "年": "integer", "😀": "boolean"},
     {'with "quotes"': "boolean", "back\\slash": "boolean", "new\nline": "boolean", "": "boolean"},
 ]
-"""In happy_vllm's own notation. Nothing bounds their strings and arrays."""
+"""Schemas in happy_vllm's notation. Nothing bounds their strings and arrays."""
 
 SCHEMAS: list[dict[str, Any]] = [
     _object(name=_NAME),
@@ -84,4 +84,4 @@ SCHEMAS: list[dict[str, Any]] = [
     {"type": "string", "enum": ["a", "b"]},
     {"type": "boolean"},
 ]
-"""JSON schemas whose strings and arrays are bounded: a small model goes on in them as long as it may."""
+"""JSON schemas with bounds for strings and arrays. A small model would fill unbounded ones to its limit."""

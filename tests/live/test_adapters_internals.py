@@ -1,4 +1,4 @@
-"""Who holds which adapter, with vLLM but without an engine: loads that hang, and adapters that change places."""
+"""The holders of adapters, with vLLM but without an engine: loads that hang, and adapters that change places."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Llm:
-    """What `VllmAdapters` asks of AsyncLLM; `answers` is cleared while the engine process does not answer."""
+    """A stand-in for the parts of AsyncLLM that `VllmAdapters` uses. Calls hang while `answers` is cleared."""
 
     errored = False
 
@@ -74,7 +74,7 @@ async def test_an_adapter_is_read_before_the_engine_stops_to_load_it(source: Pat
 
 
 def bytes_read() -> int:
-    """By this process so far."""
+    """Return the number of bytes that this process has read so far."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

@@ -32,7 +32,7 @@ def loud(output: TextGenerationOutput) -> str:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Path:
-    """Adapters `red`, `blue` and `wide`, whose rank is too large."""
+    """Make the adapters `red`, `blue` and `wide`. The rank of `wide` is too large."""
     directory, model = tmp_path_factory.mktemp("made"), small_options["model_id"]
     for seed, name in enumerate(("red", "blue"), start=1):
         make_adapter(directory / name, model, seed, scale=0.9)
@@ -42,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, obje
 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory, made: Path, small_options: dict[str, object]) -> Iterator[Server]:
-    """A server with `red` and `blue` beside its model; two adapters fit into a batch, and three into memory."""
+    """Start a server with `red` and `blue` beside its model. Two adapters fit into a batch, and three into memory."""
     directory = tmp_path_factory.mktemp("lora")
     for name in ("red", "blue"):
         shutil.copytree(made / name, directory / "model" / "adapters" / name)
@@ -61,7 +61,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory, made: Path, small_options: di
 
 @pytest.fixture(scope="module")
 def alone(lora: Server) -> dict[str, list[str]]:
-    """What the model and each adapter answer to each prompt when there is nothing else to do."""
+    """Return the answers of the model and of each adapter to each prompt while nothing else runs."""
     return {name: [text(lora, prompt, name) for prompt in PROMPTS] for name in ("", "red", "blue")}
 
 

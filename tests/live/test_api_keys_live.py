@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import boto3
 import botocore.exceptions
 import huggingface_hub.errors
 import openai
@@ -21,6 +20,7 @@ from text_generation import Client
 from text_generation.errors import UnknownError
 
 from tests.live.server import Server, free_port, write_model
+from tests.runtime_client import runtime_at
 
 KEY, FROM_FILE = "sk-live,first", "sk-live-from-a-file"
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -46,10 +46,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asking(directory: Path, small_options: dict[str, object]) -> Iterator[Server]:
     """A server as it was configured for vLLM, with further keys in a file, and with a local endpoint."""
     (directory / "keys").write_text(f"# of another team\n{FROM_FILE}\n")
-    model = write_model(directory / "model", **small_options)
+    model = write_model(directory / "model", enable_prompt_tokens_details="true", **small_options)
     environment = {"VLLM_API_KEY": KEY, "SERVING_API_KEYS_FILE": str(directory / "keys")}
     arguments = ("--local-endpoint", "my-endpoint")
-    running = Server(model, directory / "server.log", environment, program=("deploy", "serve"), arguments=arguments)
+    running = Server(model, directory / "server.log", environment, arguments=arguments)
     try:
         running.wait_until_ready()
         yield running
@@ -104,21 +104,12 @@ def test_the_hubs_client_and_tgis(asking: Server, key: str) -> None:
 
 
 def test_boto3_on_the_local_endpoint(asking: Server, key: str) -> None:
-    def client() -> Any:
-        return boto3.client(
-            "sagemaker-runtime",
-            endpoint_url=asking.url,
-            region_name="us-east-1",
-            aws_access_key_id="local",
-            aws_secret_access_key="local",
-        )
-
     call = {
         "EndpointName": "my-endpoint",
         "ContentType": "application/json",
         "Body": json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 4}}),
     }
-    knowing, stranger = client(), client()
+    knowing, stranger = runtime_at(asking.url), runtime_at(asking.url)
     knowing.meta.events.register("before-sign", lambda request, **_: request.headers.add_header("x-api-key", key))
     assert json.loads(knowing.invoke_endpoint(**call)["Body"].read())["generated_text"]
     events = knowing.invoke_endpoint_with_response_stream(**call)["Body"]
@@ -149,6 +140,45 @@ def test_every_other_contract_takes_both_headers(
         with asking.client.stream("POST", path, json=document, headers=headers) as reply:
             assert reply.status_code == 200
             assert reply.read()
+
+
+# Each prompt is longer than a block of the KV cache.
+def _long_prompt(start: str) -> str:
+    return start + ", and so on" * 100
+
+
+_WARMING: list[tuple[str, Any]] = [
+    ("/invocations", lambda prompt: {"inputs": prompt, "parameters": {"max_new_tokens": 1}}),
+    ("/generate", lambda prompt: {"inputs": prompt, "parameters": {"max_new_tokens": 1}}),
+    ("/v2/models/model/generate", lambda prompt: {"text_input": prompt, "max_tokens": 1}),
+    ("/v1/generate", lambda prompt: {"prompt": prompt, "max_tokens": 1}),
+    ("/v1/completions", lambda prompt: {"prompt": prompt, "max_tokens": 1}),
+]
+
+
+def _cached(server: Server, prompt: str, key: str, **fields: Any) -> int:
+    """Return how many tokens of the prompt are in the KV cache for the calls of this key."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+        usage = client.completions.create(model="model", prompt=prompt, max_tokens=1, extra_body=fields).usage
+    assert usage is not None
+    return (usage.prompt_tokens_details.cached_tokens or 0) if usage.prompt_tokens_details else 0
+
+
+@pytest.mark.parametrize(("path", "document"), _WARMING, ids=lambda value: value if isinstance(value, str) else "")
+def test_keys_share_no_cached_prompts(asking: Server, path: str, document: Any) -> None:
+    prompt = _long_prompt(f"Once for {path}")
+    assert asking.client.post(path, json=document(prompt), headers=BEARER).status_code == 200
+    assert _cached(asking, prompt, FROM_FILE) == 0
+    assert _cached(asking, prompt, KEY) > 0
+
+
+@pytest.mark.parametrize(("path", "document"), _WARMING, ids=lambda value: value if isinstance(value, str) else "")
+def test_the_salt_of_a_request_goes_before_that_of_its_key(asking: Server, path: str, document: Any) -> None:
+    prompt = _long_prompt(f"Salted for {path}")
+    headers = BEARER | {"x-cache-salt": "team"}
+    assert asking.client.post(path, json=document(prompt), headers=headers).status_code == 200
+    assert _cached(asking, prompt, KEY) == 0
+    assert _cached(asking, prompt, FROM_FILE, cache_salt="team") > 0
 
 
 def test_probes_need_no_key_and_what_tells_of_the_server_does(asking: Server) -> None:

@@ -72,7 +72,7 @@ async def texts(engine: Engine, *requests: GenerationRequest) -> list[str]:
 
 @pytest.fixture(scope="module")
 def generated(sample_model: Path) -> dict[str, list[int]]:
-    """What `model.generate` gives greedily for each of PROMPTS alone, without the end token."""
+    """Return the tokens that `model.generate` gives greedily for each of PROMPTS, without the end token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(sample_model)

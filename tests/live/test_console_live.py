@@ -44,7 +44,7 @@ CONTRACTS = [(contract, form) for contract, forms in FORMATS.items() for form in
 STREAMED = [(contract, forms[0]) for contract, forms in FORMATS.items()]
 CHATS = [("lmi", "stream"), ("lmi", "json"), ("openai", "sse"), ("openai", "json"), ("sagemaker", "stream")]
 GREEDY = ("lmi", "tgi", "sagemaker")
-"""The contracts that sample only where they are asked to."""
+"""The contracts that sample only on request."""
 ENDED = "['done', 'failed', 'stopped'].includes(document.querySelector('.phase').dataset.state)"
 WIDTH = "document.documentElement.scrollWidth"
 LIMIT = "[name=max_new_tokens], [name=max_tokens], [name=max_completion_tokens]"
@@ -75,7 +75,7 @@ def show(page: Page, url: str) -> None:
 
 @pytest.fixture
 def refusing(shared_page: Page, url: str) -> Iterator[Page]:
-    """The page, for requests that the server refuses: the browser reports each of those."""
+    """Return the page, for requests that the server refuses. The browser reports each refusal."""
     shared_page.size(1280, 900)
     show(shared_page, url)
     yield shared_page
@@ -84,9 +84,9 @@ def refusing(shared_page: Page, url: str) -> Iterator[Page]:
 
 @pytest.fixture
 def page(refusing: Page) -> Iterator[Page]:
-    """The page, anew, which must ask no other machine for anything, and cause no complaint."""
+    """Load the page anew. It must ask no other machine for anything, and cause no complaint."""
     yield refusing
-    refusing.evaluate("0")  # takes what the browser has to say
+    refusing.evaluate("0")  # takes the complaints that the browser still has
     assert not refusing.complaints
 
 
@@ -166,7 +166,7 @@ def test_stop_ends_the_generation_in_the_engine(page: Page, server: Server) -> N
         greedy(page, contract, "900")
         page.click("#send")
         page.wait_for("document.querySelector('.text').textContent.length > 20")
-        with stopped(server.engine_process()):  # so that the generation does not come to its end meanwhile
+        with stopped(server.engine_process()):  # so that the generation cannot end before the key is pressed
             assert server.metric(RUNNING) == 1, contract
             page.press("Escape")
             page.wait_for(ENDED)
@@ -239,7 +239,7 @@ print(json.dumps(said))
 
 
 def run_python(codes: list[str]) -> list[str]:
-    """What each program writes; one process runs them all, since importing the clients takes seconds."""
+    """Return the output of each program. One process runs them all, because importing the clients takes seconds."""
     environment = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true"}
     environment.pop("HF_HUB_OFFLINE", None)  # with it, the hub's client calls no server at all
     said: list[str] = json.loads(_output([sys.executable, "-c", RUN_ALL], environment, json.dumps(codes)))
@@ -257,7 +257,7 @@ def _output(command: list[str], environment: dict[str, str], given: str = "") ->
 
 
 def _constant(reply: str) -> list[str]:
-    """The records of a reply without what is another's in each: ids, times, the last digits of numbers."""
+    """Return the records of a reply without the parts that vary: ids, times, and the fractions of numbers."""
     records = [line.removeprefix("data:").strip() for line in reply.splitlines()]
     kept = []
     for record in records:

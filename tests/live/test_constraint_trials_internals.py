@@ -1,4 +1,4 @@
-"""Who waits for a trial, for how long, and what becomes of the others; the process itself is scripted."""
+"""The calls that wait for a trial, their limits, and the calls after a failure. The trial's process is scripted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Process:
-    """Stands for the process: keeps what it is asked, and answers when it is told to."""
+    """A stand-in for the trial's process. It keeps the texts that it gets, and answers after `go_on` is set."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -149,7 +149,7 @@ async def test_a_stopped_process_is_killed_and_replaced(monkeypatch: pytest.Monk
         assert stopped is not None
         os.kill(stopped.pid, signal.SIGSTOP)
         monkeypatch.setattr(constraints, "CLOCK_SECONDS", 0.2)
-        # More than a pipe holds: who writes waits as well.
+        # The message is longer than a pipe's buffer, so the writer has to wait as well.
         choices = json.dumps(["a" * 100_000])
         with pytest.raises(Overloaded, match="try again later"):
             await trials.error("choice", choices)

@@ -1,4 +1,4 @@
-"""What Slipway reads of a CPU's memory is what vLLM's worker reads, and what vLLM refuses is understood."""
+"""Slipway reads the same figures of a CPU's memory as vLLM's worker, and understands vLLM's refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engines.model_settings import ModelSettings
 
 @pytest.fixture
 def resources() -> Any:
-    """vLLM's own module, which warns of other things when it is imported."""
+    """Return vLLM's own module, which warns of other things during its import."""
     from vllm.utils import cpu_resource_utils
 
     return cpu_resource_utils
@@ -29,7 +29,7 @@ def test_a_node_has_what_vllm_says_it_has(resources: Any, monkeypatch: pytest.Mo
     if not nodes:
         pytest.skip("needs a machine with NUMA nodes")
     theirs = [resources.get_memory_node_info(node) for node in resources.get_visible_memory_node()]
-    # The machine is at work meanwhile, and a virtual one may be given more memory.
+    # Other programs use memory at the same time, and a virtual machine may be given more memory.
     total = nodes[0].total
     assert abs(sum(node.total_memory for node in theirs) - total) <= total / 4
     assert abs(sum(node.available_memory for node in theirs) - nodes[0].available) <= total / 4
@@ -51,12 +51,12 @@ def test_what_vllm_refuses_names_a_figure_that_a_second_try_is_below(resources: 
 def test_vllm_looks_for_the_function_that_a_worker_of_ours_replaces(
     resources: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a container whose memory is full of files, such as weights that were just read."""
-    from engines.vllm import processes
+    """The container's memory is full of files, such as weights that were just read."""
+    from engines.vllm import internals, processes
 
     memory = resources.get_memory_node_info(0).total_memory
     monkeypatch.setattr(resources, "get_cgroup_memory_limit", lambda: memory // 4)
-    monkeypatch.setattr(processes, "_cgroup_usage", lambda: memory // 4)
+    monkeypatch.setattr(internals, "cgroup_usage", lambda: memory // 4)
     monkeypatch.setattr(processes, "page_cache", lambda _: memory // 8)
     monkeypatch.setattr(resources, "get_cgroup_memory_usage", lambda: memory // 4)
     assert resources.get_memory_node_info(0).available_memory == 0

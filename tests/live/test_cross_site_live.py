@@ -1,4 +1,4 @@
-"""Pages of other sites in a real Chromium: they command a server on this machine to do nothing, and learn nothing."""
+"""Pages of other sites in a real Chromium: they can neither command a server on this machine nor learn from it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def other_port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with a custom handler, the management API and a local endpoint."""
+    """Start a server with a custom handler, the management API and a local endpoint."""
     directory = tmp_path_factory.mktemp("victim")
     shutil.copytree(HANDLERS / "echo", directory / "model")
     arguments = ("--local-endpoint", "my-endpoint")
-    server = Server(directory / "model", directory / "server.log", program=("deploy", "serve"), arguments=arguments)
+    server = Server(directory / "model", directory / "server.log", arguments=arguments)
     try:
         server.wait_until_ready()
         yield server
@@ -71,7 +71,7 @@ def opened(browser: Browser, url: str) -> Page:
 
 
 def trojan(directory: Path) -> tuple[Path, Path]:
-    """A model whose code leaves a file as soon as it is run, and that file."""
+    """Return a model, and the file that the model's code writes when it runs."""
     model, proof = directory / "trojan", directory / "was-run"
     model.mkdir()
     (model / "model.py").write_text(f"open({str(proof)!r}, 'w').close()\ndef handle(inputs):\n    return None\n")
@@ -79,7 +79,7 @@ def trojan(directory: Path) -> tuple[Path, Path]:
 
 
 def status(page: Page, method: str, url: str, mode: str = "cors") -> object:
-    """What `fetch` says: the status, 0 if the page may not see it, or the error's name."""
+    """Return the status that `fetch` reports. 0: the page may not see the status. A text: the name of the error."""
     options = json.dumps({"method": method, "mode": mode})
     return page.evaluate(f"fetch({json.dumps(url)}, {options}).then((r) => r.status, (error) => error.name)")
 

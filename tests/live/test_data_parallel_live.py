@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Iterator
 
@@ -22,7 +23,7 @@ BATCH = 4
 def replicas(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("replicas")
     options = small_options | {"max_rolling_batch_size": BATCH, "data_parallel_size": 2}
-    # Two replicas have no cores of their own here.
+    # The two replicas share the machine's cores.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     with serving(directory, environment, **options) as server:
         yield server
@@ -40,6 +41,9 @@ def test_the_gauges_are_those_of_all_replicas_together(replicas: Server) -> None
             return running > BATCH and running + waiting == clients
 
         wait_until(all_counted, METRIC_SECONDS, about=lambda: replicas.log_text()[-2000:])
+        text = replicas.client.get("/metrics").text
+        running = re.findall(r'^vllm:num_requests_running{engine="(.)",model_name="model"} (.+)$', text, re.MULTILINE)
+        assert [(engine, 0 < float(count) <= BATCH) for engine, count in running] == [("0", True), ("1", True)]
     for gauge in ("slipway_engine_running", "slipway_engine_waiting"):
         replicas.wait_for_metric(gauge, 0)
 
@@ -49,7 +53,7 @@ def test_neither_replicas_nor_their_coordinator_outlive_a_server_that_is_killed(
     names = [child.name() for child in children]
     assert sum("EngineCor" in name for name in names) == 2
     coordinator = next(child for child, name in zip(children, names, strict=True) if "DPCoordin" in name)
-    os.kill(coordinator.pid, signal.SIGSTOP)  # it cannot find out by itself
+    os.kill(coordinator.pid, signal.SIGSTOP)  # a stopped process cannot notice that the server has ended
     replicas.process.kill()
     replicas.process.wait(60)
     wait_until(lambda: not any(map(lives, children)), about=lambda: list(filter(lives, children)))

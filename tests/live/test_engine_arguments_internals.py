@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from container.settings.load import load_settings
 from engines.daemon_thread import LastingThread
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
 from engines.parallelism import ModelMemory, Weights, tensor_parallel_sizes
-from tests.engine_arguments import PAGE, REFUSED, TRIALS, Trial, command_line, files, rows
+from tests.engine_arguments import PAGE, REFUSED, TRIALS, Trial, command_line, files, results_in
 from tests.live.server import write_model
+from tests.settings import load_settings
 
 ROOT = Path(__file__).parents[2]
 MODELS: dict[str, Any] = json.loads((ROOT / "tests" / "fixtures" / "model_configs.json").read_bytes())
@@ -251,7 +251,7 @@ def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> No
     ("name", "text", "reason"),
     [
         ("disable_log_stats", "true", "vLLM's statistics are not logged; metrics are at /metrics"),
-        ("enable_mfu_metrics", "true", "vLLM's own metrics are not at /metrics"),
+        ("cudagraph_metrics", "true", "vLLM's statistics are not logged; metrics are at /metrics"),
         ("profiler_config", '{"profiler": "torch", "torch_profiler_dir": "/tmp"}', "there are no routes that start"),
         ("shutdown_timeout", "5", "SERVING_DRAIN_TIMEOUT says how long running requests get"),
         ("log_level", "DEBUG", "vLLM logs as Slipway does; see SERVING_LOG_LEVEL and SERVING_LOG_FORMAT"),
@@ -331,6 +331,7 @@ def test_an_error_of_vllm_names_the_options_that_were_given(settings: ModelSetti
     )
 
 
+@pytest.mark.long
 def test_sizes_are_those_that_vllm_accepts(tmp_path: Path) -> None:
     """vLLM's own checks, and its own layers, decide on every size from 1 to 8 of every model of the table."""
     configs = tmp_path / "configs.json"
@@ -359,9 +360,9 @@ def test_every_argument_of_vllm_is_in_the_table_of_those_that_were_tried() -> No
 
     names = {field.name for field in dataclasses.fields(AsyncEngineArgs)} | FRONT_END
     assert TRIALS.keys() == names
-    table = rows(PAGE.read_text())
+    table = results_in(PAGE.read_text())
     assert table.keys() == names
-    assert [name for name, row in table.items() if "FAILS" in row] == []
+    assert [name for name, result in table.items() if "FAILS" in result] == []
     assert f"of vLLM {__version__} was tried" in " ".join(PAGE.read_text().split())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_arguments import PAGE, rows
+from tests.engine_arguments import PAGE, results_in
 
 ROOT = Path(__file__).parents[2]
 # One argument of each kind.
 FEW = {
     "stream_interval": "works",
-    "enable_mfu_metrics": "no",
-    "enable_sleep_mode": "refused,",
-    "skip_tokenizer_init": "refused",
+    "enable_mfu_metrics": "no effect: ",
+    "enable_sleep_mode": "refused by both",
+    "skip_tokenizer_init": "refused by Slipway: ",
 }
 
 
@@ -31,13 +32,13 @@ FEW = {
 def test_a_few_arguments_are_still_as_in_the_table(names: tuple[str, ...], tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     shutil.copy(PAGE, page)
-    known = rows(page.read_text())
     text = page.read_text()
+    known = results_in(text)
     for name in names:
-        text = text.replace(f"| `option.{name}` | {known[name]} |\n", "")
+        text = re.sub(rf"`{name}`(?:, )?", "", text)
     page.write_text(text)
     command = [sys.executable, "-m", "tests.engine_arguments", "--page", str(page), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert page.read_text() == PAGE.read_text()
-    assert [known[name].split(" | ")[1].split()[0] for name in names] == [FEW[name] for name in names]
+    assert all(known[name].startswith(FEW[name]) for name in names)

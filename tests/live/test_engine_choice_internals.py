@@ -1,4 +1,4 @@
-"""What vLLM refuses when it loads a model, and how that is said."""
+"""The refusals of vLLM when it loads a model, and Slipway's messages for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of vLLM's front end that clients cause."""
+"""Log records that clients cause in vLLM's front end."""
 
 from __future__ import annotations
 

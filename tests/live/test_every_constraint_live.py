@@ -1,4 +1,8 @@
-"""Whatever constrains the text is enforced or refused by its name, on every route of every contract."""
+"""Parameters that constrain the text are enforced or refused by name, on every route of every contract.
+
+tests/live/test_never_ignored_live.py tries the constraints of the whole text on every route. This file tries the
+parameters that constrain single tokens, because the sample model's text shows their effect.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,17 @@ from tests.live.constrained import (
     disobeyed,
     typed,
 )
-from tests.live.constraint_cases import BESIDE, BIASED_END, COMPLETIONS, ENFORCED, REFUSED, ROUTES
+from tests.live.constraint_cases import (
+    BESIDE,
+    BIASED_END,
+    COMPLETIONS,
+    ENFORCED,
+    OF_TOKENS,
+    REFUSED,
+    ROUTES,
+    Enforced,
+    each_once,
+)
 from tests.live.server import Server
 
 PAIR = {
@@ -38,24 +52,23 @@ COMPACT: Mapping[str, Fields] = {
 """One schema, as clients of three contracts send it."""
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ROUTES)
-def test_nothing_holds_an_answer_to_these_forms_by_itself(server: Server, name: str) -> None:
-    response, text = answer(server, ROUTES[name], {})
-    assert response.status_code == 200, response.text
-    obeyed = [form for form, (_, check) in ENFORCED[name].items() if check(text)]
-    assert obeyed in ([], ["min_tokens"], ["min_tokens", "min_new_tokens"]), text
-
-
-@pytest.mark.parametrize("name", [*OPENAI, *LMI, *VLLM_NAMES])
+@pytest.mark.parametrize("name", ["chat", "LMI", "happy_vllm", "Triton"])
 def test_plain_text_is_no_constraint(server: Server, name: str) -> None:
     _, text = answer(server, ROUTES[name], {})
     assert answer(server, ROUTES[name], {"response_format": typed("text")})[1] == text != ""
 
 
-@pytest.mark.parametrize("name", ROUTES)
-def test_what_is_accepted_is_enforced(server: Server, name: str) -> None:
-    wrong = list(disobeyed(server, ROUTES[name], ENFORCED[name]))
+CASES = {name: {form: case for form, case in ENFORCED[name].items() if form in OF_TOKENS} for name in ROUTES}
+ALL = [pytest.param(name, CASES[name], id=f"{name}, all", marks=pytest.mark.long) for name in ROUTES]
+ONCE = [pytest.param(name, cases, id=name) for name, cases in each_once(CASES).items()]
+
+
+@pytest.mark.parametrize(("name", "cases"), [*ONCE, *ALL])
+def test_parameters_that_constrain_tokens_are_enforced(server: Server, name: str, cases: Enforced) -> None:
+    _, text = answer(server, ROUTES[name], {})
+    obeyed = {form for form, (_, check) in cases.items() if check(text)}
+    assert obeyed <= {"min_tokens", "min_new_tokens"}, text
+    wrong = list(disobeyed(server, ROUTES[name], cases))
     assert not wrong, "\n".join(wrong)
 
 
@@ -79,7 +92,7 @@ def test_a_constraint_beside_inputs_is_refused(server: Server) -> None:
 
 
 def test_without_a_minimum_the_bias_ends_the_answer(server: Server) -> None:
-    """So that `min_tokens` is what makes it go on."""
+    """Shows that the bias ends the answer, so that `min_tokens` has an effect in the other tests."""
     for name in (*COMPLETIONS, *LMI, *VLLM_NAMES):
         _, text = answer(server, ROUTES[name], {"logit_bias": BIASED_END[0]["logit_bias"]})
         assert text == "", name

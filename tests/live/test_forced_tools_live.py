@@ -1,4 +1,4 @@
-"""A tool that a request names or requires is called, whatever other models of the server have for a grammar."""
+"""A model calls a tool that a request names or requires, also if other models of the server have other grammars."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ CHAT: dict[str, Any] = {
     "max_tokens": 100,
     "temperature": 0,
 }
-CHAT_CHOICES = {"required": "required", "named": {"type": "function", "function": {"name": "weather"}}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
-    """A server whose first model has its calls in its own syntax."""
+    """Return a server with a first model that writes calls in its own syntax."""
     with serving(tmp_path_factory.mktemp("tools"), **engine_options, **_options("tags")) as server:
         yield server
 
@@ -58,7 +58,7 @@ def _options(name: str) -> dict[str, object]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.long if "reasoning" in name else ()) for name in MODELS],
+    params=[pytest.param(name, marks=() if name == "tags" else pytest.mark.long) for name in MODELS],
 )
 def model(
     request: pytest.FixtureRequest,
@@ -77,7 +77,7 @@ def model(
 
 
 def calls_of(answer: Any) -> list[tuple[str, Any]]:
-    """The calls of a chat, whole or streamed."""
+    """Return the calls of a chat, whole or streamed."""
     if not isinstance(answer, list):
         return [(call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls or ()]
     names: dict[int, str] = {}
@@ -95,19 +95,15 @@ def assert_obeyed(calls: list[tuple[str, Any]]) -> None:
     assert all(call in (("weather", {"city": "Paris"}), ("weather", {"city": "Rome"})) for call in calls), calls
 
 
-@pytest.mark.parametrize("choice", CHAT_CHOICES)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_calls_the_tool(model: Server, choice: str, stream: bool) -> None:
+@pytest.mark.parametrize(("choice", "stream"), [("required", False), (NAMED, True)])
+def test_a_chat_calls_the_tool(model: Server, choice: Any, stream: bool) -> None:
     with openai.OpenAI(base_url=f"{model.url}/v1", api_key="none") as client:
-        answer: Any = client.chat.completions.create(
-            model=model.name, stream=stream, tool_choice=CHAT_CHOICES[choice], **CHAT
-        )
+        answer: Any = client.chat.completions.create(model=model.name, stream=stream, tool_choice=choice, **CHAT)
         whole = [part.choices[0] for part in answer if part.choices] if stream else answer.choices[0]
     assert_obeyed(calls_of(whole))
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("choice", "stream"), [({"type": "function", "name": "weather"}, False), ("required", True)])
 def test_a_response_calls_the_tool(model: Server, choice: Any, stream: bool) -> None:
     with openai.OpenAI(base_url=f"{model.url}/v1", api_key="none") as client:
         tool: Any = {"type": "function", **FUNCTION}
@@ -126,8 +122,7 @@ def test_a_response_calls_the_tool(model: Server, choice: Any, stream: bool) -> 
     assert_obeyed(calls)
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("choice", "stream"), [({"type": "any"}, False), ({"type": "tool", "name": "weather"}, True)])
 def test_a_message_calls_the_tool(model: Server, choice: Any, stream: bool) -> None:
     body = {
         "model": model.name,

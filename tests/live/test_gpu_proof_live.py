@@ -78,6 +78,7 @@ def test_the_proof_for_gpus_keeps_to_its_limits_and_leaves_what_it_has_found(tmp
     assert kept or "benchmark" in ended
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_each_kind_of_server_that_the_proof_starts_serves_a_few_of_its_tests(tmp_path: Path) -> None:
     files = {str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "gpu").glob("test_*.py")}

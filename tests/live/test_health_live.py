@@ -1,4 +1,4 @@
-"""Health that can be trusted: every moment of /ping, and what is left when the server is killed."""
+"""Trustworthy health: every moment of /ping, and the end of all processes after a SIGKILL."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SESSION_SECONDS = 600
 
 @pytest.fixture(scope="module")
 def starting(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
-    """A server that has just been started; the first test has it while its model loads."""
+    """Start a server. The first test uses it while its model loads."""
     directory = tmp_path_factory.mktemp("health")
     options = small_options | {"max_rolling_batch_size": 2}
     model_dir = write_model(
@@ -65,7 +65,7 @@ def status(server: Server) -> tuple[int, dict[str, str]]:
 
 
 def wait_for_ping(server: Server, wanted: int) -> float:
-    """How long it took."""
+    """Wait for a status of /ping, and return the seconds that it took."""
     started = time.monotonic()
     wait_until(lambda: server.ping() == wanted, about=lambda: status(server))
     return time.monotonic() - started
@@ -176,7 +176,7 @@ def test_openais_calls_alone_show_that_the_engine_stands_still(vllm_server: Serv
 
 
 LONE_SURROGATE = '["a\\ud800"]'
-"""What the engine's messages cannot hold."""
+"""A grammar that the engine's messages cannot hold."""
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_a_client_that_expects_100_continue_gets_it_before_it_sends_its_body(vll
 
 
 def command_line(process: psutil.Process) -> str:
-    """What a process was started as; "" where it has ended since it was listed."""
+    """Return the command line of a process, or "" if it has ended since it was listed."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""
@@ -313,7 +313,7 @@ def test_nothing_outlives_a_server_that_is_killed(vllm_server: Server) -> None:
     names = " ".join(map(command_line, children))
     assert "EngineCore" in names
     assert "grammar_trial" in names
-    os.kill(vllm_server.engine_process(), signal.SIGSTOP)  # it cannot find out by itself
+    os.kill(vllm_server.engine_process(), signal.SIGSTOP)  # a stopped process cannot notice that the server has ended
     killed = time.monotonic()
     vllm_server.process.kill()
     vllm_server.process.wait(60)

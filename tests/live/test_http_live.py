@@ -1,4 +1,4 @@
-"""HTTP as clients have it that are slow, old or odd, on raw sockets."""
+"""HTTP for clients that are slow, old or odd, on raw sockets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def connection(server: Server) -> socket.socket:
 
 
 def everything(client: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
+    """Return all bytes until the server closes the connection."""
     received = bytearray()
     while piece := client.recv(65536):
         received += piece
@@ -77,7 +77,7 @@ def test_a_stop_breaks_off_a_client_that_reads_nothing_and_logs_no_error(tmp_pat
         wait_until_still(journal)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
-        server.wait_for_log("1 connections are broken off")
+        server.wait_for_log("1 connections were still open, and are broken off")
         assert "Traceback" not in server.log_text()
 
 

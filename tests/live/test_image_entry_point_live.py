@@ -28,7 +28,7 @@ DOCKERFILE = ROOT / "container" / "image" / "Dockerfile.cpu"
 ECHO = ROOT / "tests" / "fixtures" / "handlers" / "echo"
 PROMPT = "The capital of France is"
 STOP_SECONDS = 30.0
-"""SageMaker kills a container that runs for so long after SIGTERM."""
+"""The time after SIGTERM at which SageMaker kills a container that still runs."""
 OF_THE_MACHINE = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "LD_LIBRARY_PATH")
 """Variables of the tests that share the machine between servers, or let Python run."""
 Start = Callable[..., AbstractContextManager["Serve"]]
@@ -54,13 +54,13 @@ class Serve(Server):
 
 
 def copied_sources() -> list[str]:
-    """What the Dockerfile copies into the build."""
+    """Return the files that the Dockerfile copies into the build."""
     copies = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE.read_text(), re.MULTILINE)
     return [source for sources in copies for source in sources.split() if not source.startswith("requirements/")]
 
 
 def image_variables(prefix: Path, home: Path) -> dict[str, str]:
-    """The Dockerfile's ENV, with this prefix and this home."""
+    """Return the Dockerfile's ENV, with this prefix and this home."""
     text = DOCKERFILE.read_text().replace("\\\n", " ")
     (assignments,) = re.findall(r"^ENV (.*)$", text, re.MULTILINE)
     variables = dict(assignment.split("=", 1) for assignment in shlex.split(assignments))
@@ -70,7 +70,7 @@ def image_variables(prefix: Path, home: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Slipway's wheel and the image's programs, installed by the image's script.
+    """Install Slipway's wheel and the image's programs with the image's script.
 
     The packages of the lock file are those of the environment that runs the tests. A line of a .pth file shows them
     without that environment's own .pth files, so that its editable Slipway stays out of sight.
@@ -119,7 +119,7 @@ def start(prefix: Path, tmp_path: Path) -> Start:
 
 
 def of_its_own(module: str, server: Serve) -> bool:
-    """Tell whether the environment of the image has the module, and no other place that it can see."""
+    """Return True if the image's Python imports the module from the image's environment."""
     script = f"import {module}; print({module}.__file__)"
     python = server.prefix / "bin" / "python"
     shown = subprocess.run([python, "-P", "-c", script], capture_output=True, text=True, check=True).stdout
@@ -137,7 +137,7 @@ def test_vllm_is_served_and_its_processes_end_with_sigterm(
     start: Start, tmp_path: Path, small_options: dict[str, object], method: dict[str, str]
 ) -> None:
     model_dir = write_model(tmp_path / "model", **small_options)
-    # The working directory is the model's: Python finds no module of ours there.
+    # The working directory is the model's. Python must not import Slipway's modules from there.
     (model_dir / "container.py").write_text("raise SystemExit('a file of the model was imported')\n")
     with start(model_dir, **method) as server:
         assert all(of_its_own(module, server) for module in ("container", "handlers", "djl_python", "deploy"))

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
+from handlers.all_contracts import CONTRACTS
 from handlers.contract_routes import OpenAIRoute
-from handlers.contracts import CONTRACTS
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import Server, hosted, records, write_model
 
@@ -28,41 +29,45 @@ def tgi_model(
         yield model
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+def ask_all(server: Server, **parameters: Any) -> dict[str, httpx.Response]:
+    """Return the answers to all PROMPTS, which are asked at the same time."""
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = pool.map(lambda prompt: server.invoke(prompt, **GREEDY, **parameters), PROMPTS)
+        return dict(zip(PROMPTS, answers, strict=True))
+
+
+@pytest.fixture(scope="module")
+def streams(server: Server) -> dict[str, list[dict[str, Any]]]:
+    """Return the records of a stream for each of PROMPTS."""
+    return {prompt: records(answer.text) for prompt, answer in ask_all(server, stream=True).items()}
+
+
+@pytest.fixture(scope="module")
+def expected(bare_texts: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the text that bare vLLM gives for each of PROMPTS."""
+    return {prompt: bare_texts[prompt]["text"] for prompt in PROMPTS}
+
+
 def test_every_format_gives_the_text_that_bare_vllm_gives(
-    server: Server, bare_texts: dict[str, dict[str, Any]], prompt: str
+    server: Server, streams: dict[str, list[dict[str, Any]]], expected: dict[str, str]
 ) -> None:
-    with ThreadPoolExecutor(3) as pool:
-        plain = pool.submit(server.invoke, prompt, **GREEDY)
-        jsonlines = pool.submit(server.invoke, prompt, stream=True, **GREEDY)
-        sse = pool.submit(server.invoke, prompt, output_formatter="sse", **GREEDY)
-    answers = {
-        "json": plain.result().json()["generated_text"],
-        "jsonlines": records(jsonlines.result().text)[-1]["generated_text"],
-        "sse": records(sse.result().text)[-1]["generated_text"],
-    }
-    assert answers == dict.fromkeys(answers, bare_texts[prompt]["text"])
+    whole, sse = ask_all(server), ask_all(server, output_formatter="sse")
+    assert {prompt: answer.json()["generated_text"] for prompt, answer in whole.items()} == expected
+    assert {prompt: records(answer.text)[-1]["generated_text"] for prompt, answer in sse.items()} == expected
+    assert {prompt: stream[-1]["generated_text"] for prompt, stream in streams.items()} == expected
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_tgis_formats_give_the_text_that_bare_vllm_gives(
-    tgi_model: Server, bare_texts: dict[str, dict[str, Any]], prompt: str
-) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        whole = pool.submit(tgi_model.invoke, prompt, **GREEDY)
-        stream = pool.submit(tgi_model.invoke, prompt, stream=True, **GREEDY)
-    answers = {
-        "tgi": whole.result().json()[0]["generated_text"],
-        "tgi stream": records(stream.result().text)[-1]["generated_text"],
-    }
-    assert answers == dict.fromkeys(answers, bare_texts[prompt]["text"])
+def test_tgis_formats_give_the_text_that_bare_vllm_gives(tgi_model: Server, expected: dict[str, str]) -> None:
+    whole, streamed = ask_all(tgi_model), ask_all(tgi_model, stream=True)
+    assert {prompt: answer.json()[0]["generated_text"] for prompt, answer in whole.items()} == expected
+    assert {prompt: records(answer.text)[-1]["generated_text"] for prompt, answer in streamed.items()} == expected
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_the_texts_of_a_streams_tokens_joined_are_its_generated_text(
-    server: Server, bare_texts: dict[str, dict[str, Any]], prompt: str
+    streams: dict[str, list[dict[str, Any]]], bare_texts: dict[str, dict[str, Any]], prompt: str
 ) -> None:
-    stream = records(server.invoke(prompt, stream=True, **GREEDY).text)
+    stream = streams[prompt]
     texts = [record["token"]["text"] for record in stream]
     assert "".join(texts) == stream[-1]["generated_text"]
     assert not any("\ufffd" in text for text in texts)
@@ -77,8 +82,8 @@ def test_requests_with_the_same_parameters_have_the_room_that_their_own_prompts_
     assert counts == [10, 20, 12]
 
 
-def test_characters_that_span_tokens_come_whole(server: Server) -> None:
-    stream = records(server.invoke(PROMPTS[-1], stream=True, **GREEDY).text)
+def test_characters_that_span_tokens_come_whole(streams: dict[str, list[dict[str, Any]]]) -> None:
+    stream = streams[PROMPTS[-1]]
     texts = [record["token"]["text"] for record in stream]
     assert "" in texts, "no token of this answer was part of a character; the test needs another prompt"
     assert any(ord(character) > 0xFFFF for character in stream[-1]["generated_text"])
@@ -215,7 +220,7 @@ def test_a_beam_search_counts_as_one_prompt(server: Server) -> None:
     grown = {name: server.metric(name) - value for name, value in before.items()}
     assert [grown[name] for name in counted] == [1, prompt, 2]
     assert grown[first_tokens] == 1
-    # One for the prompt, and for each of two beams after that; fewer where a beam has ended.
+    # One token for the prompt, and one for each of two beams in each later step. An ended beam has fewer.
     assert 6 <= grown[tokens] <= 11
 
 

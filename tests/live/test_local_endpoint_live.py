@@ -1,4 +1,4 @@
-"""SageMaker's runtime API on this machine, asked by its real clients, unmodified: no AWS account, no network."""
+"""SageMaker's runtime API on this machine, for its real clients, unmodified: no AWS account, no network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
 from huggingface_hub import InferenceClient
-from openai import OpenAI
+from openai import BadRequestError, NotFoundError, OpenAI
 
 from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server, free_port, records, write_model
+from tests.live.small_model import ENDLESS
+from tests.runtime_client import runtime_at
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -48,19 +50,15 @@ def environment(url: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def container(
-    tmp_path_factory: pytest.TempPathFactory, sample_model: Path, engine_options: dict[str, object]
-) -> Iterator[Server]:
-    """`slipway serve --local-endpoint my-endpoint`: the container itself has the API's routes."""
+def container(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    """Start `slipway serve --local-endpoint my-endpoint`, a container that has the API's routes."""
     directory = tmp_path_factory.mktemp("local")
-    options = engine_options | {"rolling_batch": "vllm", "enable_lora": "true", "max_loras": 2, "max_model_len": 8192}
-    model = write_model(directory / "model", **options)
-    make_adapter(model / "adapters" / "red", sample_model, seed=1, scale=0.9)
-    make_adapter(model / "adapters" / "blue", sample_model, seed=2, scale=0.9)
+    model = write_model(directory / "model", enable_lora="true", max_loras=2, **small_options)
+    for seed, name in enumerate(("red", "blue"), start=1):
+        make_adapter(model / "adapters" / name, Path(str(small_options["model_id"])), seed, scale=3.0)
     server = Server(
         model,
         directory / "server.log",
-        program=("deploy", "serve"),
         arguments=(
             *("--local-endpoint", NAME),
             *("--adapter", "red", "--adapter", "blue"),
@@ -75,7 +73,7 @@ def container(
 
 @pytest.fixture(scope="module", params=["serve", "local"])
 def url(request: pytest.FixtureRequest, container: Server) -> Iterator[str]:
-    """Where the API is: in the container, or before it as `slipway local`."""
+    """Return the address of the API: in the container, or in a `slipway local` before it."""
     if request.param == "serve":
         yield container.url
         return
@@ -84,10 +82,11 @@ def url(request: pytest.FixtureRequest, container: Server) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def local(container: str) -> Iterator[str]:
+def local(container: str, *more: str, variables: Mapping[str, str] | None = None) -> Iterator[str]:
     url = f"http://127.0.0.1:{(port := free_port())}"
-    options = ["--container", container, "--port", str(port), "--adapter", "red", "--adapter", "blue"]
-    process = subprocess.Popen([sys.executable, "-m", "deploy", "local", *options])
+    options = ["--container", container, "--port", str(port), "--adapter", "red", "--adapter", "blue", *more]
+    command = [sys.executable, "-m", "deploy", "local", *options]
+    process = subprocess.Popen(command, env={**os.environ, **(variables or {})})
     try:
         wait_until(lambda: answers(url), START_SECONDS)
         yield url
@@ -105,7 +104,7 @@ def answers(url: str) -> bool:
 
 @pytest.fixture
 def aws(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The variables that clients go by."""
+    """Return the variables that the clients read."""
     for name, value in environment(url).items():
         monkeypatch.setenv(name, value)
     return url
@@ -189,23 +188,20 @@ def test_boto3_raises_what_it_raises_on_sagemaker(runtime: Any, call: Any) -> No
         runtime.invoke_endpoint(EndpointName="other", Body=b"{}")
 
 
-def _client_of(url: str) -> Any:
-    return boto3.session.Session(
-        aws_access_key_id="local", aws_secret_access_key="local", region_name="us-east-1"
-    ).client("sagemaker-runtime", endpoint_url=url, config=Config(retries={"total_max_attempts": 1}))
-
-
 def test_an_adapter_is_an_inference_component(container: Server, runtime: Any) -> None:
     own = invoke(runtime, document())
     red = invoke(runtime, document(), InferenceComponentName="red")
     by_body = container.client.post("/invocations", json=json.loads(document()) | {"adapters": "red"})
     assert red == by_body.content != own
+    tgi = json.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": 5}})
+    routed = invoke(runtime, tgi, CustomAttributes="route=/generate", InferenceComponentName="red")
+    assert json.loads(routed)["generated_text"] == json.loads(red)["generated_text"]
     text = records(streamed(runtime, document(stream=True), InferenceComponentName="red").decode())[-1]
     assert text["generated_text"] == json.loads(red)["generated_text"]
 
 
 def test_adapters_and_the_base_model_answer_differently(container: Server) -> None:
-    with contextlib.closing(_client_of(container.url)) as client:
+    with contextlib.closing(runtime_at(container.url)) as client:
         answers = [invoke(client, document(), InferenceComponentName=name) for name in ("red", "blue")]
         assert len({*answers, invoke(client, document())}) == 3
 
@@ -259,10 +255,10 @@ def test_slipway_invoke_asks_the_local_endpoint(container: Server) -> None:
 
 
 @pytest.mark.parametrize("example", ["local_boto3.py", "local_langchain.py", "local_litellm.py"])
-def test_the_examples_run_as_they_stand(container: Server, example: str) -> None:
+def test_the_examples_run_as_they_stand(server: Server, example: str) -> None:
     finished = subprocess.run(
         [sys.executable, ROOT / "examples" / example],
-        env=os.environ | environment(container.url),
+        env=os.environ | environment(server.url),
         capture_output=True,
         text=True,
         timeout=120,
@@ -300,6 +296,35 @@ def test_openais_client_and_the_hubs_speak_to_the_openai_path(url: str) -> None:
     assert hub.chat_completion(MESSAGES, max_tokens=5, temperature=0).choices[0].message.content == whole
 
 
+def test_the_openai_path_of_an_inference_component_has_its_adapter(container: Server, url: str) -> None:
+    def text(base: str, model: str = "") -> str:
+        with OpenAI(base_url=base, api_key="a-bearer-token", max_retries=0) as client:
+            answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=5, temperature=0)
+        return answer.choices[0].text
+
+    own = text(f"{url}/endpoints/{NAME}/openai/v1")
+    red = text(f"{url}/endpoints/{NAME}/inference-components/red/openai/v1")
+    assert red == text(f"{container.url}/v1", "red") != own
+
+
+def test_openais_client_raises_sagemakers_errors(url: str) -> None:
+    with OpenAI(base_url=f"{url}/endpoints/{NAME}/openai/v1", api_key="any", max_retries=0) as client:
+        arguments: dict[str, Any] = {"model": "", "messages": MESSAGES, "max_tokens": -1}
+        with pytest.raises(BadRequestError) as refused:
+            client.chat.completions.create(**arguments)
+        assert (refused.value.type, refused.value.code) == ("server_error", "model_error")
+        assert "max_tokens" in refused.value.message
+        with pytest.raises(NotFoundError, match="nope"):
+            client.chat.completions.create(**arguments | {"model": "nope", "max_tokens": 5})
+    for name in ("other", f"{NAME}/inference-components/nope"):
+        with (
+            OpenAI(base_url=f"{url}/endpoints/{name}/openai/v1", api_key="any", max_retries=0) as client,
+            pytest.raises(BadRequestError) as unknown,
+        ):
+            client.chat.completions.create(model="", messages=[])
+        assert (unknown.value.type, unknown.value.code) == ("invalid_request_error", "validation_error")
+
+
 def test_the_containers_own_routes_are_there_too(container: Server, url: str) -> None:
     with httpx.Client(base_url=url) as client:
         assert client.get("/ping").json() == container.client.get("/ping").json()
@@ -315,6 +340,11 @@ def test_a_container_that_is_not_there_yet_is_said_to_be_loading(monkeypatch: py
         with contextlib.closing(runtime_client()) as client, pytest.raises(ClientError) as caught:
             invoke(client, document())
         assert caught.value.response["Error"]["Code"] == "ModelNotReadyException"
+        # An endpoint with inference components may have scaled to zero.
+        with contextlib.closing(runtime_client()) as client, pytest.raises(ClientError) as without_capacity:
+            invoke(client, document(), InferenceComponentName="red")
+        assert without_capacity.value.response["Error"]["Code"] == "ValidationError"
+        assert "no capacity to process this request" in without_capacity.value.response["Error"]["Message"]
 
 
 def test_64_threads_stream_at_a_time_and_one_that_leaves_ends_its_own_generation_alone(
@@ -324,7 +354,7 @@ def test_64_threads_stream_at_a_time_and_one_that_leaves_ends_its_own_generation
     crowd = 64
     with contextlib.closing(runtime_client(crowd + 1)) as client, ThreadPoolExecutor(crowd) as pool:
         leaver = client.invoke_endpoint_with_response_stream(
-            EndpointName=NAME, ContentType=JSON, Body=document(stream=True, max_new_tokens=8000, ignore_eos_token=True)
+            EndpointName=NAME, ContentType=JSON, Body=document(stream=True, **ENDLESS)
         )
         next(iter(leaver["Body"]))
         bodies = pool.map(lambda _: streamed(client, document(stream=True, max_new_tokens=12)), range(crowd))

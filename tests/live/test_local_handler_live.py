@@ -1,6 +1,6 @@
 """The local endpoint of a container with a custom handler: headers on the wire, clients that leave, signals.
 
-What happens in the container is the test's to say.
+The test controls the events in the container.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
             model,
             directory / "container.log",
             environment or {},
-            program=("deploy", "serve"),
             arguments=("--local-endpoint", NAME, *arguments),
             name=None,
         )
@@ -93,7 +92,7 @@ def _client(service: str, url: str) -> Any:
 
 
 def _wait_until_ready(runtime: Any) -> None:
-    """As a script on SageMaker would: ask again while the model is not ready."""
+    """Ask again while the model is not ready, as a script on SageMaker would."""
     deadline = time.monotonic() + START_SECONDS
     component = BASE
     while True:
@@ -125,7 +124,7 @@ def test_the_container_sees_the_calls_parameters_and_nothing_else(local: Local) 
     assert {name: value for name, value in seen.items() if name.startswith(relevant)} == {
         "accept": "text/plain",
         "x-amzn-sagemaker-adapter-identifier": "french",
-        "trace": "1",  # LMI shows a handler what is in the custom attributes
+        "trace": "1",  # LMI shows custom attributes to a handler
         "x-amzn-sagemaker-forwarded-api": "InvokeEndpoint",
         "x-amzn-sagemaker-inference-id": "id-1",
         "x-amzn-sagemaker-session-id": "s-1",

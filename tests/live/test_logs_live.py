@@ -1,4 +1,4 @@
-"""A server whose log nobody reads."""
+"""A server with a log that nobody reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DROPPED = "slipway_log_lines_dropped_total"
 
 
 def _log_much(server: Server) -> None:
-    """Have the server log as much as waits for a reader, and more."""
+    """Have the server log more than waits for a reader."""
     path = "/" + "x" * 16_000
     while server.metric(_DROPPED) == 0:
         for _ in range(100):
@@ -54,7 +54,7 @@ def test_a_server_whose_log_nobody_reads_serves_and_stops_and_each_line_is_json(
         assert any("EngineCore" in str(line) or "vllm" in line["logger"] for line in lines)
         assert {"stderr", "slipway.access"} <= {line["logger"] for line in lines}
 
-        server.process.send_signal(signal.SIGTERM)  # nobody reads any more
+        server.process.send_signal(signal.SIGTERM)  # the log has no reader from here on
         assert server.process.wait(_STOP_SECONDS) == 0
     finally:
         server.stop()

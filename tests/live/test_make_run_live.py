@@ -1,13 +1,12 @@
-"""`make run` as a user types it: no setting of the test's own, on this machine and with less memory than it has.
+"""`make run` as a user types it: with no setting of the test, on this machine and with less memory than it has.
 
-The other live tests set the size of the KV cache by hand; here it has to be found.
+The other live tests set the size of the KV cache by hand. Here, Slipway has to find it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ import psutil
 import pytest
 
 from container.gpus import gpu_count
+from tests.live.page_commands import Command, commands, is_shown, printed
 from tests.live.server import START_SECONDS, free_port
 from tests.without_make import without_make
 
@@ -36,7 +36,7 @@ THREADS_OF_THE_TESTS = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND")
 
 
 def command(port: int) -> str:
-    """What `make run` gives the shell, with the interpreter and the code of the tests."""
+    """Return the command that `make run` gives to the shell, with the interpreter and the code of the tests."""
     variables = f"BIN={Path(sys.executable).parent}", f"PORT={port}"
     make = ["make", "--dry-run", "--no-print-directory", "run", *variables]
     recipe = subprocess.run(make, cwd=REPOSITORY, env=without_make(), capture_output=True, text=True, check=True).stdout
@@ -55,7 +55,7 @@ class MakeRun:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, what: str) -> str:
-        """The line of the log that has `what`, once there is one."""
+        """Return the first line of the log that has the text `what`. Wait for it if needed."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             ended = self.process.poll() is not None
@@ -67,7 +67,7 @@ class MakeRun:
         raise AssertionError(f"the log has no {what!r} after {START_SECONDS:g} s:\n{self.text()[-4000:]}")
 
     def answer(self) -> str:
-        """What it generates, once it is ready."""
+        """Wait until the server is ready, and return a generated text."""
         self.wait_for("is ready after")
         body = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 8}}
         reply = httpx.post(f"http://127.0.0.1:{self.port}/invocations", json=body, timeout=120)
@@ -78,9 +78,11 @@ class MakeRun:
 
 @contextlib.contextmanager
 def make_run(directory: Path, *before: str) -> Iterator[MakeRun]:
-    """`before`: what the shell does first; the server inherits it.
+    """Start `make run`. `before`: lines of shell that run first, and have an effect on the server.
 
-    Without, vLLM chooses the cores of its threads by itself: once is enough, as they spin where other tests run.
+    Without such lines, vLLM chooses the cores of its threads. One test of that is enough, because the threads spin
+    where
+    other tests run.
     """
     port = free_port()
     left_out = OF_THE_TESTS if before else OF_THE_TESTS + THREADS_OF_THE_TESTS
@@ -111,7 +113,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 @pytest.fixture(scope="module")
 def mount_namespace() -> None:
-    """Skips where a process cannot get mounts of its own, and where main memory limits nothing."""
+    """Skip the test if a process cannot get a private mount namespace, or if main memory limits nothing."""
     if gpu_count():
         pytest.skip("the KV cache is on the GPU")
     if shutil.which("unshare") is None:
@@ -123,7 +125,7 @@ def mount_namespace() -> None:
 
 @pytest.fixture
 def control_group(mount_namespace: None) -> Iterator[Path]:
-    """A memory control group of 3 GiB; skips where none can be made."""
+    """Make a memory control group of 3 GiB. Skip the test if this is not possible."""
     first = CONTROL_GROUPS / "memory" if (CONTROL_GROUPS / "memory").is_dir() else CONTROL_GROUPS
     group = first / f"slipway-test-{os.getpid()}"
     try:
@@ -141,29 +143,21 @@ def control_group(mount_namespace: None) -> Iterator[Path]:
         group.rmdir()
 
 
-def quick_start(port: int) -> list[str]:
-    """The commands of README's quick start that ask the server, for this port and this interpreter."""
-    section = (REPOSITORY / "README.md").read_text().split("## Quick start")[1].split("## ")[0]
-    lines = (
-        "\n".join(re.findall(r"^```\n(.*?)```$", section, re.MULTILINE | re.DOTALL)).replace("\\\n", " ").splitlines()
-    )
-    asking = [line for line in lines if "localhost:8080" in line]
-    replaced = [line.replace("localhost:8080", f"localhost:{port}").replace("curl ", CURL) for line in asking]
-    return [line.replace(".venv/bin/python", sys.executable) for line in replaced]
+def quick_start() -> list[Command]:
+    """Return the commands of README's quick start that ask the server."""
+    return commands((REPOSITORY / "README.md").read_text().partition("## Quick start")[2].partition("\n## ")[0])
 
 
 def test_make_run_answers_what_the_readme_asks(tmp_path: Path) -> None:
     with make_run(tmp_path) as server:
         assert server.answer()
         assert shutil.which("curl"), "README's commands need curl"
-        commands = quick_start(server.port)
-        assert len(commands) > 5
-        for command in commands:
-            asked = subprocess.run(
-                ["sh", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
-            )
-            assert asked.returncode == 0, f"{command}\n{asked.stdout}{asked.stderr}"
-            assert asked.stdout, command
+        asking = quick_start()
+        assert len(asking) > 5
+        for command in asking:
+            text = command.text.replace("curl ", CURL).replace(".venv/bin/python", sys.executable)
+            output = printed(command._replace(text=text), server.port, REPOSITORY, os.environ)
+            assert is_shown(command.output or "", output), f"{text}\n{output}"
         if not gpu_count():
             assert "option.kv_cache_memory_bytes sets it by hand" in server.wait_for("KV cache: ")
         # make hands SIGTERM to the recipe's shell, and to no process below it.
@@ -183,7 +177,7 @@ def test_make_run_answers_in_a_container_of_3_gib(control_group: Path, tmp_path:
 
 
 def meminfo(free: int) -> str:
-    """That of this machine's node, with so many bytes free and nothing to be gained from files."""
+    """Return the meminfo of this machine's node, with this number of free bytes and no memory to gain from files."""
     lines = []
     for line in MEMINFO.read_text().splitlines():
         _, _, name, *_ = line.split()

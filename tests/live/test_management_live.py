@@ -20,11 +20,10 @@ PROMPT = {"inputs": "The capital of France is", "parameters": {"max_new_tokens":
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> dict[str, Path]:
-    """A model directory for each engine, and one with a handler."""
+def directories(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> dict[str, Path]:
+    """A model directory for vLLM, and one with a handler."""
     root = tmp_path_factory.mktemp("models")
-    options = {**engine_options, "kv_cache_memory_bytes": 256 << 20, "max_rolling_batch_size": 8}
-    found = {name: write_model(root / name, rolling_batch=name, **options) for name in ("vllm", "disable")}
+    found = {"vllm": write_model(root / "vllm", **small_options)}
     shutil.copytree(HANDLERS / "echo", root / "echo", ignore=shutil.ignore_patterns("__pycache__"))
     return found | {"echo": root / "echo"}
 
@@ -100,18 +99,6 @@ def test_an_argument_that_vllm_cannot_read_is_named_with_its_source(
     assert "serving.properties" in answer.json()["message"]
 
 
-def test_what_a_model_had_of_memory_is_given_back_when_it_is_unloaded(
-    multi_model: Server, directories: dict[str, Path]
-) -> None:
-    process, held = psutil.Process(multi_model.process.pid), []
-    for _ in range(4):
-        load(multi_model, "d", directories["disable"])
-        assert multi_model.client.post("/models/d/invoke", json=PROMPT).status_code == 200
-        assert multi_model.client.delete("/models/d").status_code == 200
-        held.append(process.memory_info().rss >> 20)
-    assert held[-1] - held[0] < 200, f"MiB after each time: {held}"
-
-
 FORMATTERS = """
 import json, re, sys, threading
 from beside import NAME
@@ -132,7 +119,7 @@ def write(output: RequestOutput) -> str:
 def test_models_in_the_servers_process_come_and_go_and_leave_nothing_behind(
     tmp_path: Path, engine_options: dict[str, object]
 ) -> None:
-    """With formatters and a module beside them that each model has, and with requests that outlive the drain."""
+    """Each model has formatters and a module beside them. Some requests outlive the drain."""
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "SERVING_DRAIN_TIMEOUT": "0.5"}
     server = Server(None, tmp_path / "server.log", environment, name=None)
     told, held = [], []
@@ -158,7 +145,7 @@ def test_models_in_the_servers_process_come_and_go_and_leave_nothing_behind(
     finally:
         server.stop()
 
-    # 540 MB of weights; what is left of them varies by 50 MB from run to run.
+    # The weights take 540 MB. The memory that stays in use varies by 50 MB from run to run.
     assert min(before - after for before, after, _ in held) > 400, f"MiB loaded, unloaded, open files: {held}"
     assert held[3][2] <= held[2][2], f"MiB loaded, unloaded, open files: {held}"
     assert [len(each["path"]) for each in told] == [len(told[0]["path"])] * 4
@@ -187,7 +174,7 @@ def test_streams_and_other_contracts_reach_a_model_by_its_name(multi_model: Serv
 def test_a_stream_ends_whole_before_its_model_is_gone_with_its_engine_process(multi_model: Server) -> None:
     server = multi_model
     (core,) = map(psutil.Process, engine_cores(server))
-    long = {"inputs": "Once", "parameters": {"max_new_tokens": 150, "do_sample": False, "ignore_eos_token": True}}
+    long = {"inputs": "Once", "parameters": {"max_new_tokens": 3000, "do_sample": False, "ignore_eos_token": True}}
     with (
         ThreadPoolExecutor() as threads,
         server.client.stream("POST", "/models/v/invoke", json={**long, "stream": True}) as stream,

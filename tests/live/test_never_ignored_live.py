@@ -28,7 +28,6 @@ from tests.live.constrained import (
     RESPONSE,
     RESPONSES,
     TGI,
-    TOKENWISE,
     VLLM_NAMES,
     Check,
     Fields,
@@ -37,7 +36,7 @@ from tests.live.constrained import (
     text_in,
     typed,
 )
-from tests.live.constraint_cases import ENFORCED, HAPPY, ROUTES
+from tests.live.constraint_cases import ENFORCED, HAPPY, OF_TOKENS, ROUTES
 from tests.live.lora import make_adapter
 from tests.live.server import Server, serving
 
@@ -67,11 +66,11 @@ OTHERS: Fields = {
     "response_pool": ["up"],
     "json_format": {"m": "boolean"},
 }
-"""Another value for each name of a form. No text obeys it and the form both."""
+"""Another value for each name of a form. No text obeys both it and the form."""
 
 
 def is_other(text: str) -> bool:
-    """Whether a text obeys one of the other values."""
+    """Return True if a text obeys one of the other values."""
     return text == "up" or re.fullmatch(OTHER_REGEX, text) is not None or text.startswith('{"m":')
 
 
@@ -147,17 +146,17 @@ class Sent:
     formless: Fields
     nameless: Fields
     other: Fields
-    """With another form and another adapter, by the same names."""
+    """The document with another form and another adapter, by the same names."""
 
 
 def _after_nulls(document: Fields) -> bytes:
-    """Each key comes twice, with null at first. JSON's readers take the last."""
+    """Write each key twice, with null at first. JSON's readers take the last."""
     fields = [json.dumps(name) + ":" + json.dumps(value) for name, value in document.items()]
     return ("{" + ",".join([*(json.dumps(name) + ":null" for name in document), *fields]) + "}").encode()
 
 
 def _json_of(value: object, written: Callable[[str], str]) -> str:
-    """The JSON of a value, with its keys as they are written."""
+    """Return the JSON of a value. `written` writes its keys."""
     if isinstance(value, dict):
         return "{" + ",".join(f'"{written(name)}":{_json_of(one, written)}' for name, one in value.items()) + "}"
     if isinstance(value, list):
@@ -170,12 +169,12 @@ def _as_escapes(letters: str) -> str:
 
 
 def _escaped(document: Fields) -> bytes:
-    """Each letter of a key is an escape."""
+    """Write each letter of a key as an escape."""
     return _json_of(document, _as_escapes).encode()
 
 
 def _keys(one: Any, another: Any) -> set[str]:
-    """The keys whose value differs, at any depth; of those below each other the deepest."""
+    """Return the keys with values that differ, at any depth. Of nested keys, only the deepest counts."""
     if isinstance(one, dict) and isinstance(another, dict):
         found: set[str] = set()
         for name in one.keys() | another.keys():
@@ -188,7 +187,7 @@ def _keys(one: Any, another: Any) -> set[str]:
 
 
 def _one_letter(names: Callable[[Sent], set[str]]) -> Callable[[Sent], bytes]:
-    """The first letter of some keys is an escape; the other keys are plain."""
+    """Write the first letter of some keys as an escape, and the other keys plainly."""
 
     def encode(sent: Sent) -> bytes:
         chosen = names(sent)
@@ -200,7 +199,7 @@ def _one_letter(names: Callable[[Sent], set[str]]) -> Callable[[Sent], bytes]:
 
 
 def _twice(first: Any, last: Any, *, deep: bool) -> str:
-    """A document in which each key whose values differ has both. `deep`: the innermost such key has."""
+    """Return a document with both values of each key that has different ones. `deep`: only of the innermost keys."""
     if deep and isinstance(first, list) and isinstance(last, list):
         return "[" + ",".join(_twice(one, another, deep=deep) for one, another in zip(first, last, strict=True)) + "]"
     begin, end = [], []
@@ -216,7 +215,7 @@ def _twice(first: Any, last: Any, *, deep: bool) -> str:
 
 
 def _with(text: str, place: str = "") -> Callable[[Fields], bytes]:
-    """A field that no contract knows, with this JSON as its value."""
+    """Add a field that no contract knows, with this JSON as its value."""
 
     def encode(document: Fields) -> bytes:
         marked = {**document, "unknown": "<mark>"}
@@ -291,7 +290,7 @@ TGIS_TEXT = "Failed to parse the request body as JSON: "
 
 @dataclass(frozen=True)
 class Target:
-    """A route, the forms that an answer of it can be held to, the ways of naming an adapter, and its refusals."""
+    """A route, the forms for its answers, the ways to name an adapter, and its refusals."""
 
     route: Route
     forms: Mapping[str, tuple[Fields, Check]]
@@ -369,8 +368,7 @@ SCHEMAS = {"f": CLOSED, "g": OTHER_SCHEMA}
 FUNCTIONS = [{"name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
 ASKED = {"messages": MESSAGES, "max_tokens": 64}
 FORMS = {
-    name: {form: case for form, case in cases.items() if form not in ("stop", "stop_sequences", *TOKENWISE)}
-    for name, cases in ENFORCED.items()
+    name: {form: case for form, case in cases.items() if form not in OF_TOKENS} for name, cases in ENFORCED.items()
 }
 """Forms of the whole text. An answer in the words of an adapter follows the others without effort."""
 REFUSALS: dict[str, tuple[Refusal, ...]] = {
@@ -492,7 +490,7 @@ def _post(server: Server, target: Target, request: Request, content: bytes | Non
 
 
 def _text(target: Target, response: httpx.Response) -> str:
-    """The text of an answer; none where it has none, or the request was refused."""
+    """Return the text of an answer. The text of a refusal, or of an answer without one, is empty."""
     try:
         return text_in(target.route, response)
     except (KeyError, IndexError, StopIteration, TypeError):
@@ -500,14 +498,14 @@ def _text(target: Target, response: httpx.Response) -> str:
 
 
 def _shape(document: Any) -> Any:
-    """The keys of an object, and of the objects in it."""
+    """Return the keys of an object, and of the objects in it."""
     if not isinstance(document, dict):
         return None
     return {name: set(value) if isinstance(value, dict) else None for name, value in document.items()}
 
 
 def _is_refused(target: Target, response: httpx.Response) -> bool:
-    """Whether it is an error in the contract's form that the client is to blame for."""
+    """Return True if the response is an error in the contract's form, with a status that blames the client."""
     status, content = response.status_code, response.text
     if target.refusals is TGIS_REFUSALS and content.startswith(TGIS_TEXT):
         return status == 400
@@ -523,7 +521,7 @@ def _is_refused(target: Target, response: httpx.Response) -> bool:
 
 
 def _responses(server: Server, target: Target, form: str, way: str) -> tuple[dict[str, httpx.Response], httpx.Response]:
-    """The responses by body, to each that differs from the plain one, and that to the other document."""
+    """Return the responses by body, to each body that differs from the plain one, and to the other document."""
     request, sent = target.request(form, way), target.sent(form, way)
     plain = BODIES[PLAIN](sent)
     known = {plain, _json_of(sent.document, str).encode()}
@@ -540,7 +538,7 @@ def _responses(server: Server, target: Target, form: str, way: str) -> tuple[dic
 
 
 def _faults(server: Server, target: Target, form: str, way: str) -> Iterator[str]:
-    """The bodies whose answers disobey, and are no refusals."""
+    """Yield the bodies with answers that disobey and are no refusals."""
     obeys = bool if form == WITHOUT else target.forms[form][1]
     responses, other = _responses(server, target, form, way)
     expected, of_other = _text(target, responses[PLAIN]), _text(target, other)
@@ -560,7 +558,7 @@ def _faults(server: Server, target: Target, form: str, way: str) -> Iterator[str
 
 
 def _wrong(server: Server, target: Target) -> Iterator[str]:
-    """The forms that a plain request is not held to; the ways of naming an adapter take turns."""
+    """Yield the forms that a plain request does not enforce. The ways to name an adapter take turns."""
     cases = list(zip(target.forms, cycle([WITHOUT, *target.ways])))
     with ThreadPoolExecutor(AT_A_TIME) as clients:
         found = clients.map(lambda case: _post(server, target, target.request(*case)), cases)
@@ -579,18 +577,18 @@ def _started(directory: Path, options: dict[str, object], **more: object) -> Ite
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
-    yield from _started(tmp_path_factory.mktemp("plain"), engine_options)
+def plain(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    yield from _started(tmp_path_factory.mktemp("plain"), small_options)
 
 
 @pytest.fixture(scope="module")
-def parsing(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
+def parsing(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
     """A server with parsers of reasoning and of tools.
 
     The sample model never reasons, and no constrained answer does with this parser (docs/constraints.md).
     """
     parsers = {"reasoning_parser": "granite", "tool_call_parser": "hermes", "enable_auto_tool_choice": "true"}
-    yield from _started(tmp_path_factory.mktemp("parsing"), engine_options, **parsers)
+    yield from _started(tmp_path_factory.mktemp("parsing"), small_options, **parsers)
 
 
 few = settings(
@@ -611,6 +609,8 @@ def _assert_named(server: Server, target: Target) -> None:
 
 
 def _assert_obeyed(server: Server, target: Target) -> None:
+    text = _text(target, _post(server, target, target.request(WITHOUT, WITHOUT)))
+    assert not any(check(text) for _, check in target.forms.values()), f"{text!r} obeys a form that nobody asked for"
     wrong = list(_wrong(server, target))
     assert not wrong, "\n".join(wrong)
 

@@ -1,4 +1,4 @@
-"""What Slipway's OpenAI front end takes from vLLM, with vLLM but without an engine: options, and limits of requests."""
+"""The parts of vLLM that Slipway's OpenAI front end uses, without an engine: options, and limits of requests."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
     from handlers.queue import EngineQueue
 
     class Llm:
-        """vLLM's engine, which keeps its requests elsewhere than it used to."""
+        """A stand-in for vLLM's engine that keeps its requests in another place."""
 
         output_processor = OutputProcessor(None, log_stats=False)
         errored = False
@@ -303,7 +303,7 @@ async def test_what_fails_after_vllm_has_registered_it_is_taken_out_again_and_no
     aborted: list[str] = []
 
     class Llm:
-        """vLLM's engine, which cannot send a request to its process."""
+        """A stand-in for vLLM's engine that cannot send a request to its process."""
 
         output_processor = OutputProcessor(None, log_stats=False)
         engine_core = SimpleNamespace(abort_requests_async=lambda ids: _note(aborted, ids))

@@ -1,4 +1,6 @@
-"""OpenAI's routes, with clients as people use them. The transformers engine refuses them, and says what it needs."""
+"""OpenAI's routes, with clients as people use them. The transformers engine refuses them, and names the engine it
+needs.
+"""
 
 from __future__ import annotations
 
@@ -390,7 +392,7 @@ def test_tokens_are_counted(client: openai.OpenAI, server: Server) -> None:
 def three_places(
     host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]
 ) -> Iterator[Server]:
-    """A model that runs two requests, while one more waits."""
+    """Start a model that runs two requests, while one more waits."""
     options = small_options | {"rolling_batch": "disable", "async_mode": "true", "max_rolling_batch_size": 2}
     model = write_model(tmp_path_factory.mktemp("three") / "model", **options)
     with (model / "serving.properties").open("a") as file:
@@ -479,7 +481,10 @@ class TestSmall:
         assert call.function.name == "weather"
         assert json.loads(call.function.arguments) in ({"city": "Paris"}, {"city": "Rome"})
 
-    @pytest.mark.parametrize("name", ASYNCHRONOUS)
+    @pytest.mark.parametrize(
+        "name",
+        [pytest.param(name, marks=pytest.mark.long if route.stream else ()) for name, route in ASYNCHRONOUS.items()],
+    )
     def test_the_asynchronous_handler_enforces_or_refuses_what_constrains(self, small: Server, name: str) -> None:
         route = ASYNCHRONOUS[name]
         _, text = answer(small, route, {})
@@ -559,15 +564,15 @@ class TestSmall:
 
 @pytest.fixture(scope="module")
 def tiny(host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
-    """A model whose requests run until something ends them; its last test kills its engine."""
-    options = small_options | {"rolling_batch": "disable", "async_mode": "true", "predict_timeout": 10}
+    """Start a model with requests that run until something ends them. Its last test kills its engine."""
+    options = small_options | {"rolling_batch": "disable", "async_mode": "true", "predict_timeout": 30}
     with hosted(host, write_model(tmp_path_factory.mktemp("tiny") / "model", **options)) as running:
         yield running
 
 
 @contextlib.contextmanager
 def two_running(server: Server, all_of_them: int = 2) -> Iterator[tuple[Iterator[str], Future[httpx.Response]]]:
-    """The lines of a stream, and a whole answer, both on their way."""
+    """Return the lines of a stream, and a whole answer, while both run."""
     document = {"model": server.name, **ENDLESS_COMPLETION}
     with (
         ThreadPoolExecutor(1) as pool,
@@ -594,7 +599,7 @@ def test_an_engine_that_hangs_ends_its_requests(tiny: Server) -> None:
     failed = tiny.metric("slipway_generations_failed_total")
     with two_running(tiny) as (lines, whole), stopped(tiny.engine_process()):
         texts = [whole.result().text, "\n".join(lines)]
-    assert all("no token within predict_timeout (10 s)" in text for text in texts)
+    assert all("no token within predict_timeout (30 s)" in text for text in texts)
     tiny.wait_for_metric("slipway_generations_failed_total", failed + 2)
     tiny.wait_for_metric("slipway_engine_running", 0)
 

@@ -1,6 +1,6 @@
-"""Common completions and chats get the same answer from our own contract and from vLLM's serving classes.
+"""Common completions and chats get the same answer from Slipway's own contract and from vLLM's serving classes.
 
-`echo` is not a field of our contract's, and false is vLLM's default: with it a request goes the other way.
+Slipway's contract has no field `echo`, and vLLM's default for it is false. A request with `echo` takes the other way.
 `OPENAI_EXAMPLES` sets how many requests of each kind are compared.
 """
 
@@ -170,7 +170,7 @@ def _answer(server: Server, path: str, body: dict[str, Any]) -> Any:
 
 
 def _ordered(text: str) -> Any:
-    """A document, its objects as lists of their members in their order, without the time."""
+    """Return a document with objects as ordered lists of their members, without the time."""
     return json.loads(text, object_pairs_hook=lambda pairs: [[k, 0 if k == "created" else v] for k, v in pairs])
 
 
@@ -228,7 +228,7 @@ def _same(ours: Any, vllms: Any) -> bool:
         return math.isclose(ours, vllms, rel_tol=1e-3, abs_tol=1e-4)
     if isinstance(ours, dict) and isinstance(vllms, dict):
         return list(ours) == list(vllms) and all(
-            # vLLM may have had all tokens for one record, so that there is no shape of another.
+            # vLLM may have put all tokens into one record. Then the record has no shape to compare.
             _same(ours[name], vllms[name]) or (name == "shapes" and not (ours[name] and vllms[name]))
             for name in ours
         )

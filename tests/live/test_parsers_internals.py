@@ -1,4 +1,4 @@
-"""Which parsers of vLLM's a model gets, without an engine."""
+"""The choice of a model's parsers among those of vLLM, without an engine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_vllms_own_switch_has_json_everywhere(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Tokenizer:
-    """Has what parsers look for in the vocabulary."""
+    """A tokenizer with the tokens that parsers look for in the vocabulary."""
 
     def get_vocab(self) -> dict[str, int]:
         return {"<tool_call>": 1, "</tool_call>": 2}

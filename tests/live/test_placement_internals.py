@@ -1,4 +1,4 @@
-"""vLLM takes the GPUs that the container has chosen; shown without any, by vLLM's own arithmetic."""
+"""vLLM takes the GPUs that the container has chosen. vLLM's own arithmetic shows this without any GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
-from tests.unit.container.models.test_memory import LLAMA
+from tests.stand_ins.model_configs import LLAMA
 
 GIBIBYTE = 1 << 30
 
@@ -23,7 +23,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.platforms.interface import Platform
     from vllm.v1.engine import utils
 
-    # What it imports must not keep the platform below for the tests after these.
+    # Import the engine's modules first, so that they do not keep the platform below for later tests.
     import engines.vllm.engine  # noqa: F401
 
     class EightGpus(Platform):
@@ -78,7 +78,7 @@ def test_vllm_takes_the_first_of_the_devices_as_many_as_it_needs(gpus: Any) -> N
 def test_each_replica_runs_on_its_part_of_the_devices(
     gpus: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None, physical: list[int]
 ) -> None:
-    """What vLLM's workers do with the ids: replica 1 of two, whose layers two GPUs share, has the last two of four."""
+    """Replica 1 of two has the last two of four GPUs if two GPUs share its layers. vLLM's workers resolve the ids."""
     from vllm.platforms import interface
 
     if visible is not None:

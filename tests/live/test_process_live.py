@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def tiny(host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
-    """A model whose requests run until their clients leave; the last test that uses it kills its engine."""
+    """Start a model with requests that run until their clients leave. The last test that uses it kills its engine."""
     with hosted(host, write_model(tmp_path_factory.mktemp("tiny") / "model", **small_options)) as model:
         yield model
 
@@ -89,7 +89,7 @@ def test_prompts_are_not_logged(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
-    """A server with low limits and JSON logs; its last test ends it."""
+    """Start a server with low limits and JSON logs. Its last test ends it."""
     # vLLM's sockets are here: pytest's directories are too long for their paths.
     with TemporaryDirectory(prefix="slipway-test-") as temporary:
         environment = {
@@ -204,7 +204,7 @@ def test_an_engine_that_dies_or_stalls_is_started_again_as_often_as_it_may_and_t
 
 
 def adapted(server: Server, adapter: str = "red") -> str:
-    """What the model says with an adapter."""
+    """Return the model's text with an adapter."""
     body = {"inputs": "Once upon a time", "adapters": adapter, "parameters": {"max_new_tokens": 12}}
     response = server.client.post("/invocations", json=body)
     assert response.status_code == 200, response.text
@@ -237,7 +237,7 @@ def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_
 
 
 def shared_memory(server: Server) -> set[Path]:
-    """The files of shared memory that its processes have mapped and that are still there."""
+    """Return the files of shared memory that its processes have mapped and that still exist."""
     mapped = {Path(area.path) for process in server.children() for area in process.memory_maps()}
     return {path for path in mapped if path.parent == Path("/dev/shm") and path.exists()}
 
@@ -264,7 +264,9 @@ def test_a_second_sigterm_ends_the_process_at_once_and_leaves_no_shared_memory(
     ("options", "exit_code", "message"),
     [
         ({"model_id": "{broken}", "rolling_batch": "vllm"}, 1, "the model cannot be served: vLLM cannot load"),
-        ({"model_id": "{broken}", "rolling_batch": "disable"}, 1, "transformers cannot load"),
+        pytest.param(
+            {"model_id": "{broken}", "rolling_batch": "disable"}, 1, "transformers cannot load", marks=pytest.mark.long
+        ),
         ({"model_id": "/nowhere/at/all"}, 2, "option.model_id"),
         ({"dtype": "fp7"}, 2, "option.dtype"),
     ],

@@ -1,4 +1,4 @@
-"""The programs that people start by hand before a release, each for a moment: that they run, and what they print."""
+"""The programs that people start by hand before a release. Each runs for a moment, and its output is checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(SECONDS)]
 
 
 def make(target: str, *variables: str, **environment: str) -> str:
-    """What `make TARGET` prints, with the environment that runs the tests."""
+    """Return the output of `make TARGET`, with the environment that runs the tests."""
     command = ["make", "--no-print-directory", "--old-file=install-dev", target, *variables]
     command += [f"BIN={Path(sys.executable).parent}"]
     done = subprocess.run(

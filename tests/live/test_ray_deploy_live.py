@@ -54,7 +54,7 @@ def environment() -> Iterator[dict[str, str]]:
 
 
 def run(command: list[str], environment: dict[str, str]) -> str:
-    """One of the programs beside this Python; what it prints."""
+    """Run one of the programs beside this Python, and return its output."""
     program = Path(sys.executable).with_name(command[0])
     done = subprocess.run([program, *command[1:]], env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,7 +62,7 @@ def run(command: list[str], environment: dict[str, str]) -> str:
 
 
 def serves(url: str, replicas: int) -> bool:
-    """Whether so many are ready."""
+    """Return True if this number of replicas are ready."""
     try:
         text = httpx.get(f"{url}/metrics").text
     except httpx.TransportError:

@@ -7,10 +7,6 @@ import collections
 import json
 import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,14 +15,14 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 from huggingface_hub import InferenceClient
 
 from tests.chaos.client import ask, request_bytes
 from tests.chaos.contracts import Answer
 from tests.live.lora import make_adapter
-from tests.live.server import Server, copy_model, free_port, records, write_model
+from tests.live.ray_cluster import START, Cluster, ray_cluster
+from tests.live.server import copy_model, records, write_model
 from tests.live.small_model import prepare_small_model
 from tests.waiting import wait_until
 
@@ -34,60 +30,7 @@ pytest.importorskip("ray.serve", reason="Ray is not installed")
 
 ROOT = Path(__file__).parents[2]
 HANDLERS = ROOT / "tests" / "fixtures" / "handlers"
-START = 300.0
-"""Seconds for replicas to come and go, on a busy machine."""
-STREAMS, WHOLE, TOKENS = 32, 8, 4000
-
-
-class Cluster(Server):
-    """A local cluster with its replicas; a second `slipway ray` changes what it serves."""
-
-    def deploy(self, model_dir: Path, *arguments: str) -> None:
-        """Deploy another model, and wait until it is served."""
-        command = [sys.executable, "-m", "deploy", "ray", "--address", "auto", "--cpus", "0.1", *arguments]
-        command += ["--model-dir", str(model_dir), "--model-name", "model"]
-        command += ["--port", str(self.port), "--host", "127.0.0.1"]
-        environment = os.environ | self.environment
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    def requests(self, route: str = "/invocations") -> dict[str, float]:
-        """How many requests each replica has answered with 200."""
-        series = re.compile(rf'slipway_requests_total{{replica="(\w+)",route="{re.escape(route)}",status="200"}} (.+)')
-        return {replica: float(count) for replica, count in series.findall(self.client.get("/metrics").text)}
-
-    def each(self, name: str) -> dict[str, float]:
-        """A metric of each replica."""
-        found = re.findall(rf'^{name}{{.*replica="(\w+)".*}} (.+)$', self.client.get("/metrics").text, re.MULTILINE)
-        return {replica: float(value) for replica, value in found}
-
-    def replicas(self) -> set[str]:
-        """The names of those that serve."""
-        try:
-            text = self.client.get("/metrics").text
-        except httpx.TransportError:
-            return set()
-        return set(re.findall(r'slipway_ready{replica="(\w+)"} 1', text))
-
-    def wait_for_replicas(self, count: int) -> set[str]:
-        wait_until(
-            lambda: len(self.replicas()) == count, START, about=lambda: (self.replicas(), self.log_text()[-4000:])
-        )
-        return self.replicas()
-
-    def processes_of_replicas(self) -> set[int]:
-        """Those of this cluster."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        found = psutil.process_iter(["cmdline"])
-        return {p.pid for p in found if p in children and "ServeReplica" in " ".join(p.info["cmdline"] or [])}
-
-    def processes(self) -> dict[str, int]:
-        """The process of each replica that runs, by its name in the log."""
-        running = self.processes_of_replicas()
-        named = re.findall(
-            r"pid=(\d+)\).* INFO +(\w+) container\.models\.registry: model model is ready", self.log_text()
-        )
-        return {name: int(pid) for pid, name in named if int(pid) in running}
+STREAMS, WHOLE, TOKENS = 32, 8, 2000
 
 
 @pytest.fixture(scope="module")
@@ -96,49 +39,20 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, Any]) -> Iterator[Cluster]:
+def running(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, Any]) -> Iterator[Cluster]:
+    """A cluster that starts with a model on vLLM, for tests that deploy another model."""
     directory = tmp_path_factory.mktemp("ray")
-    own = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # the paths of Ray's sockets have to be short
-    environment = {
-        "RAY_TMPDIR": str(own),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-        "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_OFFLINE": "1",
-        # Two engines on the same cores.
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
     model = write_model(directory / "model", enable_lora=True, max_loras=1, **small_options)
-    running = start_cluster(model, directory / "cluster.log", environment)
-    running.client.timeout = httpx.Timeout(START)  # Serve holds requests back until there is a replica
-    try:
-        running.wait_for_replicas(2)
-        yield running
-    finally:
-        running.stop()
-        shutil.rmtree(own, ignore_errors=True)
+    with ray_cluster(model, directory / "cluster.log") as started:
+        yield started
 
 
-def start_cluster(model: Path, log: Path, environment: dict[str, str]) -> Cluster:
-    """Start it; again where the machine is so busy that Ray's own processes are not there within its 30 seconds."""
-    for _ in range(3):
-        running = Cluster(
-            model, log, environment, program=("deploy", "ray"), arguments=("--replicas", "2", "--cpus", "0.1")
-        )
-        try:
-            wait_until(lambda: "is served on" in running.log_text() or running.process.poll() is not None, START)  # noqa: B023
-        finally:
-            said = running.log_text()
-            if ended := "is served on" not in said:
-                running.stop()
-        if not ended:
-            return running
-        assert "The current node timed out during startup" in said, said[-4000:]
-    pytest.fail(said[-4000:])
+@pytest.fixture
+def cluster(running: Cluster) -> Cluster:
+    """The cluster, with two replicas of the model on vLLM; an earlier test may have deployed another model."""
+    if running.deployed not in (None, running.model_dir):
+        running.replace_replicas(Path(str(running.model_dir)))
+    return running
 
 
 def test_clients_of_all_contracts_are_answered_and_both_replicas_have_part_in_it(cluster: Cluster) -> None:
@@ -159,9 +73,12 @@ def test_clients_of_all_contracts_are_answered_and_both_replicas_have_part_in_it
     assert "".join(record["text_output"] for record in records(triton.text)) == text
     happy = cluster.client.post("/v1/generate", json={"prompt": "Hello", "max_tokens": 8, "temperature": 0})
     assert happy.json()["responses"] == [text]
-    for _ in range(6):
+
+    def both_have_answered() -> bool:
         cluster.invoke("Hello", max_new_tokens=1)
-    assert len(cluster.requests()) == 2
+        return len(cluster.requests()) == 2
+
+    wait_until(both_have_answered)  # Ray chooses a replica at random
     assert cluster.client.get("/nothing").json()["type"] == "ResourceNotFoundException"
     named = cluster.client.post("/invocations", json={"inputs": "x"}, headers={"x-request-id": "mine"})
     assert named.headers.get_list("x-request-id") == ["mine"]
@@ -210,7 +127,7 @@ def test_an_adapter_is_loaded_once_and_unloaded_once(cluster: Cluster, adapter: 
 
 
 def completion(cluster: Cluster, model: str) -> str:
-    """What a model says, or the status and the text of its error."""
+    """Return a model's text, or the status and the text of its error."""
     body = {"model": model, "prompt": "Hello", "max_tokens": 8, "temperature": 0}
     answer = cluster.client.post("/v1/completions", json=body)
     text: str = answer.json()["choices"][0]["text"] if answer.is_success else f"{answer.status_code}{answer.text}"
@@ -219,19 +136,17 @@ def completion(cluster: Cluster, model: str) -> str:
 
 @pytest.mark.long
 def test_a_change_that_one_replica_refuses_is_made_by_none_and_of_two_at_a_time_one_is_made_by_all(
-    cluster: Cluster, tmp_path: Path
+    running: Cluster, tmp_path: Path
 ) -> None:
     model = copy_model(HANDLERS / "adapters", tmp_path / "adapters", "minWorkers=1\nmaxWorkers=1", enable_lora="true")
-    old = cluster.replicas()
-    cluster.deploy(model, "--replicas", "2")
-    wait_until(lambda: len(cluster.replicas() - old) == 2 and not cluster.replicas() & old, START)
+    running.replace_replicas(model)
 
     def known() -> dict[int, Any]:
-        """The adapters of each replica's worker."""
+        """Return the adapters of each replica's worker."""
         found: dict[int, Any] = {}
 
         def ask() -> bool:
-            said = cluster.client.post("/invocations").json()
+            said = running.client.post("/invocations").json()
             found[said["pid"]] = said["known"]
             return len(found) == 2
 
@@ -240,7 +155,7 @@ def test_a_change_that_one_replica_refuses_is_made_by_none_and_of_two_at_a_time_
 
     workers = known()
     order = {"name": "mine", "src": "anywhere"}
-    refused = cluster.client.post("/adapters", json=order | {"switch": "one_refuses", "pid": str(max(workers))})
+    refused = running.client.post("/adapters", json=order | {"switch": "one_refuses", "pid": str(max(workers))})
     assert (refused.status_code, refused.json()["type"]) == (424, "EngineException"), refused.text
     assert list(known().values()) == [[], []]
 
@@ -249,22 +164,22 @@ def test_a_change_that_one_replica_refuses_is_made_by_none_and_of_two_at_a_time_
 
     def register(say: str) -> None:
         held = {"switch": "held", "until": str(mark), "say": say}
-        replies.append(cluster.client.post("/adapters", json=order | held).text)
+        replies.append(running.client.post("/adapters", json=order | held).text)
 
     threads = [threading.Thread(target=register, args=(say,)) for say in ("first", "second")]
     for thread in threads:
         thread.start()
-    wait_until(lambda: sum(cluster.each("slipway_open_requests").values()) >= 2, START)
+    wait_until(lambda: sum(running.each("slipway_open_requests").values()) >= 2, START)
     mark.touch()
     for thread in threads:
         thread.join()
     assert sum("already" in text for text in replies) == 1, replies
     made = next(text for text in replies if text in ("first", "second"))
     for pid in workers:
-        wait_until(lambda: cluster.client.post("/invocations?adapter=mine").json()["pid"] == pid, START)  # noqa: B023
-    said = [cluster.client.post("/invocations?adapter=mine").json()["adapter"]["say"] for _ in range(6)]
+        wait_until(lambda: running.client.post("/invocations?adapter=mine").json()["pid"] == pid, START)  # noqa: B023
+    said = [running.client.post("/invocations?adapter=mine").json()["adapter"]["say"] for _ in range(6)]
     assert set(said) == {made}
-    assert cluster.client.delete("/adapters/mine").status_code == 200
+    assert running.client.delete("/adapters/mine").status_code == 200
     assert list(known().values()) == [[], []]
 
 
@@ -358,35 +273,33 @@ class Load:
 
 
 @pytest.mark.long
-def test_an_update_to_another_model_refuses_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_update_to_another_model_refuses_nothing(running: Cluster, tmp_path: Path) -> None:
     model = copy_model(HANDLERS / "echo", tmp_path / "echo")
-    old = cluster.replicas()
-    with Load(cluster, b'{"inputs": "Hello", "parameters": {"max_new_tokens": 4}}', 2) as load:
-        cluster.deploy(model, "--replicas", "2")
-        wait_until(lambda: len(cluster.replicas() - old) == 2 and not cluster.replicas() & old, START)
+    with Load(running, b'{"inputs": "Hello", "parameters": {"max_new_tokens": 4}}', 2) as load:
+        running.replace_replicas(model)
     assert set(load.answers) == {"200"}, load.answers
-    assert cluster.client.post("/invocations", content=b"echo").content == b"echo"
+    assert running.client.post("/invocations", content=b"echo").content == b"echo"
 
 
 @pytest.mark.long
-def test_replicas_come_with_the_load_and_go_after_it_and_no_request_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+def test_replicas_come_with_the_load_and_go_after_it_and_no_request_is_lost(running: Cluster, tmp_path: Path) -> None:
     model = copy_model(HANDLERS / "slow", tmp_path / "slow", "minWorkers=4\nmaxWorkers=4")
     delays = ("--upscale-delay", "1", "--downscale-delay", "2")
-    cluster.deploy(model, "--min-replicas", "1", "--max-replicas", "3", "--target", "2", *delays)
-    cluster.wait_for_replicas(1)
-    with Load(cluster, b"0.5") as load:
-        cluster.wait_for_replicas(3)
+    running.deploy(model, "--min-replicas", "1", "--max-replicas", "3", "--target", "2", *delays)
+    running.wait_for_replicas(1)
+    with Load(running, b"0.5") as load:
+        running.wait_for_replicas(3)
         most = load.answers.total()
         wait_until(lambda: load.answers.total() > most + 12, START)
-    with Load(cluster, b"0.5", 1) as rest:
-        cluster.wait_for_replicas(1)
+    with Load(running, b"0.5", 1) as rest:
+        running.wait_for_replicas(1)
     assert set(load.answers) == set(rest.answers) == {"200"}, (load.answers, rest.answers)
 
 
 @pytest.mark.long
-def test_a_request_brings_back_a_deployment_that_was_scaled_to_zero(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_request_brings_back_a_deployment_that_was_scaled_to_zero(running: Cluster, tmp_path: Path) -> None:
     model = copy_model(HANDLERS / "slow", tmp_path / "slow", "minWorkers=1\nmaxWorkers=1")
     delays = ("--upscale-delay", "0", "--downscale-delay", "2")
-    cluster.deploy(model, "--min-replicas", "0", "--max-replicas", "1", *delays)
-    wait_until(lambda: not cluster.processes_of_replicas(), START)
-    assert cluster.client.post("/invocations", content=b"0.1").text == "done"
+    running.deploy(model, "--min-replicas", "0", "--max-replicas", "1", *delays)
+    wait_until(lambda: not running.processes_of_replicas(), START)
+    assert running.client.post("/invocations", content=b"0.1").text == "done"

@@ -1,4 +1,4 @@
-"""With a parser of reasoning, a constraint holds every answer: from its start, or from the end of its reasoning."""
+"""If a model has a parser of reasoning, a constraint holds for every answer: from its start, or after reasoning."""
 
 from __future__ import annotations
 
@@ -36,23 +36,25 @@ SOME_FORMS = (
     *("grammar: json", "grammar: regex", "response_format: json", "response_format: regex"),
     *("response_pool", "text.format: json_schema", "output_config.format"),
 )
-"""Where reasoning ends has nothing to do with the form."""
+"""Forms of one or two kinds. The end of reasoning does not depend on the form."""
 END_OF_REASONING = 5
-"""The token that is `</think>` in the vocabulary of `_thinker`."""
+"""The id of the token that `_thinker` makes `</think>`."""
 CONVERSATIONS = (*CHATS, "LMI's chat, streamed", "responses", "responses, streamed", "messages")
 BIASED = tuple(name for name in CONVERSATIONS if name != "messages")
-"""Those that have `logit_bias`."""
+"""Routes that have `logit_bias`."""
 
 
 def _some(name: str) -> dict[str, tuple[Fields, Check]]:
     return {form: case for form, case in (PROMPTS.get(name) or ENFORCED[name]).items() if form in SOME_FORMS}
 
 
-def _thinker(directory: Path, sample: Path) -> Path:
-    """The sample model with `<think>` and `</think>` for two tokens that it never says. As Qwen3's, its template ends
-    the reasoning of a chat that is asked for with `enable_thinking` false."""
+def _thinker(directory: Path, model: Path) -> Path:
+    """Make a copy of the model with `<think>` and `</think>` for two tokens that it never generates.
+
+    As with Qwen3, its template ends the reasoning of a chat that sets `enable_thinking` to false.
+    """
     directory.mkdir()
-    for file in sample.iterdir():
+    for file in model.iterdir():
         text = file.read_text() if file.suffix in (".json", ".jinja") else ""
         text = text.replace("<repo_name>", "<think>").replace("<file_sep>", "</think>")
         start = "'<|im_start|>assistant\n' }}"
@@ -72,24 +74,22 @@ def _silent(route: Route) -> Route:
 
 
 @pytest.fixture(scope="module")
-def thinking(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
-    """A server whose parser cannot tell where reasoning ends; the sample model never reasons."""
-    options = {**engine_options, "rolling_batch": "vllm", "reasoning_parser": "granite"}
-    with serving(tmp_path_factory.mktemp("thinking"), **options) as server:
+def thinking(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    """Start a server with a parser that cannot find the end of reasoning. The small model never reasons."""
+    with serving(tmp_path_factory.mktemp("thinking"), **small_options, reasoning_parser="granite") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def ending(
-    tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object], sample_model: Path
-) -> Iterator[Server]:
-    """A server whose parser tells it, by a token. All that the model says before is reasoning."""
+def ending(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    """Start a server with a parser that finds the end by a token. All text before it is reasoning."""
     directory = tmp_path_factory.mktemp("ending")
-    options = {**engine_options, "rolling_batch": "vllm", "reasoning_parser": "qwen3"}
-    with serving(directory, **{**options, "model_id": _thinker(directory / "thinker", sample_model)}) as server:
+    thinker = _thinker(directory / "thinker", Path(str(small_options["model_id"])))
+    with serving(directory, **{**small_options, "model_id": thinker, "reasoning_parser": "qwen3"}) as server:
         yield server
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_prompt_is_answered_in_the_form_that_is_asked_for(thinking: Server, name: str) -> None:
     response, text = answer(thinking, ROUTES[name], {})

@@ -1,4 +1,4 @@
-"""The benchmarks' scripted engine speaks the protocol of vLLM's engine process."""
+"""The scripted engine of the benchmarks speaks the same protocol as vLLM's engine process."""
 
 from __future__ import annotations
 

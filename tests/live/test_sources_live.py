@@ -1,4 +1,4 @@
-"""Models that are not simply there: on S3, on a read-only disk, named by another container's variables."""
+"""Models from other sources than a plain directory: S3, a read-only disk, variables of another container."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def weights_may_come() -> threading.Event:
 def starting(
     small_options: dict[str, object], tmp_path_factory: pytest.TempPathFactory, weights_may_come: threading.Event
 ) -> Iterator[Server]:
-    """A server, just started, of a model directory on S3."""
+    """Start a server of a model directory on S3."""
     directory, weights = tmp_path_factory.mktemp("s3"), Path(str(small_options["model_id"]))
     with moto() as address, gate_to(address) as gate:
         files = {f"llms/smol/{path.name}": path.read_bytes() for path in weights.iterdir() if path.is_file()}
@@ -52,7 +52,7 @@ def starting(
             "HF_MODEL_ID": f"s3://{BUCKET}/llms/smol",
             "SERVING_DOWNLOAD_DIR": str(directory / "downloads"),
             "SERVING_MODEL_STORE": str(directory / "empty"),
-            # What a deployment of TGI sets.
+            # Variables of a TGI deployment.
             "SM_NUM_GPUS": "1",
             "MAX_INPUT_LENGTH": "48",
             "MAX_TOTAL_TOKENS": "96",
@@ -71,7 +71,7 @@ def starting(
 
 @pytest.fixture(scope="module")
 def on_s3(starting: Server, weights_may_come: threading.Event) -> Server:
-    """The same, ready."""
+    """Return the same server when it is ready."""
     weights_may_come.set()
     starting.wait_until_ready()
     return starting
@@ -160,7 +160,7 @@ def test_sigterm_ends_a_download_at_once(tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path: Path) -> None:
-    """S3 that does not answer, and a `model.py` that does not come to its end as it is imported in the server."""
+    """S3 does not answer, and the import of a `model.py` in the server does not end."""
     (tmp_path / "model.py").write_text(
         "import time\nfrom djl_python.output_formatter import output_formatter\n"
         "@output_formatter\ndef write(output): return ''\ntime.sleep(600)\n"
@@ -189,7 +189,7 @@ def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path
 
 
 def test_a_read_only_model_directory_without_a_home_is_served(small_options: dict[str, object], tmp_path: Path) -> None:
-    """With a requirements.txt beside it, whose package a formatter imports."""
+    """A formatter imports the package of a requirements.txt beside the model."""
     from tests.stand_ins.wheel import make_wheel
 
     model = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""What vLLM itself raises where memory is short, and how its processes tell of it; no engine is started."""
+"""The errors that vLLM raises if memory is short, and the reports of its processes. No engine is started."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_worker_that_cannot_start_tells_why_though_vllm_keeps_it_to_its_log(mo
     assert failure.out_of_memory
     assert failure.reason == "CUDA out of memory. Tried to allocate 2.00 GiB."
     with pytest.raises(torch.OutOfMemoryError):
-        WorkerProc()  # nobody listens any more
+        WorkerProc()  # the reports have no reader here
 
 
 def test_threads_that_do_not_ask_for_it_start_vllms_own_processes(monkeypatch: Any) -> None:

@@ -37,7 +37,7 @@ def hub(server: Server) -> InferenceClient:
 
 @pytest.fixture
 def text(server: Server) -> str:
-    """Five greedy tokens after PROMPT, by LMI's contract."""
+    """Return five greedy tokens after PROMPT, by LMI's contract."""
     answer: str = server.invoke(PROMPT, max_new_tokens=5).json()["generated_text"]
     return answer
 
@@ -142,7 +142,7 @@ def test_the_python_client_raises_validation_errors(client: Client, parameters: 
 
 def test_the_python_client_raises_overloaded_errors(server: Server, client: Client) -> None:
     places = server.client.get("/info").json()["max_concurrent_requests"]
-    # Greedily the model counts on and on: none of them ends by itself and makes room.
+    # Greedily, the model counts without an end, so no request ends early and makes room.
     endless = {"inputs": ["1, 2, 3, 4,"] * places, "parameters": {"max_new_tokens": 900, "do_sample": False}}
     body = json.dumps(endless).encode()
     head = "POST /invocations HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -150,7 +150,7 @@ def test_the_python_client_raises_overloaded_errors(server: Server, client: Clie
     idle(server)
     with socket.create_connection(("127.0.0.1", server.port)) as crowd:
         crowd.sendall(head.encode() + body)
-        # A request before that would take the place that the crowd lacks then, and have it refused as a whole.
+        # An earlier request would take one of the places. Then the crowd would be refused as a whole.
         wait_until(lambda: server.metric("slipway_engine_running"))
         with pytest.raises(OverloadedError, match="Model is overloaded"):
             client.generate(PROMPT, max_new_tokens=1)
@@ -169,7 +169,7 @@ def idle(server: Server) -> None:
 
 
 def test_the_hub_client_reads_plain_answers_details_and_streams(hub: InferenceClient, text: str) -> None:
-    # At the root TGI gives the full text unless told otherwise.
+    # TGI gives the full text at the root by default.
     assert hub.text_generation(PROMPT, max_new_tokens=5) == PROMPT + text
     assert hub.text_generation(PROMPT, max_new_tokens=5, return_full_text=False) == text
     details = hub.text_generation(PROMPT, max_new_tokens=5, details=True, return_full_text=False).details

@@ -23,7 +23,7 @@ MESSAGES = [{"role": "user", "content": PROMPT}]
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, and what its spans tell."""
+    """A request, and the expected contents of its spans."""
 
     path: str
     body: dict[str, Any]
@@ -44,7 +44,7 @@ def _openai(**fields: object) -> dict[str, Any]:
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TRITON = "/v2/models/model/generate"
 STEPS = 1 + BEAMS * (TOKENS - 1)
-"""Requests for one token each that a search of ours makes."""
+"""The number of requests for one token each that Slipway's beam search makes."""
 REQUESTS = {
     "LMI": Asked("/invocations", _lmi()),
     "LMI, streamed": Asked("/invocations", _lmi(stream=True)),
@@ -123,7 +123,7 @@ def collector() -> Iterator[Collector]:
 def traced(
     tmp_path_factory: pytest.TempPathFactory, collector: Collector, small_options: dict[str, object]
 ) -> Iterator[Server]:
-    """A server that sends its spans to the collector as soon as they end."""
+    """Start a server that sends its spans to the collector as soon as they end."""
     environment = {
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_BSP_SCHEDULE_DELAY": "100",

@@ -1,4 +1,4 @@
-"""vLLM with transformers' code of the model: asked for, and for a model for which vLLM has no code of its own."""
+"""vLLM with transformers' code of the model: on request, and for a model without an implementation in vLLM."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AUTO_MAP = {
 
 
 def own_model(directory: Path, sample_model: Path) -> Path:
-    """A small random model of an architecture that only its own code knows, with the sample model's tokenizer."""
+    """Make a small random model with the sample model's tokenizer. Only the model's own code knows its architecture."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

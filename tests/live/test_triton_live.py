@@ -35,7 +35,7 @@ def events(server: Server, document: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def completion(server: Server) -> str:
-    """What LMI's contract answers to the same, greedily."""
+    """Return the greedy answer of LMI's contract to the same prompt."""
     text: str = server.invoke(PROMPT, max_new_tokens=6).json()["generated_text"]
     return text
 

@@ -21,7 +21,7 @@ TOKENS = 16
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
-    """A server with two workers, each with one of the model's two heads; the last test ends it."""
+    """Start a server with two workers, each with one of the model's two heads. The last test ends it."""
     cores = sorted(os.sched_getaffinity(0))
     environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
     workers = {"tensor_parallel_degree": 2, "distributed_executor_backend": "mp", "enable_prefix_caching": "false"}
@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, ob
 
 
 def vllm_processes(server: Server) -> dict[str, psutil.Process]:
-    """vLLM's processes, by the ends of their titles."""
+    """Return vLLM's processes, by the ends of their titles."""
     found = {}
     for child in psutil.Process(server.process.pid).children(recursive=True):
         title = " ".join(child.cmdline())
@@ -91,7 +91,7 @@ def test_nothing_outlives_a_killed_server_with_two_workers(server: Server) -> No
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert vllm_processes(server).keys() == {"EngineCore", "Worker_TP0", "Worker_TP1"}
         for name in ("EngineCore", "Worker_TP0"):
-            vllm_processes(server)[name].suspend()  # they cannot find out by themselves
+            vllm_processes(server)[name].suspend()  # stopped processes cannot notice that the server has ended
         server.process.kill()
         server.process.wait(60)
         wait_until_ended(children)

@@ -1,4 +1,4 @@
-"""Locally typical sampling on vLLM: the same cut as transformers', in both of vLLM's interfaces."""
+"""Locally typical sampling on vLLM: both interfaces of vLLM cut the same tokens as transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def params(mass: float | None, temperature: float = 1.0) -> Any:
 
 
 def warped(logits: Any, mass: float | None, temperature: float = 1.0) -> Any:
-    """What transformers keeps of one row: its temperature comes first."""
+    """Return the logits that transformers keeps of one row. The temperature is applied first."""
     from transformers import TypicalLogitsWarper
 
     if mass is None or mass == 1.0:

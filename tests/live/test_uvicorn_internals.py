@@ -1,4 +1,4 @@
-"""What `container.http.uvicorn_protocol` relies on in uvicorn, with the release that is installed."""
+"""The parts of the installed uvicorn that `container.http.uvicorn_protocol` relies on."""
 
 from __future__ import annotations
 

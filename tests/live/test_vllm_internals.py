@@ -1,4 +1,4 @@
-"""The internals of vLLM's output processing: its real OutputProcessor and tokenizer, with scripted engine steps."""
+"""Internal parts of output processing: the real OutputProcessor and tokenizer of vLLM, with scripted engine steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines.choice import check_release
 from engines.errors import EngineDead, InvalidParameter, InvalidRequest, RequestError
 from engines.interface import EngineStartError
 from engines.request import BeamSearch, Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from engines.statistics import EngineStatistics
-from engines.vllm.release import check_release
 from tests.stand_ins.recorder import Recorder
 
 
@@ -28,7 +28,7 @@ class Failing(Recorder):
 
 
 class Processor:
-    """vLLM's OutputProcessor with one of our states for each request."""
+    """vLLM's OutputProcessor with one of Slipway's states for each request."""
 
     def __init__(self, tokenizer: Any) -> None:
         from vllm.v1.engine.output_processor import OutputProcessor
@@ -47,7 +47,8 @@ class Processor:
         sampling: SamplingParameters = fields.pop("sampling", SamplingParameters())
         fields.setdefault("stream", True)
         fields.setdefault("want_tokens", True)
-        interval = fields.pop("interval", 1)
+        more = {key: fields.pop(key) for key in ("interval", "siblings") if key in fields}
+        place = fields.pop("place", 0)
         generation = GenerationRequest(request_id=name, prompt="x", sampling=sampling, **fields)
         request = EngineCoreRequest(
             request_id=name,
@@ -64,12 +65,12 @@ class Processor:
             data_parallel_rank=None,
         )
         texts, apart = ModelTexts(self.tokenizer), TokensApart(self.tokenizer)
-        state = PushedState(request, generation, 0, sink, self.statistics, texts, apart, interval=interval)
+        state = PushedState(request, generation, place, sink, self.statistics, texts, apart, **more)
         self.processor.request_states[name] = state
         self.processor.external_req_ids[name].append(name)
 
     def step(self, *outputs: Any) -> list[str]:
-        """One engine step; returns the requests that vLLM would abort in its engine."""
+        """Do one engine step. Return the requests that vLLM would abort in its engine."""
         aborted: list[str] = self.processor.process_outputs(list(outputs)).reqs_to_abort
         return aborted
 
@@ -105,6 +106,17 @@ def test_the_installed_vllm_is_the_one_that_slipway_was_run_with() -> None:
     check_release(vllm.__version__)
     with pytest.raises(EngineStartError, match="is installed; Slipway was run with"):
         check_release("0.31.2")
+
+
+def test_a_vllm_without_one_of_the_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    from engines.vllm.internals import check_names
+
+    check_names()
+    monkeypatch.delattr(LogprobsProcessor, "_correct_decoded_token")
+    with pytest.raises(EngineStartError, match=r"it has no LogprobsProcessor\._correct_decoded_token$"):
+        check_names()
 
 
 def test_each_step_is_pushed_at_once_with_the_tokens_own_text(processor: Processor, tokenizer: Any) -> None:
@@ -347,10 +359,10 @@ def test_a_model_that_is_gone_leaves_no_tokenizer_in_vllms_caches(sample_model: 
     from vllm.transformers_utils.processor import cached_get_processor
     from vllm.utils.func_utils import supports_kw
 
-    from engines.vllm.loading import forget_tokenizers
+    from engines.vllm.internals import forget_tokenizers
 
     def used() -> list[weakref.ref[Any]]:
-        """As vLLM's renderer uses them."""
+        """Use tokenizers as vLLM's renderer does, and return weak references to them."""
         config = AsyncEngineArgs(model=str(sample_model)).create_model_config()
         pool = maybe_make_thread_pool(cached_tokenizer_from_config(config))
         supports_kw(pool.apply_chat_template, "tools")
@@ -436,7 +448,7 @@ async def test_an_engine_that_ends_is_a_failure_of_the_output_loop_unless_it_was
     from vllm.v1.engine.exceptions import EngineDeadError
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    from engines.vllm.output import end_output_loop
+    from engines.vllm.internals import end_output
 
     class Core:
         def __init__(self) -> None:
@@ -458,7 +470,7 @@ async def test_an_engine_that_ends_is_a_failure_of_the_output_loop_unless_it_was
     llm._run_output_handler()
     await asyncio.sleep(0)
     if orderly:
-        await end_output_loop(llm)
+        await end_output(llm)
     llm.engine_core.shutdown()
     await asyncio.wait([llm.output_handler])
     assert said == ([] if orderly else ["AsyncLLM output_handler failed."])

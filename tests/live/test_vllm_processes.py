@@ -1,4 +1,4 @@
-"""How vLLM's processes are started, and how they end."""
+"""The start and the end of the processes that vLLM has."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.live.draining import drain
 from tests.live.server import Server, hosted, serving, write_model
@@ -19,9 +20,9 @@ def titled(server: Server, title: str) -> psutil.Process:
 
 
 def test_vllms_processes_are_forked_from_one_that_imported_it_and_an_unloaded_model_leaves_none(
-    host: Server, tmp_path: Path, engine_options: dict[str, object]
+    host: Server, tmp_path: Path, small_options: dict[str, object]
 ) -> None:
-    with hosted(host, write_model(tmp_path / "model", rolling_batch="vllm", **engine_options)) as server:
+    with hosted(host, write_model(tmp_path / "model", **small_options)) as server:
         fork_server, engine, worker = [titled(server, name) for name in ("ForkServer", "EngineCore", "Worker")]
         assert fork_server.ppid() == server.process.pid
         assert (engine.ppid(), worker.ppid()) == (fork_server.pid, fork_server.pid)
@@ -40,13 +41,14 @@ def test_vllms_processes_are_forked_from_one_that_imported_it_and_an_unloaded_mo
         assert ready is not None
         assert sum(map(float, phases.values())) <= float(ready[1]) + 0.1
 
-        os.kill(worker.pid, signal.SIGSTOP)  # it cannot end by itself
+        os.kill(worker.pid, signal.SIGSTOP)  # a stopped worker cannot react to the end of its model
         assert server.client.delete(f"/models/{server.name}").status_code == 200
         worker.wait(60)
         assert not engine.is_running()
         assert fork_server.is_running()
 
 
+@pytest.mark.long
 def test_processes_are_spawned_where_the_environment_asks_for_it_and_drain_as_well(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:

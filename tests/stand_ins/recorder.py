@@ -1,4 +1,4 @@
-"""A sink that keeps what it is given."""
+"""A sink that keeps its deltas and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An S3 of our own for tests: moto's server, and before it a gate that can break what passes."""
+"""An S3 for tests: moto's server, and a gate before it that can damage the answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Gate:
     upstream: str
     url: str = ""
     fault: Fault | None = None
-    """Called with each answer to a GET; True: it has answered itself."""
+    """A function that gets each answer to a GET. It returns True if it has answered the client."""
     gets: list[str] = field(default_factory=list)
     """Paths of the objects that were read."""
 
@@ -59,7 +59,7 @@ def _refuse(handler: BaseHTTPRequestHandler, status: int, code: str, message: st
 
 
 def refuse(status: int, code: str, times: int = 1_000_000) -> Fault:
-    """S3's error, so many times."""
+    """Answer with an error of S3, for the first `times` requests."""
     left = [times]
 
     def fault(passing: Passing) -> bool:
@@ -70,12 +70,12 @@ def refuse(status: int, code: str, times: int = 1_000_000) -> Fault:
 
 
 def cut_short(times: int) -> Fault:
-    """Half of the bytes that were announced, then the end of the connection."""
+    """Send half of the announced bytes, then close the connection, for the first `times` requests."""
     return _other_bytes(times, lambda body: body[: len(body) // 2])
 
 
 def alter(times: int) -> Fault:
-    """As many bytes as there should be, and other ones, so many times."""
+    """Send wrong bytes of the right length, for the first `times` requests."""
     return _other_bytes(times, lambda body: bytes(len(body)))
 
 
@@ -99,7 +99,7 @@ def _other_bytes(times: int, sent: Callable[[bytes], bytes]) -> Fault:
 
 
 def held(until: threading.Event, ending: str = "", first: int = 0) -> Fault:
-    """Every object that ends so waits, after so many answers that do not."""
+    """Hold each object with this ending until the event is set, except for the `first` ones."""
     left = [first]
 
     def fault(passing: Passing) -> bool:
@@ -113,7 +113,7 @@ def held(until: threading.Event, ending: str = "", first: int = 0) -> Fault:
 
 
 def slow(seconds: float, ending: str = "") -> Fault:
-    """Every object that ends so takes its time."""
+    """Delay each object with this ending."""
 
     def fault(passing: Passing) -> bool:
         if passing.path.endswith(ending):
@@ -127,7 +127,7 @@ class _QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: Any) -> None:
-        """Clients leave in the middle, and moto ends before them: that is what is tested."""
+        """Ignore the error. Clients leave in the middle, and moto ends before them, because tests check that."""
 
 
 def _handler(gate: Gate) -> type[BaseHTTPRequestHandler]:
@@ -167,14 +167,14 @@ def _handler(gate: Gate) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     return Handler
 
 
 @contextlib.contextmanager
 def gate_to(upstream: str) -> Iterator[Gate]:
-    """A gate, for the time of a test."""
+    """Run a gate for the time of a test."""
     gate = Gate(upstream)
     server = _QuietServer(("127.0.0.1", 0), _handler(gate))
     gate.url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -190,10 +190,10 @@ def gate_to(upstream: str) -> Iterator[Gate]:
 
 @contextlib.contextmanager
 def moto() -> Iterator[str]:
-    """A running S3; its address."""
+    """Run an S3, and return its address."""
     from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel("ERROR")  # it would log each request, among what other tests look for
+    logging.getLogger("werkzeug").setLevel("ERROR")  # it would log each request, among the lines that tests read
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -204,7 +204,7 @@ def moto() -> Iterator[str]:
 
 
 def put(address: str, files: dict[str, bytes]) -> None:
-    """Objects in BUCKET, which is made if need be."""
+    """Write objects into BUCKET, which is made if it does not exist."""
     client = _client(address)
     with contextlib.closing(client):
         with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou):
@@ -214,7 +214,7 @@ def put(address: str, files: dict[str, bytes]) -> None:
 
 
 def delete(address: str, key: str) -> None:
-    """One object less."""
+    """Delete one object."""
     client = _client(address)
     with contextlib.closing(client):
         client.delete_object(Bucket=BUCKET, Key=key)

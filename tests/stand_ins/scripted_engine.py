@@ -1,4 +1,4 @@
-"""An engine whose tokens and failures a test decides."""
+"""An engine with tokens and failures that a test decides."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class ScriptedGeneration:
 
     def __init__(self, request: GenerationRequest, sink: Sink) -> None:
         self.cancelled = self.aborted = False
-        self._request, self._sink = request, sink
+        self.request, self._sink = request, sink
 
     def cancel(self) -> None:
         self.cancelled = True
 
     def abort(self) -> None:
         self.aborted = True
-        for sequence in range(self._request.sequences):
-            last = sequence == self._request.sequences - 1
+        for sequence in range(self.request.sequences):
+            last = sequence == self.request.sequences - 1
             self._sink.on_delta(TokenDelta("!", [], sequence, FinishReason.ABORT, 3, 1, last=last))
 
 

@@ -1,4 +1,4 @@
-"""The options of the GPU's tests agree with what vLLM's kernels take; no GPU is needed to see it."""
+"""The options of the GPU's tests agree with the options that vLLM's kernels take. The tests need no GPU."""
 
 from __future__ import annotations
 

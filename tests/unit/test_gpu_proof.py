@@ -1,4 +1,4 @@
-"""`make gpu-proof`: what a machine lacks is said first, and a run that is cut short leaves its results."""
+"""`make gpu-proof`: the proof first reports all that a machine lacks, and an interrupted run leaves its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRIVER = "580.65.06\n"
 
 @pytest.fixture
 def whole_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has all that is needed."""
+    """Return a machine that has all that is needed."""
     monkeypatch.setattr(needs, "_output", _output)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr("tests.gpu.needs.platform.machine", lambda: "x86_64")
@@ -84,7 +84,7 @@ def test_make_the_processor_the_python_and_the_index_are_looked_at(
 
 
 def test_each_thing_that_is_missing_is_one_sentence_and_the_proof_does_not_begin(tmp_path: Path) -> None:
-    """With a path that has Python and the shell's programs, and no nvidia-smi."""
+    """Uses a path that has Python and the shell's programs, and no nvidia-smi."""
     for name in ("dirname", "env", "mkdir", "rm"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     environment = {"PATH": str(tmp_path), "PYTHON": sys.executable, "GPU_PROOF_RESULTS": str(tmp_path / "results")}

@@ -1,4 +1,4 @@
-"""The lock files name exactly what is installed, and the files that it may come from."""
+"""The lock files name the exact packages to install, and their possible files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PINNED = re.compile(
 
 
 def pins(name: str) -> dict[str, str]:
-    """The versions of a lock, by package."""
+    """Return the versions of a lock, by package."""
     lines = (LOCKS / name).read_text().replace("\\\n", "").splitlines()
     found: dict[str, str] = {}
     for line in filter(None, (line.partition("#")[0].rstrip() for line in lines)):

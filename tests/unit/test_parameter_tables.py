@@ -1,4 +1,6 @@
-"""The tables of parameters in docs/ are what the parsers take.
+"""The tables of parameters in docs/ have the parameters of the parsers.
+
+The table of happy_vllm leaves out the parameters in that of Triton.
 
 A table stands between `<!-- parameters: NAME -->` and `<!-- end -->`. To write them anew:
 `UPDATE_TABLES=1 python -m pytest tests/unit/test_parameter_tables.py`.
@@ -6,7 +8,6 @@ A table stands between `<!-- parameters: NAME -->` and `<!-- end -->`. To write 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,28 +18,45 @@ import pytest
 from container.openapi import openapi_document
 from handlers.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS
 from tests.contracts.exchange import MODEL
+from tests.doc_tables import assert_written
 
 PAGES = sorted(Path(__file__).parents[2].glob("docs/*.md"))
 TABLE = re.compile(r"(?<=<!-- parameters: )(?P<name>[\w -]+) -->\n(?P<rows>.*?)(?=<!-- end -->)", re.DOTALL)
 
+# docs/constraints.md has a table of them.
+CONSTRAINTS = {"structured_outputs", "guided_decoding", "response_format", "grammar"} | {
+    f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar")
+}
 _SCHEMAS = openapi_document(MODEL)["components"]["schemas"]
 _TRITON = _SCHEMAS["TritonRequest"]["properties"]
+_HAPPY_VLLM = _SCHEMAS["HappyVllmRequest"]["properties"]
 TABLES: dict[str, Mapping[str, Any]] = {
     "lmi": _SCHEMAS["LmiRequest"]["properties"]["parameters"]["properties"],
     "tgi": _SCHEMAS["TgiRequest"]["properties"]["parameters"]["properties"],
     "triton inputs": {name: _TRITON[name] for name in VLLM_INPUTS},
     "triton parameters": _TRITON["parameters"]["properties"],
     "tensorrt-llm inputs": {name: _TRITON[name] for name in TENSORRT_LLM_INPUTS},
-    "happy_vllm": _SCHEMAS["HappyVllmRequest"]["properties"],
+    "happy_vllm": {
+        name: schema
+        for name, schema in _HAPPY_VLLM.items()
+        if name not in CONSTRAINTS and schema != _TRITON["parameters"]["properties"].get(name)
+    },
 }
 
 
 def table(properties: Mapping[str, Any]) -> str:
-    rows = ["| parameter | type | default | meaning |", "| --- | --- | --- | --- |"]
+    """Return a row for each text, with all parameters that have it."""
+    names: dict[str, list[str]] = {}
     for name, schema in properties.items():
-        default = str(schema.get("default", "")).lower()
-        rows.append(f"| `{name}` | {type_of(schema)}{limits(schema)} | {default} | {schema['description']} |")
-    return "\n".join(rows) + "\n"
+        names.setdefault(row(name, schema), []).append(f"`{name}`")
+    rows = [f"| {', '.join(alike)} | {text} |" for text, alike in names.items()]
+    return "\n".join(["| parameter | type | default | meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
+
+
+def row(name: str, schema: Mapping[str, Any]) -> str:
+    if name in CONSTRAINTS:
+        return "|  | [Constraints](constraints.md#names)."
+    return f"{type_of(schema)}{limits(schema)} | {str(schema.get('default', '')).lower()} | {schema['description']}"
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
@@ -49,7 +67,7 @@ def type_of(schema: Mapping[str, Any]) -> str:
 
 
 def limits(schema: Mapping[str, Any]) -> str:
-    """The range, but for bounds that are those of a machine's integers."""
+    """Return the range, without bounds that are only those of a machine's integers."""
     if "maxItems" in schema:
         return f", at most {schema['maxItems']} of {schema['items']['maxLength']} characters"
     low, high = schema.get("minimum", -(2**31)), schema.get("maximum", 2**31)
@@ -64,9 +82,7 @@ def limits(schema: Mapping[str, Any]) -> str:
 def test_tables_of_parameters_are_what_the_parsers_take(page: Path) -> None:
     text = page.read_text()
     made = TABLE.sub(lambda found: f"{found['name']} -->\n{table(TABLES[found['name']])}", text)
-    if os.environ.get("UPDATE_TABLES"):
-        page.write_text(made)
-    assert page.read_text() == made
+    assert_written(page, made)
 
 
 def test_every_table_is_on_a_page() -> None:

@@ -1,13 +1,36 @@
+"""The links between the pages of the documentation."""
+
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
-def test_every_page_that_the_readme_and_the_docs_link_to_is_there() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        links = re.findall(r"\]\(([\w./]+\.\w+)(?:#[\w-]+)?\)", page.read_text())
-        assert links or page.name != "README.md"
-        assert not [link for link in links if not (page.parent / link).exists()], page.name
+def prose(page: Path) -> str:
+    """Return the page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(prose(page))}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_page_and_heading_that_a_page_links_to_is_there(page: Path) -> None:
+    for path, anchor in LINK.findall(re.sub(r"`[^`]*`", "", prose(page))):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        if anchor:
+            assert anchor in anchors(target), f"{path}#{anchor}"
+
+
+def test_the_readme_links_to_pages() -> None:
+    assert len(LINK.findall(PAGES[0].read_text())) > 10

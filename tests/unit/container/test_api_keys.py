@@ -184,7 +184,7 @@ async def test_each_contract_refuses_in_its_own_form(
 
 @pytest.fixture
 def access_lines() -> Iterator[Callable[[], str]]:
-    """Returns the access lines that were logged so far."""
+    """Return the access lines that were logged so far."""
     writer = Mock(spec=Writer)
     access_log.write_to(writer, PlainFormatter())
     yield lambda: "\n".join(
@@ -252,12 +252,23 @@ async def test_what_is_put_before_the_routes_is_reached_with_a_key_alone() -> No
 )
 def test_a_header_holds_a_key_or_does_not(name: bytes, value: bytes, taken: bool) -> None:
     other = (b"host", b"h")
-    assert KEYS.taken_from([other, (name, value)]) == ([other] if taken else None)
+    found = KEYS.taken_from([other, (name, value)])
+    assert (found[0] if found is not None else None) == ([other] if taken else None)
 
 
 def test_one_of_several_headers_is_enough() -> None:
     wrong = (b"authorization", b"Bearer none")
-    assert KEYS.taken_from([wrong, (b"x-api-key", b"sk-first")]) == [wrong]
+    found = KEYS.taken_from([wrong, (b"x-api-key", b"sk-first")])
+    assert found is not None
+    assert found[0] == [wrong]
+
+
+def test_each_key_has_a_salt_that_does_not_show_the_key() -> None:
+    ways = [(b"x-api-key", b"sk-first"), (b"authorization", b"Bearer sk-first"), (b"x-api-key", OTHER.encode())]
+    salts = [found[1] for way in ways if (found := KEYS.taken_from([way])) is not None]
+    assert salts[0] == salts[1] != salts[2]
+    assert "sk-first" not in salts[0]
+    assert salts[0] not in {digest.hex() for digest in KEYS.digests}
 
 
 def test_the_keys_themselves_are_not_kept() -> None:

@@ -38,7 +38,7 @@ async def ask(route: HttpRoute, body: bytes) -> None:
 
 
 class Text:
-    """A route that takes its time, and keeps where it was answered and how many were at a time."""
+    """A slow route that records the threads of its answers, and the most answers at a time."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []

@@ -1,4 +1,4 @@
-"""The watch of the event loop: what is measured, and what is said when it stands still."""
+"""The watch of the event loop: its measurements, and its messages when the loop stands still."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_an_event_loop_that_stands_still_is_logged_once_with_what_it_is_at
     hold_up(lambda: "in hold_up" in caplog.text)
     await until(lambda: watch.lag.total > 0.5)
     watch.stop()
-    said = [record.getMessage() for record in caplog.records]  # more of it where the machine is busy
+    said = [record.getMessage() for record in caplog.records]  # a busy machine causes more such records
     (still,) = [text for text in said if "in hold_up\n    time.sleep(1.0)" in text]
     assert still.startswith("the event loop has stood still for ")
     after = [text for text in said if text.startswith("the event loop goes on after ")]

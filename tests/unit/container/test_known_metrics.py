@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from container.metrics import known_metrics, labelled
+from container.prometheus_text import prometheus_text
 from engines.loaded_model import EngineStatus
 from engines.statistics import EngineStatistics
 
 
-class _Collector(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> list[Metric]:
-        return self._families
+def _text(statistics: EngineStatistics, status: EngineStatus) -> str:
+    return prometheus_text(known_metrics("model", statistics, status)).decode()
 
 
 def _statistics() -> EngineStatistics:
@@ -39,15 +30,9 @@ def _statistics() -> EngineStatistics:
 
 
 def _samples() -> dict[str, tuple[dict[str, str], float]]:
-    """Samples by name, from the text as Prometheus reads it; of histograms the widest bucket."""
-    registry = CollectorRegistry()
-    registry.register(_Collector(list(known_metrics("model", _statistics(), EngineStatus(3, 2, 0.25)))))
-    text = generate_latest(registry).decode()
-    return {
-        sample.name: (sample.labels, sample.value)
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    """Samples by name; of histograms the widest bucket."""
+    families = known_metrics("model", _statistics(), EngineStatus(3, 2, 0.25))
+    return {sample.name: (sample.labels, sample.value) for family in families for sample in family.samples}
 
 
 def test_two_versions_of_a_model_share_no_series() -> None:
@@ -112,10 +97,40 @@ def test_tgis_series_have_its_names() -> None:
     assert {name: samples[name] for name in expected} == expected
 
 
-def test_histograms_count_what_is_not_above_their_bounds() -> None:
+def test_no_series_is_untyped_and_counters_without_the_usual_ending_keep_their_names() -> None:
+    text = _text(_statistics(), EngineStatus(3, 2, 0.25))
+    assert " untyped\n" not in text
+    assert '\n# TYPE nv_inference_count counter\nnv_inference_count{model="model",version="1"} 5.0\n' in text
+    assert "\n# TYPE tgi_request_success counter\ntgi_request_success 2.0\n" in text
+
+
+def test_vllms_own_metrics_take_the_place_of_those_that_slipway_makes() -> None:
     registry = CollectorRegistry()
-    registry.register(_Collector(list(known_metrics("model", _statistics(), EngineStatus(0, 0, 0.0)))))
-    text = generate_latest(registry).decode()
+    labels = ["model_name", "engine"]
+    Counter("vllm:generation_tokens", "Tokens.", labels, registry=registry).labels("theirs", "1").inc(7)
+    Gauge("vllm:cache_config_info", "Settings.", ["block_size"], registry=registry).labels("16").set(1)
+    statistics = _statistics()
+    statistics.vllm = registry
+    families = {
+        name: list(known_metrics("m", statistics, EngineStatus(3, 2, 0.25), version, served_as))
+        for name, version, served_as in (("one", None, "theirs"), ("versions", "2", None))
+    }
+    series = {
+        name: {(s.name, *sorted(s.labels.items())) for family in made for s in family.samples}
+        for name, made in families.items()
+    }
+    counter, info = "vllm:generation_tokens_total", ("vllm:cache_config_info", ("block_size", "16"))
+    assert {(counter, ("engine", "1"), ("model_name", "theirs")), info} < series["one"]
+    assert {(counter, ("engine", "1"), ("model_name", "m"), ("version", "2")), info} < series["versions"]
+    assert ("vllm:gpu_cache_usage_perc", ("engine", "0"), ("model_name", "theirs")) in series["one"]
+    assert ("nv_inference_count", ("model", "m"), ("version", "1")) in series["one"]
+    assert not any(name == "vllm:num_requests_running" for name, *_ in series["one"])
+    (beside,) = (family for family in labelled(families) if family.name == "vllm:cache_config_info")
+    assert [sample.labels["model"] for sample in beside.samples] == ["one", "versions"]
+
+
+def test_histograms_count_what_is_not_above_their_bounds() -> None:
+    text = _text(_statistics(), EngineStatus(0, 0, 0.0))
     head = 'vllm:time_to_first_token_seconds_bucket{engine="0",le="'
     assert f'{head}0.01",model_name="model"}} 0.0\n' in text
     assert f'{head}0.025",model_name="model"}} 1.0\n' in text
@@ -123,9 +138,7 @@ def test_histograms_count_what_is_not_above_their_bounds() -> None:
 
 
 def test_tgis_histograms_have_buckets() -> None:
-    registry = CollectorRegistry()
-    registry.register(_Collector(list(known_metrics("model", _statistics(), EngineStatus(0, 0, 0.0)))))
-    text = generate_latest(registry).decode()
+    text = _text(_statistics(), EngineStatus(0, 0, 0.0))
     assert 'tgi_request_duration_bucket{le="0.00015"} 0.0\n' in text
     assert 'tgi_request_duration_bucket{le="145.6"} 2.0\n' in text
     assert 'tgi_request_input_length_bucket{le="10.0"} 0.0\n' in text

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import weakref
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,75 +14,19 @@ import httpx
 import psutil
 import pytest
 
-from container.app import Applications, create_app
 from container.gpus import SliceNotChosen
 from container.models import life_cycle, registration
 from container.models.life_cycle import Lifecycle
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
-from container.settings.load import further_settings
-from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
+from tests.settings import further_settings
+from tests.unit.container.management import ECHO, HANDLERS, PLENTY, Api, error, serving
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
-
-HANDLERS = Path(__file__).parents[2] / "fixtures" / "handlers"
-ECHO = str(HANDLERS / "echo")
-PLENTY = 1 << 40
-
-
-class Api:
-    """A server without its process: its applications, and clients of them."""
-
-    def __init__(
-        self, environ: dict[str, str], memory: tuple[int, ...], startup: tuple[str, ...], **server: Any
-    ) -> None:
-        settings = ServerSettings(**server)
-
-        def read(url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
-            return further_settings(url, name, environ, {}, arguments)
-
-        models = [Model(Lifecycle(read(Value(ECHO, "startup"), name, {})), ECHO) for name in startup]
-        self.models = Models(models)
-        self.registrar = Registrar(self.models, settings, read, free=lambda: memory)
-        self.applications: Applications = create_app(self.models, settings, self.registrar)
-        self.client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(self.applications.main), base_url="http://server", timeout=60
-        )
-
-    async def register(self, name: str, directory: str = ECHO, **parameters: str) -> httpx.Response:
-        return await self.client.post("/models", params={"url": directory, "model_name": name, **parameters})
-
-    async def names(self) -> list[str]:
-        return [model["modelName"] for model in (await self.client.get("/models")).json()["models"]]
-
-
-@asynccontextmanager
-async def serving(
-    *startup: str,
-    environ: dict[str, str] | None = None,
-    free: int = PLENTY,
-    gpus: tuple[int, ...] = (),
-    **server: Any,
-) -> AsyncIterator[Api]:
-    api = Api(environ or {}, (*gpus, free), startup, **server)
-    try:
-        await api.registrar.start()
-        async with api.client:
-            yield api
-    finally:
-        await api.registrar.stop()
-        await api.models.stop()
-
-
-def error(response: httpx.Response) -> tuple[int, str, str]:
-    document = response.json()
-    assert document["code"] == response.status_code
-    assert response.text == json.dumps(document, indent=2).replace("'", "\\u0027") + "\n"
-    return document["code"], document["type"], document["message"]
 
 
 async def test_a_model_is_loaded_called_described_and_unloaded() -> None:
@@ -196,7 +137,7 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
 
     monkeypatch.setattr(life_cycle, "load_service", load)
     room = (1 << 30, 2 << 30, PLENTY)
-    settings = further_settings(Value(str(tmp_path), "startup"), "a", {}, {})
+    settings = further_settings(Value(str(tmp_path), "startup"), "a", {})
     for free, message in ((lambda: room, "enough is known"), (divided, "set CUDA_VISIBLE_DEVICES")):
         model = Model(Lifecycle(settings), str(tmp_path))
         with pytest.raises(EngineStartError, match=message):
@@ -213,7 +154,7 @@ async def test_an_engine_or_handler_that_runs_out_of_memory_as_it_is_loaded_is_5
 
 
 class Weights:
-    """As those of models, what only the collector of reference cycles frees."""
+    """Weights that only the collector of reference cycles frees, as those of models."""
 
     def __init__(self) -> None:
         self.layers = [self]

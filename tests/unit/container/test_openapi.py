@@ -9,8 +9,8 @@ import pytest
 
 from container.openapi import openapi_document
 from engines.model_settings import HandlerSettings, ModelSettings
+from handlers.all_contracts import CONTRACTS
 from handlers.contract_routes import OpenAIRoute
-from handlers.contracts import CONTRACTS
 from tests.contracts.exchange import MODEL
 
 MODES = {
@@ -49,7 +49,7 @@ def test_the_document_shows_the_mode_that_is_served(mode: str, summary: str) -> 
 
 
 def vllms() -> dict[str, Any]:
-    """vLLM's own description, as far as what matters here: a schema of its own for each route."""
+    """Return the relevant part of vLLM's description: a different schema for each route."""
     paths: dict[str, Any] = {}
     schemas: dict[str, Any] = {"Request-Input": {"type": "object", "properties": {"shared": {"type": "string"}}}}
     for route in (route for family in CONTRACTS for route in family.routes if isinstance(route, OpenAIRoute)):

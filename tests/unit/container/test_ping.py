@@ -1,4 +1,4 @@
-"""/ping: LMI's map of what is wrong, by what the life cycle says."""
+"""/ping: LMI's map of the faults, by the state of the life cycle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STALLED = "the engine is stalled"
 
 @dataclass
 class Life:
-    """What /ping asks of a life cycle."""
+    """The part of a life cycle that /ping reads."""
 
     state: State = State.READY
     stalled: str = ""

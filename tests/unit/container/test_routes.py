@@ -1,4 +1,4 @@
-"""Routing over ASGI: which family answers what, and how the server itself refuses in each family's own words."""
+"""Routing over ASGI: the family that answers each path, and the server's refusals in the words of each family."""
 
 from __future__ import annotations
 
@@ -15,25 +15,20 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from container.app import create_app
 from container.logs import access_log
-from container.models.life_cycle import Lifecycle, State
-from container.models.registration import Registrar
-from container.models.registry import Model, Models
-from container.settings.settings import ServerSettings, Settings
+from container.models.life_cycle import State
 from engines.interface import EngineHealth
 from engines.model_settings import HandlerSettings
 from handlers import entry_point
+from handlers.all_contracts import CONTRACTS
 from handlers.contract import Call, Contract, ReplyWriter, Running
 from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute
-from handlers.contracts import CONTRACTS
-from handlers.djl_errors import overloaded
-from handlers.engine_handler import EngineHandler
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.queue import EngineQueue
 from handlers.service import Service
 from tests.contracts.exchange import MODEL
 from tests.stand_ins.scripted_engine import ScriptedEngine
+from tests.unit.container.one_model import make, with_engine
 
 pytestmark = pytest.mark.asyncio
 
@@ -68,29 +63,12 @@ class Faulty:
 
 
 class Custom:
-    """The runtime of a custom handler, as far as routing sees it."""
+    """The part of a custom handler's runtime that routing uses."""
 
     def health(self) -> EngineHealth:
         return EngineHealth(True)
 
     async def stop(self) -> None: ...
-
-
-def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.AsyncClient]:
-    settings = ServerSettings(**server)
-    lifecycle = Lifecycle(Settings(server=settings, model=MODEL))
-    lifecycle.stage = state
-    models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
-    transport = httpx.ASGITransport(create_app(models, settings, Registrar(models, settings, Mock())).main)
-    return lifecycle, httpx.AsyncClient(transport=transport, base_url="http://server")
-
-
-def with_engine(lifecycle: Lifecycle) -> ScriptedEngine:
-    engine = ScriptedEngine()
-    queue = EngineQueue(engine, 4)
-    handler = EngineHandler(queue, LmiRollingContract(MODEL), refuse_unread=overloaded)
-    lifecycle.service = Service(MODEL, handler, engine, engine=engine, queue=queue)
-    return engine
 
 
 @pytest_asyncio.fixture
@@ -173,7 +151,7 @@ async def test_a_model_that_is_never_going_to_be_there_is_unknown_while_another_
     assert "Request for unknown model" in response.json()["error"]
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/docs", "/openapi.json"])
+@pytest.mark.parametrize("path", ["/metrics", "/docs", "/openapi.json", "/execution-parameters"])
 async def test_the_servers_own_pages_answer_head_as_they_answer_get(starting: httpx.AsyncClient, path: str) -> None:
     page, head = await starting.get(path), await starting.head(path)
     assert (page.status_code, head.status_code) == (200, 200)
@@ -194,7 +172,7 @@ async def test_a_body_that_is_too_large_is_413_in_the_words_of_each_family(path:
 
 
 async def begun() -> AsyncIterator[bytes]:
-    """A body whose client never goes on."""
+    """Send the beginning of a body, and never the rest."""
     yield b'{"inputs":'
     await asyncio.Event().wait()
 

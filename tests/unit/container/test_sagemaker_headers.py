@@ -10,7 +10,7 @@ import pytest
 
 from container.invocations import named_model
 from handlers.custom.handler_reply import response_headers
-from tests.unit.container.test_routes import make, with_engine
+from tests.unit.container.one_model import make, with_engine
 
 SERVED = frozenset({"small", "big.tar.gz"})
 ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"

@@ -1,4 +1,4 @@
-"""What the process does about an engine that is stalled or cannot be watched, and how it ends."""
+"""The process with an engine that is stalled or cannot be watched, and the end of the process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from container import server
+from container.http.router import Mount
 from container.models.life_cycle import State
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings, Startup
@@ -22,7 +23,7 @@ from tests.live.server import free_port
 
 
 class Stalled:
-    """A life cycle whose engine stands still."""
+    """A life cycle with an engine that stands still."""
 
     state = State.READY
     reason = ""
@@ -39,7 +40,7 @@ class Stalled:
 
 
 class Unwatchable(Stalled):
-    """A life cycle whose state cannot be told."""
+    """A life cycle with a state that cannot be read."""
 
     @property
     def stalled(self) -> str:  # type: ignore[override]
@@ -47,7 +48,7 @@ class Unwatchable(Stalled):
 
 
 async def watched(monkeypatch: pytest.MonkeyPatch, lifecycle: Any = None, **settings: Any) -> int | None:
-    """The exit code, None where the process goes on."""
+    """Return the exit code. None: the process still runs."""
     monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
     lifecycle = lifecycle or Stalled()
     process = server.Process(Startup(ServerSettings(**settings), ()))
@@ -88,7 +89,7 @@ async def test_engines_that_cannot_be_watched_any_more_count_as_failed(
     assert await watched(monkeypatch, lifecycle, fail_fast=fail_fast) == code
     assert (lifecycle.state, lifecycle.reason) == (
         State.FAILED,
-        "the engine cannot be watched any more: internal error",
+        "the engine is no longer watched: internal error",
     )
     assert "ZeroDivisionError: a bug" in caplog.text
 
@@ -118,6 +119,22 @@ async def test_a_stop_that_waits_for_calls_alone_does_not_say_that_connections_a
     http.should_exit = True
     await asyncio.wait_for(serving, 60)
     assert "broken off" not in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_further_applications_end_their_work_with_the_drain() -> None:
+    drained: list[float] = []
+
+    async def drain(seconds: float) -> None:
+        drained.append(seconds)
+
+    async def nothing(scope: Any, receive: Any, send: Any) -> None:
+        pass
+
+    mounts = [Mount("/further/", nothing, drain=drain), Mount("/other/", nothing)]
+    draining = server.ModelServer(Startup(ServerSettings(drain_timeout=3.0), ()), mounts)
+    await draining.drain()
+    assert drained == [3.0]
 
 
 HANGING = """

@@ -1,4 +1,4 @@
-"""`option.rolling_batch`: which engine runs a model, and what the log says of it."""
+"""`option.rolling_batch`: the engine that runs a model, and the messages about it in the log."""
 
 from __future__ import annotations
 

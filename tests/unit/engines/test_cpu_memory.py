@@ -1,4 +1,4 @@
-"""How much main memory there is, read from written-out trees, and the size of the KV cache that follows from it."""
+"""The size of main memory, read from written-out trees, and the size of the KV cache that follows from it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def version_1(limit: int, use: int, **stat: int) -> dict[str, str]:
 
 
 def tree(root: Path, membership: str, groups: dict[str, dict[str, str]]) -> list[Limit]:
-    """The limits of control groups alone."""
+    """Return only the limits of control groups."""
     files = {"proc/self/cgroup": f"{membership}\n"}
     files |= {f"sys/fs/cgroup/{group}/{name}": text for group, own in groups.items() for name, text in own.items()}
     return [limit for limit in machine_limits(write(root, files)) if limit.name != "the machine"]
@@ -87,7 +87,7 @@ def test_pages_of_files_are_available_in_either_version(tmp_path: Path) -> None:
 
 def test_version_1_limits_by_its_own_group_and_by_those_around_it(tmp_path: Path) -> None:
     groups = {
-        "memory": version_1(0x7FFFFFFFFFFFF000, 50 * MIB),  # what the kernel writes for no limit
+        "memory": version_1(0x7FFFFFFFFFFFF000, 50 * MIB),  # the kernel's number for no limit
         "memory/a": version_1(64 * MIB, 40 * MIB),
         "memory/a/b": version_1(32 * MIB, 10 * MIB),
         "unified/a/b": {"cgroup.procs": "1\n"},
@@ -103,7 +103,7 @@ def test_a_limit_above_the_machine_and_one_without_a_count_are_none(tmp_path: Pa
 
 
 def meminfo(node: int, *, total: int, free: int) -> str:
-    """As Linux writes it, in KiB."""
+    """Return the text of /proc/meminfo as Linux writes it, in KiB."""
     lines = {"MemTotal": total, "MemFree": free, "Active": 999, "Active(anon)": 999}
     lines |= {"Active(file)": 10, "Inactive(file)": 20, "SReclaimable": 30}
     text = "".join(f"Node {node} {name}:{number:>12} kB\n" for name, number in lines.items())

@@ -28,7 +28,7 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def import_something(monkeypatch: pytest.MonkeyPatch) -> Cycle:
-    """Returns what the module has made."""
+    """Import a module, and return the object that it has made."""
     with importing():
         assert not gc.isenabled()
         monkeypatch.setitem(sys.modules, f"module_{len(sys.modules)}", ModuleType("module"))
@@ -38,7 +38,7 @@ def import_something(monkeypatch: pytest.MonkeyPatch) -> Cycle:
 
 
 def is_looked_at(thing: object) -> bool:
-    """Whether the collector does."""
+    """Return True if the collector looks at the object."""
     return any(one is thing for one in gc.get_objects())
 
 

@@ -1,4 +1,4 @@
-"""Whether an engine failed to start for want of memory, told by what Python and PyTorch really raise."""
+"""The check that an engine failed to start for want of memory, with the real errors of Python and PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers that nothing that others do to theirs changes, and the prompts that the context has room for."""
+"""Tokenizers that changes to other copies do not affect, and the prompts that the context has room for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = "one two three " * 60_000
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """A token for each byte, and one in front of every text."""
+    """Return a tokenizer with a token for each byte, and one in front of every text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -64,7 +64,7 @@ def test_other_threads_run_while_a_long_text_is_worked_on(tokenizer: Any, work: 
         texts.decode([42])
         turns += 1
     thread.join()
-    assert turns > 5  # at most 2, before it begins, where the work holds the interpreter's lock
+    assert turns > 5  # at most 2, before the work begins, if the work holds the interpreter's lock
 
 
 def test_a_prompt_that_has_its_special_tokens_gets_no_others(tokenizer: Any) -> None:

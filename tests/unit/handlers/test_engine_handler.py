@@ -34,7 +34,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Commenting(LmiRollingContract):
-    """A contract whose streams are kept alive, as TGI's are."""
+    """A contract that keeps its streams alive, as TGI's does."""
 
     def parse(self, call: Call) -> Exchange:
         return replace(super().parse(call), comment=b":\n\n")
@@ -84,6 +84,35 @@ async def test_sequences_count_and_what_does_not_fit_is_refused(queue: EngineQue
     assert never.value.reply.status == 424
     assert "at most 4 can be served" in never.value.reason
     assert queue.open_sequences == 3
+
+
+async def test_headers_and_the_key_steer_every_prompt_of_a_call(queue: EngineQueue, engine: ScriptedEngine) -> None:
+    given = replace(call({"inputs": ["a", "b"]}), key_salt="of the key")
+    steering = (("Traceparent", "00-1-2-01"), ("X-Vllm-Priority", "-3"))
+    await EngineHandler(queue, CONTRACT).handle(replace(given, headers=steering), CollectedReply())
+    salted = replace(given, headers=(("X-Cache-Salt", "own"),), request_id="s")
+    await EngineHandler(queue, CONTRACT).handle(salted, CollectedReply())
+    seen = [(r.trace_context, r.priority, r.cache_salt) for r in (running.request for running in engine.running)]
+    first = ({"traceparent": "00-1-2-01"}, -3, "of the key")
+    assert seen == [first, first, (None, 0, "own"), (None, 0, "own")]
+
+
+@pytest.mark.parametrize("priority", ["high", "", "1.5", "2147483648", "99999999999999999999", "\u0663"])
+async def test_a_wrong_priority_is_refused_in_the_form_of_the_contract(queue: EngineQueue, priority: str) -> None:
+    given = replace(call({"inputs": "a"}), headers=(("X-Vllm-Priority", priority),))
+    with pytest.raises(ContractError) as refused:
+        await EngineHandler(queue, CONTRACT).handle(given, CollectedReply())
+    assert refused.value.reply.status == 424
+    assert f"`X-Vllm-Priority` must be an integer of 32 bits, got {priority!r}" in refused.value.reason
+    assert queue.open_sequences == 0
+
+
+@pytest.mark.parametrize("salt", ["../etc", "a@b", "a\\b", "x" * 129, "\xe9", "a b"])
+async def test_a_salt_that_vllm_would_refuse_is_refused(queue: EngineQueue, salt: str) -> None:
+    given = replace(call({"inputs": "a"}), headers=(("X-Cache-Salt", salt),))
+    with pytest.raises(ContractError) as refused:
+        await EngineHandler(queue, CONTRACT).handle(given, CollectedReply())
+    assert "`X-Cache-Salt` must have at most 128 characters of visible ASCII" in refused.value.reason
 
 
 async def test_where_no_place_is_left_a_call_is_refused_before_its_body_is_understood(queue: EngineQueue) -> None:

@@ -1,4 +1,4 @@
-"""The health of a model whose handler loads the engine with one of its calls."""
+"""The health of a model if its handler loads the engine with one of its calls."""
 
 from __future__ import annotations
 

@@ -19,9 +19,10 @@ from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
 from container.settings import server as server_module
-from container.settings.load import load_settings, load_startup
+from container.settings.load import load_startup
 from container.settings.settings import Settings
 from engines.adapters import Adapter
+from tests.settings import load_settings
 
 pytestmark = pytest.mark.asyncio
 

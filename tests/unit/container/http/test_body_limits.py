@@ -1,4 +1,4 @@
-"""Reading bodies: memory for all of them together, and the rate at which each has to come."""
+"""Reading bodies: the memory for all bodies together, and the rate at which each body has to arrive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def memory(limit: int, most: int = MOST) -> BodyMemory:
 
 
 class Sender:
-    """Sends pieces; after the last one it goes on, ends, or leaves."""
+    """A client that sends pieces. After the last piece, it waits, ends the body, or leaves."""
 
     def __init__(self, pieces: Sequence[bytes], *, ends: bool = True, leaves: bool = False) -> None:
         self.pieces, self._ends, self._leaves = list(pieces), ends, leaves
@@ -131,7 +131,7 @@ async def test_a_client_that_falls_silent_is_given_up() -> None:
 
 
 class Service:
-    """A model's service whose queue is full."""
+    """A model's service with a full queue."""
 
     asked = 0
 

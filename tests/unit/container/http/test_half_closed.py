@@ -23,7 +23,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 
 def ask(address: tuple[str, int], version: bytes, seconds: float) -> bytes:
-    """Send a request, and end our side after a while."""
+    """Send a request, and end the client's side after a while."""
     with socket.create_connection(address, timeout=60) as client:
         client.sendall(REQUEST % version)
         time.sleep(seconds)

@@ -248,7 +248,7 @@ async def test_a_part_that_cannot_be_made_while_the_client_lags_ends_the_reply_a
         await settle()
         assert broken_off == [True]
         assert "ZeroDivisionError: a bug" in caplog.text
-    else:  # whoever writes hears of it at once
+    else:  # the caller of `write_latest` gets the error at once
         with pytest.raises(ZeroDivisionError):
             reply.write_latest(broken)
     await asyncio.wait_for(reply.drain(), 60)

@@ -1,4 +1,4 @@
-"""uvicorn with our protocol, over real sockets, and clients that read slowly, send for ever or leave."""
+"""uvicorn with Slipway's protocol, over real sockets. The clients read slowly, send without an end, or leave."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Application:
 async def connected(
     application: Any, keep_alive: int = 5
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A client of a uvicorn server with our protocol."""
+    """Connect a client to a uvicorn server with Slipway's protocol."""
     async with served(application, keep_alive) as (_, address):
         reader, writer = await asyncio.open_connection(*address)
         try:
@@ -66,7 +66,7 @@ async def connected(
 
 @contextlib.asynccontextmanager
 async def served(application: Any, keep_alive: int = 5) -> AsyncIterator[tuple[uvicorn.Server, tuple[str, int]]]:
-    """That server, and its address."""
+    """Run that server, and return it with its address."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
@@ -121,7 +121,7 @@ async def test_a_head_without_end_is_cut_off_and_bodies_do_not_count() -> None:
 
 
 class Transport:
-    """What is beneath a corked transport."""
+    """The transport below a corked transport."""
 
     def __init__(self, broken: bool = False) -> None:
         self.broken = broken
@@ -197,7 +197,9 @@ async def test_what_cannot_be_flushed_keeps_nothing_of_the_others(caplog: pytest
 
 
 def serve_once(answers: bool) -> bytes:
-    """What a client gets from a server in an event loop of its own, which may stop before anything is sent."""
+    """Return the bytes that a client gets from a server in a new event loop. The loop may stop before an answer is
+    sent.
+    """
     loop = asyncio.new_event_loop()
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -271,7 +273,7 @@ OFFER = (
     b"POST /a HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
     b"HTTP2-Settings: AAEAAEAA\r\nContent-Length: 4\r\n\r\n"
 )
-"""As Java's HttpClient begins a connection."""
+"""The first bytes of a connection of Java's HttpClient."""
 
 
 @pytest.mark.parametrize("pieces", [[OFFER + b"body"], [OFFER, b"bo", b"dy"], [OFFER[:50], OFFER[50:-2], b"\r\nbody"]])
@@ -452,7 +454,7 @@ async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
 
 
 async def push_much(scope: Any, receive: Any, send: Any) -> None:
-    """Pushes 6 MB, less than what a client may leave unread."""
+    """Push 6 MB, less than a client may leave unread."""
     await receive()
     reply = HttpReply(send, [], OpenStreams(0), RetryAfter(), scope["extensions"][BREAK_OFF])
     reply.start(200, "application/octet-stream")
@@ -467,7 +469,7 @@ async def push_much(scope: Any, receive: Any, send: Any) -> None:
 def client_with_little_room(
     address: tuple[str, int], request: bytes = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 ) -> Iterator[socket.socket]:
-    """A client whose system takes little that it does not read."""
+    """Return a client with a small receive buffer in its system."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(address)
@@ -679,7 +681,7 @@ HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
 
 
 async def refuse(scope: Any, receive: Any, send: Any) -> None:
-    """Answers without a look at the body."""
+    """Answer without reading the body."""
     headers = [(b"content-length", b"3"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": 413, "headers": headers})
     await send({"type": "http.response.body", "body": b"big"})

@@ -18,7 +18,7 @@ from tests.waiting import until
 
 
 class Failed:
-    """The life cycle of a model whose engine has died, and starts again at the second attempt."""
+    """The life cycle of a model with a dead engine, which starts again at the second attempt."""
 
     def __init__(self) -> None:
         self.model = ModelSettings(name="m", model_dir=Path(), model_id="m")

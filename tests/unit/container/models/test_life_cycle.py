@@ -1,4 +1,4 @@
-"""A model that fails to load, or whose health cannot be told."""
+"""A model that fails to load, or whose health cannot be read."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure
 
 
 class Unknowable:
-    """A service whose engine cannot tell how it is."""
+    """A service with an engine that cannot report its state."""
 
     custom = engine = None
     runtime: Any
@@ -119,7 +119,7 @@ async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says
     assert life.stalled == ""
     reply = ping(Models([Model(life, str(life.model.model_dir))]), settings, ErrorRates({}, frozenset()))
     assert (reply.status, life.state) == (500, State.FAILED)
-    assert life.reason == "the engine's health cannot be told: RuntimeError('no such process')"
+    assert life.reason == "the engine's health cannot be read: RuntimeError('no such process')"
     (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
-    assert record.message == "model m: its health cannot be told; /ping now answers 500"
+    assert record.message == "model m: its health cannot be read; /ping now answers 500"
     assert record.exc_info is not None

@@ -1,4 +1,4 @@
-"""What memory a model needs, whether it is there, and which GPUs the model is placed on."""
+"""The memory that a model needs, the check that it is there, and the choice of the model's GPUs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from container.models import memory
 from container.models.memory import OutOfMemory, check_room, free_memory
 from container.models.placement import placed
 from container.settings import model as model_fields
-from container.settings.load import load_settings
 from container.settings.settings import Settings
 from engines.cpu_memory import Limit
 from engines.model_settings import ModelSettings
+from tests.settings import load_settings
+from tests.stand_ins.model_configs import LLAMA
 
 MEBIBYTE = 1 << 20
 GIBIBYTE = 1 << 30
@@ -28,16 +29,6 @@ MAIN = 100 * MEBIBYTE
 GPU = 100 * MEBIBYTE
 EMPTY = 79 * GIBIBYTE
 FULL = GIBIBYTE
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 80,
-    "max_position_embeddings": 8192,
-    "vocab_size": 128256,
-}
 
 
 @pytest.fixture
@@ -49,7 +40,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def large_model(tmp_path: Path) -> Path:
-    """Has 100 GiB of weights, so that it needs two GPUs of 80 GiB. They take no room on the disk."""
+    """Make a model with 100 GiB of weights, which needs two GPUs of 80 GiB. The weights take no room on the disk."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     sparse(tmp_path / "model.safetensors", 100 * GIBIBYTE)
     return tmp_path

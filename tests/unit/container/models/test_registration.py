@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.stand_ins.s3 import CREDENTIALS, Gate, held, put, refuse
-from tests.unit.container.test_model_management import ECHO, error, serving
+from tests.unit.container.management import ECHO, error, serving
 
 pytestmark = pytest.mark.asyncio
 MEBIBYTE = 1 << 20

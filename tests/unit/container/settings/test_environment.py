@@ -1,4 +1,4 @@
-"""Variables of TGI, of AWS's vLLM image and of LMI's entry point, and what they come to."""
+"""Variables of TGI, AWS's vLLM image and LMI's entry point, and the settings that they give."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from container.settings.environment import (
     ALIASES,
     KEY_VARIABLES,
     option_layer,
-    read_variables,
+    read_environment,
     sagemaker_model_layer,
     sagemaker_server_layer,
     serving_layer,
 )
-from container.settings.load import load_settings
 from container.settings.report import render_text, startup_json
 from container.settings.settings import Settings, SettingsError, Startup, StartupModel
 from container.settings.values import Value
+from tests.settings import load_settings
 
 
-def read_environment(environ: dict[str, str], problems: list[str]) -> dict[str, Value]:
-    return read_variables(environ, problems, [])[0]
+def read_variables(environ: dict[str, str], problems: list[str]) -> dict[str, Value]:
+    environment = read_environment(environ)
+    problems += environment.problems
+    return dict(environment.variables)
 
 
 def texts(layer: dict[str, Value]) -> dict[str, str]:
@@ -149,9 +151,9 @@ def test_the_report_says_where_keys_come_from_and_has_none(model_dir: Path, tmp_
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        ({"SERVING_API_KEYS": ""}, "SERVING_API_KEYS is empty; expected keys"),
-        ({"SERVING_API_KEYS_FILE": ""}, "SERVING_API_KEYS_FILE is empty; expected keys"),
-        ({"SM_VLLM_API_KEY": ""}, "SM_VLLM_API_KEY is empty; expected keys"),
+        ({"SERVING_API_KEYS": ""}, "SERVING_API_KEYS is empty; expected API keys"),
+        ({"SERVING_API_KEYS_FILE": ""}, "SERVING_API_KEYS_FILE is empty; expected API keys"),
+        ({"SM_VLLM_API_KEY": ""}, "SM_VLLM_API_KEY is empty; expected API keys"),
         (
             {"SERVING_API_KEYS": ","},
             'api_keys is "***" (environment: SERVING_API_KEYS); allowed: keys of visible ASCII',
@@ -219,23 +221,23 @@ def test_no_variable_is_an_alias_twice() -> None:
     ],
 )
 def test_a_variable_sets_a_key_of_the_model(variable: str, text: str, key: str, expected: str) -> None:
-    layer = option_layer(read_environment({variable: text}, []), [])
+    layer = option_layer(read_variables({variable: text}, []), [])
     assert layer == {key: Value(expected, f"environment: {variable}")}
 
 
 def test_an_empty_variable_counts_as_unset() -> None:
-    variables = read_environment({"OPTION_QUANTIZE": "", "HF_MODEL_QUANTIZE": "awq", "OPTION_DTYPE": ""}, [])
+    variables = read_variables({"OPTION_QUANTIZE": "", "HF_MODEL_QUANTIZE": "awq", "OPTION_DTYPE": ""}, [])
     assert texts(option_layer(variables, [])) == {"option.quantize": "awq"}
 
 
 def test_a_translation_does_not_overwrite() -> None:
-    variables = read_environment({"OPTION_QUANTIZE": "gptq", "HF_MODEL_QUANTIZE": "awq", "SM_NUM_GPUS": "2"}, [])
+    variables = read_variables({"OPTION_QUANTIZE": "gptq", "HF_MODEL_QUANTIZE": "awq", "SM_NUM_GPUS": "2"}, [])
     assert texts(option_layer(variables, [])) == {"option.quantize": "gptq"}
     assert variables["TENSOR_PARALLEL_DEGREE"] == Value("2", "environment: SM_NUM_GPUS")
 
 
 def test_server_keys_are_lower_cased() -> None:
-    variables = read_environment({"SERVING_Job_Queue_SIZE": "5", "MAX_CONCURRENT_REQUESTS": "7", "SERVING_": "x"}, [])
+    variables = read_variables({"SERVING_Job_Queue_SIZE": "5", "MAX_CONCURRENT_REQUESTS": "7", "SERVING_": "x"}, [])
     problems: list[str] = []
     layer = serving_layer(variables, problems)
     assert layer["job_queue_size"].text == "5"
@@ -244,16 +246,16 @@ def test_server_keys_are_lower_cased() -> None:
 
 def test_two_spellings_of_a_variable_must_agree() -> None:
     problems: list[str] = []
-    option_layer(read_environment({"OPTION_DTYPE": "fp16", "OPTION_dtype": "fp16"}, []), problems)
+    option_layer(read_variables({"OPTION_DTYPE": "fp16", "OPTION_dtype": "fp16"}, []), problems)
     assert problems == []
-    option_layer(read_environment({"OPTION_DTYPE": "fp16", "OPTION_dtype": "bf16"}, []), problems)
+    option_layer(read_variables({"OPTION_DTYPE": "fp16", "OPTION_dtype": "bf16"}, []), problems)
     assert "OPTION_DTYPE" in problems[0]
     assert "OPTION_dtype" in problems[0]
 
 
 def test_a_variable_that_is_no_text_is_a_problem_only_if_it_matters() -> None:
     problems: list[str] = []
-    assert read_environment({"OPTION_DTYPE": "\udcff", "OTHER": "\udcff"}, problems) == {}
+    assert read_variables({"OPTION_DTYPE": "\udcff", "OTHER": "\udcff"}, problems) == {}
     assert problems == ["environment: OPTION_DTYPE is not UTF-8 text"]
 
 
@@ -267,18 +269,18 @@ def test_a_variable_that_is_no_text_is_a_problem_only_if_it_matters() -> None:
     ],
 )
 def test_sagemaker_sets_keys_of_the_server(environ: dict[str, str], expected: dict[str, str]) -> None:
-    assert texts(sagemaker_server_layer(read_environment(environ, []), [])) == expected
+    assert texts(sagemaker_server_layer(read_variables(environ, []), [])) == expected
 
 
 @pytest.mark.parametrize("text", ["-1", "six", "1.5", "99999999999"])
 def test_a_payload_that_is_no_number_of_mebibytes_is_a_problem(text: str) -> None:
     problems: list[str] = []
-    sagemaker_server_layer(read_environment({"SAGEMAKER_MAX_PAYLOAD_IN_MB": text}, []), problems)
+    sagemaker_server_layer(read_variables({"SAGEMAKER_MAX_PAYLOAD_IN_MB": text}, []), problems)
     assert "environment: SAGEMAKER_MAX_PAYLOAD_IN_MB" in problems[0]
 
 
 def test_sagemaker_overwrites_keys_of_the_model() -> None:
-    variables = read_environment(
+    variables = read_variables(
         {
             "SAGEMAKER_STARTUP_TIMEOUT": "60",
             "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "30",
@@ -297,7 +299,7 @@ def test_sagemaker_overwrites_keys_of_the_model() -> None:
 @given(st.dictionaries(st.sampled_from(["OPTION_A", "OPTION_a", "SERVING_B", "ARGS_C", "OPTION_", "X"]), st.text()))
 def test_any_environment_is_read(environ: dict[str, str]) -> None:
     problems: list[str] = []
-    variables = read_environment(environ, problems)
+    variables = read_variables(environ, problems)
     option_layer(variables, problems)
     serving_layer(variables, problems)
     sagemaker_server_layer(variables, problems)

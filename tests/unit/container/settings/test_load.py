@@ -11,12 +11,11 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from container.cli import read_startup
 from container.settings import server as server_module
-from container.settings.load import load_settings
 from container.settings.settings import ServerSettings, Settings, SettingsError
 from container.sources import location as model_location
 from engines.model_settings import ModelSettings
+from tests.settings import load_settings
 
 SAME_DIRECTORY = hypothesis_settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NOT_SERVED = "not served by this version of Slipway"
@@ -385,23 +384,6 @@ def test_two_draft_models_are_refused(model_dir: Path) -> None:
 
 def test_an_option_without_its_prefix_is_pointed_out(model_dir: Path) -> None:
     assert "option.dtype is meant" in load(model_dir, "dtype=fp16").warnings[0]
-
-
-def test_a_refusal_comes_with_the_warnings_that_may_explain_it(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (model_dir / "config.json").unlink()
-    (model_dir / "serving.properties").write_text("model_id=org/name\n")
-    monkeypatch.setattr("os.environ", {})
-    with pytest.raises(SystemExit) as caught:
-        read_startup(str(model_dir), None, None, None)
-    assert caught.value.code == 2
-    refusal, warning = capsys.readouterr().err.splitlines()
-    assert refusal.startswith("slipway: there is no model: give option.model_id")
-    assert warning == (
-        "slipway: warning: model_id (serving.properties: model_id) is ignored: "
-        "the model has no such setting; option.model_id is meant"
-    )
 
 
 def test_two_names_of_an_option_must_agree(model_dir: Path) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from container.settings.load import further_settings, load_startup
+from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
 from container.settings.settings import SettingsError, Startup, UrlNotFound
 from container.settings.values import Value
 from container.sources import location as model_location
+from tests.settings import further_settings
 
 
 def model(directory: Path, properties: str = "", *, config: bool = True) -> Path:
@@ -54,6 +55,16 @@ def test_each_directory_of_a_store_is_a_model_with_its_own_file_and_the_same_env
     report = json.loads(startup_json(startup))
     assert report["models"].keys() == {"a", "b_1"}
     assert "model b_1 (" in startup_text(startup)
+
+
+def test_the_environments_names_belong_to_a_single_model(tmp_path: Path) -> None:
+    model(tmp_path / "a")
+    environ = {"OPTION_SERVED_MODEL_NAME": "x,y"}
+    (alone,) = load_startup(tmp_path, environ, {}).models
+    assert alone.settings.model.public_names == ("x", "y")
+    model(tmp_path / "b", "option.served_model_name=z")
+    several = load_startup(tmp_path, environ, {}).models
+    assert [one.settings.model.public_names for one in several] == [("a",), ("z",)]
 
 
 def test_a_name_belongs_to_one_model(tmp_path: Path) -> None:
@@ -125,13 +136,13 @@ def test_what_is_wrong_with_one_of_several_stops_the_start(tmp_path: Path, monke
 @pytest.mark.parametrize("url", ["http://h/x", "relative/x", "file://host/x", "/no/such", "", "/a\0b"])
 def test_a_url_is_a_directory_of_this_machine(url: str) -> None:
     with pytest.raises(UrlNotFound, match="url is"):
-        further_settings(Value(url, "here"), "a", {}, {})
+        further_settings(Value(url, "here"), "a", {})
 
 
 def test_a_file_url_may_have_escapes(tmp_path: Path) -> None:
     directory = model(tmp_path / "a b")
     for url in (f"file://{tmp_path}/a%20b", f"{tmp_path}/a b/"):
-        assert further_settings(Value(url, "here"), "a", {}, {}).model.model_dir == directory
+        assert further_settings(Value(url, "here"), "a", {}).model.model_dir == directory
 
 
 @pytest.mark.parametrize("variable", ["HF_MODEL_ID", "SM_VLLM_MODEL"])

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from container.settings import handler as handler_module
-from container.settings.load import load_settings
 from container.settings.report import render_text
 from container.settings.settings import Settings, SettingsError
 from engines.model_settings import HandlerSettings
+from tests.settings import load_settings
 
 SCRIPT = "def model_fn(model_dir): ...\n"
 HANDLER = "def handle(inputs):\n    return None\n"

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from container.settings import options, server
 from container.settings.environment import ALIASES, SAGEMAKER_MODEL_KEYS, SERVER_DEFAULTS_OF_MODEL_KEYS
 from container.settings.options import Option
-from container.settings.settings import Alias, ServerSettings
+from container.settings.settings import ServerSettings
 from container.settings.values import names
 from engines.model_settings import ModelSettings
+from tests.doc_tables import assert_written
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "configuration.md"
 ALL_OPTIONS = (*options.MODEL_OPTIONS, *server.SERVER_OPTIONS)
@@ -86,20 +88,35 @@ def test_what_is_ignored_is_no_option() -> None:
 
 
 def table_of(name: str) -> tuple[str, str, str]:
-    """What is before a table of the documentation, its rows, and what is after it."""
+    """Return the text before a table of the documentation, the table's rows, and the text after it."""
     before, rest = DOCUMENT.read_text(encoding="utf-8").split(begin := f"<!-- table {name} -->\n")
     rows, after = rest.split(end := f"<!-- end of table {name} -->\n")
     return before + begin, rows, end + after
 
 
 def meaning(name: str, first: str, column: int) -> str:
-    """What the documentation says of an option; it is written there alone."""
+    """Return the documentation's text about an option. Only the documentation has this text."""
     rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table_of(name)[1].splitlines()]
     return next((row[column] for row in rows if row[0] == first), "?")
 
 
 def code(words: tuple[str, ...] | list[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
+
+
+SHORT = {
+    "true or false (also 1/0, yes/no, on/off)": "boolean",
+    "text that is not empty": "text",
+    "the value of an HTTP header, in ASCII": "ASCII",
+    "seconds, a number above 0": "seconds",
+    "a number, or a number and an ISO-8601 duration, such as 10/PT5M": "N, or N/duration: `10/PT5M`",
+}
+
+
+def allowed(option: Option) -> str:
+    """Return the allowed values, shorter than in error messages."""
+    short = SHORT.get(option.allowed, option.allowed)
+    return re.sub(r"\ban integer (?:(of at least) |from )", lambda found: "≥ " if found[1] else "", short)
 
 
 def server_name(key: str) -> str:
@@ -109,30 +126,43 @@ def server_name(key: str) -> str:
 def model_row(option: Option) -> str:
     overwriting = [name for name, key in SAGEMAKER_MODEL_KEYS if key == option.key]
     sources = code([*option.aliases, *option.variables, *overwriting])
-    default = code((option.default,)) if option.default else "none"
+    default = code((option.default,)) if option.default else "-"
     table = "model" if option in options.SERVED else "handler"
     said = meaning(table, f"`{option.key}`", 4)
-    return f"| `{option.key}` | {sources or '-'} | {default} | {option.allowed} | {said} |"
+    return f"| `{option.key}` | {sources or '-'} | {default} | {allowed(option)} | {said} |"
 
 
 def server_row(option: Option) -> str:
     sources = code([server_name(option.key), *option.variables])
-    default = code((option.default,)) if option.default else "none"
-    return f"| {sources} | {default} | {option.allowed} | {meaning('server', sources, 3)} |"
+    default = code((option.default,)) if option.default else "-"
+    return f"| {sources} | {default} | {allowed(option)} | {meaning('server', sources, 3)} |"
 
 
-def refused_row(option: Option, name: str) -> str:
-    first = code((name, *option.variables))
-    return f"| {first} | {option.allowed} | {meaning('refused', first, 2)} | {option.advice} |"
+def grouped(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a row for each second text, with all first texts that belong to it."""
+    groups: dict[str, list[str]] = {}
+    for name, rest in rows:
+        groups.setdefault(rest, []).append(name)
+    return [f"| {', '.join(names_)} | {rest} |" for rest, names_ in groups.items()]
 
 
-def alias_row(alias: Alias) -> str:
-    how = {"_inverted": ", the other way round", "_chat_format": "`=openai`, if true"}.get(alias.convert.__name__, "")
-    return f"| `{alias.variable}` | {alias.of} | `{alias.target}`{how} |"
+def refused_rows() -> list[str]:
+    named = [
+        *((code((option.key, *option.variables)), option) for option in options.NOT_SERVED),
+        *((code((server_name(option.key), *option.variables)), option) for option in server.NOT_SERVED),
+    ]
+    return grouped((first, f"{option.allowed} | {option.advice}") for first, option in named)
+
+
+def alias_rows() -> list[str]:
+    how = {"_inverted": ", the other way round", "_chat_format": "`=openai`, if true"}
+    return grouped(
+        (f"`{alias.variable}`", f"`{alias.target}`{how.get(alias.convert.__name__, '')}") for alias in ALIASES
+    )
 
 
 TABLES = {
-    "aliases": ["| variable | of | stands for |", "| --- | --- | --- |", *(alias_row(alias) for alias in ALIASES)],
+    "aliases": ["| variable | stands for |", "| --- | --- |", *alias_rows()],
     "model": [
         "| option | also | default | allowed | meaning |",
         "| --- | --- | --- | --- | --- |",
@@ -148,31 +178,17 @@ TABLES = {
         "| --- | --- | --- | --- |",
         *(server_row(option) for option in (*server.SERVED, server.API_KEYS_FILE, *server.FOR_MODELS)),
     ],
-    "refused": [
-        "| setting | served | what it is | instead |",
-        "| --- | --- | --- | --- |",
-        *(refused_row(option, option.key) for option in options.NOT_SERVED),
-        *(refused_row(option, server_name(option.key)) for option in server.NOT_SERVED),
-    ],
-    "ignored": [
-        "| setting | why it has no effect |",
-        "| --- | --- |",
-        *(f"| `{key}` | {reason} |" for key, reason in options.IGNORED.items()),
-        *(f"| `{server_name(key)}` | {reason} |" for key, reason in server.IGNORED.items()),
-    ],
+    "refused": ["| setting | served | instead |", "| --- | --- | --- |", *refused_rows()],
 }
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_documentation_has_the_table_of_options(name: str) -> None:
-    """`UPDATE_DOCS=1 pytest tests/unit/container/settings/test_options.py` writes them anew, meanings aside."""
-    before, table, after = table_of(name)
+    """`UPDATE_TABLES=1 pytest tests/unit/container/settings/test_options.py` writes them anew, meanings aside."""
+    before, _, after = table_of(name)
     expected = "\n".join(TABLES[name]) + "\n"
-    if os.environ.get("UPDATE_DOCS"):
-        DOCUMENT.write_text(before + expected + after, encoding="utf-8")
-        return
-    assert table == expected
-    assert "| ? |" not in table, "an option without a meaning"
+    assert_written(DOCUMENT, before + expected + after)
+    assert "| ? |" not in expected, "an option without a meaning"
 
 
 def test_server_defaults_name_keys_that_the_model_has() -> None:

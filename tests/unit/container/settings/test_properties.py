@@ -13,7 +13,7 @@ from container.settings.values import Value
 
 
 class Parsed:
-    """A file's values, and what was found to be wrong with it."""
+    """The values of a file, and the problems that were found in it."""
 
     def __init__(self, data: bytes) -> None:
         self.problems: list[str] = []

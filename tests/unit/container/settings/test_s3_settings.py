@@ -1,4 +1,4 @@
-"""Settings that name a model on S3: what is read from there, and what is said where it cannot be."""
+"""Settings that name a model on S3: the files that are read from there, and the messages if that fails."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from container.models.life_cycle import Lifecycle, fetch_weights
-from container.settings.load import load_settings
 from container.settings.settings import Settings, SettingsError
 from container.sources.download import RemoteModel
 from engines.interface import EngineStartError
+from tests.settings import load_settings
 from tests.stand_ins.s3 import Gate, put, refuse
 
 

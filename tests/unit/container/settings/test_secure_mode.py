@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from container.settings.load import load_settings
 from container.settings.secure_mode import ALLOWED_KEYS, KNOWN_CONTROLS, SecureMode, read_secure_mode
 from container.settings.settings import Settings, SettingsError
 from container.settings.values import Value
+from tests.settings import load_settings
 
 ON = {"SAGEMAKER_SECURE_MODE": "true"}
 

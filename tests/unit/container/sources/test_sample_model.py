@@ -1,4 +1,4 @@
-"""Who may read the sample model: everybody, such as the user of a container that has it mounted."""
+"""The rights of the sample model: every user may read it, for example in a container that has it mounted."""
 
 from __future__ import annotations
 

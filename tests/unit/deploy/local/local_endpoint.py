@@ -1,4 +1,4 @@
-"""The local endpoint on a socket, in front of a container whose replies a test scripts."""
+"""The local endpoint on a socket, in front of a container with scripted replies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 
 from container.http.cross_site import KnownHosts
 from container.http.disconnect import disconnected
-from container.http.router import Mount, Router
+from container.http.router import Application, Mount, Router
 from container.server import http_server, listen
 from deploy.local.runtime_api import PREFIX, RuntimeApi
 from deploy.local.settings import LocalSettings
@@ -91,7 +91,7 @@ async def silent(seen: Seen, send: Send) -> None:
 
 
 @contextlib.asynccontextmanager
-async def local_endpoint(container: ScriptedContainer, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def local_endpoint(container: Application, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Return a client of the local endpoint `e`."""
     listener: socket.socket = listen("127.0.0.1", 0)
     api = RuntimeApi(LocalSettings(endpoints=("e",), **settings), KnownHosts())
@@ -104,4 +104,5 @@ async def local_endpoint(container: ScriptedContainer, **settings: Any) -> Async
     finally:
         server.should_exit = True
         await serving
+        await api.drain(0.0)
         listener.close()

@@ -157,7 +157,6 @@ async def test_a_huge_error_is_not_shown() -> None:
         ("/endpoints/nope/invocations", {}, "Endpoint nope of account 000000000000 not found."),
         ("/endpoints/a_b/invocations", {}, "1 validation error detected: Value 'a_b' at 'endpointName' failed"),
         (f"/endpoints/{'a' * 64}/invocations", {}, "Member must have length less than or equal to 63"),
-        ("/endpoints/nope/openai/v1/chat/completions", {}, "Endpoint nope of account 000000000000 not found."),
         (STREAM, {f"{X}session-id": "NEW_SESSION"}, "Value 'NEW_SESSION' at 'sessionId' failed to satisfy"),
         (INVOKE, {f"{X}session-id": "a b"}, "Value 'a b' at 'sessionId' failed to satisfy"),
         (
@@ -182,7 +181,7 @@ async def test_a_wrong_call_is_a_validation_error(path: str, headers: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", INVOKE), ("POST", "/endpoints/e/async-invocations"), ("POST", "/endpoints/e")]
+    ("method", "path"), [("GET", INVOKE), ("GET", "/endpoints/e/async-invocations"), ("POST", "/endpoints/e")]
 )
 async def test_what_the_api_does_not_have_is_404(method: str, path: str) -> None:
     async with local_endpoint(ScriptedContainer(answering(404, b"container"))) as client:
@@ -256,7 +255,7 @@ async def test_what_is_escaped_in_a_path_stays_escaped() -> None:
         encoded = await client.get("/endpoints/e/openai%2Fv1%2Fmodels")
         assert encoded.headers["x-amzn-errortype"] == "UnknownOperationException"
     lines = [seen.line for seen in container.seen]
-    assert lines == [f"GET /openai/v1/models/{name}" for name in ("org%2Fmodel", "a%3Fb%20c")]
+    assert lines == [f"GET /v1/models/{name}" for name in ("org%2Fmodel", "a%3Fb%20c")]
 
 
 async def test_a_fault_of_ours_is_an_internal_failure_without_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,18 +267,6 @@ async def test_a_fault_of_ours_is_an_internal_failure_without_its_text(monkeypat
         response = await client.post(INVOKE, content=b"{}")
     assert error_of(response)[:2] == (500, "InternalFailure")
     assert "secret" not in response.text
-
-
-async def test_the_openai_path_passes_through_as_it_is() -> None:
-    container = ScriptedContainer(answering(201, b"made", ("X-Own", "1")))
-    headers = [(b"authorization", b"Bearer secret"), (b"x-mine", "Zoë".encode())]
-    async with local_endpoint(container) as client:
-        response = await client.post("/endpoints/e/openai/v1/chat/completions?x=1", content=b"{}", headers=headers)
-    assert (response.status_code, response.content, response.headers["x-own"]) == (201, b"made", "1")
-    (seen,) = container.seen
-    assert (seen.line, seen.body) == ("POST /openai/v1/chat/completions?x=1", b"{}")
-    assert seen.headers["x-mine"].encode("latin-1") == "Zoë".encode()
-    assert "authorization" not in seen.headers
 
 
 @pytest.mark.parametrize("ping", [503, 207])

@@ -8,7 +8,7 @@ from deploy.sagemaker.configuration import Configuration, merge_tables, read_con
 
 ACCOUNT, REGION = "111122223333", "eu-west-1"
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/models"
-IMAGE = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/slipway:0.1.0-cu130"
+IMAGE = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/slipway:0.2.0-cu130"
 
 _BASE: dict[str, Any] = {
     "name": "my-llm",
@@ -35,7 +35,10 @@ VALUES: dict[str, dict[str, Any]] = {
         "async": {
             "output": "s3://answers/out/",
             "failure": "s3://answers/failed/",
+            "input": "s3://questions/",
             "concurrency": 16,
+            "success_topic": "arn:aws:sns:eu-west-1:111122223333:answers",
+            "error_topic": "arn:aws:sns:eu-west-1:111122223333:answers",
         },
     },
     "scale_to_zero": {**_BASE, **_COMPONENT, **_ZERO},
@@ -50,6 +53,9 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "private": {
         **_BASE,
+        "instances": 2,
+        "prefix_aware_routing": {"prefix_length": 4096, "concurrency_threshold": 32},
+        "data_capture": {"destination": "s3://captured/", "percent": 20},
         "properties": {
             "Model": {
                 "EnableNetworkIsolation": True,
@@ -61,17 +67,7 @@ VALUES: dict[str, dict[str, Any]] = {
             "EndpointConfiguration": {
                 "KmsKeyId": "1234abcd-12ab-34cd-56ef-1234567890ab",
                 "ProductionVariants": {
-                    "RoutingConfig": {
-                        "RoutingStrategy": "PREFIX_AWARE",
-                        "PrefixAwareRoutingConfig": {"PrefixLength": 4096},
-                    },
                     "VolumeSizeInGB": 200,
-                },
-                "DataCaptureConfig": {
-                    "EnableCapture": True,
-                    "InitialSamplingPercentage": 20,
-                    "DestinationS3Uri": "s3://captured/",
-                    "CaptureOptions": [{"CaptureMode": "Input"}, {"CaptureMode": "Output"}],
                 },
             },
         },
@@ -82,6 +78,9 @@ VALUES: dict[str, dict[str, Any]] = {
         **_ZERO,
         "push": "slipway:gpu",
         "component": {"gpus": 1, "cpus": 2.0},
+        "prefix_aware_routing": {"prefix_length": 1024, "concurrency_threshold": 1},
+        "data_capture": {"destination": "s3://captured/all", "percent": 100, "modes": ["Output"]},
+        "metrics": {"interval": 10, "path": "/metrics"},
         "adapters": [{"name": "french", "source": "s3://adapters/french.tar.gz"}],
         "properties": {
             "EndpointConfiguration": {

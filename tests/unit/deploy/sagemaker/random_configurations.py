@@ -34,7 +34,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
 
     region = draw(st.sampled_from(sorted(_PARTITIONS)))
     aws, domain = _PARTITIONS[region]
-    image = f"{ACCOUNT}.dkr.ecr.{region}.{domain}/team/slipway:0.1.0-cu128"
+    image = f"{ACCOUNT}.dkr.ecr.{region}.{domain}/team/slipway:0.2.0-cu128"
     made = draw(st.booleans())
     serves = draw(st.sampled_from(["endpoint", "component", "async"]))
     values: dict[str, Any] = {
@@ -51,16 +51,22 @@ def configurations(draw: st.DrawFn) -> Configuration:
         **maybe("startup_timeout", st.sampled_from([60, 3600])),
         **maybe("rollout", _rollouts()),
         **maybe("autoscaling", _ranges({"target": 3.5})),
+        **maybe("data_capture", _captures()),
+        **maybe("metrics", st.sampled_from([{"detailed": False}, {"interval": 300}])),
+        **maybe("prefix_aware_routing", st.just({"prefix_length": 65536, "concurrency_threshold": 1024})),
     }
     if serves == "component":
         values["component"] = {"gpus": draw(st.integers(0, 8)), "copies": draw(st.integers(0, 2))}
         values |= maybe("capacity", _ranges({}))
+        values |= maybe("metrics", st.just({"interval": 10, "path": "/server/metrics-1.0"}))
         values |= maybe("adapters", st.just([{"name": "french-2", "source": "s3://adapters/french.tar.gz"}]))
     if serves == "async":
         values["async"] = {
             "output": "s3://answers/out/",
             **maybe("failure", st.just("s3://answers/failed/")),
             **maybe("concurrency", st.sampled_from([1, 1000])),
+            **maybe("input", st.just("s3://questions")),
+            **maybe("error_topic", st.just(f"arn:{aws}:sns:{region}:{ACCOUNT}:errors")),
         }
     for left_out in ((), *_RARE):
         try:
@@ -72,14 +78,22 @@ def configurations(draw: st.DrawFn) -> Configuration:
 
 # Fields that often contradict others. The first combination that gives a valid configuration is left out.
 _RARE = (
-    ("adapters",),
-    ("adapters", "autoscaling"),
-    ("adapters", "autoscaling", "capacity"),
+    ("prefix_aware_routing",),
+    ("prefix_aware_routing", "adapters"),
+    ("prefix_aware_routing", "adapters", "autoscaling"),
+    ("prefix_aware_routing", "adapters", "autoscaling", "capacity"),
 )
 
 
 def _ranges(more: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.sampled_from([(0, 2), (1, 8), (2, 2)]).map(lambda ends: {"min": ends[0], "max": ends[1], **more})
+
+
+def _captures() -> st.SearchStrategy[dict[str, Any]]:
+    modes = st.sampled_from([["Input"], ["Output", "Input"]])
+    return st.fixed_dictionaries(
+        {"destination": st.just("s3://captured"), "percent": st.sampled_from([0, 100])}, optional={"modes": modes}
+    )
 
 
 def _rollouts() -> st.SearchStrategy[dict[str, Any]]:

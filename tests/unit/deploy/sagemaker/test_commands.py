@@ -193,10 +193,10 @@ def test_without_a_role_a_region_and_credentials_a_dry_run_prints_a_stack_with_a
 ) -> None:
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
-    readme = (ROOT / "README.md").read_text()
-    command = re.search(r"^slipway deploy(.*?\n?.*?) --dry-run", readme, re.M)
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    command = re.search(r"^slipway deploy (--name(?:.*\\\n)*.*)$", page, re.M)
     assert command
-    arguments = command[1].replace("\\\n", " ").replace("<account>", "111122223333").replace("<region>", "eu-west-1")
+    arguments = command[1].replace("\\\n", " ")
     done = _run("deploy", *arguments.split(), "--dry-run")
     assert done.exit_code == 0, done.output
     assert yaml.safe_load(done.stdout)["Resources"]["Role"]["Type"] == "AWS::IAM::Role"

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.session import get_session
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +22,10 @@ from deploy.sagemaker.template import template
 from tests.unit.deploy.sagemaker.configurations import VALUES, configuration
 
 ROOT = Path(__file__).parents[4]
+
+_PREFIX = {"prefix_length": 4096, "concurrency_threshold": 32}
+_CAPTURE = {"destination": "s3://captured/", "percent": 1}
+_SERVERLESS = {"ServerlessConfig": {"MemorySizeInMB": 6144, "MaxConcurrency": 2}}
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": "my_llm"}, "name: Expected `str` matching regex '^([a-zA-Z0-9]"),
@@ -59,6 +65,39 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"component": {"gpus": 1, "path": "/other"}}, "component: Object contains unknown field `path`"),
     ({"upload": "model/"}, "upload: expected an s3:// prefix as model"),
     ({"rollout": {"strategy": "fast"}}, "rollout.strategy: Expected `str` matching regex '^(blue-green|canary|"),
+    ({"async": {"output": "https://a/"}}, "async.output: Expected `str` matching regex '^(s3://"),
+    ({"async": {"output": "s3://a/" + "b" * 506}}, "async.output: Expected `str` of length <= 512"),
+    (
+        {"async": {"output": "s3://a/", "error_topic": "errors"}},
+        "async.error_topic: Expected `str` matching regex '^(arn",
+    ),
+    ({"async": {"output": "s3://a/"}, "component": {"gpus": 1}}, "asynchronous calls cannot name a component"),
+    (
+        {"async": {"output": "s3://a/"}, "instances": 2, "prefix_aware_routing": _PREFIX},
+        "routes by prefix on real-time endpoints only",
+    ),
+    ({"prefix_aware_routing": _PREFIX}, "prefix_aware_routing: expected at least 2 instances, not 1"),
+    (
+        {"prefix_aware_routing": _PREFIX, "component": {"gpus": 1}, "autoscaling": {"min": 1, "max": 4, "target": 1}},
+        "prefix_aware_routing: expected at least 2 instances, not 1",
+    ),
+    (
+        {"prefix_aware_routing": {"prefix_length": 4096}},
+        "prefix_aware_routing: Object missing required field `concurrency_threshold`",
+    ),
+    ({"data_capture": {"destination": "a", "percent": 1}}, "data_capture.destination: Expected `str` matching regex"),
+    ({"data_capture": {"percent": 1}}, "data_capture: Object missing required field `destination`"),
+    ({"data_capture": {**_CAPTURE, "modes": []}}, "data_capture.modes: Expected `array` of length >= 1"),
+    ({"data_capture": {**_CAPTURE, "modes": ["Both"]}}, "data_capture.modes[0]: Expected `str` matching regex"),
+    ({"metrics": {"interval": 20}}, "metrics.interval is 20; expected one of 10, 30, 60, 120, 180, 240, 300"),
+    ({"metrics": {"path": "/metrics"}}, "metrics.path: expected a [component] table"),
+    ({"metrics": {"path": "/a/../b"}, "component": {"gpus": 1}}, "metrics.path: Expected `str` matching regex"),
+    (
+        {"metrics": {"path": "/metrics", "detailed": False}, "component": {"gpus": 1}},
+        "expected metrics.detailed = true",
+    ),
+    ({"properties": {"EndpointConfiguration": {"ProductionVariants": _SERVERLESS}}}, "expected no ServerlessConfig"),
+    ({"properties": {"EndpointConfiguration": {"ProductionVariants": [_SERVERLESS]}}}, "expected no ServerlessConfig"),
     ({"nmae": "x"}, "Object contains unknown field `nmae`"),
 ]
 
@@ -132,6 +171,42 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 def test_truth_values_and_numbers_of_the_environment_are_written_as_in_a_properties_file() -> None:
     read = configuration("private", env={"OPTION_ENABLE_LORA": True, "OPTION_X": 0.5, "OPTION_Y": 7})
     assert read.environment == {"OPTION_ENABLE_LORA": "true", "OPTION_X": "0.5", "OPTION_Y": "7"}
+
+
+_LIMITS = [
+    ("PrefixAwareRoutingConfig", "PrefixLength", "prefix_aware_routing.prefix_length"),
+    ("PrefixAwareRoutingConfig", "ConcurrencyThreshold", "prefix_aware_routing.concurrency_threshold"),
+    ("AsyncInferenceClientConfig", "MaxConcurrentInvocationsPerInstance", "async.concurrency"),
+    ("DataCaptureConfig", "InitialSamplingPercentage", "data_capture.percent"),
+]
+
+
+@pytest.mark.parametrize(("shape", "member", "path"), _LIMITS, ids=[path for _, _, path in _LIMITS])
+def test_the_limits_of_a_number_are_those_of_sagemakers_service_model(shape: str, member: str, path: str) -> None:
+    known: Any = get_session().get_service_model("sagemaker").shape_for(shape)
+    least, most = (known.members[member].metadata[end] for end in ("min", "max"))
+    kind = "asynchronous" if path.startswith("async") else "private"
+
+    def read(number: int) -> Configuration:
+        return read_configuration(merge_tables(VALUES[kind], read_options({"set": [f"{path}={number}"]})))
+
+    assert read(least) != read(most)
+    for number in (least - 1, most + 1):
+        with pytest.raises(ConfigurationError, match=rf"^{re.escape(path)}: Expected `int` [<>]= \d+$"):
+            read(number)
+
+
+@pytest.mark.parametrize(
+    "instances",
+    [
+        {"instances": 2},
+        {"autoscaling": {"min": 1, "max": 2, "target": 1}},
+        {"component": {"gpus": 1}, "capacity": {"min": 1, "max": 2}},
+    ],
+    ids=["instances", "autoscaling", "capacity"],
+)
+def test_prefixes_are_routed_where_two_instances_can_run(instances: dict[str, Any]) -> None:
+    assert read_configuration(_plain(prefix_aware_routing=_PREFIX, **instances)).most_instances == 2
 
 
 _VALUES = st.recursive(

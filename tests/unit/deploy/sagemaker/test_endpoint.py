@@ -59,6 +59,14 @@ def test_an_answer_is_given_as_it_came() -> None:
     }
 
 
+def test_a_route_is_sent_as_a_custom_attribute() -> None:
+    runtime = Runtime(io.BytesIO(b"{}"))
+    endpoint.invoke(runtime, "e", b"{}", route="/generate")
+    list(endpoint.invoke_stream(Runtime(Stream([])), "e", b"{}", route="/generate"))
+    endpoint.invoke_asynchronously(runtime, "e", location="s3://in/1.json", route="/generate")
+    assert [call["CustomAttributes"] for call in runtime.calls] == ["route=/generate"] * 2
+
+
 def test_a_chat_is_asked_in_a_chats_form() -> None:
     asked = json.loads(endpoint.body("Hi", max_new_tokens=3, chat=True, stream=True))
     assert asked == {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "stream": True}
@@ -104,7 +112,11 @@ def test_a_connection_that_breaks_within_a_stream_breaks_the_stream(monkeypatch:
 
 
 def test_an_asynchronous_answer_is_where_sagemaker_says() -> None:
-    assert endpoint.invoke_asynchronously(Runtime(None), "e", "s3://in/1.json") == "s3://answers/1"
+    runtime = Runtime(None)
+    assert endpoint.invoke_asynchronously(runtime, "e", location="s3://in/1") == endpoint.Places("s3://answers/1", None)
+    endpoint.invoke_asynchronously(runtime, "e", request=b"{}")
+    call = {"EndpointName": "e", "ContentType": "application/json"}
+    assert runtime.calls == [call | {"InputLocation": "s3://in/1"}, call | {"Body": b"{}"}]
 
 
 class Endpoint(BaseHTTPRequestHandler):

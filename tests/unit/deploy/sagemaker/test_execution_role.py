@@ -31,7 +31,28 @@ def test_a_policy_names_places_and_no_more(name: str) -> None:
     assert len(json.dumps(document)) < 10240
 
 
-def test_the_docs_have_the_policies_of_the_execution_role() -> None:
-    page = (Path(__file__).parents[4] / "docs/deploy.md").read_text()
-    for document in (_document("scale_to_zero"), trust_policy()):
-        assert json.dumps(document, indent=2) in page
+@pytest.mark.parametrize(
+    ("file", "document"),
+    [("execution_role.json", _document("scale_to_zero")), ("trust_policy.json", trust_policy())],
+)
+def test_the_policies_that_the_docs_link_to_are_those_of_the_stack(file: str, document: Any) -> None:
+    written = (Path(__file__).parents[4] / "deploy" / "templates" / file).read_text()
+    assert written == json.dumps(document, indent=2) + "\n"
+
+
+def _statements(name: str) -> dict[str, Any]:
+    return {statement["Sid"]: statement for statement in _document(name)["Statement"]}
+
+
+def test_a_role_may_read_the_requests_and_write_the_answers_of_asynchronous_calls() -> None:
+    made = _statements("asynchronous")
+    assert made["Read"]["Resource"] == ["arn:aws:s3:::models/llama/*", "arn:aws:s3:::questions/*"]
+    assert made["List"]["Resource"] == ["arn:aws:s3:::models", "arn:aws:s3:::questions"]
+    assert made["Write"]["Action"] == ["s3:AbortMultipartUpload", "s3:PutObject"]
+    assert made["Write"]["Resource"] == ["arn:aws:s3:::answers/out/*", "arn:aws:s3:::answers/failed/*"]
+    assert made["Notify"]["Resource"] == ["arn:aws:sns:eu-west-1:111122223333:answers"]
+
+
+def test_a_role_may_write_captured_requests() -> None:
+    assert _statements("everything")["Write"]["Resource"] == ["arn:aws:s3:::captured/all/*"]
+    assert "Write" not in _statements("scale_to_zero")

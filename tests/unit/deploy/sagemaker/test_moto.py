@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 from moto import mock_aws
+from moto.core.models import DEFAULT_ACCOUNT_ID
 from moto.sagemaker.models import FakeEndpoint
+from moto.sagemakerruntime.models import sagemakerruntime_backends
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
+from deploy.sagemaker import endpoint
 from deploy.sagemaker.model_upload import upload_model
 from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
 from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION
@@ -66,7 +69,7 @@ def test_a_deployment_is_made_kept_updated_and_removed() -> None:
     variant = config["ProductionVariants"][0]
     assert (variant["InstanceType"], variant["InitialInstanceCount"]) == ("ml.g4dn.xlarge", 1)
     model = sagemaker.describe_model(ModelName=variant["ModelName"])
-    assert model["PrimaryContainer"]["Environment"] == {"OPTION_DTYPE": "fp16"}
+    assert model["PrimaryContainer"]["Environment"]["OPTION_DTYPE"] == "fp16"
     assert model["PrimaryContainer"]["ModelDataSource"]["S3DataSource"]["S3Uri"] == "s3://models/llama/"
     # CloudFormation adds the stack's tags to its resources. moto does not.
     (stack,) = SESSION.client("cloudformation").describe_stacks()["Stacks"]
@@ -180,3 +183,82 @@ def test_a_directory_that_is_not_there_leaves_no_stack() -> None:
     assert done.exit_code == 1
     assert done.stderr.endswith("slipway: /nowhere: expected a directory with files\n")
     assert _there()["stacks"] == 0
+
+
+def test_an_asynchronous_call_prints_its_answer_or_the_reason_of_its_failure() -> None:
+    results = sagemakerruntime_backends[DEFAULT_ACCOUNT_ID]["eu-west-1"].async_results_queue
+    results += [(False, '{"generated_text": " Paris"}'), (True, "no such model"), (False, "{}")]
+    done = _run("invoke", "my-llm", "--async", "--prompt", "Hi")
+    assert (done.exit_code, done.stdout) == (0, '{"generated_text": " Paris"}\n'), done.output
+    failed = _run("invoke", "my-llm", "--async", "--input-location", "s3://in/1.json")
+    assert (failed.exit_code, failed.stdout) == (1, "")
+    assert failed.stderr.startswith("slipway: the request failed: no such model (s3://")
+    place = _run("invoke", "my-llm", "--input-location", "s3://in/2.json").stdout
+    assert place.startswith("s3://")
+
+
+def test_an_answer_is_waited_for_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    s3: Any = SESSION.client("s3")
+    s3.create_bucket(Bucket="answers", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
+    places = endpoint.Places("s3://answers/out/1.out", None)
+    with pytest.raises(endpoint.NoAnswer, match=r"no answer in 0 s; it will be in s3://answers/out/1\.out"):
+        endpoint.wait_for_answer(s3, places, 0)
+    waited: list[float] = []
+
+    def answer_at_the_second_look(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 2:
+            s3.put_object(Bucket="answers", Key="out/1.out", Body=b"{}")
+
+    monkeypatch.setattr("time.sleep", answer_at_the_second_look)
+    assert endpoint.wait_for_answer(s3, places, 600) == b"{}"
+    assert len(waited) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--prompt", "Hi", "--stream"], "--stream: not possible with asynchronous calls"),
+        (["--prompt", "Hi", "--component", "c"], "--component: not possible with asynchronous calls"),
+        (["--body", "x" * 128_001], "the request has 128001 bytes; expected at most 128000, or an S3 object that"),
+    ],
+)
+def test_an_asynchronous_call_that_sagemaker_refuses_is_not_made(options: list[str], said: str) -> None:
+    done = _run("invoke", "my-llm", "--async", *options)
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_the_hint_after_a_deployment_is_a_call_that_the_endpoint_takes() -> None:
+    done = _run("deploy", *GIVEN, "--set", "async.output=s3://answers/")
+    assert done.exit_code == 0, done.output
+    assert 'try: slipway invoke my-llm --async --prompt "Hello"' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("prefix_aware_routing={prefix_length=4096, concurrency_threshold=8}", "at least 2 instances, not 1"),
+        ("metrics.path=/metrics", "expected a [component] table"),
+    ],
+)
+def test_fields_that_sagemaker_refuses_leave_no_stack(field: str, said: str) -> None:
+    done = _run("deploy", *GIVEN, "--set", field)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert _there()["stacks"] == 0
+
+
+def test_moto_has_the_routing_the_capture_and_the_metrics_of_an_endpoint() -> None:
+    fields = [
+        "instances=2",
+        "prefix_aware_routing={prefix_length=4096, concurrency_threshold=8}",
+        'data_capture={destination="s3://captured/", percent=5}',
+    ]
+    done = _run("deploy", *GIVEN, *(f"--set={field}" for field in fields))
+    assert done.exit_code == 0, done.output
+    sagemaker: Any = SESSION.client("sagemaker")
+    name = sagemaker.describe_endpoint(EndpointName="my-llm")["EndpointConfigName"]
+    config = sagemaker.describe_endpoint_config(EndpointConfigName=name)
+    assert config["ProductionVariants"][0]["RoutingConfig"]["RoutingStrategy"] == "PREFIX_AWARE"
+    assert config["DataCaptureConfig"]["DestinationS3Uri"] == "s3://captured/"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Session(boto3.Session):
-    """A session whose CloudFormation is in memory."""
+    """A session with a CloudFormation in memory."""
 
     def __init__(self, cloudformation: FakeCloudFormation) -> None:
         super().__init__("testing", "testing", region_name="eu-west-1")

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import yaml
 from botocore.session import get_session
+from botocore.validate import ParamValidator
 from cfnlint.api import lint
 from cfnlint.config import ManualArgs
 from hypothesis import Phase, given, settings
 
+from container.settings.load import load_startup
 from deploy.sagemaker.configuration import (
     Configuration,
     ConfigurationError,
@@ -21,6 +23,7 @@ from deploy.sagemaker.configuration import (
 )
 from deploy.sagemaker.template import MACHINE_IMAGE, secrets, template
 from deploy.yaml_text import as_yaml
+from engines.model_settings import ModelSettings
 from tests.unit.deploy.sagemaker.configurations import REGION, VALUES, configuration
 from tests.unit.deploy.sagemaker.random_configurations import configurations
 
@@ -135,8 +138,58 @@ def _environment(read: Configuration) -> dict[str, str]:
 @settings(deadline=None, max_examples=100)
 @given(configurations())
 def test_the_container_gets_its_environment(read: Configuration) -> None:
+    made = _environment(read)
+    names = made.pop("OPTION_SERVED_MODEL_NAME").split(",")
+    assert names[-1] == read.name
     hub = {} if read.from_s3 else {"HF_MODEL_ID": read.model}
-    assert _environment(read) == hub | read.environment
+    assert made == hub | read.environment
+
+
+def _served(tmp_path: Path, read: Configuration) -> ModelSettings:
+    """Return the settings of the container's model. The container finds models of S3 in the directory `model`."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    if read.from_s3:
+        (directory / "config.json").write_text("{}")
+    (model,) = load_startup(directory, _environment(read), {}).models
+    assert not model.settings.warnings
+    return model.settings.model
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("org/model-7b", ("org/model-7b", "my-llm")),
+        ("s3://models/llama", ("llama", "my-llm")),
+        ("s3://models/llama-3.1/", ("llama-3.1", "llama_3_1", "my-llm")),
+        ("s3://models/my-llm/", ("my-llm", "my_llm")),
+        ("s3://models/llama.tar.gz", ("llama", "my-llm")),
+        ("s3://models/a,b/", ("a_b", "my-llm")),
+        ("s3://models", ("models", "my-llm")),
+    ],
+)
+def test_a_deployed_model_keeps_its_name_and_has_the_endpoints(
+    model: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert _served(tmp_path, configuration("private", model=model)).public_names == names
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"OPTION_SERVED_MODEL_NAME": "theirs"},
+        {"SM_VLLM_SERVED_MODEL_NAME": "theirs"},
+        {"SERVING_MODEL_NAME": "theirs"},
+    ],
+    ids=lambda env: next(iter(env)),
+)
+def test_a_name_of_the_environment_is_kept(env: dict[str, str], tmp_path: Path) -> None:
+    assert _served(tmp_path, configuration("private", env=env)).public_names == ("theirs",)
+
+
+@pytest.mark.parametrize("variable", ["HF_MODEL_ID", "SM_VLLM_MODEL", "OPTION_MODEL_ID", "SERVING_LOAD_MODELS"])
+def test_another_model_of_the_environment_does_not_get_the_names(variable: str) -> None:
+    assert _environment(configuration("private", env={variable: "org/other"})) == {variable: "org/other"}
 
 
 def test_the_machine_image_is_one_of_sagemakers_with_a_driver_for_the_gpu_images_cuda() -> None:
@@ -164,7 +217,78 @@ def test_properties_go_before_those_of_the_template() -> None:
     made = template(configuration("private"))["Resources"]["EndpointConfiguration"]["Properties"]
     (variant,) = made["ProductionVariants"]
     assert (variant["VolumeSizeInGB"], variant["InstanceType"]) == (200, "ml.g6e.xlarge")
-    assert variant["RoutingConfig"]["RoutingStrategy"] == "PREFIX_AWARE"
+    variants = {"ProductionVariants": {"RoutingConfig": {"RoutingStrategy": "RANDOM"}}}
+    made = template(configuration("real_time", properties={"EndpointConfiguration": variants}))["Resources"]
+    (variant,) = made["EndpointConfiguration"]["Properties"]["ProductionVariants"]
+    assert variant["RoutingConfig"] == {"RoutingStrategy": "RANDOM"}
+
+
+def test_prefix_aware_routing_and_data_capture_are_in_the_endpoints_configuration() -> None:
+    made = template(configuration("private"))["Resources"]["EndpointConfiguration"]["Properties"]
+    assert made["ProductionVariants"][0]["RoutingConfig"] == {
+        "RoutingStrategy": "PREFIX_AWARE",
+        "PrefixAwareRoutingConfig": {"PrefixLength": 4096, "ConcurrencyThreshold": 32},
+    }
+    assert made["DataCaptureConfig"] == {
+        "EnableCapture": True,
+        "InitialSamplingPercentage": 20,
+        "DestinationS3Uri": "s3://captured/",
+        "CaptureOptions": [{"CaptureMode": "Input"}, {"CaptureMode": "Output"}],
+        "CaptureContentTypeHeader": {"JsonContentTypes": ["application/json"]},
+    }
+
+
+def test_an_asynchronous_endpoint_has_its_places_topics_and_bound() -> None:
+    made = template(configuration("asynchronous"))["Resources"]["EndpointConfiguration"]["Properties"]
+    topic = "arn:aws:sns:eu-west-1:111122223333:answers"
+    assert made["AsyncInferenceConfig"] == {
+        "OutputConfig": {
+            "S3OutputPath": "s3://answers/out/",
+            "S3FailurePath": "s3://answers/failed/",
+            "NotificationConfig": {"SuccessTopic": topic, "ErrorTopic": topic},
+        },
+        "ClientConfig": {"MaxConcurrentInvocationsPerInstance": 16},
+    }
+
+
+def test_the_containers_metrics_are_read_from_the_components_path() -> None:
+    made = template(configuration("everything"))["Resources"]
+    metrics = made["EndpointConfiguration"]["Properties"]["MetricsConfig"]
+    assert metrics == {"EnableDetailedObservability": True, "MetricPublishFrequencyInSeconds": 10}
+    container = made["InferenceComponent"]["Properties"]["Specification"]["Container"]
+    read = {"MetricsEndpointPath": "/metrics", "MetricPublishFrequencyInSeconds": 10}
+    assert container == {"ContainerMetricsConfig": {"MetricsEndpoints": [read]}}
+    off = template(configuration("scale_to_zero", metrics={"detailed": False}))["Resources"]
+    assert off["EndpointConfiguration"]["Properties"]["MetricsConfig"]["EnableDetailedObservability"] is False
+    assert "Container" not in off["InferenceComponent"]["Properties"]["Specification"]
+
+
+def test_cloudformation_has_no_path_of_metrics_for_models_without_components() -> None:
+    made = template(configuration("real_time"))
+    container = made["Resources"]["Model"]["Properties"]["PrimaryContainer"]
+    container["ContainerMetricsConfig"] = {"MetricsEndpoints": [{"MetricsEndpointPath": "/metrics"}]}
+    (found,) = lint(as_yaml(made), config=_LINT)
+    assert "'ContainerMetricsConfig' was unexpected" in found.message
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_properties_are_parameters_of_sagemakers_calls(name: str) -> None:
+    service = get_session().get_service_model("sagemaker")
+    calls = {
+        "AWS::SageMaker::EndpointConfig": ("CreateEndpointConfig", {"EndpointConfigName": "made"}),
+        "AWS::SageMaker::Model": ("CreateModel", {"ModelName": "made"}),
+    }
+    for resource in template(configuration(name))["Resources"].values():
+        if resource["Type"] not in calls:
+            continue
+        call, chosen = calls[resource["Type"]]
+        parameters = chosen | json.loads(json.dumps(resource["Properties"]), object_hook=_referred)
+        problems = ParamValidator().validate(parameters, service.operation_model(call).input_shape)
+        assert not problems.has_errors(), problems.generate_report()
+
+
+def _referred(value: dict[str, Any]) -> Any:
+    return "made" * 5 if value.keys() & {"Ref", "Fn::GetAtt"} else value
 
 
 def test_properties_of_a_resource_that_is_not_there_are_refused() -> None:
@@ -176,7 +300,7 @@ def test_properties_of_a_resource_that_is_not_there_are_refused() -> None:
 
 def test_secrets_of_similar_names_stay_apart() -> None:
     env = {"HF_TOKEN": "first", "HF__TOKEN": "second"}
-    assert _environment(configuration("private", env=env)) == env
+    assert _environment(configuration("private", env=env)).items() >= env.items()
 
 
 def test_a_hundred_adapters_are_short_enough() -> None:

@@ -1,4 +1,4 @@
-"""Which requests are batched together, and when."""
+"""The times of batches, and the requests that are batched together."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_discarding_all_of_a_long_queue_takes_no_time() -> None:
 
 
 Step = tuple[str, int, str, float]
-"""What happens, to an item of which weight and key, after how many seconds."""
+"""An action, the weight and the key of its item, and the seconds before it."""
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["put", "put", "put", "take", "discard"]),
@@ -133,7 +133,7 @@ STEPS = st.lists(
 
 
 def played(steps: list[Step]) -> tuple[list[Item], list[Item], list[tuple[float, list[Item]]]]:
-    """All items, those discarded, and the batches with the time of each."""
+    """Return all items, the discarded items, and the batches with the time of each."""
     queue, clock = queue_of()
     items: list[Item] = []
     discarded: list[Item] = []

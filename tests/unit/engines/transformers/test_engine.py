@@ -1,4 +1,4 @@
-"""The dynamic-batch engine with a tiny model of random weights, whose forward passes fail and hang on demand."""
+"""The dynamic-batch engine with a tiny model of random weights. Its forward passes fail and hang on demand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ until = partial(waiting.until, seconds=10.0)
 
 CONTEXT = 96
 MARK = "\x07"
-"""In a prompt: this one is to fail."""
+"""A mark in prompts that are to fail."""
 TWELVE = SamplingParameters(max_tokens=12, ignore_eos=True)
 PROMPTS = ["a", "some words", "a prompt that is a good deal longer than the others", "0123", "x y z"]
 
@@ -90,7 +90,7 @@ def tiny(directory: Path) -> TransformersModel:
 
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch: pytest.MonkeyPatch, tiny: TransformersModel) -> None:
-    """Engines take the model that the tests have hooks on."""
+    """Make engines take the model that the tests have hooks on."""
     monkeypatch.setattr(transformers_batch, "load_model", lambda _: tiny)
 
 
@@ -110,12 +110,12 @@ async def engine_with(directory: Path, **fields: Any) -> AsyncIterator[BatchEngi
 
 
 class Forward:
-    """What the engine's batches ask the model to compute: the ids of each forward pass."""
+    """A record of the forward passes of the engine's batches, as the ids of each pass."""
 
     def __init__(self) -> None:
         self.inputs: list[Any] = []
         self.before: Callable[[Any], None] = lambda ids: None
-        """Called in the engine's thread before each pass."""
+        """A function that runs in the engine's thread before each pass."""
 
     def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if threading.current_thread().name != "batches":  # an engine that starts, or the test itself
@@ -125,7 +125,7 @@ class Forward:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Of the passes that take whole prompts."""
+        """Return the batch sizes of the passes that take whole prompts."""
         return [len(ids) for ids in self.inputs if ids.shape[1] > 1]
 
 
@@ -150,7 +150,7 @@ async def text(engine: BatchEngine, request: GenerationRequest) -> str:
 
 
 async def texts(engine: BatchEngine, *requests: GenerationRequest) -> list[Any]:
-    """The text or error of each, all asked for at once."""
+    """Return the text or error of each request. All are sent at once."""
     return await asyncio.gather(*(text(engine, request) for request in requests), return_exceptions=True)
 
 
@@ -338,7 +338,7 @@ async def test_a_sequence_that_has_filled_the_context_does_not_break_those_that_
 
 
 def load_learned_positions(directory: Path, kind: str) -> TransformersModel:
-    """A model that has no position beyond 32."""
+    """Return a model that has no position beyond 32."""
     common: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     size = load_model(settings(directory)).vocabulary_size
     torch.manual_seed(3)
@@ -597,7 +597,7 @@ async def test_a_sink_that_raises_ends_its_own_request_only(directory: Path) -> 
 
 
 class Gate:
-    """Holds the forward pass until it is opened."""
+    """A gate that holds the forward pass until it is opened."""
 
     def __init__(self) -> None:
         self.entered, self._opened = threading.Event(), threading.Event()
@@ -818,7 +818,7 @@ async def test_an_aborted_request_ends_with_what_there_is_whether_it_waits_or_ru
 
 
 class Cycle:
-    """As models are, one that only the collector of reference cycles frees."""
+    """An object that only the collector of reference cycles frees, as models are."""
 
     def __init__(self) -> None:
         self.layers = [self]

@@ -16,7 +16,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, T
 from engines.errors import GenerationFailed, InvalidParameter
 from engines.request import Constraint, GenerationRequest, SamplingParameters
 from engines.transformers.sampling import Choice, Sampler, check_request, random_numbers
-from tests.unit.engines.transformers.test_sequence import END, MODEL, SEP, ids
+from tests.unit.engines.transformers.byte_model import END, MODEL, SEP, ids
 
 SIZE = MODEL.vocabulary_size
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def request_of(**fields: Any) -> GenerationRequest:
 
 
 class Sequences:
-    """A batch of sequences, one for each prompt, that go on with what is chosen."""
+    """A batch of sequences, one for each prompt. Each chosen token is added to its sequence."""
 
     def __init__(
         self, *prompts: tuple[int, ...], seeds: tuple[int, ...] = (), model: Any = MODEL, **fields: Any
@@ -56,7 +56,7 @@ class Sequences:
         return choices
 
     def next(self, row: Any) -> int:
-        """The next token of a batch of one."""
+        """Return the next token of a batch of one."""
         (choice,) = self.choose(row)
         assert isinstance(choice, Choice), choice
         return choice.token_id

@@ -1,55 +1,25 @@
-"""Texts, stop strings and the end of a sequence, with a tokenizer whose tokens are bytes."""
+"""Texts, stop strings and the end of a sequence, with a tokenizer that has bytes as tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from engines.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from engines.tokenization import TokenTexts
 from engines.transformers.generate import BatchSequence, StopStrings
 from engines.transformers.model import TransformersModel
 from engines.transformers.sampling import Choice
+from tests.unit.engines.transformers.byte_model import END, MODEL, SEP, byte_model, ids
 
-
-def byte_model(max_model_len: int = 100) -> TransformersModel:
-    """Everything but the weights: one token for each byte, and two special ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens([AddedToken("<end>", special=True), AddedToken("<sep>", special=True)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
-    return TransformersModel(
-        model=None,
-        tokenizer=tokenizer,
-        device=torch.device("cpu"),
-        max_model_len=max_model_len,
-        vocabulary_size=len(tokenizer),
-        eos_token_ids=frozenset({tokenizer.eos_token_id}),
-        special_ids=frozenset({tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<sep>")}),
-        pad_token_id=tokenizer.eos_token_id,
-    )
-
-
-MODEL = byte_model()
-END, SEP = (MODEL.tokenizer.convert_tokens_to_ids(token) for token in ("<end>", "<sep>"))
 PROMPT = MODEL.tokenizer.encode("P:")
 
 
-def ids(text: str) -> list[int]:
-    encoded: list[int] = MODEL.tokenizer.encode(text, add_special_tokens=False)
-    return encoded
-
-
 def run(token_ids: list[int], *, model: TransformersModel = MODEL, **fields: Any) -> list[TokenDelta]:
-    """The deltas of a sequence that the model would go on with `token_ids`."""
+    """Return the deltas of a sequence for which the model would generate `token_ids`."""
     names = GenerationRequest.__struct_fields__
     request_fields = {name: fields.pop(name) for name in list(fields) if name in names}
     request = GenerationRequest(
@@ -186,7 +156,7 @@ def test_every_delta_has_the_counts_and_the_log_probability_so_far() -> None:
 
 
 class SlowTokenizer:
-    """The same tokens as those of `MODEL`, without the decoder of `tokenizers`; counts what it decodes."""
+    """A tokenizer with the tokens of `MODEL`, without the decoder of `tokenizers`. It records its longest text."""
 
     def __init__(self) -> None:
         self.all_special_ids = [END, SEP]

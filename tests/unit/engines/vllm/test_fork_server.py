@@ -1,4 +1,4 @@
-"""When vLLM's processes are forked, and when not."""
+"""The conditions under which vLLM's processes are forked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GOOD = {
 
 
 def outcome(directory: Path, engine_core: str, script: str = SCRIPT, **variables: str) -> tuple[str, str]:
-    """How processes would be started beside a package called vllm with this module; and what was logged."""
+    """Return the start method of processes beside a package called vllm with this module, and the log."""
     for module in MODULES:
         file = directory / "vllm" / f"{module}.py"
         file.parent.mkdir(parents=True, exist_ok=True)

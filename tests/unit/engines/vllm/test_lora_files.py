@@ -1,4 +1,4 @@
-"""What is wrong with an adapter's files and weights, found before an engine reads them."""
+"""Faults of an adapter's files and weights, which are found before an engine reads them."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_pickled_weights_for_another_model_are_refused_though_vllm_would_take_th
 
 
 class Code:
-    """What a pickle runs when it is loaded."""
+    """An object that makes a directory when its pickle is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark

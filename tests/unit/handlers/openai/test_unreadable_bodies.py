@@ -1,4 +1,4 @@
-"""Bodies that vLLM reads and our reader does not: they are refused, since nothing in them could be translated."""
+"""Bodies that vLLM can read and Slipway cannot. They are refused, because nothing in them could be translated."""
 
 from __future__ import annotations
 

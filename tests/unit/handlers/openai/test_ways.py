@@ -1,4 +1,4 @@
-"""Which of the two ways a call of OpenAI's routes takes, and what comes of a call that the engine refuses."""
+"""The choice between the two ways of OpenAI's routes for a call, and the calls that the engine refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from handlers.openai.contract import OpenAIContract
 from handlers.openai.handler import OpenAIHandler
 from handlers.openai.vllm_call import VllmApp
 from handlers.queue import EngineQueue
-from tests.contracts.test_openai_contract import FRONT_END
+from tests.contracts.openai_exchange import FRONT_END
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.scripted_engine import ScriptedEngine
 from tests.waiting import until
@@ -23,7 +23,7 @@ TURNS = b'"messages": [{"role": "user", "content": "Hi"}]'
 
 
 class Engine(ScriptedEngine):
-    """Keeps its requests, too."""
+    """An engine that also keeps its requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Engine(ScriptedEngine):
 
 
 class Ways:
-    """A handler on a scripted engine, and an application that answers 418 to whatever reaches it."""
+    """A handler on a scripted engine, and an application that answers 418 to every request."""
 
     def __init__(self, limit: int = 4) -> None:
         self.engine = Engine()

@@ -1,4 +1,4 @@
-"""The command line: `slipway serve | config | sample-model`."""
+"""`slipway serve` and `slipway config`, and the options that they share with `slipway ray`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from container import logs
+from container.http.router import Mount
 from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
 from container.settings.settings import SettingsError, Startup
-
-if TYPE_CHECKING:
-    from container.http.router import Mount
-
-
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+from deploy.local.command import (
+    Adapters,
+    AsyncFailures,
+    AsyncOutput,
+    Capture,
+    Components,
+    LocalEndpoints,
+    LocalOptions,
+    S3Folder,
+    local_endpoint_of,
+)
 
 ModelDir = Annotated[
     str | None, typer.Option("--model-dir", "-m", help="Directory, or s3://, with the model or its serving.properties.")
@@ -35,16 +41,36 @@ ApiKeys = Annotated[
 ModelName = Annotated[str | None, typer.Option("--model-name", help="Name of the model in routes and in /ping.")]
 
 
-@app.command()
 def serve(
     model_dir: ModelDir = None,
     port: Port = None,
     host: Host = None,
     model_name: ModelName = None,
     api_key: ApiKeys = None,
+    local_endpoint: LocalEndpoints = None,
+    adapter: Adapters = None,
+    component: Components = None,
+    async_output: AsyncOutput = None,
+    async_failures: AsyncFailures = None,
+    s3_folder: S3Folder = None,
+    capture: Capture = None,
 ) -> None:
     """Serve a model until told to stop."""
-    run(read_startup(model_dir, port, host, model_name, api_key))
+    startup = read_startup(model_dir, port, host, model_name, api_key)
+    options = LocalOptions(
+        component=component,
+        adapter=adapter,
+        async_output=async_output,
+        async_failures=async_failures,
+        s3_folder=s3_folder,
+        capture=capture,
+    )
+    if local_endpoint:
+        mount, greeting = local_endpoint_of(startup.server, local_endpoint, options)
+        run(startup, [mount], greeting)
+    for option in options.given():
+        raise typer.BadParameter("has no meaning without --local-endpoint", param_hint=option)
+    run(startup)
 
 
 def run(startup: Startup, mounts: Sequence[Mount] = (), greeting: str = "") -> NoReturn:
@@ -72,7 +98,6 @@ def run(startup: Startup, mounts: Sequence[Mount] = (), greeting: str = "") -> N
     sys.exit(codes[0])
 
 
-@app.command()
 def config(
     model_dir: ModelDir = None,
     port: Port = None,
@@ -85,19 +110,6 @@ def config(
     typer.echo(startup_json(startup) if as_json else startup_text(startup))
 
 
-@app.command()
-def sample_model() -> None:
-    """Prepare the sample model, if need be, and print its directory."""
-    from container.sources.sample_model import SampleModelError, prepare
-
-    logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
-    try:
-        typer.echo(prepare())
-    except SampleModelError as error:
-        typer.echo(f"slipway: {error}", err=True)
-        sys.exit(1)
-
-
 def read_startup(
     model_dir: str | None,
     port: int | None,
@@ -105,7 +117,7 @@ def read_startup(
     model_name: str | None,
     api_keys: Sequence[str] | None = None,
 ) -> Startup:
-    """Read the settings of the server and its models. Prints the faults and ends the process with 2 if they fail."""
+    """Read the settings of the server and its models. If they are wrong, print the faults and exit with code 2."""
     given = {"port": port, "host": host, "model_name": model_name}
     if api_keys:
         given["api_keys"] = json.dumps(list(api_keys))
@@ -118,7 +130,3 @@ def read_startup(
         for warning in error.warnings:
             typer.echo(f"slipway: warning: {warning}", err=True)
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    app()

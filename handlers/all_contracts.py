@@ -1,7 +1,7 @@
-"""The families of clients that are served; a new one is registered here.
+"""The contracts that have routes of their own path. A new contract is added here.
 
-No two of them may have the same path and method, unless a route says `where`. LMI is not in the list: what answers its
-routes, `/invocations` and `/predictions`, depends on the model's settings.
+No two contracts may have the same path and method, unless a route has `with_field`. LMI is not in the list, because the
+model's settings decide which handler serves its routes, `/invocations` and `/predictions`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,39 @@
+"""`/execution-parameters`: SageMaker's batch transform asks here how it should send records. LMI has no such route.
+
+The values of a transform job go first. The answer is made of settings, so it is known before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from container.models.registry import Model, Models
+from container.settings.settings import ServerSettings
+from handlers.contract import Reply
+from handlers.djl_errors import JSON
+
+_MEBIBYTE = 1 << 20
+_PAYLOAD = 6  # SageMaker's default of MaxPayloadInMB. A larger payload would leave room for fewer calls.
+_ROOM = 100  # SageMaker's limit of MaxPayloadInMB times MaxConcurrentTransforms.
+
+
+def execution_parameters(models: Models, settings: ServerSettings) -> Reply:
+    """Return the reply of the route.
+
+    A record is a body of `/invocations`, and a body holds one request. So records are never joined (SINGLE_RECORD). As
+    many are sent at a time as can run together, within SageMaker's limit.
+    """
+    payload = max(1, min(_PAYLOAD, settings.max_request_size // _MEBIBYTE))
+    together = min((_together(model, settings) for model in models), default=1)
+    parameters = {
+        "MaxConcurrentTransforms": min(together, _ROOM // payload),
+        "BatchStrategy": "SINGLE_RECORD",
+        "MaxPayloadInMB": payload,
+    }
+    return Reply(200, JSON, msgspec.json.encode(parameters))
+
+
+def _together(model: Model, settings: ServerSettings) -> int:
+    """Return the number of calls that a model runs together. A custom handler's calls may have to wait in the queue."""
+    given = model.lifecycle.model
+    return min(given.rolling_batch_size, settings.job_queue_size) if given.handler else given.rolling_batch_size

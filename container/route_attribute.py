@@ -1,0 +1,33 @@
+"""The attribute `route` of SageMaker's custom attributes. It names the route that answers a call of `/invocations`.
+
+SageMaker calls no other path for most clients. AWS's vLLM image has the attribute too, for all of its routes. Here it
+reaches only routes that infer or tokenize: a client of an endpoint must not load adapters or models.
+"""
+
+from __future__ import annotations
+
+import re
+
+CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
+_SEPARATOR = re.compile(rb"[,;\s]+")  # AWS's image separates attributes by commas, LMI by semicolons.
+_ROUTE = re.compile(rb"(?:^|[,;\s])route=([^,;\s]*)")
+_PATH = re.compile(rb"(/(?!\.\.?(/|$))[^/%?#\\\x00-\x20\x7f-\xff]+)+|/")  # No escape, query, fragment, `//` or `..`.
+
+
+def attributes_of(header: bytes) -> list[bytes]:
+    """Split the header's value into attributes.
+
+    Semicolons separate them, as in LMI. Commas and white space do so, too, if one of the attributes is `route`.
+    """
+    return _SEPARATOR.split(header) if _ROUTE.search(header) else header.split(b";")
+
+
+def named_route(header: bytes) -> bytes | None:
+    """Return the path or URL in the first attribute `route`. None if there is no such attribute, or if it is a word."""
+    found = _ROUTE.search(header)
+    return found[1] if found is not None and (found[1].startswith(b"/") or b"://" in found[1]) else None
+
+
+def is_plain_path(route: bytes) -> bool:
+    """Return True if a route is a path without escapes, query and fragment. No other route is looked up."""
+    return _PATH.fullmatch(route) is not None

@@ -1,0 +1,121 @@
+"""Finds the code that serves a model: a handler, a script of SageMaker's script mode, or none.
+
+If there is none, an engine serves the model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import symtable
+from pathlib import Path
+
+from container.settings.handler import SERVICE_FOR_VLLM
+from container.settings.options import ASYNC_MODE, ENTRY_POINT, MODEL_ID, ROLLING_BATCH, Sources
+from container.settings.values import Value
+from container.sources import location
+
+# LMI's own handlers. An engine takes their place. LMI has removed the last four.
+_BUILT_IN = frozenset(
+    f"djl_python.{name}"
+    for name in ("huggingface", "tensorrt_llm", "deepspeed", "tensorrt_llm_python", "transformers_neuronx", "tnx")
+)
+# LMI's own handlers with the newer schema. They mean `option.async_mode=true`.
+_ASYNCHRONOUS = frozenset({SERVICE_FOR_VLLM, "djl_python.lmi_trtllm.trtllm_async_service"})
+# LMI's handlers for other models than language models.
+_NOT_SERVED = frozenset(
+    f"djl_python.{name}" for name in ("sklearn_handler", "xgboost_handler", "stable_diffusion_inf2", "stable-diffusion")
+)
+SCRIPT = "djl_python.sagemaker"  # Serves SageMaker's script mode: a file with `model_fn`.
+MODEL_FN = "model_fn"
+# Code that may define any name: `import *`, `exec` and `globals`.
+_CANNOT_BE_TOLD = re.compile(r"^\s*from\s+\S+\s+import\s+\*|(?<![.\w])(exec|globals)\(", re.MULTILINE)
+
+
+def model_code(sources: Sources) -> Path | None:
+    """Return the model directory's `model.py`, or the file with the directory's name. None if there is neither."""
+    files = (sources.model_dir / "model.py", sources.model_dir / f"{sources.model_dir.name}.py")
+    return next((path for path in files if os.path.isfile(path)), None)
+
+
+def handler_code(sources: Sources, code: Path | None, function: str) -> str | None:
+    """Return the file or the module of the handler. None if an engine serves the model.
+
+    Wrong settings are added to `sources.lookup.problems`.
+
+    Args:
+        code: The result of `model_code`.
+        function: The name of the handler's function.
+    """
+    script = _script(sources, code)
+    given = sources.model.get(ENTRY_POINT.key) or sources.variables.get("DJL_ENTRY_POINT")
+    text = sources.value(ENTRY_POINT)
+    if text is None or given is None:
+        named = any(key in sources.model for key in MODEL_ID.keys) or "HF_MODEL_ID" in sources.variables
+        has_model = named or location.has_model(sources.model_dir)
+        if code is not None and (defines(code, function) or defines(code, MODEL_FN) or not has_model):
+            return str(code)
+        if script is not None and has_model:
+            path = script.relative_to(sources.model_dir)
+            sources.lookup.warnings.append(f"{path} is not used: {ENTRY_POINT.key}={SCRIPT} would serve it")
+        return str(script) if script is not None and not has_model else None
+    name = str(text)
+    if name in _BUILT_IN | _ASYNCHRONOUS:
+        _use_engine(name, given, sources)
+        return None
+    fault = ""
+    if name == SCRIPT:
+        if script is not None:
+            return str(script)
+        fault = f"there is no model.py, inference.py or code/inference.py with {MODEL_FN} in the model directory"
+    elif name in _NOT_SERVED:
+        fault = (
+            "not served by this version of Slipway; a model.py with "
+            f"{MODEL_FN} that loads the model is served with {ENTRY_POINT.key}={SCRIPT}"
+        )
+    elif name.endswith(".py"):
+        path = sources.model_dir / name
+        if os.path.isfile(path):
+            return str(path)
+        fault = "there is no such file in the model directory"
+    elif not all(part.isidentifier() for part in name.split(".")):
+        fault = "allowed: a file that ends in .py, or the name of a module"
+    if fault:
+        sources.lookup.problems.append(f"{given.describe(ENTRY_POINT.key)}: {fault}")
+    return name  # A wrong name is returned, too: with a handler, a missing model is not a second problem.
+
+
+def _script(sources: Sources, code: Path | None) -> Path | None:
+    """Return the file with `model_fn`: `model.py`, or a file in one of the places of SageMaker's toolkits."""
+    program = sources.variables.get("SAGEMAKER_PROGRAM")
+    inference = program.text.strip() if program is not None else "inference.py"
+    places = (code, sources.model_dir / "code" / inference, sources.model_dir / "inference.py")
+    return next((path for path in places if path and path.is_file() and defines(path, MODEL_FN)), None)
+
+
+def defines(path: Path, function: str) -> bool:
+    """Return True if a file may define the function, and for a broken file. Running a broken file reports the fault."""
+    try:
+        source = importlib.util.decode_source(path.read_bytes())
+        scopes = [symtable.symtable(source, str(path), "exec")]
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
+    if _CANNOT_BE_TOLD.search(source):
+        return True
+    for scope in scopes:  # The inner scopes are added to the list.
+        scopes += scope.get_children()
+        if function not in scope.get_identifiers():
+            continue
+        symbol = scope.lookup(function)
+        is_of_module = scope is scopes[0] or symbol.is_declared_global()
+        if is_of_module and (symbol.is_assigned() or symbol.is_imported()):
+            return True
+    return False
+
+
+def _use_engine(name: str, given: Value, sources: Sources) -> None:
+    if name in _ASYNCHRONOUS:
+        sources.model.setdefault(ASYNC_MODE.key, Value("true", given.source))
+    if "trtllm" in name or name == "djl_python.tensorrt_llm":
+        sources.model.setdefault(ROLLING_BATCH.key, Value("trtllm", given.source))

@@ -1,0 +1,161 @@
+"""The place of `s3://` objects: S3, or a folder of this machine that stands for S3."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from container.sources.location import S3Url, SourceError
+from container.sources.s3 import check_path, s3_client
+from deploy.local.settings import OWN_BUCKET, LocalSettings
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+
+logger = logging.getLogger(__name__)
+
+
+class StorageError(Exception):
+    """An object cannot be read or written. The message has the reason."""
+
+
+def object_url(text: str) -> S3Url:
+    """Return the object that `s3://bucket/key` names.
+
+    Raises:
+        SourceError: The text is not such a URL, or has a part `.` or `..`, or an empty one.
+    """
+    url = folder_url(text)
+    if not url.prefix:
+        raise SourceError("allowed: s3://bucket/key")
+    return url
+
+
+def folder_url(text: str) -> S3Url:
+    """Return the folder that `s3://bucket/prefix` names.
+
+    Raises:
+        SourceError: The text is not such a URL, or has a part `.` or `..`, or an empty one.
+    """
+    url = S3Url.parse(text)
+    try:
+        check_path(location(url).removeprefix("s3://").rstrip("/"))
+    except SourceError:
+        raise SourceError("a key may not have empty parts, `.` and `..`") from None
+    return url
+
+
+def location(url: S3Url) -> str:
+    """Return the URL of an object as text."""
+    return f"s3://{url.bucket}/{url.prefix}"
+
+
+class Storage(Protocol):
+    """Objects by their `s3://` URLs. Each method blocks, and raises StorageError."""
+
+    def size(self, url: S3Url) -> int:
+        """Return the number of an object's bytes."""
+        ...
+
+    def read(self, url: S3Url) -> bytes:
+        """Return an object's bytes."""
+        ...
+
+    def write(self, url: S3Url, body: bytes, content_type: str) -> None:
+        """Write an object. Readers see nothing of it before it is complete."""
+        ...
+
+
+class FolderStorage:
+    """A folder in which `s3://bucket/key` is the file `bucket/key`."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def size(self, url: S3Url) -> int:
+        try:
+            return self._path(url).stat().st_size
+        except OSError as error:
+            raise StorageError(_text(error)) from error
+
+    def read(self, url: S3Url) -> bytes:
+        try:
+            return self._path(url).read_bytes()
+        except OSError as error:
+            raise StorageError(_text(error)) from error
+
+    def write(self, url: S3Url, body: bytes, content_type: str) -> None:
+        path = self._path(url)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as directory:
+                complete = Path(directory) / "complete"
+                complete.write_bytes(body)
+                complete.replace(path)
+        except OSError as error:
+            raise StorageError(_text(error)) from error
+
+    def _path(self, url: S3Url) -> Path:
+        root = self._root.resolve()
+        path = (root / url.bucket / url.prefix).resolve()
+        if not path.is_relative_to(root):
+            raise StorageError(f"{location(url)} leaves the folder {root}")
+        return path
+
+
+class S3Storage:
+    """S3 by boto3, or the server that AWS_ENDPOINT_URL_S3 names. The default bucket is made if it is missing."""
+
+    def size(self, url: S3Url) -> int:
+        try:
+            return self._client.head_object(Bucket=url.bucket, Key=url.prefix)["ContentLength"]
+        except Exception as error:
+            raise StorageError(_text(error)) from error
+
+    def read(self, url: S3Url) -> bytes:
+        from boto3.s3.transfer import TransferConfig
+
+        content = io.BytesIO()
+        in_this_thread = TransferConfig(use_threads=False)
+        try:
+            self._client.download_fileobj(url.bucket, url.prefix, content, Config=in_this_thread)
+        except Exception as error:
+            raise StorageError(_text(error)) from error
+        return content.getvalue()
+
+    def write(self, url: S3Url, body: bytes, content_type: str) -> None:
+        given: dict[str, Any] = {"ContentType": content_type} if content_type else {}
+        try:
+            try:
+                self._client.put_object(Bucket=url.bucket, Key=url.prefix, Body=body, **given)
+            except self._client.exceptions.NoSuchBucket:
+                if url.bucket != OWN_BUCKET:
+                    raise
+                self._client.create_bucket(Bucket=url.bucket)
+                self._client.put_object(Bucket=url.bucket, Key=url.prefix, Body=body, **given)
+        except Exception as error:
+            raise StorageError(_text(error)) from error
+
+    @functools.cached_property
+    def _client(self) -> S3Client:
+        return s3_client()
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def storage_of(settings: LocalSettings) -> Storage:
+    """Return the storage that the settings ask for."""
+    if settings.s3_folder is not None:
+        return FolderStorage(settings.s3_folder)
+    if settings.uses_s3:
+        return S3Storage()
+    folder = Path(tempfile.mkdtemp(prefix="slipway-s3-"))
+    logger.info("s3://bucket/key is the file %s/bucket/key; --s3-folder sets another folder", folder)
+    return FolderStorage(folder)

@@ -1,0 +1,302 @@
+"""vLLM's private names, and every patch of vLLM's engine.
+
+No other module of Slipway imports from `vllm.v1`, reads a name of vLLM that begins with an underscore, or replaces an
+attribute of vLLM. Two kinds of names are exceptions: vLLM documents the interface of logits processors, which
+`sampling` implements, and `handlers.openai.vllm_app` has the names of vLLM's HTTP front end.
+
+The names belong to the release `engines.vllm.RELEASE`. The import of this module fails if a class or a function has
+moved. `check_names` fails at the start of an engine if an attribute has moved. tests/live/test_vllm_internals.py and
+the other tests named `*_internals.py` hold the meaning of the names.
+
+This module is imported in the server and in all processes of vLLM. The fork server has imported vLLM's modules by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import envs
+from vllm.exceptions import GenerationError
+from vllm.model_executor.models import registry
+from vllm.utils import cpu_resource_utils
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    coordinator,
+)
+from vllm.v1.engine import utils as engine_utils
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import (
+    FastIncrementalDetokenizer,
+    IncrementalDetokenizer,
+    SlowIncrementalDetokenizer,
+    uses_fast_detokenizer,
+)
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.executor import multiproc_executor, uniproc_executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from engines.interface import EngineStartError
+from engines.vllm import RELEASE
+
+__all__ = [
+    "AsyncLLM",
+    "EngineCoreEvent",
+    "EngineCoreEventType",
+    "EngineCoreOutput",
+    "EngineCoreRequest",
+    "EngineDeadError",
+    "FastIncrementalDetokenizer",
+    "FinishReason",
+    "IncrementalDetokenizer",
+    "ParentRequest",
+    "PrometheusStatLogger",
+    "RequestState",
+    "SchedulerStats",
+    "SlowIncrementalDetokenizer",
+    "uses_fast_detokenizer",
+]
+
+METRICS_PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls", "_perf_metrics_cls")
+"""The attributes of `PrometheusStatLogger` with further classes that make metrics."""
+
+_NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (AsyncLLM, ("_run_output_handler", "abort", "add_lora", "errored", "from_vllm_config", "remove_lora", "shutdown")),
+    (OutputProcessor, ("_update_stats_from_output", "propagate_error", "process_outputs")),
+    (ParentRequest, ("n", "observe_num_generation_tokens")),
+    (RequestState, ("make_request_output",)),
+    (LogprobsProcessor, ("_correct_decoded_token", "update_from_output")),
+    (FastIncrementalDetokenizer, ("decode_next", "get_next_output_text", "update")),
+    (SlowIncrementalDetokenizer, ("decode_next", "get_next_output_text", "update")),
+    (MultiprocExecutor, ("_ensure_worker_termination",)),
+    (multiproc_executor, ("get_mp_context", "get_file_store_init_method")),
+    (uniproc_executor, ("get_file_store_init_method",)),
+    (engine_utils, ("get_mp_context",)),
+    (coordinator, ("get_mp_context",)),
+    (registry, ("_run_in_subprocess",)),
+    (cpu_resource_utils, ("get_cgroup_memory_usage",)),
+    (PrometheusStatLogger, ("_counter_cls", "_gauge_cls", "_histogram_cls", "record", *METRICS_PARTS)),
+)
+"""The attributes that this package reads, replaces or overrides; those of instances are in the live tests."""
+
+
+def check_names() -> None:
+    """Look for vLLM's private attributes.
+
+    Raises:
+        EngineStartError: This vLLM lacks one.
+    """
+    for owner, names in _NAMES:
+        for name in names:
+            if not hasattr(owner, name):
+                place = f"{owner.__name__}.{name}"
+                raise EngineStartError(f"this vLLM {RELEASE} is not one that Slipway knows: it has no {place}")
+
+
+# The state of an engine's client, in the server's process.
+
+
+class LeanDecoder(MsgpackDecoder):
+    """vLLM's decoder of engine messages, with arrays made in one step: three small ones come with each token."""
+
+    def dec_hook(self, t: type, obj: Any) -> Any:
+        if t is not np.ndarray:
+            return super().dec_hook(t, obj)
+        dtype, shape, data = obj
+        return np.ndarray(shape, dtype, self.aux_buffers[data] if isinstance(data, int) else data)
+
+
+class LeanOutputProcessor(OutputProcessor):
+    """vLLM's output processor, with less work for the statistics of a common token, one within an answer."""
+
+    def _update_stats_from_output(self, state: Any, output: Any, timestamp: float, iteration: Any) -> None:
+        if state.is_prefilling or output.events is not None or output.num_nans_in_logits:
+            super()._update_stats_from_output(state, output, timestamp, iteration)
+            return
+        stats, count = state.stats, len(output.new_token_ids)
+        iteration.num_generation_tokens += count
+        stats.num_generation_tokens += count
+        iteration.inter_token_latencies_iter.append(timestamp - stats.last_token_ts)
+        stats.last_token_ts = timestamp
+
+
+def begin_output(llm: AsyncLLM, reports: PrometheusStatLogger) -> None:
+    """Begin to read the engine's messages.
+
+    Args:
+        reports: Takes the place of vLLM's loggers of statistics, of which it is one.
+    """
+    llm.logger_manager = reports
+    llm.output_processor.__class__ = LeanOutputProcessor
+    core = llm.engine_core
+    core.decoder = LeanDecoder(EngineCoreOutputs, oob_tensor_provider=core.decoder.oob_tensor_provider)
+    llm._run_output_handler()
+
+
+async def end_output(llm: AsyncLLM) -> None:
+    """Stop reading the engine's messages: the loop would take the engine's end for a crash, and log it as one."""
+    if (loop := llm.output_handler) is not None:
+        loop.cancel()
+        await asyncio.wait([loop])
+
+
+def stat_loggers(llm: AsyncLLM) -> Sequence[Any]:
+    """Return the loggers of statistics that vLLM has made."""
+    loggers: Sequence[Any] = llm.logger_manager.stat_loggers
+    return loggers
+
+
+def keep_eos_token_id(llm: AsyncLLM) -> None:
+    """Keep the id of the end token. vLLM asks for it with each request, and the tokenizer searches its vocabulary."""
+    eos_token_id = llm.renderer.get_eos_token_id()
+    llm.renderer.get_eos_token_id = lambda: eos_token_id
+
+
+def request_states(llm: AsyncLLM) -> dict[str, RequestState]:
+    """Return the sequences that the engine has, by their ids: Slipway's and those of vLLM's front end."""
+    states: dict[str, RequestState] = llm.output_processor.request_states
+    return states
+
+
+def sequence_ids(llm: AsyncLLM, request_id: str) -> Sequence[str]:
+    """Return the ids of a request's sequences that have not ended."""
+    ids: Sequence[str] = llm.output_processor.external_req_ids.get(request_id, ())
+    return ids
+
+
+def register(llm: AsyncLLM, state: RequestState) -> None:
+    """Register a sequence. It has to be done before the engine gets the request, so that no output comes earlier."""
+    llm.output_processor.request_states[state.request_id] = state
+    llm.output_processor.external_req_ids[state.external_req_id].append(state.request_id)
+
+
+async def send(llm: AsyncLLM, request: EngineCoreRequest) -> None:
+    """Send a registered sequence to the engine."""
+    await llm.engine_core.add_request_async(request)
+
+
+def fail_all(llm: AsyncLLM, message: str) -> None:
+    """Give an error to each sequence that the engine has."""
+    llm.output_processor.propagate_error(GenerationError(message))
+
+
+def engine_process_ids(llm: AsyncLLM) -> list[int]:
+    """Return the ids of the engine's processes; Ray's engine has none here."""
+    manager = llm.engine_core.resources.engine_manager
+    return [process.pid for process in getattr(manager, "processes", ())]
+
+
+def forget_tokenizers() -> None:
+    """Clear vLLM's caches, which hold tokenizers of models that are gone."""
+    from vllm.tokenizers import registry as tokenizer_registry
+    from vllm.transformers_utils import processor
+    from vllm.utils import func_utils
+
+    tokenizer_registry.cached_get_tokenizer.cache_clear()
+    processor.cached_get_processor.cache_clear()
+    func_utils._supports_kw.cache_clear()
+
+
+def text_corrector(tokenizer: Any) -> Callable[[int, list[int]], str]:
+    """Return a function that takes a token and those before it, and returns the text of a token that ends a character.
+
+    The token alone has no text then, since a character may have several tokens.
+    """
+    correct: Callable[[int, list[int]], str] = LogprobsProcessor(
+        tokenizer, None, None, None, None, None
+    )._correct_decoded_token
+    return correct
+
+
+# Patches of the start and the end of vLLM's processes. Each keeps vLLM's own function for its replacement.
+
+default_context: Callable[[], BaseContext] = engine_utils.get_mp_context
+run_in_subprocess: Callable[[Callable[[], Any]], Any] = registry._run_in_subprocess
+await_workers: Callable[[Sequence[BaseProcess]], None] = MultiprocExecutor._ensure_worker_termination
+cgroup_usage: Callable[[], int | None] = cpu_resource_utils.get_cgroup_memory_usage
+
+
+def patch_server(context: Callable[[], BaseContext], run: Callable[[Callable[[], Any]], Any]) -> None:
+    """Patch the server's process.
+
+    Args:
+        context: Returns the context that starts the engine process, and the coordinator of data-parallel ranks.
+        run: Calls a function in another process. vLLM looks at model classes there.
+    """
+    for module in (engine_utils, coordinator):
+        module.get_mp_context = context
+    registry._run_in_subprocess = run
+
+
+def patch_engine_process(
+    context: Callable[[], BaseContext],
+    end_workers: Callable[[Sequence[BaseProcess]], None],
+    meeting_place: Callable[[], str],
+) -> None:
+    """Patch the engine process.
+
+    Args:
+        context: Returns the context that starts workers.
+        end_workers: Waits for the end of the workers.
+        meeting_place: Returns the URL of the file in which workers find each other.
+    """
+    multiproc_executor.get_mp_context = context
+    MultiprocExecutor._ensure_worker_termination = staticmethod(end_workers)
+    for executor in (multiproc_executor, uniproc_executor):
+        executor.get_file_store_init_method = meeting_place
+
+
+def patch_worker(wrap_start: Callable[[Callable[..., None]], Callable[..., None]], memory_used: Any) -> None:
+    """Patch a worker process.
+
+    Args:
+        wrap_start: Takes the method that starts the worker, and returns the one that takes its place.
+        memory_used: Returns the bytes of memory that the container uses, None without a limit.
+    """
+    cpu_resource_utils.get_cgroup_memory_usage = memory_used
+    WorkerProc.__init__ = wrap_start(WorkerProc.__init__)
+
+
+def patch_token_ranks(token_ranks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """Replace the sampler's function that ranks the chosen tokens."""
+    from vllm.v1.sample import sampler
+
+    sampler.batched_count_greater_than = token_ranks
+
+
+def socket_directory() -> str:
+    """Return the directory of vLLM's sockets."""
+    directory: str = envs.VLLM_RPC_BASE_PATH
+    return directory
+
+
+# Patches of vLLM's parsers of tool calls.
+
+
+def patch_parsers(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have the server choose how tools are called for each model; vLLM chooses when the class of a parser is made.
+
+    Args:
+        wrap: Takes the function that finds the class of a model's parser, and returns the one that takes its place.
+    """
+    from vllm.parser.parser_manager import ParserManager
+    from vllm.tool_parsers import ToolParser
+
+    ToolParser.__init_subclass__ = object.__init_subclass__
+    ParserManager.get_parser = staticmethod(wrap(ParserManager.get_parser))

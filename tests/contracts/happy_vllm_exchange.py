@@ -1,0 +1,16 @@
+"""happy_vllm's contract without an engine, for tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from handlers.contract_routes import ContractSetting
+from handlers.happy_vllm.routes import HappyVllmContract
+from tests.contracts.exchange import MODEL
+from tests.contracts.tgi_exchange import FakeModel
+
+
+def contract(*, stream: bool = False, **settings: Any) -> HappyVllmContract:
+    setting = ContractSetting(settings=replace(MODEL, **settings), model=FakeModel())
+    return HappyVllmContract(setting, stream=stream)

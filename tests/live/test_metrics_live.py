@@ -1,0 +1,202 @@
+"""The metrics of a model on vLLM: their names, types, labels and buckets are vLLM's, and they count every request."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.live.bare_vllm_metrics import metrics_of_bare_vllm
+from tests.live.server import Server, copy_model, hosted, serving, write_model
+from tests.monitoring import expressions, labels, selections
+from tests.waiting import wait_until
+
+HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
+OLD_NAMES = {"vllm:gpu_cache_usage_perc", "vllm:time_per_output_token_seconds"}
+PROMPT = "Once upon a time"
+OPTIONS = {"enable_lora": True, "kv_cache_metrics": True, "custom_histogram_buckets": '{"request_params_n": [1, 3]}'}
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("metrics"), **OPTIONS, **small_options) as server:
+        assert server.invoke(PROMPT, max_new_tokens=2).status_code == 200
+        yield server
+
+
+def families(text: str, start: str = "") -> dict[str, Metric]:
+    """Return the metrics whose names have this start, by name."""
+    return {metric.name: metric for metric in text_string_to_metric_families(text) if metric.name.startswith(start)}
+
+
+def shape(metric: Metric) -> tuple[str, dict[str, set[tuple[str, ...]]]]:
+    """Return the type, and the labels of each sample: their names, and the bounds of buckets."""
+    names: dict[str, set[tuple[str, ...]]] = {}
+    for sample in metric.samples:
+        labels = (f"{name}={sample.labels[name]}" if name == "le" else name for name in sorted(sample.labels))
+        names.setdefault(sample.name, set()).add(tuple(labels))
+    return metric.type, names
+
+
+class Counts:
+    """The sums of samples, by names and labels."""
+
+    def __init__(self, server: Server) -> None:
+        found = families(server.client.get("/metrics").text).values()
+        self._samples = [sample for metric in found for sample in metric.samples]
+
+    def sum(self, name: str, labels: Mapping[str, str]) -> float:
+        chosen = [s for s in self._samples if s.name == name and labels.items() <= s.labels.items()]
+        assert chosen, f"no series {name}{labels}"
+        return sum(sample.value for sample in chosen)
+
+
+def test_names_types_labels_and_buckets_are_those_of_vllms_own_metrics(
+    lora: Server, small_options: dict[str, object]
+) -> None:
+    arguments: dict[str, Any] = {"model": str(small_options["model_id"]), "dtype": "float32", "enable_lora": True}
+    arguments |= {"max_model_len": small_options["max_model_len"], "kv_cache_metrics": True}
+    buckets = {"custom_histogram_buckets": json.loads(str(OPTIONS["custom_histogram_buckets"]))}
+    theirs = families(metrics_of_bare_vllm(**arguments, **buckets), "vllm:")
+    text = lora.client.get("/metrics").text
+    ours = families(text, "vllm:")
+    assert ours.keys() == theirs.keys() | OLD_NAMES
+    assert len(theirs) > 40
+    # The series of this metric come with the first request.
+    assert shape(ours.pop("vllm:lora_requests_info")) == (
+        "gauge",
+        {"vllm:lora_requests_info": {("max_lora", "running_lora_adapters", "waiting_lora_adapters")}},
+    )
+    for name in ours.keys() - OLD_NAMES:
+        assert shape(ours[name]) == shape(theirs[name])
+    assert 'vllm:request_params_n_bucket{engine="0",le="3.0",model_name="model"}' in text
+    (cache,) = ours["vllm:cache_config_info"].samples
+    assert (cache.value, int(cache.labels["num_gpu_blocks"]) > 0, int(cache.labels["block_size"]) > 0) == (
+        1,
+        True,
+        True,
+    )
+
+
+def test_every_series_has_a_type_and_those_of_other_servers_keep_their_names(lora: Server) -> None:
+    text = lora.client.get("/metrics").text
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    assert {*types.values()} == {"counter", "gauge", "histogram"}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name = re.split(r"[{ ]", line)[0]
+            assert name in types or types[re.sub("_(bucket|sum|count)$", "", name)] == "histogram"
+    for name in ("nv_inference_count", "nv_inference_request_success", "tgi_request_count", "tgi_request_success"):
+        assert types[name] == "counter"
+        assert re.search(rf"^{name}[{{ ]", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sequences"),
+    [
+        ("/invocations", {"inputs": PROMPT, "parameters": {"max_new_tokens": 5, "ignore_eos_token": True}}, 1),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True, "n": 3, "temperature": 1.0}, 3),
+        # The last field has vLLM's own serving classes answer.
+        (
+            "/v1/completions",
+            {
+                "prompt": PROMPT,
+                "max_tokens": 5,
+                "ignore_eos": True,
+                "n": 2,
+                "temperature": 1.0,
+                "add_special_tokens": True,
+            },
+            2,
+        ),
+    ],
+    ids=["slipway", "slipway, several", "vllm, several"],
+)
+def test_a_request_counts_as_on_vllms_server(lora: Server, path: str, body: dict[str, Any], sequences: int) -> None:
+    prompt = len(lora.client.post("/tokenize", json={"model": "model", "prompt": PROMPT}).json()["tokens"])
+    expected = {
+        ("vllm:request_success_total", "length"): sequences,
+        ("vllm:request_success_total", "stop"): 0,
+        ("vllm:prompt_tokens_total", ""): prompt * sequences,
+        ("vllm:generation_tokens_total", ""): 5 * sequences,
+        ("vllm:iteration_tokens_total_sum", ""): (prompt + 5) * sequences,
+        ("vllm:time_to_first_token_seconds_count", ""): sequences,
+        ("vllm:inter_token_latency_seconds_count", ""): 4 * sequences,
+        ("vllm:request_params_n_count", ""): 1,
+        ("vllm:request_params_n_sum", ""): sequences,
+        ("vllm:request_max_num_generation_tokens_sum", ""): 5,
+        ("vllm:e2e_request_latency_seconds_count", ""): sequences,
+        ("vllm:request_queue_time_seconds_count", ""): sequences,
+        ("vllm:request_prompt_tokens_sum", ""): prompt * sequences,
+        ("vllm:request_generation_tokens_sum", ""): 5 * sequences,
+        ("vllm:request_params_max_tokens_sum", ""): 5 * sequences,
+        ("vllm:prefix_cache_queries_total", ""): prompt * sequences,
+        ("vllm:num_preemptions_total", ""): 0,
+    }
+
+    def counted() -> dict[tuple[str, str], float]:
+        counts = Counts(lora)
+        return {
+            (name, reason): counts.sum(name, {"finished_reason": reason} if reason else {}) for name, reason in expected
+        }
+
+    before = counted()
+    assert lora.client.post(path, json=body).status_code == 200
+
+    def added() -> dict[tuple[str, str], float]:
+        return {key: value - before[key] for key, value in counted().items()}
+
+    wait_until(lambda: added() == expected, about=added)
+
+
+_OF_THE_SCRAPE = {"instance"}
+"""Labels that Prometheus adds."""
+
+
+@pytest.mark.parametrize("host", ["host"], indirect=True)
+def test_dashboard_and_alerts_name_metrics_and_labels_that_a_server_has(
+    lora: Server, host: Server, tmp_path: Path
+) -> None:
+    custom = copy_model(HANDLERS / "script", tmp_path / "monitored" / "model")
+    with hosted(host, custom):
+        texts = lora.client.get("/metrics").text, host.client.get("/metrics").text
+    samples: dict[str, set[str]] = {}
+    for text in texts:
+        for metric in text_string_to_metric_families(text):
+            # The parser gives counters without `_total` that ending; neither file names one of them.
+            for sample in metric.samples:
+                samples.setdefault(sample.name, set()).update(sample.labels)
+    for expression in expressions():
+        found = selections(expression)
+        assert found, expression
+        grouped = {name.strip() for names in re.findall(r"by \(([^)]*)\)", expression) for name in names.split(",")}
+        for name, chosen in found:
+            assert name in samples, expression
+            assert labels(chosen) <= samples[name] | _OF_THE_SCRAPE, expression
+            assert grouped <= samples[name] | _OF_THE_SCRAPE, expression
+
+
+@pytest.mark.parametrize("host", ["host"], indirect=True)
+def test_models_side_by_side_share_no_series_and_take_theirs_along(
+    host: Server, tmp_path: Path, small_options: dict[str, object]
+) -> None:
+    with ExitStack() as models:
+        names = ["metrics-1", "metrics-2"]
+        for name in names:
+            model = models.enter_context(hosted(host, write_model(tmp_path / name / "model", **small_options)))
+            assert model.invoke(PROMPT, max_new_tokens=2).status_code == 200
+        found = families(host.client.get("/metrics").text)
+        for metric in found.values():
+            series = [(sample.name, *sorted(sample.labels.items())) for sample in metric.samples]
+            assert len(series) == len(set(series))
+        running = {s.labels["model_name"] for s in found["vllm:num_requests_running"].samples}
+        caches = {s.labels["model"] for s in found["vllm:cache_config_info"].samples}
+        assert running >= set(names) <= caches
+    assert not re.search("metrics-[12]", host.client.get("/metrics").text)

@@ -1,0 +1,192 @@
+"""Internal parts of statistics in vLLM. Slipway's shorter ways to count give the same results as vLLM's functions."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from tests.live.small_model import prepare_small_model
+from tests.live.test_vllm_internals import Processor, output
+from tests.stand_ins.recorder import Recorder
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return AsyncEngineArgs(model=str(prepare_small_model()), max_model_len=1024).create_engine_config()
+
+
+def event(kind: str, at: float) -> Any:
+    from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType
+
+    return EngineCoreEvent(type=EngineCoreEventType[kind], timestamp=at)
+
+
+def steps() -> list[tuple[float, list[Any]]]:
+    """Return the times and outputs of an engine's steps: one of two sequences is preempted once, and ends early."""
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+    from vllm.v1.metrics.stats import PrefillStats
+
+    made = []
+    for number in range(STEPS):
+        at = 10.0 + number * 0.125
+        outputs = [EngineCoreOutput(name, [number + 1] * (1 + number % 2)) for name in ("a", "b")]
+        if number == 0:
+            for each in outputs:
+                each.events = [event("QUEUED", 9.0), event("SCHEDULED", 9.5)]
+                each.prefill_stats = PrefillStats(num_prompt_tokens=3, num_computed_tokens=2, num_cached_tokens=1)
+        elif number == 2:
+            outputs[1].events = [event("PREEMPTED", at), event("SCHEDULED", at)]
+        elif number == 3:
+            outputs.pop()  # The next gap of `b` is longer.
+        elif number == 4:
+            outputs[1].finish_reason = FinishReason.STOP
+        elif number == 5:
+            outputs.pop()
+            outputs[0].finish_reason = FinishReason.LENGTH
+        made.append((at, outputs))
+    return made
+
+
+def state(name: str) -> Any:
+    from vllm.v1.metrics.stats import RequestStateStats
+
+    return SimpleNamespace(
+        stats=RequestStateStats(arrival_time=1.0),
+        is_prefilling=True,
+        lora_name=None,
+        external_req_id=name,
+        prompt_len=3,
+        max_tokens_param=16,
+        num_cached_tokens=1,
+        parent_req=None,
+        request_id=name,
+    )
+
+
+def iterations(processor: Any) -> list[Any]:
+    """Return the statistics of each step."""
+    from vllm.v1.metrics.stats import IterationStats
+
+    states = {name: state(name) for name in ("a", "b")}
+    found = []
+    for at, outputs in steps():
+        iteration = IterationStats()
+        iteration.iteration_timestamp = at + 100.0
+        for each in outputs:
+            processor._update_stats_from_output(states[each.request_id], each, at, iteration)
+            states[each.request_id].is_prefilling = False
+            if each.finish_reason is not None:
+                processor._update_stats_from_finished(states[each.request_id], each.finish_reason, iteration)
+        found.append(iteration)
+    return found
+
+
+def processors() -> tuple[Any, Any]:
+    """Return vLLM's processor and Slipway's."""
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    from engines.vllm.internals import LeanOutputProcessor
+
+    return OutputProcessor(None, log_stats=True), LeanOutputProcessor(None, log_stats=True)
+
+
+def test_the_lean_processor_counts_what_vllms_does() -> None:
+    theirs, ours = map(iterations, processors())
+    assert [vars(one) for one in ours] == [vars(one) for one in theirs]
+    assert sum(len(one.inter_token_latencies_iter) for one in ours) == 8
+
+
+def scheduler_reports() -> list[Any]:
+    """Return a report for each step: the second has a prompt that was looked up in the cache, and the fifth is None."""
+    from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+
+    reports: list[Any] = [
+        SchedulerStats(num_running_reqs=2, num_waiting_reqs=n, num_skipped_waiting_reqs=1, kv_cache_usage=n / 8)
+        for n in range(STEPS)
+    ]
+    reports[1].prefix_cache_stats = PrefixCacheStats(requests=1, queries=5, hits=3)
+    reports[4] = None
+    return reports
+
+
+def samples(collector: Any) -> dict[tuple[str, ...], float]:
+    return {
+        (sample.name, *map(str, sorted(sample.labels.items()))): sample.value
+        for metric in collector.collect()
+        for sample in metric.samples
+        if sample.name.startswith("vllm:") and not sample.name.endswith("_created")
+    }
+
+
+@pytest.mark.parametrize("media", [False, True])
+@pytest.mark.parametrize("scraped", ["after each step", "at the end"])
+def test_the_reports_make_the_metrics_that_vllms_logger_makes(config: Any, media: bool, scraped: str) -> None:
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+    from vllm.v1.metrics.stats import MultiModalCacheStats
+
+    from engines.loaded_model import EngineStatus
+    from engines.vllm.metrics import EngineReports
+
+    ours = EngineReports(config, [0, 1])
+    theirs = PrometheusStatLogger(config, [0, 1])  # The last one has the registry of the process.
+    try:
+        for engine in (0, 1):
+            for report, iteration in zip(scheduler_reports(), iterations(processors()[0]), strict=True):
+                looked_up = MultiModalCacheStats(requests=1, queries=2, hits=1) if media else None
+                for logger in (theirs, ours):
+                    logger.record(report, copy.copy(iteration), looked_up, engine_idx=engine)
+                if scraped == "after each step":
+                    assert samples(ours) == samples(REGISTRY)
+        counted = samples(ours)
+        assert counted == samples(REGISTRY)
+    finally:
+        unregister_vllm_metrics()
+    assert sum(value for (name, *_), value in counted.items() if name == "vllm:inter_token_latency_seconds_count") == 16
+    last = STEPS - 1
+    assert ours.status == EngineStatus(4, 2 * (last + 1), last / 8)
+    ours.engine_died()
+    assert ours.status == EngineStatus(0, 0, 0.0)
+    gauges = {key for key, value in samples(ours).items() if value != counted[key]}
+    assert {name for name, *_ in gauges} == {
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:num_requests_waiting_by_reason",
+        "vllm:kv_cache_usage_perc",
+    }
+
+
+def test_two_engines_in_a_process_keep_their_own_metrics(config: Any) -> None:
+    from engines.vllm.metrics import EngineReports
+
+    first, second = EngineReports(config, [0]), EngineReports(config, [0])
+    first.record(None, iterations(processors()[0])[0])
+    assert samples(first).keys() == samples(second).keys()
+    assert samples(first) != samples(second)
+    assert not samples(REGISTRY)
+
+
+def test_the_sequences_of_a_request_count_as_one_request(sample_model: Path) -> None:
+    from transformers import AutoTokenizer
+    from vllm.v1.metrics.stats import IterationStats
+
+    from engines.vllm.output import Siblings
+
+    processor, siblings = Processor(AutoTokenizer.from_pretrained(sample_model)), Siblings(2)
+    for place, name in enumerate("ab"):
+        processor.add(name, Recorder(), siblings=siblings, place=place)
+    iteration = IterationStats()
+    processor.processor.process_outputs([output("a", [5], "LENGTH"), output("b", [5])], 1.0, iteration)
+    assert (iteration.n_params_iter, len(iteration.finished_requests)) == ([], 1)
+    processor.processor.process_outputs([output("b", [5], "LENGTH")], 2.0, iteration)
+    assert (iteration.n_params_iter, iteration.max_num_generation_tokens_iter) == ([2], [2])
+    assert len(iteration.finished_requests) == 2

@@ -1,0 +1,38 @@
+"""The application of a server with one model, without an engine, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import httpx
+
+from container.app import create_app
+from container.models.life_cycle import Lifecycle, State
+from container.models.registration import Registrar
+from container.models.registry import Model, Models
+from container.settings.settings import ServerSettings, Settings
+from handlers.djl_errors import overloaded
+from handlers.engine_handler import EngineHandler
+from handlers.lmi.rolling_batch import LmiRollingContract
+from handlers.queue import EngineQueue
+from handlers.service import Service
+from tests.contracts.exchange import MODEL
+from tests.stand_ins.scripted_engine import ScriptedEngine
+
+
+def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.AsyncClient]:
+    settings = ServerSettings(**server)
+    lifecycle = Lifecycle(Settings(server=settings, model=MODEL))
+    lifecycle.stage = state
+    models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
+    transport = httpx.ASGITransport(create_app(models, settings, Registrar(models, settings, Mock())).main)
+    return lifecycle, httpx.AsyncClient(transport=transport, base_url="http://server")
+
+
+def with_engine(lifecycle: Lifecycle) -> ScriptedEngine:
+    engine = ScriptedEngine()
+    queue = EngineQueue(engine, 4)
+    handler = EngineHandler(queue, LmiRollingContract(MODEL), refuse_unread=overloaded)
+    lifecycle.service = Service(MODEL, handler, engine, engine=engine, queue=queue)
+    return engine
