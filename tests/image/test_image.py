@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ ENDLESS = {
     "parameters": {"max_new_tokens": 1000, "ignore_eos_token": True, "details": True},
     "stream": True,
 }
-SAGEMAKER_SECONDS = 30.0  # SageMaker kills a container that still runs this long after SIGTERM.
 
 
 def ask_everything(container: Container) -> None:
@@ -97,11 +95,11 @@ def test_the_container_serves_as_root_and_stops_in_time_as_sagemaker_runs_it(
         with container.client.stream("POST", "/invocations", json=ENDLESS) as response:
             lines = response.iter_lines()
             next(lines)
-            stopped = time.monotonic()
             container.terminate()
             last = [line for line in lines if line][-1]
-            assert container.wait() == 0
-            assert time.monotonic() - stopped < SAGEMAKER_SECONDS
+            # A server that still runs 25 s after the signal ends with another code. The test's own clock would also
+            # count the time that the container engine takes.
+            assert container.wait() == 0, container.log()[-4000:]
     assert json.loads(last)["details"]["finish_reason"] == "error", "it was still running"
 
 
