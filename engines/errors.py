@@ -112,9 +112,9 @@ class ContextExceeded(InvalidRequest):
 
     def __init__(self, prompt_tokens: int, new_tokens: int, context: int) -> None:
         wanted = "one new token" if new_tokens == 1 else f"{new_tokens} new tokens"
+        room = f" and at least {wanted}" if new_tokens else ""
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens; the model's context of {context} tokens must hold it and at least "
-            f"{wanted}"
+            f"the prompt has {prompt_tokens} tokens; the model's context of {context} tokens must hold it{room}"
         )
         self.prompt_tokens, self.new_tokens, self.context = prompt_tokens, new_tokens, context
 

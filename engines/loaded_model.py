@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from engines.prompt_cache import by_segments, encode_all
+from engines.pooling import PoolingModel, Side
+from engines.prompt_cache import LONG_TEXT, by_segments, encode_all
 from engines.request import Token
 from engines.statistics import EngineStatistics
 
@@ -41,6 +42,7 @@ class ModelTexts:
             fast.no_padding()
         self._segments = by_segments(fast) if fast is not None else None
         self.special_ids = frozenset(tokenizer.all_special_ids)
+        self._cutting: dict[tuple[int, Side], Tokenizer] = {}
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
@@ -75,6 +77,48 @@ class ModelTexts:
             return self._segments.encode(text, special=special)
         # The wrapper around `tokenizers` costs more than the tokenizing of a short text.
         return encode_all(fast, [text], special=special)[0]
+
+    def encode_cut(
+        self, text: str, second: str | None, most: int, side: Side, *, special: bool = True
+    ) -> tuple[list[int], int]:
+        """Return the token ids of a text or of a pair of texts, at most `most` of them.
+
+        A text that is too long is cut at `side`, between the special tokens. Of a pair the longer text is cut.
+
+        Args:
+            text: The text.
+            second: The second text of a pair.
+            most: The largest number of tokens, at least that of the special tokens.
+            side: The side at which texts are cut.
+            special: With the special tokens that the model wants around a text.
+
+        Returns:
+            The ids, and the position of the first one that belongs to the second text.
+        """
+        if self._fast is None:
+            return self._encode_cut_slowly(text, second, most, side, special)
+        cutting = self._cutting.get((most, side))
+        if cutting is None:
+            cutting = copy.deepcopy(self._fast)
+            cutting.enable_truncation(most, strategy="longest_first", direction=side)
+            self._cutting[most, side] = cutting
+        if len(text) + len(second or "") <= LONG_TEXT:
+            encoding = cutting.encode(text, second, add_special_tokens=special)
+        else:  # `encode` would hold the interpreter's lock
+            given: Any = text if second is None else (text, second)
+            encoding = cutting.encode_batch([given], add_special_tokens=special)[0]
+        return encoding.ids, _first_of_second(encoding.type_ids)
+
+    def _encode_cut_slowly(
+        self, text: str, second: str | None, most: int, side: Side, special: bool
+    ) -> tuple[list[int], int]:
+        tokenizer = self.tokenizer
+        tokenizer.truncation_side = side
+        found = tokenizer(
+            text, second, add_special_tokens=special, truncation="longest_first", max_length=most
+        )
+        types = found.get("token_type_ids")
+        return list(found["input_ids"]), _first_of_second(types if types is not None else [0] * len(found["input_ids"]))
 
     def places(self, text: str, *, special: bool = True) -> tuple[list[int], list[tuple[int, int]] | None]:
         """Return token ids, and the characters of the text that each spans; None if the tokenizer does not know."""
@@ -114,6 +158,11 @@ class ModelTexts:
         )
 
 
+def _first_of_second(types: Sequence[int]) -> int:
+    """Return the position of the first token of type 1; the number of tokens if there is none."""
+    return next((place for place, kind in enumerate(types) if kind), len(types))
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """The engine's own account of itself, from its scheduler."""
@@ -130,6 +179,7 @@ class LoadedModel(Protocol):
     max_model_len: int  # Tokens of prompt and answer together.
     max_top_tokens: int  # The most alternatives that a token may carry.
     eos_token_ids: frozenset[int]
+    pooling: PoolingModel | None  # None if the model generates text.
 
     @property
     def texts(self) -> ModelTexts: ...

@@ -14,6 +14,8 @@ RollingBatch = Literal["auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disab
 OutputFormatter = Literal["json", "jsonlines", "sse"]
 Streaming = Literal["false", "true", "huggingface"]
 ChatFormat = Literal["lmi", "openai"]
+Task = Literal["auto", "generate", "embed", "classify"]
+VectorFormat = Literal["djl", "vllm"]
 
 # Images, videos and sounds of a request, unless `option.limit_mm_per_prompt` says otherwise; vLLM takes 999 of each.
 # `vision_chunk`: vLLM's name for images and videos of models that do not tell them apart.
@@ -85,6 +87,16 @@ class ModelSettings:
     max_media_memory_mb: int = 4096
     # Networks such as "10.0.0.0/8" that media may be fetched from beside public addresses.
     allowed_media_networks: tuple[str, ...] = ()
+    # The task that the model is loaded for. "auto": that of its files.
+    task: Task = "auto"
+    pooling: str | None = None  # The way to one vector, in vLLM's words. None: that of the model's files.
+    # On `/invocations`: vectors have the length 1, and a score of one label passes a sigmoid.
+    normalize: bool = True
+    sigmoid: bool = True
+    # The form of vectors on `/invocations`: that of DJL's engines, or that of LMI's vLLM handler.
+    vector_format: VectorFormat = "djl"
+    scores_in_order: bool = False  # `query` and `texts` on `/invocations` get DJL's scores; otherwise TEI's ranks.
+    auto_truncate: bool = True  # TEI's routes cut texts that are too long, unless a request says otherwise.
     enable_lora: bool = False  # LoRA adapters can be registered; requests name the one they want.
     dtype: str = "auto"
     # GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the most.

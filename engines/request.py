@@ -1,4 +1,4 @@
-"""The request that every contract makes, and the token deltas that every engine yields.
+"""The request that every contract makes, and the deltas that every engine yields.
 
 A contract turns bytes into a `GenerationRequest`; an engine turns that into `TokenDelta`s; the contract turns those
 into bytes. Neither knows the other.
@@ -11,6 +11,8 @@ from enum import Enum
 from typing import Any
 
 import msgspec
+
+from engines.pooling import Pooling
 
 
 class FinishReason(Enum):
@@ -108,11 +110,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # How many are generated, of which the `sequences` most probable are returned; at least `sequences`.
     candidates: int = 1
     beam_search: BeamSearch | None = None
+    pooling: Pooling | None = None  # Numbers instead of text; `sampling` has no effect then.
     truncate_prompt_tokens: int | None = None  # Keep only this many tokens at the prompt's end.
     # Tokens at the end of the prompt that were generated for the client; a limit on prompts does not count them.
     generated_before: int = 0
     # New tokens for which the context must have room, at least 1; otherwise the request is refused. A larger
-    # `max_tokens` is cut to the free room.
+    # `max_tokens` is cut to the free room. Pooling needs none.
     room: int = 1
     want_tokens: bool = False  # Deltas carry `tokens`, not text alone.
     want_logprobs: bool = False  # Tokens carry their log probability.
@@ -162,6 +165,9 @@ class TokenDelta(msgspec.Struct, gc=False):
     # With the finish reason: the stop string or the stop token that ended the sequence. The model's end tokens beyond
     # its first count as stop tokens here.
     stop_reason: int | str | None = None
+    # The numbers of a request with `pooling`: an array of float32, with a row for each token if the task is one of
+    # tokens. Such a request has one delta.
+    numbers: Any = None
 
 
 class GeneratedSequence(msgspec.Struct):

@@ -114,6 +114,11 @@ class EngineStatistics:
         self.prompt_tokens += tokens
         self.prompt_lengths.observe(tokens)
 
+    def pooled(self, seconds: float) -> None:
+        """Count a prompt whose numbers came after so long."""
+        self.finished_requests += 1
+        self.inference.observe(seconds)
+
     def ended(self, tokens: int, seconds: float) -> None:
         """Keep the length and the time of a sequence that came to its end."""
         self.lengths.observe(tokens)

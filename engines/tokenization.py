@@ -11,6 +11,7 @@ from tokenizers.decoders import DecodeStream
 
 from engines.errors import ContextExceeded, InvalidParameter, InvalidRequest, PromptTooLong
 from engines.loaded_model import ModelTexts, fast_tokenizer
+from engines.pooling import Pooling, Side
 from engines.prompt_cache import LONG_TEXT
 from engines.request import GenerationRequest, SamplingParameters, Token
 
@@ -149,6 +150,11 @@ class HeldTokens:
         return tokens[:released]
 
 
+def _near(text: str, most: int, side: Side) -> str:
+    """Cut characters that no truncated prompt can have: tokenizing megabytes would cost seconds and gigabytes."""
+    return text[:most] if side == "right" else text[-most:]
+
+
 def split_text(
     tokenizer: Any,
     token_ids: Sequence[int],
@@ -193,6 +199,36 @@ class PromptTokenizer:
         self._max_model_len = max_model_len
         self._most_characters = max_model_len * texts.longest_token
 
+    async def pair(self, text: str, pooling: Pooling, *, special: bool = True) -> tuple[list[int], int]:
+        """Return the token ids of a text or of a pair of texts for a pooling model.
+
+        Args:
+            text: The text, or the first one.
+            pooling: Has the second text, and the side at which texts that are too long are cut.
+            special: With the special tokens that the model wants around a text.
+
+        Returns:
+            The ids, and the position of the first one that belongs to the second text.
+
+        Raises:
+            InvalidRequest: The texts are empty, or too long for the model.
+        """
+        second, most = pooling.second, self._most_characters
+        if pooling.cut is None and len(text) + len(second or "") > most:
+            raise self._too_long(len(text) + len(second or ""))
+        # A longer limit shows how long a text is that has to be refused.
+        limit = self._max_model_len if pooling.cut is not None else most
+        side = pooling.cut or "right"
+        text, second = _near(text, most, side), None if second is None else _near(second, most, side)
+        try:
+            encode = partial(self._texts.encode_cut, text, second, limit, side, special=special)
+            is_long = len(text) + len(second or "") > LONG_TEXT
+            ids, boundary = await asyncio.to_thread(encode) if is_long else encode()
+        except Exception as error:
+            raise InvalidRequest(f"the tokenizer cannot encode the prompt: {error}") from error
+        self._check(ids, 0, 0)
+        return ids, boundary
+
     async def token_ids(self, request: GenerationRequest) -> list[int]:
         """Return the request's prompt as token ids, truncated as it asks.
 
@@ -202,22 +238,27 @@ class PromptTokenizer:
         ids = list(request.prompt) if isinstance(request.prompt, tuple) else await self._encode(request.prompt, request)
         if request.truncate_prompt_tokens is not None:
             ids = self._truncate(ids, request.truncate_prompt_tokens)
+        self._check(ids, request.generated_before, request.room)
+        return ids
+
+    def _check(self, ids: Sequence[int], generated_before: int, room: int) -> None:
         if not ids:
             raise InvalidRequest("the prompt has no tokens")
-        if self._most is not None and len(ids) - request.generated_before > self._most:
+        if self._most is not None and len(ids) - generated_before > self._most:
             raise PromptTooLong(len(ids), self._most)
-        if len(ids) + request.room > self._max_model_len:
-            raise ContextExceeded(len(ids), request.room, self._max_model_len)
-        return ids
+        if len(ids) + room > self._max_model_len:
+            raise ContextExceeded(len(ids), room, self._max_model_len)
+
+    def _too_long(self, characters: int) -> InvalidRequest:
+        return InvalidRequest(
+            f"the prompt has {characters} characters; the model's context of {self._max_model_len} tokens cannot hold it"
+        )
 
     async def _encode(self, text: str, request: GenerationRequest) -> list[int]:
         if len(text) > self._most_characters:
             # Too long with any tokens; tokenizing megabytes would cost seconds and gigabytes.
             if request.truncate_prompt_tokens is None:
-                raise InvalidRequest(
-                    f"the prompt has {len(text)} characters; the model's context of {self._max_model_len} tokens "
-                    f"cannot hold it"
-                )
+                raise self._too_long(len(text))
             text = text[-self._most_characters :]
         try:
             encode = partial(self._texts.encode, text, special=request.add_special_tokens)

@@ -34,6 +34,8 @@ from handlers.lmi.engine_adapters import EngineAdapterHost
 from handlers.lmi.formatter_contract import FormatterContract
 from handlers.lmi.formatter_handler import FormatterHandler
 from handlers.lmi.invocations import InvocationsHandler
+from handlers.lmi.pooling import pooling_contract
+from handlers.lmi.pooling_invocations import PoolingInvocations
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.lmi.sessions import Sessions, load_sessions
 from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
@@ -41,6 +43,8 @@ from handlers.queue import EngineQueue
 from handlers.service import EngineBehindHandler, Limits, Service
 
 logger = logging.getLogger(__name__)
+
+_LARGEST_BATCH = 2048  # Texts that one call for vectors may have at least, as with OpenAI.
 
 
 async def load_service(settings: ModelSettings, limits: Limits, times: StartupTimes | None = None) -> Service:
@@ -101,13 +105,20 @@ async def _serving(
     sessions: Sessions,
     held: contextlib.AsyncExitStack,
 ) -> Service:
-    queue = EngineQueue(engine, engine.max_sequences + limits.queue_size, limits.overload_status)
+    waiting = limits.queue_size if engine.pooling is None else max(limits.queue_size, _LARGEST_BATCH)
+    queue = EngineQueue(engine, engine.max_sequences + waiting, limits.overload_status)
     openai = await openai_handler(queue, settings, limits.model_aliases)
     thread = FormatterThread(settings.predict_timeout)
     held.callback(thread.stop)
 
     def formatted(given: Formatters | None) -> Handler:
         """Return the handler of `/invocations` with the formatters of the model or of an adapter."""
+        if engine.pooling is not None:
+            return PoolingInvocations(
+                EngineHandler(queue, pooling_contract(settings, engine.pooling), refuse_unread=overloaded),
+                openai,
+                engine.pooling,
+            )
         contract = _contract(settings, engine)
         lmi, formatting = EngineHandler(queue, contract, refuse_unread=overloaded), None
         if given is not None and isinstance(contract, LmiAsyncContract):

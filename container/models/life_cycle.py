@@ -23,6 +23,7 @@ from engines.errors import RequestError
 from engines.interface import Engine, EngineHealth, EngineStartError, first_delta
 from engines.memory_release import collect_after_load
 from engines.model_settings import ModelSettings
+from engines.pooling import Pooling
 from engines.request import GenerationRequest, SamplingParameters
 from engines.statistics import StartupTimes
 from handlers.contract_routes import ModelView
@@ -255,21 +256,23 @@ async def until_none(calls: Callable[[], int], limit: float) -> None:
 
 
 async def _warm_up(engine: Engine, model: ModelSettings) -> None:
-    """Generate a first token.
+    """Answer a first request.
 
     Raises:
-        EngineStartError: The engine cannot generate.
+        EngineStartError: The engine cannot answer it.
     """
-    request = GenerationRequest(
-        request_id="warm-up", prompt="Hello", sampling=SamplingParameters(max_tokens=2, ignore_eos=True)
-    )
+    sampling = SamplingParameters(max_tokens=2, ignore_eos=True)
+    request = GenerationRequest(request_id="warm-up", prompt="Hello", sampling=sampling)
+    if engine.pooling is not None:
+        pooling = Pooling(task=engine.pooling.task)
+        request = GenerationRequest(request_id="warm-up", prompt="Hello", pooling=pooling, room=0)
     try:
         first = await first_delta(engine.submit, request)
     except RequestError as error:
         given = f" with {model.engine_options}" if model.engine_options else ""
         message = f"the engine started{given} but failed at its first request; the log has its error: {error.message}"
         raise EngineStartError(message) from error
-    if not first.token_count:
+    if not first.token_count and first.numbers is None:
         raise EngineStartError("the engine started but generated nothing")
 
 

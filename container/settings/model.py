@@ -62,6 +62,7 @@ def model_fields(sources: Sources) -> dict[str, Any]:
 
 # A model that an engine serves
 
+_DJL_ENGINES = frozenset({"Rust", "OnnxRuntime", "PyTorch"})
 
 def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     layer, lookup = sources.model, sources.lookup
@@ -81,6 +82,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     fields["stop_sequences"] = tuple(json.loads(fields.pop("stop_sequence") or "[]"))
     if fields["tensor_parallel_degree"] == "max":
         fields["tensor_parallel_degree"], fields["tensor_parallel_max"] = None, True
+    _set_pooling(layer, fields)
     _choose_engine(layer, fields, lookup)
     _set_formatters(layer, fields, code, lookup)
     for option in options.NOT_SERVED:
@@ -106,6 +108,19 @@ def _has_handle_before_engine(sources: Sources, code: Path | None) -> bool:
     if given is None or given.text.strip() != SERVICE_FOR_VLLM:
         return False
     return code is not None and code.name == "model.py" and defines(code, "handle")
+
+
+def _set_pooling(layer: Mapping[str, Value], fields: dict[str, Any]) -> None:
+    """Set the fields of models for vectors and scores."""
+    is_djl = fields.pop("engine") in _DJL_ENGINES
+    reranking = fields.pop("reranking")
+    if reranking and fields["task"] == "auto":
+        fields["task"] = "classify"
+    fields["vector_format"] = "vllm" if fields["async_mode"] else "djl"
+    fields["scores_in_order"] = is_djl or bool(reranking)
+    if (is_djl or fields["task"] in ("embed", "classify")) and ROLLING_BATCH.key not in layer:
+        # vLLM joins the requests of such models in any case, so that no dynamic batch is needed.
+        fields["batch_size"] = 1
 
 
 def _choose_engine(layer: Mapping[str, Value], fields: dict[str, Any], lookup: Lookup) -> None:

@@ -177,6 +177,12 @@ _OFFLOADING = (
 )
 # Tasks that are answered by generated text.
 _GENERATION = ("generate", "text-generation", "text2text-generation", "conversational", "image-text-to-text")
+_TASKS = {
+    "auto": "auto",
+    **dict.fromkeys(_GENERATION, "generate"),
+    **dict.fromkeys(("embed", "embedding", "text-embedding", "feature-extraction", "sentence-similarity"), "embed"),
+    **dict.fromkeys(("classify", "text-classification", "text-ranking", "rerank"), "classify"),
+}
 _WORKERS = integer(0, 1024)
 MODEL_ID = Option("option.model_id", TEXT, aliases=("option.model",), variables=("HF_MODEL_ID",))
 ROLLING_BATCH = Option("option.rolling_batch", choice({name: name for name in _ENGINES} | {"tnx": "vllm"}), "auto")
@@ -186,6 +192,14 @@ BATCH_SIZE = Option(
 MAX_ROLLING_BATCH_SIZE = Option(
     "option.max_rolling_batch_size", integer(1, 1_000_000), aliases=("option.max_num_seqs",)
 )
+TASK = Option("option.task", choice(_TASKS), "auto", variables=("HF_TASK",), shows_default=False)
+# DJL's engines other than Python serve embedding, reranking and classification. Slipway answers in their form.
+ENGINE = Option(
+    "engine",
+    choice({"python": "Python", "mpi": "MPI", "rust": "Rust", "onnxruntime": "OnnxRuntime", "pytorch": "PyTorch"}),
+    shows_default=False,
+)
+RERANKING = Option("option.reranking", BOOLEAN, "false", aliases=("reranking",), shows_default=False)
 DRAFT_MODEL = Option(
     "option.speculative_draft_model", TEXT, aliases=("option.speculative_model",), argument="speculative_draft_model"
 )
@@ -250,6 +264,18 @@ SERVED = (
     Option("option.cpu_offload_gb_per_gpu", TEXT, aliases=("option.cpu_offload_gb",), argument="cpu_offload_gb"),
     DRAFT_MODEL,
     DRAFT_LENGTH,
+    TASK,
+    ENGINE,
+    RERANKING,
+    Option(
+        "option.pooling",
+        choice({"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST", "last": "LAST"}),
+        aliases=("pooling",),
+        shows_default=False,
+    ),
+    Option("option.normalize", BOOLEAN, "true", aliases=("normalize",), shows_default=False),
+    Option("option.sigmoid", BOOLEAN, "true", aliases=("sigmoid",), shows_default=False),
+    Option("option.auto_truncate", BOOLEAN, "true", shows_default=False),
 )
 
 ENTRY_POINT = Option("option.entryPoint", TEXT, variables=("DJL_ENTRY_POINT",), shows_default=False)
@@ -279,25 +305,10 @@ MEMORY = tuple(
     for key, default in (("required_memory_mb", None), ("reserved_memory_mb", None if device else "500"))
 )
 NOT_SERVED = (
-    refused(
-        "engine",
-        _one_of({"python": "Python", "mpi": "MPI"}),
-        ("Python", "MPI"),
-        "give Python or leave it out: language models need no other engine. Models for embeddings, reranking and "
-        "classification (Rust, OnnxRuntime, PyTorch) are not served, unless a model.py with `handle` runs them",
-    ),
     refused("option.entry_point", TEXT, (), "`option.entryPoint` is meant (OPTION_ENTRYPOINT)"),
     refused("option.api_key", TEXT, (), "set SERVING_API_KEYS"),
     refused("option.s3url", TEXT, (), "`option.model_id` takes s3://"),
     refused("option.bedrock_compat", BOOLEAN, (False,), "leave it out"),
-    refused(
-        "option.task",
-        _one_of({"auto": "auto"} | dict.fromkeys(_GENERATION, "generate")),
-        ("auto", "generate"),
-        "engines generate text. A model.py that says `from djl_python.huggingface import handle` serves the other "
-        "tasks of transformers' pipelines; embeddings are not served otherwise",
-        "HF_TASK",
-    ),
     refused("option.skip_tokenizer_init", BOOLEAN, (False,), "requests and answers are texts"),
     refused("option.max_num_queued_reqs", TEXT, (), "use `job_queue_size`"),
     refused("option.max_num_queued_tokens", TEXT, (), "use `job_queue_size`"),
@@ -330,7 +341,6 @@ _IGNORED_OPTIONS = {
     "it belongs to lmi-dist": f"{LMI_DIST} use_passive_workers",
     "vLLM shares a draft model out to the same GPUs as the model": "draft_model_tp_size",
     "it belongs to scikit-learn and XGBoost models": "default_accept",
-    "it belongs to models for embeddings and reranking, which are not served": "pooling reranking normalize",
     "one engine serves all requests of the model": "mpi_mode parallel_loading waiting_steps cluster_size device_id",
     "`option.reasoning_parser` alone switches it on": "enable_reasoning",
 }

@@ -34,6 +34,7 @@ from engines.interface import (
 from engines.loaded_model import EngineStatus, ModelTexts, copied
 from engines.memory_release import release_memory
 from engines.model_settings import ModelSettings
+from engines.pooling import PoolingModel
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from engines.start_failure import failure_of
 from engines.statistics import EngineStatistics
@@ -145,6 +146,7 @@ class BatchEngine:
         self.statistics = EngineStatistics()
         self.max_sequences = settings.batch_size
         self.max_top_tokens = MAX_TOP_TOKENS
+        self.pooling: PoolingModel | None = None  # This engine generates text only.
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from vllm.config import PoolerConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, DeprecatedLogConfigFileAction
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.reasoning import ReasoningParserManager
@@ -93,6 +94,11 @@ def engine_arguments(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
     arguments["limit_mm_per_prompt"] = DEFAULT_MEDIA_COUNTS | passed.get("limit_mm_per_prompt", {})
     if settings.enable_lora:
         arguments |= _lora_arguments(passed, on_cpu)
+    if settings.task in ("embed", "classify"):
+        # They make a pooling model of one that generates text. Others are such models already.
+        arguments = {"runner": "pooling", "convert": settings.task, **arguments}
+    if settings.pooling is not None:
+        arguments.setdefault("pooler_config", PoolerConfig(seq_pooling_type=settings.pooling))
     return arguments
 
 

@@ -23,6 +23,7 @@ from engines.errors import EngineDead, GenerationFailed, InvalidRequest, Unknown
 from engines.interface import EngineHealth, Generation, Progress, SequenceGroup, Sink, Watchdog
 from engines.loaded_model import EngineStatus, ModelTexts
 from engines.model_settings import ModelSettings
+from engines.pooling import Pooling
 from engines.request import GenerationRequest, Token
 from engines.statistics import EngineStatistics
 from engines.tokenization import PromptTokenizer, end_token_ids, split_text
@@ -33,7 +34,8 @@ from engines.vllm.constraints import ConstraintTranslator
 from engines.vllm.internals import AsyncLLM, EngineCoreRequest, EngineDeadError
 from engines.vllm.loading import StartedEngine, VllmLoader, own_tokenizer, shut_down
 from engines.vllm.lora import VllmAdapters
-from engines.vllm.output import PushedState, Siblings, TokensApart
+from engines.vllm.output import OwnState, PooledState, PushedState, Siblings, TokensApart
+from engines.vllm.pooling import cannot_pool, model_of, pooling_params
 from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal, sibling
 
 logger = logging.getLogger(__name__)
@@ -82,7 +84,8 @@ class VllmEngine:
         self._stream_interval: int = llm.vllm_config.scheduler_config.stream_interval
         internals.begin_output(llm, self._reports)
         internals.keep_eos_token_id(llm)
-        self._tasks = await llm.get_supported_tasks()
+        self.tasks = await llm.get_supported_tasks()
+        self.pooling = model_of(llm.model_config, self.tasks, self.frontend_arguments)
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
         self.texts = ModelTexts(own_tokenizer(llm.model_config))
         self._apart = TokensApart(self.texts.tokenizer)
@@ -133,10 +136,14 @@ class VllmEngine:
     async def _submit(
         self, request: GenerationRequest, sink: Sink, statistics: EngineStatistics, adapter: LoRARequest | None
     ) -> VllmGeneration | BeamSearchTask:
-        if request.beam_search is not None:
+        if request.beam_search is not None and self.pooling is None:
             self.sampling.check(request)
             prompt_ids = await self.prompt_token_ids(request)
             return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
+        if (refusal := cannot_pool(request, self.pooling)) is not None:
+            raise refusal
+        if request.pooling is not None:
+            return await self._pool(request, request.pooling, sink, adapter)
         token_ids = await self.prompt_token_ids(request)
         core_request = self._known_request(request, token_ids, adapter)
         if core_request is None:
@@ -161,6 +168,78 @@ class VllmEngine:
         statistics.prompt(len(token_ids))
         return generation
 
+    async def _pool(
+        self, request: GenerationRequest, pooling: Pooling, sink: Sink, adapter: LoRARequest | None
+    ) -> VllmGeneration:
+        """Submit a prompt of which the model makes numbers."""
+        boundary: int | None = None
+        if isinstance(request.prompt, str) and (pooling.second is not None or pooling.cut is not None):
+            token_ids, boundary = await self._prompts.pair(
+                request.prompt, pooling, special=request.add_special_tokens
+            )
+        else:
+            token_ids = await self.prompt_token_ids(request)
+        core_request = self._known_pooling(request, pooling, token_ids, boundary, adapter)
+        self._check_alive()  # a long prompt is tokenized in a thread
+        core_request.request_id = f"{next(self._ids)}-{request.request_id}"
+        self._set_steering(core_request, request)
+        generation, llm = VllmGeneration(self.async_llm, 1), self.async_llm
+        state = PooledState(core_request, sink, self.statistics)
+        internals.register(llm, state)
+        generation.states.append(state)
+        try:
+            await internals.send(llm, core_request)
+        except BaseException as error:
+            generation.cancel()
+            raise EngineDead from None if isinstance(error, EngineDeadError) else error
+        self.statistics.prompt(len(token_ids))
+        return generation
+
+    def _known_pooling(
+        self,
+        request: GenerationRequest,
+        pooling: Pooling,
+        token_ids: list[int],
+        boundary: int | None,
+        adapter: LoRARequest | None,
+    ) -> EngineCoreRequest:
+        """Return vLLM's request for a pooled prompt. vLLM checks the first one with such parameters.
+
+        Raises:
+            InvalidRequest: vLLM refuses it.
+        """
+        key = (pooling.task, pooling.activation)
+        known = self._checked.get(key)
+        if known is None or not isinstance(request.prompt, str):  # vLLM looks for wrong token ids
+            try:
+                checked = self.async_llm.input_processor.process_inputs(
+                    request.request_id,
+                    TokensPrompt(type="token", prompt_token_ids=token_ids),
+                    pooling_params(pooling),
+                    supported_tasks=self.tasks,
+                    lora_request=adapter,
+                )
+            except (VLLMClientError, ValueError) as error:
+                raise InvalidRequest(str(error)) from error
+            known = self._checked[key] = msgspec.structs.replace(checked, prompt_token_ids=None, lora_request=None)
+        params: Any = known.pooling_params
+        if pooling.second is not None and boundary is not None:
+            params = copy.copy(params)
+            params.extra_kwargs = {"compressed_token_type_ids": boundary}
+        return msgspec.structs.replace(
+            known,
+            external_req_id=request.request_id,
+            prompt_token_ids=token_ids,
+            pooling_params=params,
+            arrival_time=time.time(),
+            lora_request=adapter,
+        )
+
+    def _set_steering(self, core_request: EngineCoreRequest, request: GenerationRequest) -> None:
+        if self._traced:
+            core_request.trace_headers = request.trace_context
+        core_request.cache_salt, core_request.priority = request.cache_salt or None, request.priority
+
     def _check_alive(self) -> None:
         if self._stopped or self._watchdog.failure or self.async_llm.errored:
             raise EngineDead
@@ -180,7 +259,7 @@ class VllmEngine:
             request.request_id,
             TokensPrompt(type="token", prompt_token_ids=token_ids),
             params,
-            supported_tasks=self._tasks,
+            supported_tasks=self.tasks,
             lora_request=adapter,
         )
         try:
@@ -235,9 +314,7 @@ class VllmEngine:
     ) -> None:
         llm = self.async_llm
         core_request.request_id = f"{next(self._ids)}-{request.request_id}"
-        if self._traced:
-            core_request.trace_headers = request.trace_context
-        core_request.cache_salt, core_request.priority = request.cache_salt or None, request.priority
+        self._set_steering(core_request, request)
         state = PushedState(
             core_request,
             request,
@@ -281,7 +358,8 @@ class VllmEngine:
         overdue = time.monotonic() - limit
         stalled = [state for state in self._own_states() if state.reader.last_at < overdue and not state.ended]
         for state in stalled:
-            state.fail(GenerationFailed(f"no token within predict_timeout ({limit:g} s)"))
+            what = "answer" if isinstance(state, PooledState) else "token"
+            state.fail(GenerationFailed(f"no {what} within predict_timeout ({limit:g} s)"))
         if stalled:
             with contextlib.suppress(EngineDeadError):
                 await self.async_llm.abort([state.request_id for state in stalled], internal=True)
@@ -291,9 +369,9 @@ class VllmEngine:
             state.fail(error)
         internals.fail_all(self.async_llm, error.message)  # the requests of vLLM's front end
 
-    def _own_states(self) -> list[PushedState]:
+    def _own_states(self) -> list[OwnState]:
         states = internals.request_states(self.async_llm).values()
-        return [state for state in states if isinstance(state, PushedState)]
+        return [state for state in states if isinstance(state, OwnState)]
 
     def health(self) -> EngineHealth:
         if self._stopped:
@@ -344,15 +422,15 @@ class VllmGeneration:
     def __init__(self, llm: AsyncLLM, sequences: int) -> None:
         self._llm = llm
         self.siblings = Siblings(sequences) if sequences > 1 else None
-        self.states: list[PushedState] = []
+        self.states: list[OwnState] = []
 
     def cancel(self) -> None:
-        self._stop(PushedState.cancel)
+        self._stop(lambda state: state.cancel())
 
     def abort(self) -> None:
-        self._stop(PushedState.abort)
+        self._stop(lambda state: state.abort())
 
-    def _stop(self, end: Callable[[PushedState], None]) -> None:
+    def _stop(self, end: Callable[[OwnState], None]) -> None:
         """End the sequences that vLLM still has, once."""
         known = internals.request_states(self._llm)
         running = [state for state in self.states if state.request_id in known]

@@ -98,7 +98,8 @@ class VllmLoader:
         # Batch sizes depend on it: these are the defaults of `vllm serve`.
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         choose_backend(config, self._settings.engine_arguments.get("structured_outputs_config", ""))
-        refusal = load_typical(config)
+        is_pooling = config.model_config.runner_type == "pooling"
+        refusal = "the model generates no text" if is_pooling else load_typical(config)
         if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
             llm = self._start_on_cpu(config)
         else:

@@ -167,8 +167,107 @@ class Siblings(ParentRequest):
         return self.sequences
 
 
-class PushedState(RequestState):
+class OwnState(RequestState):
+    """One sequence or one pooled prompt of Slipway. vLLM's output processor keeps it until it has ended."""
+
+    reader: SequenceStatistics
+    sink: Sink
+    statistics: EngineStatistics
+    ended: bool
+
+    def put(self, output: Any) -> None:
+        """Take the objects that vLLM puts into the state's `queue`: errors alone, since `make_request_output` returns
+        nothing.
+        """
+        if isinstance(output, Exception):
+            self.fail(EngineDead())
+
+    def cancel(self) -> None:
+        """End the sequence, whose client has left."""
+        if not self.ended:
+            self.end()
+            self.statistics.aborted_requests += 1
+
+    def abort(self) -> None:
+        """End the sequence. Its client gets the answer so far, or an error if there is none."""
+
+    def fail(self, error: RequestError) -> None:
+        if self.ended:
+            return
+        self.end()
+        self.statistics.failed_requests += 1
+        try:
+            self.sink.on_error(error)
+        except Exception:  # the other requests are still to be told
+            logger.exception("request %s: internal error while handling an error", self.external_req_id)
+
+    def end(self) -> None:
+        self.ended = True
+        self.queue = _ENDED  # without the cycle this state is freed at once
+        if self.parent_req is not None:
+            self.parent_req.child_requests.discard(self.request_index)
+
+
+class PooledState(OwnState):
+    """One prompt of which the model makes numbers."""
+
+    def __init__(self, request: EngineCoreRequest, sink: Sink, statistics: EngineStatistics) -> None:
+        self.reader = SequenceStatistics(statistics)
+        super().__init__(
+            request_id=request.request_id,
+            external_req_id=request.external_req_id or "",
+            parent_req=None,
+            request_index=0,
+            lora_request=request.lora_request,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            prompt=None,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_embeds=None,
+            logprobs_processor=None,
+            detokenizer=None,
+            max_tokens_param=None,
+            arrival_time=request.arrival_time,
+            queue=None,
+            log_stats=True,
+            stream_interval=1,
+        )
+        self.queue: PooledState | _NoQueue = self
+        self.sink, self.statistics = sink, statistics
+        self.ended = False
+
+    def make_request_output(
+        self,
+        new_token_ids: list[int],
+        pooling_output: Any,
+        finish_reason: Any,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Push the numbers to the sink; vLLM calls this when it has them."""
+        if self.ended or finish_reason is None:
+            return
+        if finish_reason in (VllmFinishReason.ABORT, VllmFinishReason.ERROR):
+            self.fail(GenerationFailed("the request was aborted"))
+            return
+        self.end()
+        self.statistics.pooled(time.monotonic() - self.reader.last_at)
+        # An exception here would end vLLM's output loop and with it every other request.
+        try:
+            numbers = pooling_output.float().numpy()
+            self.sink.on_delta(TokenDelta("", prompt_token_count=self.prompt_len, last=True, numbers=numbers))
+        except Exception:
+            logger.exception("request %s: internal error while handling the numbers", self.external_req_id)
+            self.ended = False
+            self.fail(GenerationFailed("internal error while handling the numbers"))
+
+    def abort(self) -> None:
+        self.fail(GenerationFailed("the request was aborted"))
+
+
+class PushedState(OwnState):
     """One sequence of one request."""
+
+    reader: _StepReader
 
     def __init__(
         self,
@@ -259,38 +358,9 @@ class PushedState(RequestState):
             self.ended = False  # it may have been set just before the last delta failed
             self.fail(GenerationFailed("internal error while handling a token"))
 
-    def put(self, output: Any) -> None:
-        """Take the objects that vLLM puts into the state's `queue`: errors alone, since `make_request_output` returns
-        nothing.
-        """
-        if isinstance(output, Exception):
-            self.fail(EngineDead())
-
-    def cancel(self) -> None:
-        """End the sequence, whose client has left."""
-        if not self.ended:
-            self.end()
-            self.statistics.aborted_requests += 1
-
     def abort(self) -> None:
         """End the sequence with its text so far, like vLLM's abort."""
         self.make_request_output([], None, VllmFinishReason.ABORT, None)
-
-    def fail(self, error: RequestError) -> None:
-        if self.ended:
-            return
-        self.end()
-        self.statistics.failed_requests += 1
-        try:
-            self.sink.on_error(error)
-        except Exception:  # the other requests are still to be told
-            logger.exception("request %s: internal error while handling an error", self.external_req_id)
-
-    def end(self) -> None:
-        self.ended = True
-        self.queue = _ENDED  # without the cycle this state is freed at once
-        if self.parent_req is not None:
-            self.parent_req.child_requests.discard(self.request_index)
 
     def _logprobs(self, count: int) -> list[float] | None:
         raw = self.reader.logprobs

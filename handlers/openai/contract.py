@@ -35,7 +35,7 @@ from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.vllm_parameters import GREEDY_BELOW
 
 # Request headers that change the answer of vLLM's serving classes.
-_STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority", "endpoint-load-metrics-format"})
+STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority", "endpoint-load-metrics-format"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class OpenAIContract:
         """
         if call.content_type.partition(";")[0].lower() != "application/json":
             return None
-        if any(name.lower() in _STEERING for name, _ in call.headers):
+        if any(name.lower() in STEERING for name, _ in call.headers):
             return None
         try:
             if path == CHAT:

@@ -148,6 +148,64 @@ class EngineClient:
             prompt = {**prompt, "cache_salt": call.cache_salt}
         return self._generate(call, prompt, sampling_params, request_id, options)
 
+    def encode(self, prompt: Any, pooling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
+        """See `AsyncLLM.encode`.
+
+        Not a coroutine: a refusal comes before anything was submitted.
+
+        Raises:
+            VLLMValidationError: The prompt is too long, or there are too many.
+            GracefulHTTPError: 503, the queue has no place.
+        """
+        call = current_call.get()
+        with _vllms_errors():
+            self._check_length(prompt)
+            call.take(1)
+        call.submitted = True
+        if call.media is not None:
+            call.media.release()
+        if call.cache_salt and not prompt.get("cache_salt"):
+            prompt = {**prompt, "cache_salt": call.cache_salt}
+        return self._encode(call, prompt, pooling_params, request_id, options)
+
+    async def _encode(
+        self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        statistics, limit, began = self._engine.statistics, self._settings.predict_timeout, time.monotonic()
+        queue: Any = None
+        timer: asyncio.TimerHandle | None = None
+        has_ended = False
+        try:
+            queue = await self._added(call, prompt, params, request_id, options)
+            statistics.prompt(len(prompt["prompt_token_ids"]))
+            late = GenerationError(f"no answer within predict_timeout ({limit:g} s)")
+            timer = asyncio.get_running_loop().call_later(limit, queue.put, late)
+            output = queue.get_nowait() or await queue.get()
+            has_ended = True
+            statistics.pooled(time.monotonic() - began)
+            yield output
+        except (asyncio.CancelledError, GeneratorExit):
+            if queue is not None and not has_ended:
+                statistics.aborted_requests += 1
+                await self._abort(queue)
+            raise
+        except Exception as error:
+            # vLLM's text for a dead engine speaks of a stack trace, and it logs one for each request.
+            failure = GenerationError(EngineDead().message) if isinstance(error, EngineDeadError) else error
+            if queue is not None:
+                statistics.failed_requests += 1
+                call.failed = str(failure)
+                await self._abort(queue)
+            raise failure from None
+        finally:
+            if timer is not None:
+                timer.cancel()
+            call.release(1)
+
+    async def _abort(self, queue: Any) -> None:
+        if not self._llm.errored:
+            await self._llm.abort(queue.request_id, internal=True)
+
     def _check_length(self, prompt: Any) -> None:
         most = self._settings.max_prompt_tokens
         if most is not None and (tokens := len(prompt["prompt_token_ids"])) > most:
@@ -188,7 +246,7 @@ class EngineClient:
 
     async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
         with _vllms_errors():
-            if params.structured_outputs is not None:
+            if getattr(params, "structured_outputs", None) is not None:  # pooling has none
                 params.structured_outputs = await self._engine.constraints.checked(call.form_name, params)
                 if not (options.keys() & _OF_CHATS and tells_end_of_reasoning(self._llm.vllm_config)):
                     options = {**options, "reasoning_ended": True}

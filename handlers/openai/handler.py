@@ -21,6 +21,7 @@ from handlers.contract import LONG_BODY, Call, Exchange, ReplyWriter, Running, a
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.current_call import OpenAICall, current_call
+from handlers.openai.embeddings import EMBEDDINGS, EmbeddingsContract
 from handlers.openai.media_limits import MediaMemory
 from handlers.openai.routes import ALIASED, refuse
 from handlers.openai.vllm_call import VllmApp, VllmCall, check_body
@@ -58,7 +59,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     if not is_vllm(settings):
         return None
     from handlers.openai.engine_client import EngineClient
-    from handlers.openai.vllm_app import build, front_end, refusal
+    from handlers.openai.vllm_app import build, chunks_long_prompts, front_end, refusal
 
     engine: Any = queue.engine
     adapters = engine.adapters
@@ -70,12 +71,17 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
         names=names,
         accepts=lambda name: name in accepted or current_call.get().any_model,
         adapters=adapters.public if adapters is not None else None,
+        tasks=engine.tasks,
     )
     served = accepted.union(names)
-    common = front_end(app, engine.async_llm.vllm_config, names[0], served.__contains__, public)
+    contract: OpenAIContract | EmbeddingsContract | None = None
+    if engine.pooling is not None:
+        if engine.pooling.task == "embed" and not chunks_long_prompts(engine.async_llm.vllm_config):
+            contract = EmbeddingsContract(names[0], served.__contains__, public)
+    elif (common := front_end(app, engine.async_llm.vllm_config, names[0], served.__contains__, public)) is not None:
+        contract = OpenAIContract(common)
     parses_tools = bool(engine.frontend_arguments.get("tool_call_parser"))
     vllm_app = VllmApp(app, engine.async_llm, parses_tools, MediaMemory(settings), refusal)
-    contract = OpenAIContract(common) if common is not None else None
     return OpenAIHandler(vllm_app, queue, contract, names[0], public)
 
 
@@ -86,7 +92,7 @@ class OpenAIHandler:
         self,
         vllm: VllmApp,
         queue: EngineQueue,
-        contract: OpenAIContract | None = None,
+        contract: OpenAIContract | EmbeddingsContract | None = None,
         model: str = "",
         adapters: Collection[str] = (),
     ) -> None:
@@ -122,7 +128,7 @@ class OpenAIHandler:
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
         path = call.path.removeprefix(ALIASED)
-        if path in (CHAT, COMPLETIONS):
+        if path in (CHAT, COMPLETIONS, EMBEDDINGS):
             self._queue.check_place()
         return await self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
 

@@ -247,6 +247,7 @@ _VERSIONED = (
         for path in (
             *("/v1/chat/completions/batch", "/v1/completions", "/v1/responses"),
             *("/v1/messages", "/v1/messages/count_tokens"),
+            *("/v1/embeddings", "/v1/score", "/v1/rerank"),
         )
     ),
     OpenAIRoute(path="/v1/responses/{response_id}/cancel"),
@@ -262,6 +263,10 @@ OPENAI = ContractRoutes(
         InfoRoute.of_all(ALIASED + "/v1/models", models, about=_MODELS),
         InfoRoute.of_all("/v1/models/{id:path}", model, about=_MODEL),
         InfoRoute.of_all(ALIASED + "/v1/models/{id:path}", model, about=_MODEL),
+        *(
+            OpenAIRoute(path=path, by_attribute=True)
+            for path in ("/pooling", "/classify", "/score", "/rerank", "/v2/rerank", "/v2/embed")
+        ),
         OpenAIRoute(path="/tokenize", by_attribute=True),
         OpenAIRoute(path="/detokenize", by_attribute=True),
         OpenAIRoute(path="/version", methods=("GET",)),

@@ -45,6 +45,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.pooling.factories import register_pooling_api_routers
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
@@ -72,6 +73,7 @@ logger = logging.getLogger(__name__)
 # The loggers whose records are about one request.
 _OF_REQUESTS = (
     *("vllm.entrypoints.openai.", "vllm.entrypoints.anthropic.", "vllm.entrypoints.serve.tokenize."),
+    "vllm.entrypoints.pooling.",
     *("vllm.entrypoints.serve.exception_handling.", "vllm.renderers.", "vllm.tool_parsers.", "vllm.reasoning."),
 )
 _LONGEST = 200  # Characters of a record about a client's error.
@@ -95,6 +97,10 @@ _ROUTERS = (
     "vllm.entrypoints.serve.tokenize.api_router",
     "vllm.entrypoints.openai.models.api_router",
     "vllm.entrypoints.serve.instrumentator.basic",
+)
+_OF_GENERATION = 4  # The first routers, which only a model that generates text has.
+_POOLING_ROUTERS = tuple(
+    f"vllm.entrypoints.pooling.{kind}.api_router" for kind in ("pooling", "classify", "embed", "scoring")
 )
 _WITH_BODIES = 5  # The first routers, whose requests are in a module `protocol` beside them.
 
@@ -133,15 +139,21 @@ def client_error_filter(record: logging.LogRecord) -> bool:
     return logging.getLogger().isEnabledFor(logging.INFO)
 
 
-def routers() -> list[Any]:
-    """Import vLLM's routers, and return them."""
+def routers(tasks: Collection[str] = ("generate",)) -> list[Any]:
+    """Import vLLM's routers for a model with these tasks, and return them. Those of pooling are not among them."""
+    names = _ROUTERS if "generate" in tasks else _ROUTERS[_OF_GENERATION:]
+    stop_at_first_faults([name for name in names if name in _ROUTERS[:_WITH_BODIES]])
+    return [importlib.import_module(name).router for name in names]
+
+
+def stop_at_first_faults(names: Sequence[str]) -> None:
+    """Call `stop_at_first_fault` for the models of the requests of these routers."""
     done: set[type] = set()
-    for name in _ROUTERS[:_WITH_BODIES]:
+    for name in names:
         protocol = importlib.import_module(name.replace(".api_router", ".protocol"))
         for kind in vars(protocol).values():
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 stop_at_first_fault(kind, done)
-    return [importlib.import_module(name).router for name in _ROUTERS]
 
 
 def stop_at_first_fault(kind: type[BaseModel], done: set[type]) -> None:
@@ -203,6 +215,7 @@ async def build(
     names: Sequence[str],
     accepts: Callable[[str], bool],
     adapters: dict[str, Any] | None = None,
+    tasks: Sequence[Any] = ("generate",),
 ) -> Any:
     """Build the application.
 
@@ -212,6 +225,7 @@ async def build(
         names: The names of the model. Answers have the first one.
         accepts: Returns True for further names that a request may use.
         adapters: vLLM's requests for adapters, by their names. It changes as adapters are loaded and unloaded.
+        tasks: The tasks of the model, by vLLM's names.
 
     Raises:
         EngineStartError: vLLM refuses an argument.
@@ -228,8 +242,11 @@ async def build(
         structured_outputs_config=client.vllm_config.structured_outputs_config,
     )
     try:
-        for router in routers():
+        for router in routers(tasks):
             app.include_router(router)
+        if "generate" not in tasks:
+            stop_at_first_faults(_POOLING_ROUTERS)
+            register_pooling_api_routers(app, tuple(tasks), client.vllm_config.model_config)
         init_exception_handler(app)
         # Starlette raises it, for example if a body is nested too deeply. vLLM would leave the reply in another form.
         app.add_exception_handler(HTTPException, http_exception_handler)
@@ -238,12 +255,9 @@ async def build(
         # vLLM stops its server when its engine has died. Here the setting `fail_fast` decides that.
         app.state.server = SimpleNamespace(should_exit=False)
         with parsers_for(client.vllm_config.structured_outputs_config.backend):
-            await init_app_state(client, app.state, args, supported_tasks=("generate",))
-        responses = app.state.openai_serving_responses
-        responses.background_tasks = _BackgroundTasks(responses.response_store)
-        renderer = responses.online_renderer
-        if renderer.parser is not None:
-            renderer.parser = _hiding_constraints(renderer.parser)
+            await init_app_state(client, app.state, args, supported_tasks=tuple(tasks))
+        if "generate" in tasks:
+            _change_responses(app.state.openai_serving_responses)
         models = app.state.openai_serving_models
         served = models.is_base_model
         models.is_base_model = lambda name: served(name) or accepts(name)
@@ -252,6 +266,14 @@ async def build(
     except Exception as error:
         raise EngineStartError(f"vLLM's OpenAI front end cannot be started: {error}") from error
     return app
+
+
+def _change_responses(responses: Any) -> None:
+    """Change the serving object of responses: failures in the background, and constraints."""
+    responses.background_tasks = _BackgroundTasks(responses.response_store)
+    renderer = responses.online_renderer
+    if renderer.parser is not None:
+        renderer.parser = _hiding_constraints(renderer.parser)
 
 
 def _hiding_constraints(parser: Any) -> Any:
@@ -307,6 +329,12 @@ def front_end(
         # vLLM parses an answer for tool calls or reasoning if there is a parser.
         render=chat_renderer(chat) if chat.parser_cls is None and not chat.online_renderer.use_harmony else None,
     )
+
+
+def chunks_long_prompts(config: Any) -> bool:
+    """Return True if vLLM's front end makes the vector of a long text from those of its parts."""
+    pooler = config.model_config.pooler_config
+    return bool(pooler.enable_chunked_processing or pooler.max_embed_len)
 
 
 def _shows_more(serving: Any, config: Any) -> bool:

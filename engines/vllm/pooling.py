@@ -1,0 +1,104 @@
+"""Pooling models of vLLM: what they make, and vLLM's parameters for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm import PoolingParams
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader import get_model_cls
+from vllm.model_executor.models.interfaces import supports_score_template
+from vllm.tasks import POOLING_TASKS
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+from engines.errors import InvalidRequest
+from engines.pooling import Pooling, PoolingModel, kind_of_model
+from engines.request import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+_SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
+
+
+def model_of(config: ModelConfig, tasks: Collection[str], frontend: Mapping[str, Any]) -> PoolingModel | None:
+    """Return the description of a pooling model; None if the model generates text.
+
+    Args:
+        config: vLLM's configuration of the model.
+        tasks: The tasks that vLLM's engine has for it.
+        frontend: The arguments of vLLM's front end.
+    """
+    if "generate" in tasks:
+        return None
+    task: Any = config.get_pooling_task(tuple(tasks))
+    hf_config = config.hf_config
+    # A configuration without labels has two of them, without names of their own.
+    labels = {int(number): str(name) for number, name in (getattr(hf_config, "id2label", None) or {}).items()}
+    prompts, default = _prompts(config)
+    pooler = config.pooler_config
+    return PoolingModel(
+        kind=kind_of_model(task, getattr(hf_config, "num_labels", 0)),
+        task=task,
+        tasks=frozenset(tasks).intersection(POOLING_TASKS),
+        vector_size=config.embedding_size if task in ("embed", "token_embed") else 0,
+        labels=labels,
+        pooling=(pooler.seq_pooling_type or "") if pooler is not None else "",
+        pairs_refusal=_pairs_refusal(config, frontend) if task == "classify" else "the model scores no pairs",
+        prompts=prompts,
+        default_prompt=default,
+    )
+
+
+def pooling_params(pooling: Pooling) -> PoolingParams:
+    """Return vLLM's parameters."""
+    return PoolingParams(task=pooling.task, use_activation=pooling.activation)
+
+
+def cannot_pool(request: GenerationRequest, model: PoolingModel | None) -> InvalidRequest | None:
+    """Return the refusal of a request for something that the model does not make; None if it makes it."""
+    if model is None:
+        return None if request.pooling is None else InvalidRequest("the model generates text; it makes no vectors")
+    if request.pooling is None:
+        return InvalidRequest(f"the model is of the kind {model.kind}; it generates no text")
+    if request.pooling.task not in model.tasks:
+        return InvalidRequest(f"the model is of the kind {model.kind}; it has no task {request.pooling.task}")
+    if request.pooling.second is not None and model.pairs_refusal:
+        return InvalidRequest(model.pairs_refusal)
+    return None
+
+
+def _pairs_refusal(config: ModelConfig, frontend: Mapping[str, Any]) -> str:
+    """Return why the model's pairs cannot be tokenized together; empty if they can.
+
+    Models that generate text otherwise have a template for the pair. vLLM's own routes know it.
+    """
+    if frontend.get("chat_template") is not None or supports_score_template(get_model_cls(config)):
+        return "the model has a template for pairs; send `query` and `documents` to /rerank"
+    if not config.use_sep_token:
+        return "the model joins pairs in its own way; send `query` and `documents` to /rerank"
+    return ""
+
+
+def _prompts(config: ModelConfig) -> tuple[dict[str, str], str | None]:
+    """Return the texts that go in front of prompts, and the name of the default one, from sentence-transformers' file.
+
+    Source: sentence-transformers, `SentenceTransformer.save` and `prompts`.
+    """
+    local = Path(config.model) / _SENTENCE_TRANSFORMERS
+    try:
+        given: Any = (
+            json.loads(local.read_text())
+            if local.is_file()
+            else get_hf_file_to_dict(_SENTENCE_TRANSFORMERS, config.model, config.revision)
+        )
+    except (OSError, ValueError) as error:
+        logger.warning("%s cannot be read, so no prompts are known by name: %s", _SENTENCE_TRANSFORMERS, error)
+        return {}, None
+    given = given or {}
+    prompts = {name: text for name, text in (given.get("prompts") or {}).items() if isinstance(text, str)}
+    default = given.get("default_prompt_name")
+    return prompts, default if default in prompts else None

@@ -1,0 +1,408 @@
+"""LMI's contracts for vectors, scores of pairs, and classes.
+
+Vectors have two forms. DJL's engines (Rust, OnnxRuntime, PyTorch) answer one text with one flat vector and cut long
+texts. LMI's vLLM handler always answers with a list of vectors and refuses long texts. Source: DJL Serving 0.36
+(`TextEmbeddingTranslator`, `CrossEncoderTranslator`, `TextClassificationTranslator` of DJL, `lmi_vllm`), transformers'
+pipelines.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engines.errors import InvalidRequest, Overloaded, RequestError
+from engines.model_settings import ModelSettings
+from engines.pooling import Pooling, PoolingModel
+from engines.request import GenerationRequest
+from handlers.contract import Answer, Call, Contract, ContractError, Exchange, Reply
+from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, overloaded, payload_error
+from handlers.json_fields import json_kind
+from handlers.lmi.adapter_choice import adapters_of
+from handlers.lmi.body import decode, notes_of, request_ids
+from handlers.pooled_answer import PooledAnswer, encode
+
+_MOST_CLASSES = 5  # Classes in DJL's answer for a text.
+_FUNCTIONS = ("sigmoid", "softmax", "none")
+_FIELDS = frozenset({"inputs", "parameters", "adapters", "stream", "text", "text_pair", "key", "value", "query", "texts"})
+
+Scores = Callable[[Any], Any]  # Makes probabilities of a model's raw numbers.
+
+
+def pooling_contract(settings: ModelSettings, model: PoolingModel) -> Contract:
+    """Return the contract of `/invocations` for LMI's bodies."""
+    match model.kind:
+        case "embedding":
+            if settings.vector_format == "vllm":
+                return HandlerVectorContract(settings)
+            return DjlVectorContract(settings)
+        case "reranker":
+            return PairContract(settings)
+        case "classifier":
+            return DjlClassContract(settings, model) if settings.scores_in_order else PipelineContract(settings, model)
+        case _:
+            return NoContract(model)
+
+
+def sigmoid(numbers: Any) -> Any:
+    """Return the logistic function of each number."""
+    return 1.0 / (1.0 + np.exp(-numbers))
+
+
+def softmax(numbers: Any) -> Any:
+    """Return probabilities whose sum is 1."""
+    powers = np.exp(numbers - numbers.max())
+    return powers / powers.sum()
+
+
+class _Refusals:
+    """The errors of DJL's engines."""
+
+    def refuse(self, error: RequestError) -> Reply:
+        if isinstance(error, Overloaded):
+            return overloaded(error)
+        if isinstance(error, InvalidRequest):
+            return front_end_reply(400, "TranslateException", error.message)
+        return front_end_reply(500, "InternalServerException", error.message)
+
+    def unreadable(self, error: InvalidRequest) -> InvalidRequest:
+        """Return the error of a body that is no document."""
+        return InvalidRequest("Input is not a valid json.")
+
+
+class _HandlerRefusals(_Refusals):
+    """The errors of LMI's handlers."""
+
+    def refuse(self, error: RequestError) -> Reply:
+        if isinstance(error, Overloaded):
+            return overloaded(error)
+        status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
+        return Reply(status, "application/json", payload_error(error.message, status))
+
+    def unreadable(self, error: InvalidRequest) -> InvalidRequest:
+        return InvalidRequest(f"Input parsing failed: {error.message}")
+
+
+class _PoolingContract(_Refusals):
+    """The common part: reads the body, and makes a request for each text or pair."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._lora = settings.enable_lora
+
+    def parse(self, call: Call) -> Exchange:
+        try:
+            try:
+                document = decode(call.body, call.content_type)
+            except InvalidRequest as error:
+                raise self.unreadable(error) from None
+            requests, answer, known = self._exchange(document)
+            prompts = self._with_adapters(call, document, requests)
+        except RequestError as error:
+            raise ContractError(self.refuse(error), error.message) from None
+        return Exchange(prompts, answer, known)
+
+    def _with_adapters(
+        self, call: Call, document: Any, requests: Sequence[GenerationRequest]
+    ) -> tuple[GenerationRequest, ...]:
+        given = document.get("adapters") if isinstance(document, dict) else None
+        names: Sequence[str | None] = [None] * len(requests)
+        if self._lora:
+            names = adapters_of(call, given, len(requests))
+        ids = request_ids(call, len(requests))
+        return tuple(
+            [_named(request, request_id, name) for request, request_id, name in zip(requests, ids, names, strict=True)]
+        )
+
+    @abstractmethod
+    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer, tuple[str, ...]]:
+        """Return the requests without their ids, the answer, and log lines about fields without effect.
+
+        Raises:
+            InvalidRequest: The document is not a request.
+        """
+
+
+def _named(request: GenerationRequest, request_id: str, adapter: str | None) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        prompt=request.prompt,
+        pooling=request.pooling,
+        room=0,
+        adapter=adapter,
+    )
+
+
+def _request(prompt: str | tuple[int, ...], pooling: Pooling) -> GenerationRequest:
+    return GenerationRequest(prompt=prompt, pooling=pooling, room=0)
+
+
+def _notes(document: Any) -> tuple[str, ...]:
+    return notes_of(document, _FIELDS, ()) if isinstance(document, dict) else ()
+
+
+def _djl_texts(document: Any) -> tuple[Sequence[str], bool]:
+    """Return the texts of a body in the form of DJL's engines, and True if they came as a list.
+
+    A value that is not a text counts as its JSON text.
+    """
+    inputs = document
+    if isinstance(document, dict):
+        if document.get("inputs") is None:
+            raise InvalidRequest('Missing "inputs" in json.')
+        inputs = document["inputs"]
+    if not isinstance(inputs, list):
+        return [_djl_text(inputs)], False
+    if not inputs:
+        raise InvalidRequest('"inputs" is empty.')
+    return [_djl_text(item) for item in inputs], True
+
+
+def _djl_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+# Vectors
+
+
+class DjlVectorContract(_PoolingContract):
+    """Vectors in the form of DJL's engines."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        self._pooling = Pooling(task="embed", activation=settings.normalize, cut="right")
+
+    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer, tuple[str, ...]]:
+        texts, is_list = _djl_texts(document)
+        requests = [_request(text, self._pooling) for text in texts]
+        return requests, _DjlVectors(len(texts), is_list), _notes(document)
+
+
+class _DjlVectors(PooledAnswer, _Refusals):
+    def __init__(self, prompts: int, is_list: bool) -> None:
+        super().__init__(prompts)
+        self._is_list = is_list
+
+    def document(self, numbers: Sequence[Any]) -> bytes:
+        return encode(list(numbers) if self._is_list else numbers[0])
+
+    def fail(self, error: RequestError) -> Reply:
+        return self.refuse(error)
+
+
+class HandlerVectorContract(_PoolingContract, _HandlerRefusals):
+    """Vectors in the form of LMI's vLLM handler."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        self._pooling = Pooling(task="embed", activation=settings.normalize)
+
+    refuse, unreadable = _HandlerRefusals.refuse, _HandlerRefusals.unreadable
+
+    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer, tuple[str, ...]]:
+        if not isinstance(document, dict):
+            raise InvalidRequest(f"Input parsing failed: the body must be an object, got {json_kind(document)}")
+        prompts = _handler_prompts(document.get("inputs", ""))
+        return [_request(prompt, self._pooling) for prompt in prompts], _HandlerVectors(len(prompts)), _notes(document)
+
+
+def _handler_prompts(inputs: Any) -> Sequence[str | tuple[int, ...]]:
+    if isinstance(inputs, str):
+        return [inputs]
+    if isinstance(inputs, list) and inputs:
+        if all(isinstance(item, str) for item in inputs):
+            return inputs
+        if all(type(item) is int and 0 <= item < 1 << 31 for item in inputs):
+            return [tuple(inputs)]
+    if isinstance(inputs, list):
+        raise InvalidRequest(
+            "Input parsing failed: 'inputs' must hold at least one string, and strings only or token ids only"
+        )
+    raise InvalidRequest(
+        f"Input parsing failed: 'inputs' must be a string or list of strings, got {type(inputs).__name__}"
+    )
+
+
+class _HandlerVectors(PooledAnswer, _HandlerRefusals):
+    def document(self, numbers: Sequence[Any]) -> bytes:
+        return json.dumps([vector.tolist() for vector in numbers]).encode() + b"\n"
+
+    def fail(self, error: RequestError) -> Reply:
+        return self.refuse(error)
+
+
+# Scores of pairs
+
+
+class PairContract(_PoolingContract):
+    """Scores of pairs, in the order of the pairs, in the form of DJL's engines."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        self._sigmoid = settings.sigmoid
+
+    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer, tuple[str, ...]]:
+        pairs, is_list = _pairs(document)
+        requests = [
+            _request(text, Pooling(task="classify", activation=False, second=second, cut="right"))
+            for text, second in pairs
+        ]
+        return requests, _PairScores(len(pairs), is_list, self._sigmoid), _notes(document)
+
+
+def _pairs(document: Any) -> tuple[Sequence[tuple[str, str]], bool]:
+    if isinstance(document, list):
+        if not document:
+            raise InvalidRequest("Missing text or text_pair in json.")
+        return [_pair(item) for item in document], True
+    if isinstance(document, dict) and "query" in document:
+        query, texts = document["query"], document.get("texts")
+        if not isinstance(query, str) or not isinstance(texts, list) or not texts:
+            raise InvalidRequest('Missing "query" or "texts" in json.')
+        return [(query, _djl_text(text)) for text in texts], True
+    if isinstance(document, dict) and "inputs" in document:
+        return _pairs(document["inputs"])
+    return [_pair(document)], False
+
+
+def _pair(item: Any) -> tuple[str, str]:
+    if not isinstance(item, dict):
+        raise InvalidRequest("Unexpected json type")
+    for first, second in (("text", "text_pair"), ("key", "value")):
+        if isinstance(item.get(first), str) and isinstance(item.get(second), str):
+            return item[first], item[second]
+    if "key" in item or "value" in item:
+        raise InvalidRequest("Missing key or value in input.")
+    raise InvalidRequest("Missing text or text_pair in json.")
+
+
+class _PairScores(PooledAnswer, _Refusals):
+    def __init__(self, prompts: int, is_list: bool, with_sigmoid: bool) -> None:
+        super().__init__(prompts)
+        self._is_list, self._sigmoid = is_list, with_sigmoid
+
+    def document(self, numbers: Sequence[Any]) -> bytes:
+        scores = [sigmoid(one) if self._sigmoid else one for one in numbers]
+        return encode(scores if self._is_list else scores[0])
+
+    def fail(self, error: RequestError) -> Reply:
+        return self.refuse(error)
+
+
+# Classes
+
+
+class DjlClassContract(_PoolingContract):
+    """The most probable classes of each text, in the form of DJL's engines."""
+
+    def __init__(self, settings: ModelSettings, model: PoolingModel) -> None:
+        super().__init__(settings)
+        self._labels = model.labels
+        self._pooling = Pooling(task="classify", cut="right")
+
+    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer, tuple[str, ...]]:
+        texts, is_list = _djl_texts(document)
+        requests = [_request(text, self._pooling) for text in texts]
+        return requests, _DjlClasses(len(texts), is_list, self._labels), _notes(document)
+
+
+class _DjlClasses(PooledAnswer, _Refusals):
+    def __init__(self, prompts: int, is_list: bool, labels: Mapping[int, str]) -> None:
+        super().__init__(prompts)
+        self._is_list, self._labels = is_list, labels
+
+    def document(self, numbers: Sequence[Any]) -> bytes:
+        texts = [
+            [
+                {"className": self._labels.get(number, str(number)), "probability": scores[number]}
+                for number in best_first(scores)[:_MOST_CLASSES]
+            ]
+            for scores in numbers
+        ]
+        return encode(texts if self._is_list else texts[0])
+
+    def fail(self, error: RequestError) -> Reply:
+        return self.refuse(error)
+
+
+def best_first(scores: Any) -> list[int]:
+    """Return the numbers of the classes, the most probable one first."""
+    return [int(number) for number in np.argsort(-scores, kind="stable")]
+
+
+class PipelineContract(_PoolingContract, _HandlerRefusals):
+    """Classes of each text, in the form of LMI's Python handler with transformers' pipeline `text-classification`."""
+
+    refuse, unreadable = _HandlerRefusals.refuse, _HandlerRefusals.unreadable
+
+    def __init__(self, settings: ModelSettings, model: PoolingModel) -> None:
+        super().__init__(settings)
+        self._labels, self._can_pair = model.labels, not model.pairs_refusal
+
+    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer, tuple[str, ...]]:
+        inputs = document.get("inputs", document) if isinstance(document, dict) else document
+        parameters = document.get("parameters") if isinstance(document, dict) else None
+        if parameters is not None and not isinstance(parameters, dict):
+            raise InvalidRequest(f"`parameters` must be an object, got {json_kind(parameters)}")
+        options = _pipeline_options(parameters or {})
+        texts = inputs if isinstance(inputs, list) else [inputs]
+        if not texts:
+            raise InvalidRequest("`inputs` must hold at least one text")
+        requests = [self._text(text) for text in texts]
+        return requests, _PipelineClasses(len(requests), self._labels, *options), _notes(document)
+
+    def _text(self, text: Any) -> GenerationRequest:
+        second = None
+        if isinstance(text, dict):
+            text, second = text.get("text"), text.get("text_pair")
+        if not isinstance(text, str) or not isinstance(second, str | None):
+            raise InvalidRequest("`inputs` must be a text, an object with `text` and `text_pair`, or a list of these")
+        return _request(text, Pooling(task="classify", activation=False, second=second, cut="right"))
+
+
+def _pipeline_options(parameters: Mapping[str, Any]) -> tuple[bool, int | None, str | None]:
+    """Return True if several classes were asked for, their number, and the function that makes probabilities."""
+    top = parameters.get("top_k", 1)
+    if top is not None and (type(top) is not int or top < 1):
+        raise InvalidRequest(f"`top_k` must be a positive integer or null, got {json.dumps(top)}")
+    function = parameters.get("function_to_apply")
+    if function is not None and function not in _FUNCTIONS:
+        raise InvalidRequest(f"`function_to_apply` must be one of {', '.join(_FUNCTIONS)}, got {json.dumps(function)}")
+    return "top_k" in parameters, top, function
+
+
+class _PipelineClasses(PooledAnswer, _HandlerRefusals):
+    def __init__(
+        self, prompts: int, labels: Mapping[int, str], is_list: bool, top: int | None, function: str | None
+    ) -> None:
+        super().__init__(prompts)
+        self._labels, self._is_list, self._top, self._function = labels, is_list, top, function
+
+    def document(self, numbers: Sequence[Any]) -> bytes:
+        texts: list[Any] = [self._classes(scores) for scores in numbers]
+        if not self._is_list:
+            texts = [classes[0] for classes in texts]
+        return json.dumps(texts, indent=2, separators=(",", ":"), ensure_ascii=False).encode()
+
+    def _classes(self, raw: Any) -> list[dict[str, Any]]:
+        function = self._function or ("sigmoid" if len(raw) == 1 else "softmax")
+        scores = raw if function == "none" else (sigmoid if function == "sigmoid" else softmax)(raw)
+        numbers = best_first(scores)[: self._top]
+        return [{"label": self._labels.get(n, f"LABEL_{n}"), "score": float(scores[n])} for n in numbers]
+
+    def fail(self, error: RequestError) -> Reply:
+        return self.refuse(error)
+
+
+class NoContract(_HandlerRefusals):
+    """The contract of models for which LMI has no form."""
+
+    def __init__(self, model: PoolingModel) -> None:
+        self._kind = model.kind
+
+    def parse(self, call: Call) -> Exchange:
+        message = f"LMI has no form for a model of the kind {self._kind}; send `input` as to /pooling"
+        raise ContractError(self.refuse(InvalidRequest(message)), message)

@@ -1,0 +1,117 @@
+"""Slipway's contract for `/v1/embeddings`: texts or token ids to vectors.
+
+Requests with other fields and all refusals are left to vLLM's serving classes. Source: vLLM,
+`entrypoints/pooling/embed/protocol.py` and `serving.py`.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from engines.errors import RequestError
+from engines.pooling import Pooling
+from engines.request import GenerationRequest
+from handlers.contract import Call, Exchange, Reply
+from handlers.json_cost import JsonDecoder
+from handlers.openai.body import LeftToVllm
+from handlers.openai.contract import STEERING
+from handlers.openai.routes import refuse
+from handlers.pooled_answer import PooledAnswer, encode
+
+EMBEDDINGS = "/v1/embeddings"
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    input: str | list[str | _TokenId | list[_TokenId]]
+    model: str | None = None
+    user: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: None = None
+    use_activation: bool | None = None
+
+
+_decode = JsonDecoder(_Body).decode
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingsContract:
+    """Parses the calls of one embedding model."""
+
+    model: str  # The model's name in answers.
+    accepts: Callable[[str], bool]  # Returns True if a name is the model's.
+    adapters: Collection[str]  # The names of the adapters.
+
+    def parse(self, call: Call, path: str, *, any_model: bool = False, adapter: str | None = None) -> Exchange | None:
+        """See `OpenAIContract.parse`."""
+        if path != EMBEDDINGS or call.content_type.partition(";")[0].lower() != "application/json":
+            return None
+        if any(name.lower() in STEERING for name, _ in call.headers):
+            return None
+        try:
+            body = _decode(call.body)
+            prompts = _prompts(body.input)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LeftToVllm):
+            return None
+        name = body.model if adapter is None else adapter
+        chosen = name if name and name in self.adapters else None
+        if name and chosen is None and not any_model and not self.accepts(name):
+            return None
+        pooling = Pooling(task="embed", activation=body.use_activation)
+        answer_id = f"embd-{call.request_id}"
+        requests = [
+            GenerationRequest(
+                request_id=f"{answer_id}-{place}", prompt=prompt, pooling=pooling, room=0, adapter=chosen
+            )
+            for place, prompt in enumerate(prompts)
+        ]
+        answer = _Embeddings(answer_id, chosen or self.model, len(requests), body.encoding_format == "base64")
+        return Exchange(tuple(requests), answer)
+
+
+def _prompts(given: Any) -> Sequence[str | tuple[int, ...]]:
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise LeftToVllm("input")
+    if all(isinstance(item, str) for item in given):
+        return given
+    if all(isinstance(item, int) for item in given):
+        return [tuple(given)]
+    if not all(isinstance(item, list) and item for item in given):
+        raise LeftToVllm("input")
+    return [tuple(item) for item in given]
+
+
+class _Embeddings(PooledAnswer):
+    def __init__(self, answer_id: str, model: str, prompts: int, base64_wanted: bool) -> None:
+        super().__init__(prompts)
+        self._id, self._model, self._base64 = answer_id, model, base64_wanted
+        self._created = int(time.time())
+
+    def document(self, numbers: Sequence[Any]) -> bytes:
+        vectors = [_base64(vector) for vector in numbers] if self._base64 else numbers
+        data = [{"index": i, "object": "embedding", "embedding": vector} for i, vector in enumerate(vectors)]
+        usage = {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens,
+            "completion_tokens": 0,
+            "prompt_tokens_details": None,
+            "completion_tokens_details": None,
+        }
+        head = {"id": self._id, "object": "list", "created": self._created, "model": self._model}
+        return encode({**head, "data": data, "usage": usage})
+
+    def fail(self, error: RequestError) -> Reply:
+        return refuse(error)
+
+
+def _base64(vector: Any) -> str:
+    """Return the numbers as OpenAI's clients read them: float32 in little-endian order."""
+    return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()

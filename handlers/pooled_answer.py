@@ -1,0 +1,44 @@
+"""The answer to a call of a pooling model: the numbers of all its prompts together."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from engines.request import TokenDelta
+from handlers.contract import Answer
+
+JSON = "application/json"
+
+
+def encode(document: Any) -> bytes:
+    """Return compact JSON. Arrays of float32 are written with as few digits as they need."""
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+class PooledAnswer(Answer):
+    """One document when the numbers of all prompts are there."""
+
+    content_type = JSON
+
+    def __init__(self, prompts: int) -> None:
+        self._numbers: list[Any] = [None] * prompts
+        self._open = prompts
+        self.prompt_tokens = 0  # Of all prompts.
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        self._numbers[prompt] = delta.numbers
+        self.prompt_tokens += delta.prompt_token_count
+        self._open -= 1
+        return b"" if self._open else self.document(self._numbers)
+
+    @abstractmethod
+    def document(self, numbers: Sequence[Any]) -> bytes:
+        """Return the body of the reply.
+
+        Args:
+            numbers: An array of float32 for each prompt.
+        """

@@ -1,0 +1,61 @@
+"""Small encoders with random weights and a tokenizer that tests make: for vectors, ranks and classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from container.sources.sample_model import make_once
+from engines.cache_dir import cache_dir
+
+_FORMAT = 2  # Of the files. A change makes older caches unused.
+_SEED = 5
+MAX_MODEL_LEN = 128
+VECTOR_SIZE = 64
+LABELS = ("negative", "neutral", "positive")
+_WORDS = (
+    "the a of in is and to capital france paris berlin germany large city river dog cat runs fast slow "
+    "learning deep machine what where when who how good bad weather rain sun query document passage : ? . , !"
+).split()
+
+Kind = Literal["encoder", "reranker", "classifier"]
+
+
+def prepare_small_encoder(kind: Kind = "encoder") -> Path:
+    """Return the directory of a BERT model, which is made first if needed.
+
+    Args:
+        kind: The model without a head, with one label, or with LABELS.
+    """
+    return make_once(cache_dir() / f"small-bert-{kind}-v{_FORMAT}", lambda directory: _write(directory, kind))
+
+
+def _write(directory: Path, kind: Kind) -> None:
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
+
+    letters = [chr(code) for code in range(33, 127)]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    vocabulary = [*dict.fromkeys([*pieces, *_WORDS])]
+    (directory / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
+    tokenizer = BertTokenizerFast(vocab_file=str(directory / "vocab.txt"), model_max_length=MAX_MODEL_LEN)
+    labels: dict[str, Any] = {}
+    if kind == "reranker":
+        labels = {"num_labels": 1}
+    elif kind == "classifier":
+        labels = {"id2label": dict(enumerate(LABELS)), "label2id": {name: i for i, name in enumerate(LABELS)}}
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=VECTOR_SIZE,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # vLLM has no attention on CPUs for heads smaller than 32.
+        max_position_embeddings=MAX_MODEL_LEN,
+        **labels,
+    )
+    torch.manual_seed(_SEED)
+    model = BertModel(config) if kind == "encoder" else BertForSequenceClassification(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(8)  # The initial weights are so small that all texts have nearly the same vector.
+    model.to(torch.float32).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
