@@ -114,9 +114,7 @@ class ModelTexts:
     ) -> tuple[list[int], int]:
         tokenizer = self.tokenizer
         tokenizer.truncation_side = side
-        found = tokenizer(
-            text, second, add_special_tokens=special, truncation="longest_first", max_length=most
-        )
+        found = tokenizer(text, second, add_special_tokens=special, truncation="longest_first", max_length=most)
         types = found.get("token_type_ids")
         return list(found["input_ids"]), _first_of_second(types if types is not None else [0] * len(found["input_ids"]))
 

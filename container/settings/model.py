@@ -64,6 +64,7 @@ def model_fields(sources: Sources) -> dict[str, Any]:
 
 _DJL_ENGINES = frozenset({"Rust", "OnnxRuntime", "PyTorch"})
 
+
 def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     layer, lookup = sources.model, sources.lookup
     fields: dict[str, Any] = {"model_dir": sources.model_dir}

@@ -174,9 +174,7 @@ class VllmEngine:
         """Submit a prompt of which the model makes numbers."""
         boundary: int | None = None
         if isinstance(request.prompt, str) and (pooling.second is not None or pooling.cut is not None):
-            token_ids, boundary = await self._prompts.pair(
-                request.prompt, pooling, special=request.add_special_tokens
-            )
+            token_ids, boundary = await self._prompts.pair(request.prompt, pooling, special=request.add_special_tokens)
         else:
             token_ids = await self.prompt_token_ids(request)
         core_request = self._known_pooling(request, pooling, token_ids, boundary, adapter)

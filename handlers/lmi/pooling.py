@@ -28,7 +28,9 @@ from handlers.pooled_answer import PooledAnswer, encode
 
 _MOST_CLASSES = 5  # Classes in DJL's answer for a text.
 _FUNCTIONS = ("sigmoid", "softmax", "none")
-_FIELDS = frozenset({"inputs", "parameters", "adapters", "stream", "text", "text_pair", "key", "value", "query", "texts"})
+_FIELDS = frozenset(
+    {"inputs", "parameters", "adapters", "stream", "text", "text_pair", "key", "value", "query", "texts"}
+)
 
 Scores = Callable[[Any], Any]  # Makes probabilities of a model's raw numbers.
 

@@ -66,9 +66,7 @@ class EmbeddingsContract:
         pooling = Pooling(task="embed", activation=body.use_activation)
         answer_id = f"embd-{call.request_id}"
         requests = [
-            GenerationRequest(
-                request_id=f"{answer_id}-{place}", prompt=prompt, pooling=pooling, room=0, adapter=chosen
-            )
+            GenerationRequest(request_id=f"{answer_id}-{place}", prompt=prompt, pooling=pooling, room=0, adapter=chosen)
             for place, prompt in enumerate(prompts)
         ]
         answer = _Embeddings(answer_id, chosen or self.model, len(requests), body.encoding_format == "base64")

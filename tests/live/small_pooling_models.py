@@ -8,7 +8,7 @@ from typing import Any, Literal
 from container.sources.sample_model import make_once
 from engines.cache_dir import cache_dir
 
-_FORMAT = 2  # Of the files. A change makes older caches unused.
+_FORMAT = 4  # Of the files. A change makes older caches unused.
 _SEED = 5
 MAX_MODEL_LEN = 128
 VECTOR_SIZE = 64
@@ -37,8 +37,8 @@ def _write(directory: Path, kind: Kind) -> None:
     letters = [chr(code) for code in range(33, 127)]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
     vocabulary = [*dict.fromkeys([*pieces, *_WORDS])]
-    (directory / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
-    tokenizer = BertTokenizerFast(vocab_file=str(directory / "vocab.txt"), model_max_length=MAX_MODEL_LEN)
+    ids = {piece: number for number, piece in enumerate(vocabulary)}
+    tokenizer = BertTokenizerFast(vocab=ids, model_max_length=MAX_MODEL_LEN)
     labels: dict[str, Any] = {}
     if kind == "reranker":
         labels = {"num_labels": 1}
@@ -55,7 +55,8 @@ def _write(directory: Path, kind: Kind) -> None:
     )
     torch.manual_seed(_SEED)
     model = BertModel(config) if kind == "encoder" else BertForSequenceClassification(config)
-    for parameter in model.parameters():
-        parameter.data.mul_(8)  # The initial weights are so small that all texts have nearly the same vector.
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ("encoder", "word_embeddings", "classifier.weight")):
+            parameter.data.mul_(8)  # The initial weights are so small that all texts have nearly the same vector.
     model.to(torch.float32).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
