@@ -21,12 +21,14 @@ from container.settings.options import (
     DEFAULT,
     DRAFT_LENGTH,
     DRAFT_MODEL,
+    ENGINE,
     ENTRY_POINT,
     FUNCTION,
     HANDLER_OPTIONS,
     MAX_ROLLING_BATCH_SIZE,
     MODEL_ID,
     PREFIX,
+    RERANKING,
     ROLLING_BATCH,
     Lookup,
     Sources,
@@ -83,7 +85,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     fields["stop_sequences"] = tuple(json.loads(fields.pop("stop_sequence") or "[]"))
     if fields["tensor_parallel_degree"] == "max":
         fields["tensor_parallel_degree"], fields["tensor_parallel_max"] = None, True
-    _set_pooling(layer, fields)
+    _set_pooling(sources, fields)
     _choose_engine(layer, fields, lookup)
     _set_formatters(layer, fields, code, lookup)
     for option in options.NOT_SERVED:
@@ -111,15 +113,14 @@ def _has_handle_before_engine(sources: Sources, code: Path | None) -> bool:
     return code is not None and code.name == "model.py" and defines(code, "handle")
 
 
-def _set_pooling(layer: Mapping[str, Value], fields: dict[str, Any]) -> None:
+def _set_pooling(sources: Sources, fields: dict[str, Any]) -> None:
     """Set the fields of models for vectors and scores."""
-    is_djl = fields.pop("engine") in _DJL_ENGINES
-    reranking = fields.pop("reranking")
+    is_djl, reranking = sources.value(ENGINE) in _DJL_ENGINES, sources.value(RERANKING)
     if reranking and fields["task"] == "auto":
         fields["task"] = "classify"
     fields["vector_format"] = "vllm" if fields["async_mode"] else "djl"
     fields["scores_in_order"] = is_djl or bool(reranking)
-    if (is_djl or fields["task"] in ("embed", "classify")) and ROLLING_BATCH.key not in layer:
+    if (is_djl or fields["task"] in ("embed", "classify")) and ROLLING_BATCH.key not in sources.model:
         # vLLM joins the requests of such models in any case, so that no dynamic batch is needed.
         fields["batch_size"] = 1
 

@@ -192,12 +192,23 @@ BATCH_SIZE = Option(
 MAX_ROLLING_BATCH_SIZE = Option(
     "option.max_rolling_batch_size", integer(1, 1_000_000), aliases=("option.max_num_seqs",)
 )
-TASK = Option("option.task", choice(_TASKS), "auto", variables=("HF_TASK",), shows_default=False)
-# DJL's engines other than Python serve embedding, reranking and classification. Slipway answers in their form.
-ENGINE = Option(
-    "engine",
-    choice({"python": "Python", "mpi": "MPI", "rust": "Rust", "onnxruntime": "OnnxRuntime", "pytorch": "PyTorch"}),
+TASK = Option(
+    "option.task",
+    _one_of(_TASKS),
+    "auto",
+    variables=("HF_TASK",),
     shows_default=False,
+    serves=frozenset(_TASKS.values()),
+    advice="A model.py that says `from djl_python.huggingface import handle` serves the other tasks of transformers' "
+    "pipelines",
+)
+# DJL's engines other than Python serve embedding, reranking and classification. Slipway answers in their form.
+_ENGINES_OF_DJL = ("Python", "MPI", "Rust", "OnnxRuntime", "PyTorch")
+ENGINE = refused(
+    "engine",
+    _one_of({name.lower(): name for name in _ENGINES_OF_DJL}),
+    _ENGINES_OF_DJL,
+    "give Python or leave it out: vLLM runs the model",
 )
 RERANKING = Option("option.reranking", BOOLEAN, "false", aliases=("reranking",), shows_default=False)
 DRAFT_MODEL = Option(
@@ -265,8 +276,6 @@ SERVED = (
     DRAFT_MODEL,
     DRAFT_LENGTH,
     TASK,
-    ENGINE,
-    RERANKING,
     Option(
         "option.pooling",
         choice({"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST", "last": "LAST"}),
@@ -316,7 +325,7 @@ NOT_SERVED = (
     refused("option.lmcache_auto_config", BOOLEAN, (False,), _OFFLOADING),
     refused("option.lmcache_config_file", TEXT, (), _OFFLOADING),
 )
-MODEL_OPTIONS = (*SERVED, ENTRY_POINT, FUNCTION, *HANDLER_OPTIONS, *MEMORY, *NOT_SERVED)
+MODEL_OPTIONS = (*SERVED, ENGINE, RERANKING, ENTRY_POINT, FUNCTION, *HANDLER_OPTIONS, *MEMORY, *NOT_SERVED)
 BY_KEY: Mapping[str, Option] = {key: option for option in MODEL_OPTIONS for key in option.keys}
 
 _TRANSFORMERS = (

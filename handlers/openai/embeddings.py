@@ -79,7 +79,7 @@ def _prompts(given: Any) -> Sequence[str | tuple[int, ...]]:
     if not given:
         raise LeftToVllm("input")
     if all(isinstance(item, str) for item in given):
-        return given
+        return list(given)
     if all(isinstance(item, int) for item in given):
         return [tuple(given)]
     if not all(isinstance(item, list) and item for item in given):

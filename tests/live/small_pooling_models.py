@@ -15,8 +15,9 @@ VECTOR_SIZE = 64
 LABELS = ("negative", "neutral", "positive")
 _WORDS = (
     "the a of in is and to capital france paris berlin germany large city river dog cat runs fast slow "
-    "learning deep machine what where when who how good bad weather rain sun query document passage : ? . , !"
-).split()
+    "learning deep machine what where when who how good bad weather rain sun query document passage : ? . "
+    ", !"
+)
 
 Kind = Literal["encoder", "reranker", "classifier"]
 
@@ -36,7 +37,7 @@ def _write(directory: Path, kind: Kind) -> None:
 
     letters = [chr(code) for code in range(33, 127)]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
-    vocabulary = [*dict.fromkeys([*pieces, *_WORDS])]
+    vocabulary = [*dict.fromkeys([*pieces, *_WORDS.split()])]
     ids = {piece: number for number, piece in enumerate(vocabulary)}
     tokenizer = BertTokenizerFast(vocab=ids, model_max_length=MAX_MODEL_LEN)
     labels: dict[str, Any] = {}

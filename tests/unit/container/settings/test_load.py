@@ -211,10 +211,8 @@ def test_precedence_of_server_settings_holds_for_any_layers(model_dir: Path, cho
         "option.entryPoint=djl_python.sklearn_handler",
         "option.output_formatter=json_chat",
         "option.output_formatter=3p",
-        "option.task=text-embedding",
         "option.task=question-answering",
-        "engine=Rust",
-        "engine=OnnxRuntime",
+        "engine=TensorFlow",
         "option.lmcache_auto_config=true",
         "option.lmcache_config_file=lmcache.yaml",
         "option.s3url=s3://bucket/llama/",
@@ -231,10 +229,6 @@ def test_a_feature_that_is_missing_stops_the_start(model_dir: Path, properties: 
 @pytest.mark.parametrize(
     ("properties", "advice"),
     [
-        (
-            "engine=Rust",
-            "Models for embeddings, reranking and classification (Rust, OnnxRuntime, PyTorch) are not served",
-        ),
         ("option.task=fill-mask", "A model.py that says `from djl_python.huggingface import handle` serves"),
         ("option.lmcache_auto_config=true", "`option.kv_offloading_size=<GiB of all GPUs together>`"),
     ],
@@ -244,10 +238,44 @@ def test_a_feature_that_is_missing_has_advice(model_dir: Path, properties: str, 
     assert advice in problem
 
 
-@pytest.mark.parametrize("name", ["pooling", "reranking", "normalize"])
-def test_options_of_models_for_embeddings_are_ignored_with_the_reason(model_dir: Path, name: str) -> None:
-    (warning,) = load(model_dir, f"option.{name}=true").warnings
-    assert warning.endswith("it belongs to models for embeddings and reranking, which are not served")
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("text-embedding", "embed"),
+        ("feature-extraction", "embed"),
+        ("text-classification", "classify"),
+        ("text-generation", "generate"),
+        ("auto", "auto"),
+    ],
+)
+def test_the_task_of_a_model_has_the_names_of_lmi_and_transformers(model_dir: Path, task: str, expected: str) -> None:
+    assert load(model_dir, f"option.task={task}").model.task == expected
+    assert load(model_dir, environ={"HF_TASK": task}).model.task == expected
+
+
+@pytest.mark.parametrize("engine", ["Rust", "OnnxRuntime", "PyTorch"])
+def test_the_engines_of_djl_are_vllm_with_the_answers_of_djl(model_dir: Path, engine: str) -> None:
+    properties = f"engine={engine}\noption.pooling=cls\noption.normalize=false\nbatch_size=32"
+    model = load(model_dir, properties).model
+    assert (model.vector_format, model.scores_in_order) == ("djl", True)
+    assert (model.pooling, model.normalize, model.rolling_batch, model.batch_size) == ("CLS", False, "auto", 1)
+
+
+def test_lmis_vllm_handler_has_vectors_of_another_form(model_dir: Path) -> None:
+    properties = """
+        engine=Python
+        option.async_mode=true
+        option.rolling_batch=disable
+        option.entryPoint=djl_python.lmi_vllm.vllm_async_service
+        option.task=text-embedding
+    """
+    model = load(model_dir, "\n".join(line.strip() for line in properties.splitlines())).model
+    assert (model.vector_format, model.task, model.rolling_batch) == ("vllm", "embed", "auto")
+
+
+def test_reranking_loads_the_model_for_scores(model_dir: Path) -> None:
+    model = load(model_dir, "option.reranking=true").model
+    assert (model.task, model.scores_in_order) == ("classify", True)
 
 
 def test_option_model_is_option_model_id(model_dir: Path) -> None:
@@ -275,7 +303,7 @@ def test_an_address_has_no_tls(model_dir: Path, name: str) -> None:
     "environ",
     [
         {"SERVING_CERTIFICATE_FILE": "/x"},
-        {"HF_TASK": "feature-extraction"},
+        {"HF_TASK": "question-answering"},
     ],
 )
 def test_a_variable_for_a_feature_that_is_missing_stops_the_start(model_dir: Path, environ: dict[str, str]) -> None:

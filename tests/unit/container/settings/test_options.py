@@ -123,11 +123,14 @@ def server_name(key: str) -> str:
     return f"SERVING_{key.upper()}"
 
 
+OF_ENGINES = (*options.SERVED, options.ENGINE, options.RERANKING)
+
+
 def model_row(option: Option) -> str:
     overwriting = [name for name, key in SAGEMAKER_MODEL_KEYS if key == option.key]
     sources = code([*option.aliases, *option.variables, *overwriting])
     default = code((option.default,)) if option.default else "-"
-    table = "model" if option in options.SERVED else "handler"
+    table = "model" if option in OF_ENGINES else "handler"
     said = meaning(table, f"`{option.key}`", 4)
     return f"| `{option.key}` | {sources or '-'} | {default} | {allowed(option)} | {said} |"
 
@@ -166,7 +169,7 @@ TABLES = {
     "model": [
         "| option | also | default | allowed | meaning |",
         "| --- | --- | --- | --- | --- |",
-        *(model_row(option) for option in options.SERVED),
+        *(model_row(option) for option in OF_ENGINES),
     ],
     "handler": [
         "| setting | also | default | allowed | meaning |",
