@@ -52,6 +52,7 @@ class Model(StrEnum):
     TINY = "b"
     BOTH = "both"
     FRONT_END = "front-end"
+    VECTORS = "vectors"
 
 
 WORKLOADS = {
@@ -59,13 +60,16 @@ WORKLOADS = {
     Model.TINY: ["tiny"],
     Model.BOTH: ["sample", "tiny"],
     Model.FRONT_END: ["front-end"],
+    Model.VECTORS: ["vectors"],
 }
-# The default of some options: with a model, and with the scripted engine.
+# The default of some options: with a model, with the scripted engine, and for vectors.
 DEFAULTS = {
-    "peers": ("slipway,vllm,bare", "slipway,vllm,rust,triton"),
-    "contracts": ("lmi", "lmi,openai,chat,triton"),
-    "concurrency": ("1,8,32,128", "1,8,32,128,256"),
+    "peers": ("slipway,vllm,bare", "slipway,vllm,rust,triton", "slipway,vllm"),
+    "contracts": ("lmi", "lmi,openai,chat,triton", "lmi,openai"),
+    "concurrency": ("1,8,32,128", "1,8,32,128,256", "1,8,32"),
 }
+SHORT_TEXT = "What is Deep Learning?"
+BATCH = 32  # Texts of a larger request for vectors.
 BURST = 128  # Requests that start at the same time.
 
 
@@ -81,7 +85,7 @@ def main(
         Model,
         typer.Option(
             help="a: the sample model; b: a tiny Llama, so that the front end is the limit; "
-            "front-end: a scripted engine without a model."
+            "front-end: a scripted engine without a model; vectors: the tiny Llama as an embedding model."
         ),
     ] = Model.BOTH,
     model: Annotated[
@@ -130,9 +134,10 @@ def main(
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
     scripted = workload is Model.FRONT_END
-    peer_names = _known(peers or DEFAULTS["peers"][scripted], PEERS, "--peers")
-    asked = _known(contracts or DEFAULTS["contracts"][scripted], CONTRACTS, "--contracts")
-    levels = _levels(concurrency or DEFAULTS["concurrency"][scripted])
+    kind = (Model.FRONT_END, Model.VECTORS).index(workload) + 1 if scripted or workload is Model.VECTORS else 0
+    peer_names = _known(peers or DEFAULTS["peers"][kind], PEERS, "--peers")
+    asked = _known(contracts or DEFAULTS["contracts"][kind], CONTRACTS, "--contracts")
+    levels = _levels(concurrency or DEFAULTS["concurrency"][kind])
     on_gpu = not scripted and (gpu_count() > 0 if device is None else device is Device.GPU)
     samples: list[Sample] = []
     try:
@@ -144,7 +149,9 @@ def main(
             plan = Workload(
                 name=name,
                 engine=dataclasses.replace(engine, step_ms=step_ms) if scripted else engine,
-                loads=_loads(levels, short=name == "sample" and not on_gpu, seconds=seconds, timeout=timeout),
+                loads=_vector_loads(levels, seconds, timeout)
+                if workload is Model.VECTORS
+                else _loads(levels, short=name == "sample" and not on_gpu, seconds=seconds, timeout=timeout),
                 rounds=rounds,
             )
             compared = [PEERS[peer](asked, rust, triton) for peer in peer_names]
@@ -166,10 +173,12 @@ def main(
 
 
 def _engine(name: str, model: Path | None, on_gpu: bool, kv_cache_gib: int) -> Engine:
-    tiny = name == "tiny"
+    tiny = name != "sample" and name != "front-end"
     model_dir = prepare_tiny_model() if tiny else model or prepare()
     # The tiny model is stored in float32. vLLM chooses the type for other models.
     arguments = {**(GPU_ARGUMENTS if on_gpu else CPU_ARGUMENTS), "dtype": "float32" if tiny else "auto"}
+    if name == "vectors":
+        arguments |= {"runner": "pooling", "convert": "embed"}
     return Engine(model_dir=model_dir, arguments=arguments | {"kv_cache_memory_bytes": kv_cache_gib << 30})
 
 
@@ -183,6 +192,22 @@ def _loads(levels: Sequence[int], *, short: bool, seconds: float, timeout: float
     # Each client makes one request.
     burst = msgspec.structs.replace(one, name="burst", tokens=32, concurrency=BURST, seconds=0.0)
     return *(msgspec.structs.replace(kind, concurrency=level) for kind in kinds for level in levels), burst
+
+
+def _vector_loads(levels: Sequence[int], seconds: float, timeout: float) -> tuple[EngineLoad, ...]:
+    """Return requests for the vector of one text, and for those of many, with each number of clients."""
+    one = EngineLoad(
+        name="one text",
+        prompt=SHORT_TEXT,
+        tokens=1,
+        texts=1,
+        stream=False,
+        concurrency=1,
+        seconds=seconds,
+        timeout=timeout,
+    )
+    kinds = (one, msgspec.structs.replace(one, name=f"{BATCH} texts", texts=BATCH, tokens=BATCH))
+    return tuple(msgspec.structs.replace(kind, concurrency=level) for kind in kinds for level in levels)
 
 
 def _write(file: Path, samples: Sequence[Sample]) -> None:

@@ -28,6 +28,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     stream: bool
     logprobs: bool = False
+    texts: int = 0  # Texts of a request for vectors. 0: the request is for generated text.
     concurrency: int
     seconds: float
     timeout: float

@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import select
 import shutil
 import signal
@@ -39,6 +40,7 @@ LOGPROBS = "+logprobs"  # Ends the name of a variant whose streams have log prob
 START_TIMEOUT_S = 300.0
 IDLE_TIMEOUT_S, IDLE_CPU_S = 30.0, 0.1
 STOP_TIMEOUT_S = 20.0
+_BODIES = 64  # Different requests for vectors.
 GRACE_S = 30.0  # Additional time for a load, in which its process starts and ends.
 LOG_TAIL_LINES = 30
 # Parts of the titles of engine processes. If a fork server starts the workers, they are siblings of the engine.
@@ -244,7 +246,9 @@ class ContractRequest:
 
 
 def lmi(load: EngineLoad) -> ContractRequest:
-    """Return the request for LMI's rolling batch."""
+    """Return the request for LMI's rolling batch, or for vectors."""
+    if load.texts:
+        return ContractRequest(path="/invocations", body={"inputs": _texts(load)}, end_marker="]")
     parameters: dict[str, object] = {"max_new_tokens": load.tokens, "ignore_eos_token": True}
     if load.stream and not load.logprobs:
         parameters["token_logprobs"] = False
@@ -258,7 +262,11 @@ def lmi(load: EngineLoad) -> ContractRequest:
 
 
 def openai(load: EngineLoad) -> ContractRequest:
-    """Return the request for OpenAI's completions, with vLLM's own parameters."""
+    """Return the request for OpenAI's completions, with vLLM's own parameters, or for embeddings."""
+    if load.texts:
+        return ContractRequest(
+            path="/v1/embeddings", body={"model": MODEL, "input": _texts(load)}, end_marker='"completion_tokens":0'
+        )
     body: dict[str, object] = {"model": MODEL, "prompt": load.prompt, "max_tokens": load.tokens, "temperature": 0}
     body |= {"ignore_eos": True, "stream": load.stream}
     if load.logprobs:
@@ -270,6 +278,12 @@ def openai(load: EngineLoad) -> ContractRequest:
         # The end of sequence is ignored. So an answer ends at its limit, with exactly that many tokens.
         end_marker='"finish_reason":"length"',
     )
+
+
+def _texts(load: EngineLoad) -> str | list[str]:
+    """Return the texts of a request for vectors. All differ, so that no server can know one again."""
+    texts = [f"{random.getrandbits(32)} {load.prompt}" for _ in range(load.texts)]
+    return texts[0] if load.texts == 1 else texts
 
 
 def chat(load: EngineLoad) -> ContractRequest:
@@ -421,10 +435,11 @@ class HttpPeer(Peer):
 
     def load(self, variant: str, load: EngineLoad) -> Figures:
         load = msgspec.structs.replace(load, logprobs=variant.endswith(LOGPROBS))
-        request = self.contract_request(variant)(load)
+        contract = self.contract_request(variant)
+        request = contract(load)
         spec = LoadSpec(
             url=self._url(request.path),
-            body=json.dumps(request.body),
+            body="\n".join(json.dumps(contract(load).body) for _ in range(_BODIES if load.texts else 1)),
             marker=request.marker,
             end_marker=request.end_marker,
             tokens=load.tokens,

@@ -251,7 +251,8 @@ class PromptTokenizer:
 
     def _too_long(self, characters: int) -> InvalidRequest:
         return InvalidRequest(
-            f"the prompt has {characters} characters; the model's context of {self._max_model_len} tokens cannot hold it"
+            f"the prompt has {characters} characters; the model's context of {self._max_model_len} tokens "
+            "cannot hold it"
         )
 
     async def _encode(self, text: str, request: GenerationRequest) -> list[int]:

@@ -96,7 +96,7 @@ class VllmEngine:
         config, on_cpu = llm.vllm_config, vllm.platforms.current_platform.is_cpu()
         self.max_model_len: int = llm.model_config.max_model_len
         self.max_sequences = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
-        vocabulary_size = llm.model_config.get_vocab_size()
+        vocabulary_size = self._vocabulary_size = llm.model_config.get_vocab_size()
         most = llm.model_config.max_logprobs
         self.max_top_tokens: int = vocabulary_size if most < 0 else most
         self._prompts = PromptTokenizer(self.texts, self.max_model_len, self._settings.max_prompt_tokens)
@@ -207,8 +207,10 @@ class VllmEngine:
             InvalidRequest: vLLM refuses it.
         """
         key = (pooling.task, pooling.activation)
+        if not isinstance(request.prompt, str) and (largest := max(token_ids)) >= self._vocabulary_size:
+            raise InvalidRequest(f"Token id {largest} is out of vocabulary")
         known = self._checked.get(key)
-        if known is None or not isinstance(request.prompt, str):  # vLLM looks for wrong token ids
+        if known is None:
             try:
                 checked = self.async_llm.input_processor.process_inputs(
                     request.request_id,
