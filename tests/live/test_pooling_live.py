@@ -1,0 +1,404 @@
+"""Vectors, scores and classes from the real engine, through all contracts that have them but TEI's."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import litellm
+import numpy as np
+import openai
+import pytest
+from langchain_openai import OpenAIEmbeddings
+from pydantic import SecretStr
+
+from tests.live.bare_transformers import Job, numbers_of_transformers
+from tests.live.server import HostedModel, Server, hosted, write_model
+from tests.live.small_model import prepare_small_model
+from tests.live.small_pooling_models import LABELS, MAX_MODEL_LEN, VECTOR_SIZE, prepare_small_encoder
+from tests.waiting import wait_until
+
+TEXTS = ["the capital of france", "paris is a large city ?", "a dog runs", "zebra"]
+PAIRS = [["capital of france", text] for text in ("paris", "a dog runs", "the weather is good")]
+TOO_LONG = "a " * (2 * MAX_MODEL_LEN)
+ENGINE = {"dtype": "fp32", "kv_cache_memory_bytes": 64 << 20, "max_rolling_batch_size": 32}
+AS_VLLM_HANDLER = {
+    "async_mode": "true",
+    "rolling_batch": "disable",
+    "entryPoint": "djl_python.lmi_vllm.vllm_async_service",
+    "task": "text-embedding",
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pooling")
+
+
+def load(host: Server, directory: Path, name: str, model: Path, properties: str = "", **options: object) -> Any:
+    written = write_model(directory / name / "model", model_id=model, **ENGINE, **options)
+    with (written / "serving.properties").open("a") as file:
+        file.write(properties + "\n")
+    return hosted(host, written)
+
+
+@pytest.fixture(scope="module")
+def encoder(host: Server, directory: Path) -> Iterator[Server]:
+    with load(host, directory, "encoder", prepare_small_encoder()) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def handler(host: Server, directory: Path) -> Iterator[Server]:
+    """The encoder with the settings of LMI's vLLM handler."""
+    with load(host, directory, "handler", prepare_small_encoder(), **AS_VLLM_HANDLER) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def reranker(host: Server, directory: Path) -> Iterator[Server]:
+    with load(host, directory, "reranker", prepare_small_encoder("reranker")) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def classifier(host: Server, directory: Path) -> Iterator[Server]:
+    with load(host, directory, "classifier", prepare_small_encoder("classifier")) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[list[float]]]:
+    """The numbers of all models, made by transformers."""
+    encoder, classifier = prepare_small_encoder(), prepare_small_encoder("classifier")
+    return numbers_of_transformers(
+        vectors=Job(encoder, TEXTS),
+        means=Job(encoder, TEXTS[:1], "mean"),
+        decoder=Job(prepare_small_model(), TEXTS, "mean"),
+        pairs=Job(prepare_small_encoder("reranker"), PAIRS, "head"),
+        classes=Job(classifier, TEXTS, "head"),
+    )
+
+
+@pytest.fixture(scope="module")
+def vectors(expected: dict[str, list[list[float]]]) -> list[list[float]]:
+    return expected["vectors"]
+
+
+def post(model: Server, path: str, body: object, **headers: str) -> Any:
+    """Return the document of a reply, whose status has to be 200. On OpenAI's routes the body names the model."""
+    if isinstance(body, dict) and path != "/invocations":
+        body = {"model": model.name, **body}
+    answer = model.client.post(path, json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def assert_close(given: Any, expected: Any) -> None:
+    """Check that the vectors have the same direction, and the length 1."""
+    given, expected = np.array(given, dtype=float), np.array(expected, dtype=float)
+    assert given.shape == expected.shape
+    assert np.abs(np.linalg.norm(given, axis=-1) - 1).max() < 1e-5
+    assert (given * expected).sum(-1).min() > 0.9999
+
+
+def embeddings(document: Any) -> list[Any]:
+    assert [item["index"] for item in document["data"]] == list(range(len(document["data"])))
+    return [item["embedding"] for item in document["data"]]
+
+
+# Vectors
+
+
+def test_vectors_are_those_of_transformers(encoder: Server, handler: Server, vectors: list[list[float]]) -> None:
+    assert_close(post(encoder, "/invocations", {"inputs": TEXTS}), vectors)
+    assert_close(post(encoder, "/invocations", TEXTS), vectors)
+    assert_close(post(handler, "/invocations", {"inputs": TEXTS}), vectors)
+    assert_close(embeddings(post(encoder, "/v1/embeddings", {"input": TEXTS})), vectors)
+    assert_close(embeddings(post(encoder, "/invocations", {"input": TEXTS})), vectors)
+    assert_close(post(encoder, "/v2/embed", {"texts": TEXTS})["embeddings"]["float"], vectors)
+
+
+def test_djls_engines_answer_one_text_with_a_flat_vector(encoder: Server, vectors: list[list[float]]) -> None:
+    for body in ({"inputs": TEXTS[0]}, TEXTS[0]):
+        assert_close(post(encoder, "/invocations", body), vectors[0])
+    plain = encoder.client.post("/invocations", content=TEXTS[0], headers={"content-type": "text/plain"})
+    assert_close(plain.json(), vectors[0])
+    assert_close(post(encoder, "/invocations", {"inputs": TEXTS[:1]}), vectors[:1])
+    # A number counts as its text.
+    assert_close(post(encoder, "/invocations", {"inputs": 5}), post(encoder, "/invocations", {"inputs": "5"}))
+
+
+def test_lmis_vllm_handler_answers_with_a_list_of_vectors(handler: Server, vectors: list[list[float]]) -> None:
+    answer = handler.client.post("/invocations", json={"inputs": TEXTS[0]})
+    assert answer.content.startswith(b"[[")
+    assert answer.content.endswith(b"]]\n")
+    assert b", " in answer.content
+    assert_close(answer.json(), vectors[:1])
+    tokens = post(handler, "/tokenize", {"prompt": TEXTS[0]})["tokens"]
+    assert_close(post(handler, "/invocations", {"inputs": tokens}), vectors[:1])
+
+
+def test_a_text_that_is_too_long_is_cut_by_djls_engines_and_refused_by_the_others(
+    encoder: Server, handler: Server
+) -> None:
+    longest = "a " * (MAX_MODEL_LEN - 2)
+    cut, whole = (post(encoder, "/invocations", {"inputs": text}) for text in (TOO_LONG, longest))
+    assert_close(cut, whole)
+    refused = handler.client.post("/invocations", json={"inputs": TOO_LONG})
+    assert refused.status_code == 424
+    assert refused.json()["error"].startswith(f"the prompt has {2 * MAX_MODEL_LEN + 2} tokens")
+    refused = encoder.client.post("/v1/embeddings", json={"model": encoder.name, "input": ["a", TOO_LONG]})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["type"] == "BadRequestError"
+    assert str(MAX_MODEL_LEN) in refused.json()["error"]["message"]
+
+
+def test_a_text_of_a_megabyte_is_cut_before_it_is_tokenized(encoder: Server) -> None:
+    assert len(post(encoder, "/invocations", {"inputs": "a" * (1 << 20)})) == VECTOR_SIZE
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (b"{}", 400, 'Missing \\"inputs\\" in json.'),
+        (b"nothing", 400, "Input is not a valid json."),
+        (b'{"inputs": []}', 400, '\\"inputs\\" is empty.'),
+    ],
+)
+def test_djls_engines_refuse_in_their_form(encoder: Server, body: bytes, status: int, text: str) -> None:
+    answer = encoder.client.post("/invocations", content=body, headers={"content-type": "application/json"})
+    expected = f'{{\n  "code": {status},\n  "type": "TranslateException",\n  "message": "{text}"\n}}\n'
+    assert (answer.status_code, answer.text) == (status, expected)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"inputs": 5}', "'inputs' must be a string or list of strings, got int"),
+        (b'{"inputs": [1, "a"]}', "'inputs' must hold at least one string"),
+        (b'["a"]', "the body must be an object"),
+        (b"{", "the body is not valid JSON"),
+        (b'{"inputs": [99999]}', "out of vocabulary"),
+    ],
+)
+def test_lmis_vllm_handler_refuses_in_its_form(handler: Server, body: bytes, text: str) -> None:
+    answer = handler.client.post("/invocations", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 424
+    assert answer.json()["code"] == 424
+    assert text in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": TEXTS[0]},
+        {"input": TEXTS},
+        {"input": [5, 6, 7]},
+        {"input": [[5, 6], [7]], "encoding_format": "base64"},
+        {"input": TEXTS, "user": "me", "use_activation": False},
+    ],
+)
+def test_the_fast_way_has_the_bytes_of_vllms_front_end(encoder: Server, fields: dict[str, Any]) -> None:
+    def answer(**headers: str) -> str:
+        found = encoder.client.post("/v1/embeddings", json={**fields, "model": encoder.name}, headers=headers)
+        assert found.status_code == 200, found.text
+        return re.sub(r'"id":"embd-[^"]*"|"created":\d+', "", found.text)
+
+    by_vllm = answer(**{"x-session-id": "1"})  # Slipway's contract leaves calls with this header to vLLM.
+    assert answer() == by_vllm
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "text"),
+    [
+        ({"input": []}, 400, "at least one prompt"),
+        ({"input": [99999]}, 400, "99999"),
+        ({"input": "a", "dimensions": 8}, 400, "Matryoshka"),
+        ({"input": "a", "encoding_format": "hex"}, 400, "encoding_format"),
+        ({"input": "a", "normalize": True}, 400, "use_activation"),
+    ],
+)
+def test_openais_clients_get_vllms_errors(encoder: Server, fields: dict[str, Any], status: int, text: str) -> None:
+    answer = encoder.client.post("/v1/embeddings", json={"model": encoder.name, **fields})
+    assert answer.status_code == status
+    assert text in answer.json()["error"]["message"]
+
+
+def test_openais_client_reads_base64(encoder: Server, vectors: list[list[float]]) -> None:
+    client = openai.OpenAI(base_url=f"{encoder.url}/v1", api_key="none")
+    found = client.embeddings.create(model=encoder.name, input=TEXTS)
+    assert_close([item.embedding for item in found.data], vectors)
+    assert found.usage.prompt_tokens == found.usage.total_tokens > 0
+    raw = post(encoder, "/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"})
+    (encoded,) = embeddings(raw)
+    assert_close(np.frombuffer(base64.b64decode(encoded), "<f4"), vectors[0])
+
+
+def test_langchain_and_litellm_get_vectors(encoder: Server, vectors: list[list[float]]) -> None:
+    chain = OpenAIEmbeddings(
+        model=encoder.name,
+        base_url=f"{encoder.url}/v1",
+        api_key=SecretStr("none"),
+        check_embedding_ctx_length=False,  # Otherwise it sends token ids of OpenAI's own tokenizer.
+    )
+    assert_close(chain.embed_documents(TEXTS), vectors)
+    found = litellm.embedding(
+        model=f"openai/{encoder.name}",
+        input=TEXTS,
+        api_base=f"{encoder.url}/v1",
+        api_key="none",
+        encoding_format="float",
+    )
+    assert_close([item["embedding"] for item in found.data], vectors)
+
+
+def test_an_embedding_model_scores_by_the_cosine(encoder: Server, vectors: list[list[float]]) -> None:
+    ranks = post(encoder, "/rerank", {"query": TEXTS[0], "documents": TEXTS[1:]})["results"]
+    expected = np.array(vectors[1:]) @ np.array(vectors[0])
+    assert [item["index"] for item in ranks] == list(np.argsort(-expected))
+    for item in ranks:
+        assert math.isclose(item["relevance_score"], expected[item["index"]], abs_tol=1e-4)
+    (score,) = post(encoder, "/invocations", {"text_1": TEXTS[0], "text_2": TEXTS[1]})["data"]
+    assert math.isclose(score["score"], expected[0], abs_tol=1e-4)
+
+
+def test_an_embedding_model_generates_no_text(encoder: Server) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert encoder.client.post(path, json={"model": encoder.name, "prompt": "a", "messages": []}).status_code == 404
+
+
+def test_a_generating_model_makes_no_vectors(server: Server) -> None:
+    for path in ("/v1/embeddings", "/pooling", "/rerank"):
+        assert server.client.post(path, json={"input": "a"}).status_code == 404
+
+
+# A decoder as an embedding model
+
+
+def test_a_decoder_makes_vectors(host: Server, directory: Path, expected: dict[str, list[list[float]]]) -> None:
+    options = {"task": "text-embedding", "pooling": "mean", "max_model_len": 512, "enable_prefix_caching": "true"}
+    with load(host, directory, "decoder", prepare_small_model(), **options) as decoder:
+        assert_close(post(decoder, "/invocations", {"inputs": TEXTS}), expected["decoder"])
+        assert_close(embeddings(post(decoder, "/v1/embeddings", {"input": TEXTS})), expected["decoder"])
+        assert decoder.client.get("/v1/models").json()["data"][0]["id"]
+
+
+def test_vectors_can_keep_their_lengths(host: Server, directory: Path, expected: dict[str, list[list[float]]]) -> None:
+    with load(host, directory, "raw", prepare_small_encoder(), normalize="false", pooling="mean") as raw:
+        vector = np.array(post(raw, "/invocations", {"inputs": TEXTS[0]}))
+        assert not math.isclose(np.linalg.norm(vector), 1.0, abs_tol=0.01)
+        assert_close(vector / np.linalg.norm(vector), expected["means"][0])
+
+
+# Scores
+
+
+def test_scores_of_pairs_are_those_of_transformers(reranker: Server, expected: dict[str, list[list[float]]]) -> None:
+    right = [1 / (1 + math.exp(-logit)) for (logit,) in expected["pairs"]]
+    pairs = [{"text": first, "text_pair": second} for first, second in PAIRS]
+    given = post(reranker, "/invocations", pairs)
+    assert np.allclose(given, [[score] for score in right], atol=1e-4)
+    assert np.allclose(post(reranker, "/invocations", pairs[0]), right[:1], atol=1e-4)
+    keyed = {"key": PAIRS[0][0], "value": PAIRS[0][1]}
+    assert np.allclose(post(reranker, "/invocations", keyed), right[:1], atol=1e-4)
+    documents = [second for _, second in PAIRS]
+    ranks = post(reranker, "/v1/rerank", {"query": PAIRS[0][0], "documents": documents, "top_n": 2})["results"]
+    assert [item["index"] for item in ranks] == list(np.argsort(-np.array(right)))[:2]
+    scores = post(reranker, "/score", {"text_1": PAIRS[0][0], "text_2": documents})["data"]
+    assert np.allclose([item["score"] for item in scores], right, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"inputs": "a"}, "Unexpected json type"),
+        ([], "Missing text or text_pair in json."),
+        ({"text": "a"}, "Missing text or text_pair in json."),
+        ({"key": "a"}, "Missing key or value in input."),
+        ([1], "Unexpected json type"),
+    ],
+)
+def test_wrong_pairs_are_refused_in_djls_form(reranker: Server, body: object, text: str) -> None:
+    answer = reranker.client.post("/invocations", json=body)
+    assert (answer.status_code, answer.json()["message"]) == (400, text)
+    assert answer.json()["type"] == "TranslateException"
+
+
+def test_pairs_that_are_too_long_are_cut_longest_first(reranker: Server) -> None:
+    (score,) = post(reranker, "/invocations", {"text": "a dog", "text_pair": TOO_LONG})
+    cut = "a " * (MAX_MODEL_LEN - 3 - 2)
+    assert np.allclose(score, post(reranker, "/invocations", {"text": "a dog", "text_pair": cut}), atol=1e-4)
+
+
+# Classes
+
+
+def test_classes_are_those_of_transformers(
+    classifier: Server, host: Server, directory: Path, expected: dict[str, list[list[float]]]
+) -> None:
+    logits = np.array(expected["classes"])
+    right = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    best = [LABELS[number] for number in right.argmax(-1)]
+    assert len(set(best)) > 1, "the model of the test gives all texts the same class"
+    answer = classifier.client.post("/invocations", json={"inputs": TEXTS})
+    assert [item["label"] for item in answer.json()] == best
+    assert np.allclose([item["score"] for item in answer.json()], right.max(-1), atol=1e-4)
+    assert answer.text == json.dumps(answer.json(), indent=2, separators=(",", ":"))
+    every = post(classifier, "/invocations", {"inputs": TEXTS[0], "parameters": {"top_k": None}})
+    assert {item["label"]: round(item["score"], 3) for item in every[0]} == {
+        label: round(float(score), 3) for label, score in zip(LABELS, right[0], strict=True)
+    }
+    raw = post(classifier, "/invocations", {"inputs": TEXTS[0], "parameters": {"function_to_apply": "none"}})
+    assert math.isclose(raw[0]["score"], logits[0].max(), abs_tol=1e-4)
+    data = post(classifier, "/classify", {"input": TEXTS})["data"]
+    assert np.allclose([item["probs"] for item in data], right, atol=1e-4)
+    with load(host, directory, "djl", prepare_small_encoder("classifier"), properties="engine=PyTorch") as djl:
+        flat, nested = (post(djl, "/invocations", {"inputs": text}) for text in (TEXTS[0], TEXTS))
+        assert [item["className"] for item in flat] == [LABELS[number] for number in np.argsort(-right[0])]
+        assert np.allclose([item[0]["probability"] for item in nested], right.max(-1), atol=1e-4)
+
+
+@pytest.mark.parametrize("parameters", [{"top_k": 0}, {"top_k": "all"}, {"function_to_apply": "relu"}])
+def test_wrong_parameters_of_classes_are_refused(classifier: Server, parameters: dict[str, object]) -> None:
+    answer = classifier.client.post("/invocations", json={"inputs": "a", "parameters": parameters})
+    assert answer.status_code == 424
+    assert answer.json()["error"].startswith(f"`{next(iter(parameters))}` must be")
+
+
+# Limits, and the end of the engine
+
+
+def test_a_client_that_leaves_ends_its_prompts(encoder: Server) -> None:
+    aborted = encoder.metric("slipway_generations_aborted_total")
+    texts = [f"{number} {TEXTS[0]}" for number in range(2000)]
+    connection = encoder.send(f"/invocations?model_name={encoder.name}", {"inputs": texts})
+    wait_until(lambda: encoder.metric("slipway_engine_running") + encoder.metric("slipway_engine_waiting") > 0)
+    connection.close()
+    wait_until(lambda: encoder.metric("slipway_generations_aborted_total") > aborted)
+    encoder.wait_for_metric("slipway_engine_running", 0.0)
+    assert len(post(encoder, "/invocations", {"inputs": TEXTS})) == len(TEXTS)
+
+
+def test_more_texts_than_the_queue_has_places_are_refused(encoder: Server) -> None:
+    texts = ["a"] * 2100
+    answer = encoder.client.post("/invocations", json={"inputs": texts})
+    assert answer.status_code == 400
+    assert answer.json()["message"].startswith("the request asks for 2100 sequences; at most 20")
+
+
+def test_a_killed_engine_ends_its_calls_with_errors(host: Server, directory: Path) -> None:
+    with load(host, directory, "killed", prepare_small_encoder()) as model:
+        assert isinstance(model, HostedModel)
+        os.kill(model.engine_process(), signal.SIGKILL)
+        wait_until(lambda: model.client.post("/invocations", json={"inputs": "a"}).status_code == 500)
+        answer = model.client.post("/v1/embeddings", json={"model": model.name, "input": "a"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "InternalServerError"
