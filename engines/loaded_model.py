@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from engines.pooling import PoolingModel, Side
-from engines.prompt_cache import LONG_TEXT, by_segments, encode_all
+from engines.prompt_cache import by_segments, encode_all
 from engines.request import Token
 from engines.statistics import EngineStatistics
 
@@ -42,7 +42,6 @@ class ModelTexts:
             fast.no_padding()
         self._segments = by_segments(fast) if fast is not None else None
         self.special_ids = frozenset(tokenizer.all_special_ids)
-        self._cutting: dict[tuple[int, Side], Tokenizer] = {}
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
@@ -97,17 +96,30 @@ class ModelTexts:
         """
         if self._fast is None:
             return self._encode_cut_slowly(text, second, most, side, special)
-        cutting = self._cutting.get((most, side))
-        if cutting is None:
-            cutting = copy.deepcopy(self._fast)
-            cutting.enable_truncation(most, strategy="longest_first", direction=side)
-            self._cutting[most, side] = cutting
-        if len(text) + len(second or "") <= LONG_TEXT:
-            encoding = cutting.encode(text, second, add_special_tokens=special)
-        else:  # `encode` would hold the interpreter's lock
-            given: Any = text if second is None else (text, second)
-            encoding = cutting.encode_batch([given], add_special_tokens=special)[0]
-        return encoding.ids, _first_of_second(encoding.type_ids)
+        # The truncation of `tokenizers` would also make all parts that were cut off, and each pair of these.
+        around = _Surroundings() if not special else self._around_pair if second is not None else self._around_text
+        room = max(most - around.length, 0)
+        ids = self.encode(text, special=False)
+        if second is None:
+            ids = _cut(ids, room, side)
+            return [*around.before, *ids, *around.after], around.length + len(ids)
+        second_ids = self.encode(second, special=False)
+        first_room, second_room = _shares(len(ids), len(second_ids), room)
+        ids, second_ids = _cut(ids, first_room, side), _cut(second_ids, second_room, side)
+        whole = [*around.before, *ids, *around.between, *second_ids, *around.after]
+        if around.of_second is None:
+            return whole, len(whole)
+        return whole, len(around.before) + len(ids) + around.of_second
+
+    @cached_property
+    def _around_text(self) -> _Surroundings:
+        assert self._fast is not None
+        return _surroundings(self._fast.encode("a"))
+
+    @cached_property
+    def _around_pair(self) -> _Surroundings:
+        assert self._fast is not None
+        return _surroundings(self._fast.encode("a", "a"))
 
     def _encode_cut_slowly(
         self, text: str, second: str | None, most: int, side: Side, special: bool
@@ -154,6 +166,55 @@ class ModelTexts:
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Surroundings:
+    """The special tokens around a text, or around the texts of a pair."""
+
+    before: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    # The number of tokens of `between` that belong to the first text. None: no token has the type of a second text.
+    of_second: int | None = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.before) + len(self.between) + len(self.after)
+
+
+def _surroundings(encoding: Any) -> _Surroundings:
+    """Return the special tokens of an encoded text or pair."""
+    ids, texts = encoding.ids, encoding.sequence_ids
+    first = [place for place, text in enumerate(texts) if text == 0]
+    second = [place for place, text in enumerate(texts) if text == 1] or [first[-1] + 1]
+    between = ids[first[-1] + 1 : second[0]]
+    first_of_type = _first_of_second(encoding.type_ids)
+    return _Surroundings(
+        before=tuple(ids[: first[0]]),
+        between=tuple(between),
+        after=tuple(ids[second[-1] + 1 :] if 1 in texts else ids[first[-1] + 1 :]),
+        of_second=None if first_of_type == len(ids) else first_of_type - first[-1] - 1,
+    )
+
+
+def _cut(ids: list[int], most: int, side: Side) -> list[int]:
+    if len(ids) <= most:
+        return ids
+    return ids[:most] if side == "right" else ids[len(ids) - most :]
+
+
+def _shares(first: int, second: int, most: int) -> tuple[int, int]:
+    """Return the numbers of tokens that two texts of these lengths keep, if the longer one is cut first."""
+    if first + second <= most:
+        return first, second
+    half = most // 2
+    if first <= half:
+        return first, most - first
+    if second <= half:
+        return most - second, second
+    # As in `tokenizers`, the rest of an odd number goes to the longer text.
+    return (half, most - half) if first <= second else (most - half, half)
 
 
 def _first_of_second(types: Sequence[int]) -> int:

@@ -26,6 +26,7 @@ from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import decode, notes_of, request_ids
 from handlers.pooled_answer import PooledAnswer, encode
 
+_LARGEST_EXPONENT = 700.0  # e to this power is a float64.
 _MOST_CLASSES = 5  # Classes in DJL's answer for a text.
 _FUNCTIONS = ("sigmoid", "softmax", "none")
 _FIELDS = frozenset(
@@ -52,7 +53,8 @@ def pooling_contract(settings: ModelSettings, model: PoolingModel) -> Contract:
 
 def sigmoid(numbers: Any) -> Any:
     """Return the logistic function of each number."""
-    return 1.0 / (1.0 + np.exp(-numbers))
+    exact = np.clip(numbers.astype(np.float64), -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    return (1.0 / (1.0 + np.exp(-exact))).astype(np.float32)
 
 
 def softmax(numbers: Any) -> Any:

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from engines.errors import ContextExceeded
+from engines.errors import ContextExceeded, InvalidRequest
 from engines.loaded_model import ModelTexts, copied, fast_tokenizer
+from engines.pooling import Pooling
 from engines.prompt_cache import LONG_TEXT
 from engines.request import GenerationRequest
 from engines.tokenization import PromptTokenizer
@@ -108,3 +111,65 @@ def test_the_context_must_have_room_for_one_new_token_unless_the_request_wants_m
 
 def test_a_prompt_that_is_truncated_makes_room() -> None:
     assert len(token_ids("a " * 50, room=5, truncate_prompt_tokens=5)) == 5
+
+
+# Texts and pairs that are cut
+
+
+@pytest.fixture(scope="module")
+def pairs(tokenizer: Any) -> ModelTexts:
+    """Return a tokenizer that puts a token in front of each text of a pair."""
+    raw = copied(tokenizer)
+    raw.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 256)]
+    )
+    return ModelTexts(raw)
+
+
+def test_a_cut_keeps_the_special_tokens(pairs: ModelTexts) -> None:
+    ids = pairs.encode("abcdef")
+    assert pairs.encode_cut("abcdef", None, 4, "right") == ([256, *ids[1:4]], 4)
+    assert pairs.encode_cut("abcdef", None, 4, "left") == ([256, *ids[4:]], 4)
+    assert pairs.encode_cut("abcdef", None, 100, "left") == (ids, len(ids))
+    assert pairs.encode_cut("abcdef", None, 4, "right", special=False) == (ids[1:5], 4)
+
+
+def test_the_longer_text_of_a_pair_is_cut(pairs: ModelTexts) -> None:
+    a, b = pairs.encode("ab", special=False), pairs.encode("cdefgh", special=False)
+    assert pairs.encode_cut("ab", "cdefgh", 7, "right") == ([256, *a, 256, *b[:3]], 3)
+    assert pairs.encode_cut("cdefgh", "ab", 7, "right") == ([256, *b[:3], 256, *a], 4)
+
+
+@given(st.integers(1, 12), st.integers(0, 12), st.integers(4, 20), st.sampled_from(["left", "right"]))
+def test_texts_are_cut_as_the_tokenizers_library_cuts_them(
+    pairs: ModelTexts, first: int, second: int, most: int, side: Any
+) -> None:
+    library = copied(pairs.tokenizer).backend_tokenizer
+    library.enable_truncation(most, strategy="longest_first", direction=side)
+    texts = ("abcdefghijkl"[:first], "mnopqrstuvwx"[:second] if second else None)
+    encoding = library.encode(*texts)
+    boundary = encoding.type_ids.index(1) if 1 in encoding.type_ids else len(encoding.ids)
+    assert pairs.encode_cut(*texts, most, side) == (encoding.ids, boundary)
+
+
+def test_a_long_text_is_cut_like_a_short_one(pairs: ModelTexts) -> None:
+    long = "abc" * LONG_TEXT
+    assert pairs.encode_cut(long, long, 9, "right") == pairs.encode_cut(long[:99], long[:99], 9, "right")
+
+
+def test_prompts_for_numbers_are_cut_or_refused(pairs: ModelTexts) -> None:
+    prompts = PromptTokenizer(pairs, 8)
+
+    async def pair(text: str, **pooling: Any) -> tuple[list[int], int]:
+        return await prompts.pair(text, Pooling(task="classify", **pooling))
+
+    cut, boundary = asyncio.run(pair("a" * 10_000, second="bc", cut="right"))
+    assert (len(cut), boundary) == (8, 5)
+    assert len(asyncio.run(pair("abcd", second="bc"))[0]) == 8
+    with pytest.raises(ContextExceeded, match=r"has 9 tokens; the model's context of 8 tokens must hold it$"):
+        asyncio.run(pair("abcde", second="bc"))
+    with pytest.raises(InvalidRequest, match="has 10002 characters"):
+        asyncio.run(pair("a" * 10_000, second="bc"))
+    # A prompt for text has to leave room for a token.
+    full = GenerationRequest(prompt="abcdefg", pooling=Pooling(task="embed"), room=0)
+    assert len(asyncio.run(prompts.token_ids(full))) == 8

@@ -1,0 +1,237 @@
+"""LMI's contracts for vectors, scores and classes: bytes in, numbers in, bytes out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.errors import EngineDead, InvalidRequest, Overloaded
+from engines.pooling import Pooling, PoolingModel, kind_of_model
+from engines.request import GenerationRequest, TokenDelta
+from handlers.contract import Contract, ContractError, Exchange, Reply
+from handlers.lmi.pooling import pooling_contract
+from tests.contracts.exchange import MODEL, call
+
+EMBEDDING = PoolingModel(kind="embedding", task="embed", tasks=frozenset({"embed"}), vector_size=2)
+RERANKER = PoolingModel(kind="reranker", task="classify", tasks=frozenset({"classify"}), vector_size=0)
+CLASSIFIER = PoolingModel(
+    kind="classifier",
+    task="classify",
+    tasks=frozenset({"classify"}),
+    vector_size=0,
+    labels={0: "bad", 1: "good"},
+)
+OTHER = PoolingModel(kind="late interaction", task="token_embed", tasks=frozenset({"token_embed"}), vector_size=2)
+
+
+def contract(model: PoolingModel, **settings: Any) -> Contract:
+    return pooling_contract(replace(MODEL, **settings), model)
+
+
+def requests(model: PoolingModel, document: Any, **settings: Any) -> list[tuple[Any, Pooling | None]]:
+    parsed = contract(model, **settings).parse(call(document)).requests
+    return [(request.prompt, request.pooling) for request in parsed]
+
+
+def answer(model: PoolingModel, document: Any, *numbers: list[float], **settings: Any) -> bytes:
+    exchange = contract(model, **settings).parse(call(document))
+    assert len(exchange.requests) == len(numbers)
+    # The engine's order is not that of the prompts.
+    parts = [
+        exchange.answer.feed(place, TokenDelta("", last=True, numbers=np.array(one, np.float32)))
+        for place, one in reversed(list(enumerate(numbers)))
+    ]
+    assert not any(parts[:-1])
+    return parts[-1]
+
+
+def attempt(chosen: Contract, document: Any) -> Exchange | Reply:
+    try:
+        return chosen.parse(call(document))
+    except ContractError as error:
+        return error.reply
+
+
+def refusal(model: PoolingModel, document: Any, **settings: Any) -> Reply:
+    with pytest.raises(ContractError) as raised:
+        contract(model, **settings).parse(call(document))
+    return raised.value.reply
+
+
+# Vectors
+
+DJL = Pooling(task="embed", activation=True, cut="right")
+
+
+def test_djls_engines_write_one_text_flat_and_several_nested() -> None:
+    assert answer(EMBEDDING, {"inputs": "a"}, [0.0059961616, -1.0498056]) == b"[0.0059961616,-1.0498056]"
+    assert answer(EMBEDDING, {"inputs": ["a"]}, [0.5, 1.0]) == b"[[0.5,1.0]]"
+    assert answer(EMBEDDING, ["a", "b"], [0.5, 1.0], [0.25, 0.0]) == b"[[0.5,1.0],[0.25,0.0]]"
+    assert answer(EMBEDDING, "a", [0.5, 1.0]) == b"[0.5,1.0]"
+
+
+def test_djls_engines_take_every_value_as_a_text() -> None:
+    texts = [text for text, _ in requests(EMBEDDING, {"inputs": ["é", 5, True, None, {"a": [1]}]})]
+    assert texts == ["é", "5", "true", "null", '{"a": [1]}']
+    assert requests(EMBEDDING, {"inputs": "a"}) == [("a", DJL)]
+    assert requests(EMBEDDING, {"inputs": "a"}, normalize=False)[0][1] == Pooling(
+        task="embed", activation=False, cut="right"
+    )
+
+
+def test_lmis_vllm_handler_writes_pythons_json() -> None:
+    assert answer(EMBEDDING, {"inputs": "a"}, [0.5, 1.0], vector_format="vllm") == b"[[0.5, 1.0]]\n"
+    assert answer(EMBEDDING, {}, [0.5], vector_format="vllm") == b"[[0.5]]\n"
+    assert requests(EMBEDDING, {}, vector_format="vllm") == [("", Pooling(task="embed", activation=True))]
+    assert requests(EMBEDDING, {"inputs": [1, 2]}, vector_format="vllm")[0][0] == (1, 2)
+    assert [text for text, _ in requests(EMBEDDING, {"inputs": ["a", "b"]}, vector_format="vllm")] == ["a", "b"]
+
+
+def test_the_requests_have_room_for_nothing_and_their_own_ids() -> None:
+    parsed = contract(EMBEDDING).parse(call({"inputs": ["a", "b"]})).requests
+    assert [(request.request_id, request.room) for request in parsed] == [("r-0", 0), ("r-1", 0)]
+
+
+def test_adapters_are_those_of_the_header_and_the_body() -> None:
+    given = call({"inputs": ["a", "b"], "adapters": ["one", "two"]})
+    parsed = contract(EMBEDDING, enable_lora=True).parse(given).requests
+    assert [request.adapter for request in parsed] == ["one", "two"]
+    with pytest.raises(ContractError):
+        contract(EMBEDDING, enable_lora=True).parse(call({"inputs": ["a", "b"], "adapters": ["one"]}))
+
+
+# Scores of pairs
+
+
+def test_pairs_keep_their_order() -> None:
+    pair = {"text": "q", "text_pair": "d"}
+    assert answer(RERANKER, pair, [0.0]) == b"[0.5]"
+    assert answer(RERANKER, [pair, {"key": "q", "value": "e"}], [0.0], [-100.0]) == b"[[0.5],[3.8e-44]]"
+    assert answer(RERANKER, {"query": "q", "texts": ["d", "e"]}, [0.0], [0.0]) == b"[[0.5],[0.5]]"
+    assert answer(RERANKER, pair, [-3.5], sigmoid=False) == b"[-3.5]"
+    pooling = Pooling(task="classify", activation=False, second="d", cut="right")
+    assert requests(RERANKER, {"inputs": pair}) == [("q", pooling)]
+
+
+# Classes
+
+
+def test_djls_classes_are_the_most_probable_five() -> None:
+    assert answer(CLASSIFIER, {"inputs": "a"}, [0.25, 0.75], scores_in_order=True) == (
+        b'[{"className":"good","probability":0.75},{"className":"bad","probability":0.25}]'
+    )
+    many = replace(CLASSIFIER, labels={})
+    found = answer(many, ["a"], [0.1, 0.2, 0.3, 0.05, 0.05, 0.3], scores_in_order=True)
+    assert found.count(b"className") == 5
+    assert found.startswith(b'[[{"className":"2","probability":0.3},{"className":"5","probability":0.3}')
+
+
+def test_a_pipelines_classes() -> None:
+    assert answer(CLASSIFIER, {"inputs": "a"}, [0.0, 100.0]) == (
+        b'[\n  {\n    "label":"good",\n    "score":1.0\n  }\n]'
+    )
+    top = {"inputs": ["a"], "parameters": {"top_k": 2, "function_to_apply": "none"}}
+    assert answer(CLASSIFIER, top, [-1.0, 2.5]) == (
+        b'[\n  [\n    {\n      "label":"good",\n      "score":2.5\n    },\n'
+        b'    {\n      "label":"bad",\n      "score":-1.0\n    }\n  ]\n]'
+    )
+    sigmoid = {"inputs": "a", "parameters": {"function_to_apply": "sigmoid"}}
+    assert b'"score":0.5' in answer(CLASSIFIER, sigmoid, [0.0, -1.0])
+    pair = {"inputs": [{"text": "q", "text_pair": "d"}]}
+    assert requests(CLASSIFIER, pair) == [("q", Pooling(task="classify", activation=False, second="d", cut="right"))]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("model", "document", "message"),
+    [
+        (EMBEDDING, b"{", "Input is not a valid json."),
+        (EMBEDDING, {"texts": ["a"]}, 'Missing \\"inputs\\" in json.'),
+        (EMBEDDING, {"inputs": []}, '\\"inputs\\" is empty.'),
+        (RERANKER, {"text": "a"}, "Missing text or text_pair in json."),
+        (RERANKER, [{"key": "a"}], "Missing key or value in input."),
+        (RERANKER, [5], "Unexpected json type"),
+        (RERANKER, {"query": "q"}, 'Missing \\"query\\" or \\"texts\\" in json.'),
+    ],
+)
+def test_djls_engines_refuse_with_400(model: PoolingModel, document: Any, message: str) -> None:
+    reply = refusal(model, document)
+    assert reply.status == 400
+    expected = f'{{\n  "code": 400,\n  "type": "TranslateException",\n  "message": "{message}"\n}}\n'
+    assert reply.body.decode() == expected
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (b"{", "Input parsing failed: the body is not valid JSON: Input data was truncated"),
+        ({"inputs": 5}, "Input parsing failed: \\u0027inputs\\u0027 must be a string or list of strings, got int"),
+        (
+            {"inputs": []},
+            "Input parsing failed: \\u0027inputs\\u0027 must hold at least one string, and strings only or "
+            "token ids only",
+        ),
+        (["a"], "Input parsing failed: the body must be an object, got an array"),
+    ],
+)
+def test_lmis_vllm_handler_refuses_with_424(document: Any, message: str) -> None:
+    reply = refusal(EMBEDDING, document, vector_format="vllm")
+    assert (reply.status, reply.body.decode()) == (424, f'{{"error":"{message}","code":424}}')
+
+
+def test_a_model_without_a_form_of_lmi_names_the_route() -> None:
+    reply = refusal(OTHER, {"inputs": "a"})
+    assert reply.status == 424
+    assert b"late interaction; send `input` as to /pooling" in reply.body
+
+
+@pytest.mark.parametrize(
+    ("error", "djl", "handler"),
+    [(InvalidRequest("long"), 400, 424), (EngineDead(), 500, 500), (Overloaded("full", 429), 429, 429)],
+)
+def test_errors_of_the_engine_have_the_statuses_of_the_form(error: Any, djl: int, handler: int) -> None:
+    for status, form in ((djl, "djl"), (handler, "vllm")):
+        exchange = contract(EMBEDDING, vector_format=form).parse(call({"inputs": "a"}))
+        assert exchange.answer.fail(error).status == status
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["inputs", "text", "text_pair", "key", "value", "query", "texts", "parameters", "top_k", "x"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+)
+
+
+@given(_JSON, st.sampled_from([EMBEDDING, RERANKER, CLASSIFIER]), st.booleans(), st.sampled_from(["djl", "vllm"]))
+def test_every_body_is_answered_or_refused(document: Any, model: PoolingModel, in_order: bool, form: str) -> None:
+    exchange = attempt(contract(model, scores_in_order=in_order, vector_format=form), document)
+    if isinstance(exchange, Reply):
+        assert exchange.status in (400, 424)
+        return
+    numbers = np.array([0.5, 0.25], np.float32)
+    parts = [
+        exchange.answer.feed(place, TokenDelta("", last=True, numbers=numbers))
+        for place in range(len(exchange.requests))
+    ]
+    assert parts[-1]
+    assert all(isinstance(request, GenerationRequest) and request.pooling for request in exchange.requests)
+
+
+def test_the_kind_of_a_model_follows_from_its_task_and_labels() -> None:
+    assert [kind_of_model("classify", labels) for labels in (1, 2)] == ["reranker", "classifier"]
+    assert kind_of_model("token_embed", 0) == "late interaction"
