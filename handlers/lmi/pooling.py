@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import InvalidRequest, Overloaded, RequestError
+from engines.errors import InvalidRequest, Overloaded, RequestError, UnknownAdapter
 from engines.model_settings import ModelSettings
 from engines.pooling import Pooling, PoolingModel
 from engines.request import GenerationRequest
 from handlers.contract import Answer, Call, Contract, ContractError, Exchange, Reply
-from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, overloaded, payload_error
+from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, overloaded, payload_error, unknown_adapter
 from handlers.json_fields import json_kind
 from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import decode, notes_of, request_ids
@@ -69,6 +69,8 @@ class _Refusals:
     def refuse(self, error: RequestError) -> Reply:
         if isinstance(error, Overloaded):
             return overloaded(error)
+        if isinstance(error, UnknownAdapter):
+            return unknown_adapter(error)
         if isinstance(error, InvalidRequest):
             return front_end_reply(400, "TranslateException", error.message)
         return front_end_reply(500, "InternalServerException", error.message)

@@ -20,9 +20,11 @@ from langchain_openai import OpenAIEmbeddings
 from pydantic import SecretStr
 
 from tests.live.bare_transformers import Job, numbers_of_transformers
+from tests.live.lora import make_adapter
 from tests.live.server import HostedModel, Server, hosted, write_model
 from tests.live.small_model import prepare_small_model
 from tests.live.small_pooling_models import LABELS, MAX_MODEL_LEN, VECTOR_SIZE, prepare_small_encoder
+from tests.runtime_client import runtime_at
 from tests.waiting import wait_until
 
 TEXTS = ["the capital of france", "paris is a large city ?", "a dog runs", "zebra"]
@@ -402,3 +404,62 @@ def test_a_killed_engine_ends_its_calls_with_errors(host: Server, directory: Pat
         answer = model.client.post("/v1/embeddings", json={"model": model.name, "input": "a"})
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "InternalServerError"
+
+
+# Adapters, and SageMaker's runtime
+
+
+@pytest.fixture(scope="module")
+def endpoint(directory: Path) -> Iterator[Server]:
+    """A decoder with adapters, which also is a local SageMaker endpoint."""
+    options = {"task": "text-embedding", "max_model_len": 512, "enable_lora": "true", "max_loras": 2}
+    model = write_model(directory / "endpoint" / "model", model_id=prepare_small_model(), **ENGINE, **options)
+    make_adapter(model / "adapters" / "other", prepare_small_model(), seed=7)
+    server = Server(model, directory / "endpoint" / "server.log", arguments=("--local-endpoint", "my-endpoint"))
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def test_boto3_gets_the_vectors_of_every_contract(endpoint: Server) -> None:
+    runtime = runtime_at(endpoint.url)
+
+    def invoke(body: object, **more: Any) -> Any:
+        answer = runtime.invoke_endpoint(
+            EndpointName="my-endpoint", Body=json.dumps(body), ContentType="application/json", **more
+        )
+        return json.load(answer["Body"])
+
+    vector = invoke({"inputs": TEXTS[0]})
+    assert_close(post(endpoint, "/invocations", {"inputs": TEXTS[0]}), vector)
+    assert_close(embeddings(invoke({"input": TEXTS[0]})), [vector])
+    routed = invoke({"input": TEXTS[:1], "model": endpoint.name}, CustomAttributes="route=/v1/embeddings")
+    assert_close(embeddings(routed), [vector])
+    ranks = invoke({"query": TEXTS[0], "documents": TEXTS}, CustomAttributes="route=/rerank")
+    assert ranks["results"][0]["index"] == 0
+
+
+def test_an_adapter_changes_the_vector(endpoint: Server) -> None:
+    own, other = (
+        post(endpoint, "/invocations", {"inputs": TEXTS[0], **adapters}) for adapters in ({}, {"adapters": "other"})
+    )
+    assert np.dot(own, other) < 0.999
+    header = {"X-Amzn-SageMaker-Adapter-Identifier": "other"}
+    assert_close(post(endpoint, "/invocations", {"inputs": TEXTS[0]}, **header), other)
+    assert_close(embeddings(post(endpoint, "/v1/embeddings", {"input": TEXTS[0], "model": "other"})), [other])
+    by_vllm = {"x-session-id": "1"}
+    assert_close(
+        embeddings(post(endpoint, "/v1/embeddings", {"input": TEXTS[0], "model": "other"}, **by_vllm)), [other]
+    )
+    unknown = endpoint.client.post("/invocations", json={"inputs": "a", "adapters": "none"})
+    assert unknown.status_code == 424
+
+
+def test_the_metrics_count_vectors(endpoint: Server) -> None:
+    finished, tokens = (endpoint.metric(f"slipway_{name}_total") for name in ("generations_finished", "prompt_tokens"))
+    post(endpoint, "/invocations", {"inputs": TEXTS[:2]})
+    assert endpoint.metric("slipway_generations_finished_total") == finished + 2
+    assert endpoint.metric("slipway_prompt_tokens_total") > tokens
+    assert "vllm:request_success_total" in endpoint.client.get("/metrics").text
