@@ -95,6 +95,7 @@ class ModelSettings:
     sigmoid: bool = True
     # The form of vectors on `/invocations`: that of DJL's engines, or that of LMI's vLLM handler.
     vector_format: VectorFormat = "djl"
+    djl_engine: bool = False  # `engine` is Rust, OnnxRuntime or PyTorch.
     scores_in_order: bool = False  # `query` and `texts` on `/invocations` get DJL's scores; otherwise TEI's ranks.
     auto_truncate: bool = True  # TEI's routes cut texts that are too long, unless a request says otherwise.
     enable_lora: bool = False  # LoRA adapters can be registered; requests name the one they want.

@@ -42,7 +42,6 @@ class PoolingModel:
     pairs_refusal: str = ""  # The reason if pairs of texts cannot be scored by tokenizing them together, else empty.
     # Texts that go in front of a prompt, by their names (sentence-transformers' `prompts`).
     prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None  # The name of the text that goes in front if a request names none.
 
 
 def kind_of_model(task: PoolingTask, labels: int) -> ModelKind:

@@ -119,6 +119,7 @@ def _set_pooling(sources: Sources, fields: dict[str, Any]) -> None:
     if reranking and fields["task"] == "auto":
         fields["task"] = "classify"
     fields["vector_format"] = "vllm" if fields["async_mode"] else "djl"
+    fields["djl_engine"] = is_djl
     fields["scores_in_order"] = is_djl or bool(reranking)
     if (is_djl or fields["task"] in ("embed", "classify")) and ROLLING_BATCH.key not in sources.model:
         # vLLM joins the requests of such models in any case, so that no dynamic batch is needed.

@@ -27,6 +27,7 @@ from engines.vllm.arguments import engine_arguments, frontend_arguments, serve_d
 from engines.vllm.constraints import choose_backend
 from engines.vllm.internals import AsyncLLM, check_names, end_output, forget_tokenizers, stat_loggers
 from engines.vllm.metrics import EngineReports
+from engines.vllm.pooling import pool_as_djl
 from engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
 from engines.vllm.sampling import load_typical
 from engines.weight_files import draft_model, expert_bytes, hub_weight_bytes, is_expert, weight_bytes
@@ -98,6 +99,8 @@ class VllmLoader:
         # Batch sizes depend on it: these are the defaults of `vllm serve`.
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         choose_backend(config, self._settings.engine_arguments.get("structured_outputs_config", ""))
+        if self._settings.djl_engine and self._settings.pooling is None:
+            pool_as_djl(config.model_config)
         is_pooling = config.model_config.runner_type == "pooling"
         refusal = "the model generates no text" if is_pooling else load_typical(config)
         if on_cpu and config.cache_config.kv_cache_memory_bytes is None:

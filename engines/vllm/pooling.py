@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from vllm import PoolingParams
@@ -13,6 +11,7 @@ from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import get_model_cls
 from vllm.model_executor.models.interfaces import supports_score_template
 from vllm.tasks import POOLING_TASKS
+from vllm.transformers_utils.config import get_pooling_config
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from engines.errors import InvalidRequest
@@ -38,7 +37,6 @@ def model_of(config: ModelConfig, tasks: Collection[str], frontend: Mapping[str,
     hf_config = config.hf_config
     # A configuration without labels has two of them, without names of their own.
     labels = {int(number): str(name) for number, name in (getattr(hf_config, "id2label", None) or {}).items()}
-    prompts, default = _prompts(config)
     pooler = config.pooler_config
     return PoolingModel(
         kind=kind_of_model(task, getattr(hf_config, "num_labels", 0)),
@@ -48,9 +46,17 @@ def model_of(config: ModelConfig, tasks: Collection[str], frontend: Mapping[str,
         labels=labels,
         pooling=(pooler.seq_pooling_type or "") if pooler is not None else "",
         pairs_refusal=_pairs_refusal(config, frontend) if task == "classify" else "the model scores no pairs",
-        prompts=prompts,
-        default_prompt=default,
+        prompts=_prompts(config),
     )
+
+
+def pool_as_djl(config: ModelConfig) -> None:
+    """Take the mean of the tokens' vectors, as DJL's engines do for a model whose files do not say how to pool."""
+    pooler = config.pooler_config
+    if pooler is None or any("ForSequenceClassification" in name for name in config.architectures):
+        return
+    if get_pooling_config(config.model, config.revision) is None:
+        pooler.seq_pooling_type = "MEAN"
 
 
 def pooling_params(pooling: Pooling) -> PoolingParams:
@@ -83,22 +89,11 @@ def _pairs_refusal(config: ModelConfig, frontend: Mapping[str, Any]) -> str:
     return ""
 
 
-def _prompts(config: ModelConfig) -> tuple[dict[str, str], str | None]:
-    """Return the texts that go in front of prompts, and the name of the default one, from sentence-transformers' file.
-
-    Source: sentence-transformers, `SentenceTransformer.save` and `prompts`.
-    """
-    local = Path(config.model) / _SENTENCE_TRANSFORMERS
+def _prompts(config: ModelConfig) -> dict[str, str]:
+    """Return the texts that may go in front of prompts, by the names in sentence-transformers' file."""
     try:
-        given: Any = (
-            json.loads(local.read_text())
-            if local.is_file()
-            else get_hf_file_to_dict(_SENTENCE_TRANSFORMERS, config.model, config.revision)
-        )
+        given = get_hf_file_to_dict(_SENTENCE_TRANSFORMERS, config.model, config.revision) or {}
     except (OSError, ValueError) as error:
         logger.warning("%s cannot be read, so no prompts are known by name: %s", _SENTENCE_TRANSFORMERS, error)
-        return {}, None
-    given = given or {}
-    prompts = {name: text for name, text in (given.get("prompts") or {}).items() if isinstance(text, str)}
-    default = given.get("default_prompt_name")
-    return prompts, default if default in prompts else None
+        return {}
+    return {name: text for name, text in (given.get("prompts") or {}).items() if isinstance(text, str)}

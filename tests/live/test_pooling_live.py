@@ -293,6 +293,13 @@ def test_a_decoder_makes_vectors(host: Server, directory: Path, expected: dict[s
         assert decoder.client.get("/v1/models").json()["data"][0]["id"]
 
 
+def test_djls_engines_take_the_mean_if_the_model_does_not_say_how_to_pool(
+    host: Server, directory: Path, expected: dict[str, list[list[float]]]
+) -> None:
+    with load(host, directory, "rust", prepare_small_encoder(), properties="engine=Rust") as rust:
+        assert_close(post(rust, "/invocations", {"inputs": TEXTS[0]}), expected["means"][0])
+
+
 def test_vectors_can_keep_their_lengths(host: Server, directory: Path, expected: dict[str, list[list[float]]]) -> None:
     with load(host, directory, "raw", prepare_small_encoder(), normalize="false", pooling="mean") as raw:
         vector = np.array(post(raw, "/invocations", {"inputs": TEXTS[0]}))

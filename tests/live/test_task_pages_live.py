@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.live.page_commands import at_port, commands, is_shown, printed
-from tests.live.server import Server
+from tests.live.server import Server, write_model
+from tests.live.small_model import prepare_small_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "tasks").glob("*.md"))
+VECTORS = ROOT / "docs" / "tasks" / "vectors.md"  # Its server has a model for vectors.
 MOST_WORDS = 900
 AWS = {
     "AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME": "http://localhost:8080",
@@ -26,8 +28,24 @@ AWS = {
 }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != VECTORS], ids=lambda page: page.stem)
 def test_the_commands_of_a_page_print_what_it_shows(server: Server, tmp_path: Path, page: Path) -> None:
+    assert_commands(page, server, tmp_path)
+
+
+def test_the_commands_for_vectors_print_what_the_page_shows(tmp_path: Path) -> None:
+    options = {"task": "text-embedding", "dtype": "fp32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 512}
+    model = write_model(tmp_path / "served", model_id=prepare_small_model(), **options)
+    server = Server(model, tmp_path / "server.log", arguments=("--local-endpoint", "my-endpoint"))
+    try:
+        server.wait_until_ready()
+        assert_commands(VECTORS, server, tmp_path)
+    finally:
+        server.stop()
+
+
+def assert_commands(page: Path, server: Server, tmp_path: Path) -> None:
+    """Run the commands of a page, and compare their outputs with those of the page."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
