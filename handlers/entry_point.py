@@ -18,7 +18,7 @@ from engines.model_settings import ModelSettings
 from engines.statistics import StartupTimes
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import Contract, Handler
-from handlers.contract_routes import ContractSetting, GenerationRoute
+from handlers.contract_routes import ContractSetting, GenerationRoute, takes
 from handlers.custom.custom_handler import CustomHandler
 from handlers.custom.engine_call import EngineLoader
 from handlers.custom.formatter_thread import FormatterThread
@@ -41,6 +41,7 @@ from handlers.lmi.sessions import Sessions, load_sessions
 from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
 from handlers.queue import EngineQueue
 from handlers.service import EngineBehindHandler, Limits, Service
+from handlers.tei.contracts import RerankContract, SimilarityContract
 
 logger = logging.getLogger(__name__)
 
@@ -114,10 +115,14 @@ async def _serving(
     def formatted(given: Formatters | None) -> Handler:
         """Return the handler of `/invocations` with the formatters of the model or of an adapter."""
         if engine.pooling is not None:
+            setting = ContractSetting(settings=settings, model=engine)
+            tei = partial(EngineHandler, queue, refuse_unread=overloaded)
             return PoolingInvocations(
                 EngineHandler(queue, pooling_contract(settings, engine.pooling), refuse_unread=overloaded),
                 openai,
                 engine.pooling,
+                ranks=None if settings.scores_in_order else tei(RerankContract(setting)),
+                similarity=tei(SimilarityContract(setting)),
             )
         contract = _contract(settings, engine)
         lmi, formatting = EngineHandler(queue, contract, refuse_unread=overloaded), None
@@ -189,7 +194,8 @@ def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handle
     setting = ContractSetting(settings=settings, model=queue.engine)
     handlers: dict[str, Handler] = {}
     for contract in CONTRACTS:
-        routes = [route for route in contract.routes if isinstance(route, GenerationRoute)]
+        of_model = [route for route in contract.routes if takes(route, pooling=queue.engine.pooling is not None)]
+        routes = [route for route in of_model if isinstance(route, GenerationRoute)]
         try:
             handlers |= {
                 route.path: EngineHandler(

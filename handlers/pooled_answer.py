@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import orjson
 
 from engines.request import TokenDelta
@@ -17,6 +18,18 @@ JSON = "application/json"
 def encode(document: Any) -> bytes:
     """Return compact JSON. Arrays of float32 are written with as few digits as they need."""
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def sigmoid(numbers: Any) -> Any:
+    """Return the logistic function of each number."""
+    with np.errstate(over="ignore"):  # The result is 0 then.
+        return 1.0 / (1.0 + np.exp(-numbers))
+
+
+def softmax(numbers: Any) -> Any:
+    """Return probabilities whose sum is 1."""
+    powers = np.exp(numbers - numbers.max())
+    return powers / powers.sum()
 
 
 class PooledAnswer(Answer):

@@ -24,7 +24,7 @@ from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, overloaded, 
 from handlers.json_fields import json_kind
 from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import decode, notes_of, request_ids
-from handlers.pooled_answer import PooledAnswer, encode
+from handlers.pooled_answer import PooledAnswer, encode, sigmoid, softmax
 
 _MOST_CLASSES = 5  # Classes in DJL's answer for a text.
 _FUNCTIONS = ("sigmoid", "softmax", "none")
@@ -48,17 +48,6 @@ def pooling_contract(settings: ModelSettings, model: PoolingModel) -> Contract:
             return DjlClassContract(settings, model) if settings.scores_in_order else PipelineContract(settings, model)
         case _:
             return NoContract(model)
-
-
-def sigmoid(numbers: Any) -> Any:
-    """Return the logistic function of each number."""
-    return 1.0 / (1.0 + np.exp(-numbers))
-
-
-def softmax(numbers: Any) -> Any:
-    """Return probabilities whose sum is 1."""
-    powers = np.exp(numbers - numbers.max())
-    return powers / powers.sum()
 
 
 class _Refusals:
