@@ -15,6 +15,7 @@ from engines.errors import RequestError
 from engines.interface import Engine, EngineStartError
 from engines.memory_release import importing
 from engines.model_settings import ModelSettings
+from engines.pooling import PoolingModel
 from engines.statistics import StartupTimes
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import Contract, Handler
@@ -115,15 +116,7 @@ async def _serving(
     def formatted(given: Formatters | None) -> Handler:
         """Return the handler of `/invocations` with the formatters of the model or of an adapter."""
         if engine.pooling is not None:
-            setting = ContractSetting(settings=settings, model=engine)
-            tei = partial(EngineHandler, queue, refuse_unread=overloaded)
-            return PoolingInvocations(
-                EngineHandler(queue, pooling_contract(settings, engine.pooling), refuse_unread=overloaded),
-                openai,
-                engine.pooling,
-                ranks=None if settings.scores_in_order else tei(RerankContract(setting)),
-                similarity=tei(SimilarityContract(setting)),
-            )
+            return pooling_invocations(settings, queue, engine.pooling, openai)
         contract = _contract(settings, engine)
         lmi, formatting = EngineHandler(queue, contract, refuse_unread=overloaded), None
         if given is not None and isinstance(contract, LmiAsyncContract):
@@ -153,11 +146,26 @@ async def _serving(
         settings,
         invocations,
         engine,
-        generation=_generation(settings, queue),
+        generation=generation_handlers(settings, queue),
         openai=openai,
         queue=queue,
         engine=engine,
         adapters=adapters,
+    )
+
+
+def pooling_invocations(
+    settings: ModelSettings, queue: EngineQueue, model: PoolingModel, openai: OpenAIHandler | None
+) -> PoolingInvocations:
+    """Return the handler of `/invocations` of a pooling model."""
+    setting = ContractSetting(settings=settings, model=queue.engine)
+    handler = partial(EngineHandler, queue, refuse_unread=overloaded)
+    return PoolingInvocations(
+        handler(pooling_contract(settings, model)),
+        openai,
+        model,
+        ranks=None if settings.scores_in_order else handler(RerankContract(setting)),
+        similarity=handler(SimilarityContract(setting)),
     )
 
 
@@ -189,7 +197,7 @@ async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) 
     return registry
 
 
-def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handler]:
+def generation_handlers(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handler]:
     """Return the handler of each generating route by its path. A contract that cannot serve the model is left out."""
     setting = ContractSetting(settings=settings, model=queue.engine)
     handlers: dict[str, Handler] = {}

@@ -14,6 +14,7 @@ from engines.request import GenerationRequest
 from handlers.axum import read_request
 from handlers.contract import Call, ContractError, Exchange
 from handlers.contract_routes import ContractSetting
+from handlers.json_cost import JsonDecoder
 from handlers.tei.answer import Predictions, Ranks, Similarities, SparseVectors, TeiAnswer, Vectors
 from handlers.tei.body import (
     EmbedAllBody,
@@ -37,6 +38,12 @@ _NOT_SPARSE = "Model is not an embedding model with SPLADE pooling"
 _NOT_RERANKER = "model is not a re-ranker model"
 _NOT_CLASSIFIER = "Model is not a classifier model"
 
+
+class _Inputs(msgspec.Struct):
+    inputs: msgspec.Raw = msgspec.Raw()
+
+
+_decode_inputs = JsonDecoder[_Inputs](_Inputs).decode
 Parsed = tuple[Sequence[GenerationRequest], TeiAnswer]
 
 
@@ -211,16 +218,26 @@ class RootContract:
     """`POST /`: the route of the model's kind."""
 
     def __init__(self, setting: ContractSetting) -> None:
-        self._route = _contract_of_kind(setting)
+        self._route = contract_of_kind(setting)
         self._similarity = SimilarityContract(setting)
 
     def parse(self, call: Call) -> Exchange:
         # TEI answers these bodies if its variable TASK is `sentence-similarity`.
-        contract = self._similarity if b'"source_sentence"' in call.body else self._route
-        return contract.parse(call)
+        return (self._similarity if _has_source(call.body) else self._route).parse(call)
 
 
-def _contract_of_kind(setting: ContractSetting) -> TeiContract:
+def _has_source(body: bytes) -> bool:
+    """Return True if `inputs` is an object, as that of /similarity."""
+    if b'"source_sentence"' not in body:
+        return False
+    try:
+        return bytes(_decode_inputs(body).inputs).startswith(b"{")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False  # The route reports the fault.
+
+
+def contract_of_kind(setting: ContractSetting) -> TeiContract:
+    """Return the contract of the route that answers most calls of the model."""
     model = setting.model.pooling
     if model is not None and model.kind == "reranker":
         return RerankContract(setting)

@@ -286,7 +286,7 @@ async def test_a_family_that_cannot_serve_a_model_takes_no_other_with_it(monkeyp
         replace(CONTRACTS[0], routes=(route,)) for route in (GenerationRoute(path="/broken", contract=broken), works)
     ]
     monkeypatch.setattr(entry_point, "CONTRACTS", families)
-    assert entry_point._generation(MODEL, EngineQueue(ScriptedEngine(), 4)).keys() == {"/works"}
+    assert entry_point.generation_handlers(MODEL, EngineQueue(ScriptedEngine(), 4)).keys() == {"/works"}
 
 
 async def test_a_route_that_a_model_cannot_have_says_so() -> None:
