@@ -34,6 +34,7 @@ MEANINGS = {
     "dimensions": "Numbers that are kept of each vector.",
     "do_sample": "Sample; other parameters may imply it.",
     "early_stopping": "Beam search: stop when all beams are complete.",
+    "embedding_request": "For embedding models, JSON in a string: `input` and `pooling_params`.",
     "end_id": "Token that ends the generation, in place of the model's; -1: none.",
     "exclude_input_in_output": "No prompt in text_output; default: only if streaming.",
     "frequency_penalty": "Discourages frequent tokens.",

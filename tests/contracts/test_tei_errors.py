@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from container.api_keys import ApiKeys
 from container.models.life_cycle import State
 from engines.errors import EngineDead, EngineFault, InvalidRequest, RequestError
-from tests.contracts.tei_exchange import Kind, ask
+from tests.contracts.pooling_exchange import Kind, ask
 
 pytestmark = pytest.mark.asyncio
 INVALID = "Input validation error: "

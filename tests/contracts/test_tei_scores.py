@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines.pooling import Pooling
-from tests.contracts.tei_exchange import ask
+from tests.contracts.pooling_exchange import ask
 
 pytestmark = pytest.mark.asyncio
 RERANK = {"query": "deep", "texts": ["learning", "fun"]}

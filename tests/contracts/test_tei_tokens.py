@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from container.models.life_cycle import State
-from tests.contracts.tei_exchange import Kind, ask
+from tests.contracts.pooling_exchange import Kind, ask
 
 pytestmark = pytest.mark.asyncio
 CLS = '{"id":2,"text":"[CLS]","special":true,"start":null,"stop":null}'

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines.pooling import Pooling
-from tests.contracts.tei_exchange import ask
+from tests.contracts.pooling_exchange import ask
 
 pytestmark = pytest.mark.asyncio
 QUARTER = (0.1, -0.2, 0.25, 1e-7)

@@ -1,4 +1,4 @@
-"""TEI's routes on a scripted engine of a pooling model, behind the real application: bytes in, bytes out."""
+"""A scripted engine of a pooling model behind the real application: bytes in, bytes out."""
 
 from __future__ import annotations
 
