@@ -151,7 +151,10 @@ _ROUTES: tuple[Route, ...] = (
     *_of_model("/ready", model.model_ready, _probe("Is the model ready? (KServe)")),
     *_of_model("/config", model.configuration, _about("Model configuration (Triton)")),
     *_of_model("/stats", model.model_statistics, _about("Statistics of the model (Triton)")),
-    *(replace(route, models="generating") for route in _of_model("/infer", model.infer, _INFER, "POST")),
+    *(
+        replace(route, models="generating", by_attribute=True)
+        for route in _of_model("/infer", model.infer, _INFER, "POST")
+    ),
     *(
         GenerationRoute(path=f"{prefix}/infer", contract=InferContract, models="pooling", refuse_path=missing_model)
         for prefix in _MODEL_PATHS

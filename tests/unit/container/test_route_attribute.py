@@ -29,7 +29,8 @@ REACHED = INVOCATIONS | {
     *("/v1/messages", "/v1/messages/count_tokens", "/openai/v1/chat/completions", "/openai/v1/chat/completions/batch"),
     *("/openai/v1/completions", "/openai/v1/responses", "/openai/v1/messages", "/openai/v1/messages/count_tokens"),
     *("/generate", "/generate_stream", "/", "/tokenize", "/detokenize", "/chat_tokenize"),
-    *("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream"),
+    *("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream", "/v2/models/{model}/infer"),
+    "/v2/models/{model}/versions/{version:int}/infer",
     *(
         "/v2/models/{model}/versions/{version:int}/generate",
         "/v2/models/{model}/versions/{version:int}/generate_stream",
