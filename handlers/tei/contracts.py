@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -92,7 +92,7 @@ class TeiContract:
         if self._model is None or task not in self._model.tasks:
             raise WrongKind(refusal)
 
-    def _check_kind(self, kinds: Collection[ModelKind], refusal: str) -> None:
+    def _check_kind(self, refusal: str, *kinds: ModelKind) -> None:
         if self._model is None or self._model.kind not in kinds:
             raise WrongKind(refusal)
 
@@ -184,7 +184,7 @@ class RerankContract(TeiContract):
     def requests_and_answer(self, body: RerankBody) -> Parsed:
         if not body.texts:
             raise empty("texts", prefixed=False)
-        self._check_kind(("reranker",), _NOT_RERANKER)
+        self._check_kind(_NOT_RERANKER, "reranker")
         check_batch(len(body.texts), self._settings)
         pooling = _scores(cut_of(body, self._settings))
         requests = [request_for_pair((body.query, text), pooling, self._loaded) for text in body.texts]
@@ -201,7 +201,7 @@ class PredictContract(TeiContract):
         pairs, in_batch = pairs_of(body.inputs)
         if in_batch:
             check_batch(len(pairs), self._settings)
-        self._check_kind(("reranker", "classifier"), _NOT_CLASSIFIER)
+        self._check_kind(_NOT_CLASSIFIER, "reranker", "classifier")
         labels = self._model.labels if self._model is not None else {}
         pooling = _scores(cut_of(body, self._settings))
         requests = [request_for_pair(pair, pooling, self._loaded) for pair in pairs]

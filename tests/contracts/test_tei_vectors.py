@@ -146,6 +146,7 @@ async def test_invocations_takes_similarity() -> None:
     document = {"inputs": {"source_sentence": "a", "sentences": ["b"]}}
     assert (await ask("/invocations", document)).body == b"[1.0]"
     assert (await ask("/invocations", {"inputs": {"source_sentence": "a", "sentences": []}})).status == 400
+    assert json.loads((await ask("/invocations", {"inputs": ["source_sentence"]})).body) == [[0.5, 0.5, 0.5, 0.5]]
 
 
 async def test_vertex_joins_the_answers_of_several_bodies() -> None:
