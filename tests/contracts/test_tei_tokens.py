@@ -135,3 +135,23 @@ async def test_health_is_200_without_a_body_or_503_by_the_kind_of_model(path: st
 async def test_a_model_that_loads_has_no_kind_yet() -> None:
     ill = await ask("/health", state=State.STARTING)
     assert (ill.status, ill.body) == (503, b'{"error":"unhealthy","error_type":"healthcheck"}')
+
+
+@pytest.mark.parametrize(
+    ("path", "document", "kind"),
+    [
+        ("/tokenize", {"inputs": "deep"}, "embedding"),
+        ("/tokenize", {"inputs": "deep"}, "generating"),
+        ("/", {"inputs": "deep"}, "embedding"),
+        ("/rerank", {"query": "a", "texts": ["b"]}, "reranker"),
+        ("/rerank", {"query": "a", "documents": ["b"]}, "reranker"),
+        ("/embed", {"inputs": "deep"}, "generating"),
+    ],
+)
+async def test_sagemakers_attribute_reaches_the_route_of_the_models_kind(
+    path: str, document: dict[str, Any], kind: Kind
+) -> None:
+    direct = await ask(path, document, kind)
+    headers = {"X-Amzn-SageMaker-Custom-Attributes": f"route={path}"}
+    through = await ask("/invocations", document, kind, headers=headers)
+    assert (through.status, through.body) == (direct.status, direct.body)

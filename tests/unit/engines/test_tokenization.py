@@ -11,11 +11,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from engines.errors import ContextExceeded
+from engines.errors import ContextExceeded, PromptTooLong
 from engines.loaded_model import ModelTexts, copied, fast_tokenizer
+from engines.pooling import Pooling, Side
 from engines.prompt_cache import LONG_TEXT
 from engines.request import GenerationRequest
 from engines.tokenization import PromptTokenizer
+from tests.contracts.pooling_exchange import FakeTokenizer
 
 LONG = "one two three " * 60_000
 
@@ -108,3 +110,13 @@ def test_the_context_must_have_room_for_one_new_token_unless_the_request_wants_m
 
 def test_a_prompt_that_is_truncated_makes_room() -> None:
     assert len(token_ids("a " * 50, room=5, truncate_prompt_tokens=5)) == 5
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("side", "ids"), [("right", [2, 4, 5, 3]), ("left", [2, 6, 7, 3])])
+async def test_a_pooled_text_is_cut_to_the_limit_of_prompts(side: Side, ids: list[int]) -> None:
+    prompts = PromptTokenizer(ModelTexts(FakeTokenizer()), 100, max_prompt_tokens=4)
+    pooling = Pooling(task="embed", cut=side)
+    assert await prompts.pair("deep learning is fun", pooling) == (ids, 4)
+    with pytest.raises(PromptTooLong, match="the prompt has 6 tokens; at most 4 are taken"):
+        await prompts.pair("deep learning is fun", Pooling(task="embed"))
