@@ -113,6 +113,11 @@ def post(server: Server, path: str, document: dict[str, Any], status: int = 200)
     return answer.json()
 
 
+def near(number: float | str) -> Any:
+    """Return what equals nearly this number. Its last digits depend on the texts that the engine runs together."""
+    return pytest.approx(float(number), abs=1e-5)
+
+
 def cosine(one: Any, other: Any) -> float:
     one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
     return float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
@@ -292,7 +297,7 @@ def test_huggingface_hub(tei: Server, encoder_reference: Reference, classifier: 
     through = InferenceClient(headers={ATTRIBUTES: "route=/predict"})
     best: Any = through.text_classification(TEXTS[1], model=f"{tei.url}/invocations?model_name={classifier}")
     labels = post(tei, "/predict", {"model": classifier, "inputs": TEXTS[1]})
-    assert {"label": best.label, "score": best.score} == labels[0]  # The client reads the first item.
+    assert (best.label, best.score) == (labels[0]["label"], near(labels[0]["score"]))  # The client reads the first.
 
 
 def test_litellm(tei: Server, encoder_reference: Reference, reranker: str) -> None:
@@ -315,7 +320,7 @@ def test_litellm(tei: Server, encoder_reference: Reference, reranker: str) -> No
     ranks = post(tei, "/rerank", {"model": reranker, "query": "dog", "texts": TEXTS})
     assert ranked.results is not None
     assert [(result["index"], result["relevance_score"]) for result in ranked.results] == [
-        (rank["index"], rank["score"]) for rank in ranks
+        (rank["index"], near(rank["score"])) for rank in ranks
     ]
 
 
@@ -349,4 +354,4 @@ def test_invocations_reaches_the_routes(tei: Server, path: str, document: dict[s
     through = tei.client.post("/invocations", json=document, headers=headers)
     assert (through.status_code, direct.status_code) == (200, 200), through.text
     if path != "/embeddings":  # Its answers have ids and times.
-        assert through.content == direct.content
+        assert through.json() == json.loads(direct.content, parse_float=near)
