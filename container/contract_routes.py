@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
-from container.http.reply import HttpReply
-from container.http.request_head import RequestHead
+from container.http.body_limits import Receive
+from container.http.reply import HttpReply, Send
+from container.http.request_head import RequestHead, Scope
 from container.http.route import AppState, HandlerRoute, HttpRoute
 from container.models.registry import Model, Models
-from engines.errors import NotServed, RequestError
+from engines.errors import NotServed, RequestError, UnknownModel
 from handlers.contract import Call, Handler, Reply
-from handlers.contract_routes import OWN_HANDLER, ContractRoutes, GenerationRoute, InfoRoute, OpenAIRoute
+from handlers.contract_routes import OWN_HANDLER, ContractRoutes, GenerationRoute, InfoRoute, OpenAIRoute, takes
 from handlers.json_cost import JsonDecoder, off_the_loop
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.service import Service
@@ -31,26 +32,37 @@ _THREADS = 2  # Long bodies that are answered at a time. Each may take seconds, 
 def contract_http_routes(state: AppState, contracts: Iterable[ContractRoutes]) -> dict[tuple[str, str], HttpRoute]:
     """Return an HTTP route for each path and method that the contracts declare."""
     threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
-    routes: dict[tuple[str, str], HttpRoute] = {}
+    declarations: dict[tuple[str, str], list[InfoHttpRoute | GenerationHttpRoute]] = {}
     for contract in contracts:
         for declared in contract.routes:
-            route: HttpRoute
+            route: InfoHttpRoute | GenerationHttpRoute
             if isinstance(declared, InfoRoute):
                 route = InfoHttpRoute(state, contract, declared, threads)
             else:
                 route = GenerationHttpRoute(state, contract, declared)
             for method in declared.methods:
-                key = (declared.path, method)
-                routes[key] = _shared(routes[key], route) if key in routes else route
-    return routes
+                declarations.setdefault((declared.path, method), []).append(route)
+    return {key: _of_kind(routes) for key, routes in declarations.items()}
 
 
-def _shared(first: HttpRoute, second: HttpRoute) -> HttpRoute:
-    """Return the route of a path that two contracts declare. One of them takes only bodies with a certain field."""
-    for route, other in ((first, second), (second, first)):
-        if isinstance(route, InfoHttpRoute) and route.declared.with_field is not None:
-            return SharedHttpRoute(route, route.declared.with_field, other)
-    raise AssertionError(f"two contracts declare {first.path}")
+def _of_kind(routes: Sequence[InfoHttpRoute | GenerationHttpRoute]) -> HttpRoute:
+    """Return the route of a path and method that contracts declare. The kind of the model may decide between them."""
+    generating, pooling = (
+        [route for route in routes if takes(route.declared, pooling=pools)] for pools in (False, True)
+    )
+    if generating == pooling or not generating or not pooling:
+        return _shared(generating or pooling)
+    return KindHttpRoute(_shared(generating), _shared(pooling))
+
+
+def _shared(routes: Sequence[InfoHttpRoute | GenerationHttpRoute]) -> HttpRoute:
+    """Return the one route, or of two that which takes only bodies with a certain field in front of the other."""
+    if len(routes) == 1:
+        return routes[0]
+    for route, other in (routes, reversed(routes)):
+        if route.with_field is not None:
+            return SharedHttpRoute(route, route.with_field, other)
+    raise AssertionError(f"several contracts declare {routes[0].path}")
 
 
 class InfoHttpRoute(HttpRoute):
@@ -59,6 +71,7 @@ class InfoHttpRoute(HttpRoute):
     def __init__(self, state: AppState, contract: ContractRoutes, declared: InfoRoute, threads: Executor) -> None:
         super().__init__(state, declared.path, by_attribute=declared.by_attribute)
         self.contract, self.declared, self._threads = contract, declared, threads
+        self.with_field = declared.with_field
 
     def refuse(self, error: RequestError) -> Reply:
         return self.contract.refuse(error)
@@ -78,7 +91,7 @@ class InfoHttpRoute(HttpRoute):
 
 
 class GenerationHttpRoute(HandlerRoute):
-    """A route on which a model generates text."""
+    """A route on which a model generates text, or makes vectors or scores."""
 
     def __init__(self, state: AppState, contract: ContractRoutes, declared: GenerationRoute | OpenAIRoute) -> None:
         if isinstance(declared, GenerationRoute):
@@ -88,6 +101,7 @@ class GenerationHttpRoute(HandlerRoute):
         by_attribute = isinstance(declared, GenerationRoute) or declared.by_attribute
         super().__init__(state, declared.path, queued=queued, by_attribute=by_attribute)
         self.contract, self.declared = contract, declared
+        self.with_field = declared.with_field if isinstance(declared, GenerationRoute) else None
 
     def refuse(self, error: RequestError) -> Reply:
         return self.contract.refuse(error)
@@ -144,6 +158,33 @@ class SharedHttpRoute(HttpRoute):
             return bool(bytes(self._decode(body).field))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
+
+
+class KindHttpRoute(HttpRoute):
+    """A path of two contracts. The kind of the model decides which of them is meant.
+
+    A server with several models, or a model that is not loaded yet, may not tell the kind. The route of models that
+    generate text answers then.
+    """
+
+    def __init__(self, generating: HttpRoute, pooling: HttpRoute) -> None:
+        by_attribute = generating.by_attribute and pooling.by_attribute
+        super().__init__(generating.state, generating.path, by_attribute=by_attribute)
+        self._generating, self._pooling = generating, pooling
+
+    def refuse(self, error: RequestError) -> Reply:
+        return self._generating.refuse(error)
+
+    def chosen(self, scope: Scope) -> HttpRoute:
+        try:
+            service = model_of(self.state.models, scope.get("path_params") or {}).lifecycle.service
+        except UnknownModel:
+            service = None
+        pools = service is not None and service.engine is not None and service.engine.pooling is not None
+        return self._pooling if pools else self._generating
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.chosen(scope)(scope, receive, send)
 
 
 def model_of(models: Models, names: Mapping[str, str], named: str = "") -> Model:

@@ -95,8 +95,9 @@ def openapi_document(model: ModelSettings, vllm: Mapping[str, Any] | None = None
     forwarded = _forwarded(vllm)
     paths: dict[str, Any] = {}
     for method, path, tag, operation in _operations(model, forwarded):
-        item = _item(method, path, tag, operation)
-        paths.setdefault(_PARAMETER.sub(r"{\1}", path), {}).setdefault(method.lower(), item)
+        item, verb = _item(method, path, tag, operation), method.lower()
+        verbs = paths.setdefault(_PARAMETER.sub(r"{\1}", path), {})
+        verbs[verb] = _joined(verbs[verb], item) if "requestBody" in verbs.get(verb, {}) else verbs.get(verb, item)
     schemas: dict[str, Any] = {}
     paths = _hoisted(paths, schemas)
     for path, verbs in forwarded.items():
@@ -115,7 +116,7 @@ def openapi_document(model: ModelSettings, vllm: Mapping[str, Any] | None = None
 def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Operation]]:
     """Yield method, path, tag and description of each route that vLLM's document does not describe.
 
-    If several have one method and path, the first counts.
+    If several have one method and path, they are joined, or the first counts if they have no body.
     """
     bodies = {path: _body_schema(forwarded[path]["post"]["requestBody"]) for path in _FOR_VLLM if path in forwarded}
     invocations = invocation(model, bodies)
@@ -253,13 +254,13 @@ def _joined(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     for status in ours["responses"].keys() & theirs["responses"].keys():
         contents = [item["responses"][status].get("content", {}) for item in (theirs, ours)]
         responses[status] = {**responses[status], "content": {**contents[0], **contents[1]}}
+    content = {**responses["200"]["content"], JSON: {"schema": answer}}
     return {
         **ours,
         "summary": f"{ours['summary']}; {theirs['summary']}",
         "tags": ours["tags"] + theirs["tags"],
         "requestBody": {"required": True, "content": {JSON: {"schema": request}}},
-        "responses": responses
-        | {"200": {"description": "The answer to either", "content": {JSON: {"schema": answer}}}},
+        "responses": responses | {"200": {"description": "The answer to either", "content": content}},
     }
 
 

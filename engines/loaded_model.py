@@ -137,12 +137,12 @@ class ModelTexts:
         encoding = self._fast.encode_batch([text], add_special_tokens=special)[0]
         return encoding.ids, encoding.offsets
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of all ids, special tokens included."""
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Return the text of all ids, with or without special tokens."""
         fast, ids = self._fast, list(token_ids)
         if fast is None or len(ids) <= _LONG_IDS or getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
-            return str(self.tokenizer.decode(ids))
-        return str(fast.decode_batch([ids], skip_special_tokens=False)[0])  # `decode` would hold the lock, too
+            return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special))
+        return str(fast.decode_batch([ids], skip_special_tokens=skip_special)[0])  # `decode` would hold the lock, too
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         return list(self.tokenizer.convert_ids_to_tokens(list(token_ids)))

@@ -98,6 +98,7 @@ class ModelSettings:
     djl_engine: bool = False  # `engine` is Rust, OnnxRuntime or PyTorch.
     scores_in_order: bool = False  # `query` and `texts` on `/invocations` get DJL's scores; otherwise TEI's ranks.
     auto_truncate: bool = True  # TEI's routes cut texts that are too long, unless a request says otherwise.
+    max_client_batch_size: int = 32  # Texts of a request on TEI's routes. The default is TEI's.
     enable_lora: bool = False  # LoRA adapters can be registered; requests name the one they want.
     dtype: str = "auto"
     # GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the most.

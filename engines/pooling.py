@@ -38,7 +38,10 @@ class PoolingModel:
     tasks: frozenset[str]  # All tasks of the model.
     vector_size: int  # Numbers of a vector. 0 if the model makes none.
     labels: Mapping[int, str] = field(default_factory=dict)  # The names of the classes by their numbers.
-    pooling: str = ""  # The way from the tokens' vectors to one, in vLLM's words: "CLS", "MEAN", "LAST".
+    # The way from the tokens' vectors to one, in vLLM's words: "CLS", "MEAN", "LAST". "SPLADE": the vector has a weight
+    # for each token of the vocabulary.
+    pooling: str = ""
+    dtype: str = ""  # The type of the weights, such as "float16".
     pairs_refusal: str = ""  # The reason if pairs of texts cannot be scored by tokenizing them together, else empty.
     # Texts that go in front of a prompt, by their names (sentence-transformers' `prompts`).
     prompts: Mapping[str, str] = field(default_factory=dict)

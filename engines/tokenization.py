@@ -217,7 +217,7 @@ class PromptTokenizer:
         if pooling.cut is None and len(text) + len(second or "") > most:
             raise self._too_long(len(text) + len(second or ""))
         # A longer limit shows how long a text is that has to be refused.
-        limit = self._max_model_len if pooling.cut is not None else most
+        limit = min(self._max_model_len, self._most or self._max_model_len) if pooling.cut is not None else most
         side = pooling.cut or "right"
         text, second = _near(text, most, side), None if second is None else _near(second, most, side)
         try:

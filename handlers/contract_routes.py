@@ -22,6 +22,8 @@ from handlers.json_schemas import Schema
 
 # The error on routes that a model with a custom handler does not serve.
 OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
+# The kind of models whose calls a route takes. "pooling": models that make vectors or scores in place of text.
+KindsOfModels = Literal["all", "generating", "pooling"]
 # Stalled: the engine has requests and makes no progress. It may recover.
 State = Literal["starting", "ready", "stalled", "failed", "draining", "stopped"]
 
@@ -102,11 +104,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRoute:
-    """A route on which text is generated."""
+    """A route on which the engine works: it generates text, or makes vectors or scores."""
 
     path: str  # `{name}` is one segment, `{name:int}` one of digits.
     contract: Callable[[ContractSetting], Contract]
     methods: tuple[str, ...] = ("POST",)
+    models: KindsOfModels = "all"  # The path's other route takes the calls of the other models.
+    with_field: str | None = None  # Takes only bodies with this field. The path's other route takes the rest.
     long_body: int = LONG_BODY  # Bytes. Longer bodies are parsed in a thread.
     streams_refusals: bool = False  # A call that asks for a stream is refused with an event.
     # Returns the refusal of wrong path parameters, which does not depend on the model's state. None if they are right.
@@ -125,6 +129,9 @@ class InfoRoute:
     # Returns the reply if the server has several models or none. None if the route is about one model.
     answer_all: Callable[[Call, Sequence[ModelView]], Reply] | None = None
     methods: tuple[str, ...] = ("GET",)
+    models: KindsOfModels = (
+        "all"  # The path's other route takes the calls of the other models, and of models that load.
+    )
     with_field: str | None = None  # Takes only bodies with this field. The path's other route takes the rest.
     by_attribute: bool = False  # `route` in SageMaker's custom attributes may name it: it only works on a text.
     about: Operation | None = None
@@ -136,6 +143,7 @@ class InfoRoute:
         answer_all: Callable[[Call, Sequence[ModelView]], Reply],
         methods: tuple[str, ...] = ("GET",),
         about: Operation | None = None,
+        models: KindsOfModels = "all",
     ) -> InfoRoute:
         """Create a route about all models of the server."""
         return cls(
@@ -143,6 +151,7 @@ class InfoRoute:
             answer=lambda call, view: answer_all(call, (view,)),
             answer_all=answer_all,
             methods=methods,
+            models=models,
             about=about,
         )
 
@@ -159,6 +168,11 @@ class OpenAIRoute:
 
 
 Route = GenerationRoute | InfoRoute | OpenAIRoute
+
+
+def takes(route: Route, *, pooling: bool) -> bool:
+    """Return True if a route takes calls of models that pool, or of models that generate."""
+    return isinstance(route, OpenAIRoute) or route.models in ("all", "pooling" if pooling else "generating")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,11 @@ from engines.errors import RequestError
 from engines.interface import Engine, EngineStartError
 from engines.memory_release import importing
 from engines.model_settings import ModelSettings
+from engines.pooling import PoolingModel
 from engines.statistics import StartupTimes
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import Contract, Handler
-from handlers.contract_routes import ContractSetting, GenerationRoute
+from handlers.contract_routes import ContractSetting, GenerationRoute, takes
 from handlers.custom.custom_handler import CustomHandler
 from handlers.custom.engine_call import EngineLoader
 from handlers.custom.formatter_thread import FormatterThread
@@ -41,6 +42,7 @@ from handlers.lmi.sessions import Sessions, load_sessions
 from handlers.openai.handler import OpenAIHandler, import_front_end, openai_handler
 from handlers.queue import EngineQueue
 from handlers.service import EngineBehindHandler, Limits, Service
+from handlers.tei.contracts import RerankContract, SimilarityContract
 
 logger = logging.getLogger(__name__)
 
@@ -114,11 +116,7 @@ async def _serving(
     def formatted(given: Formatters | None) -> Handler:
         """Return the handler of `/invocations` with the formatters of the model or of an adapter."""
         if engine.pooling is not None:
-            return PoolingInvocations(
-                EngineHandler(queue, pooling_contract(settings, engine.pooling), refuse_unread=overloaded),
-                openai,
-                engine.pooling,
-            )
+            return pooling_invocations(settings, queue, engine.pooling, openai)
         contract = _contract(settings, engine)
         lmi, formatting = EngineHandler(queue, contract, refuse_unread=overloaded), None
         if given is not None and isinstance(contract, LmiAsyncContract):
@@ -148,11 +146,26 @@ async def _serving(
         settings,
         invocations,
         engine,
-        generation=_generation(settings, queue),
+        generation=generation_handlers(settings, queue),
         openai=openai,
         queue=queue,
         engine=engine,
         adapters=adapters,
+    )
+
+
+def pooling_invocations(
+    settings: ModelSettings, queue: EngineQueue, model: PoolingModel, openai: OpenAIHandler | None
+) -> PoolingInvocations:
+    """Return the handler of `/invocations` of a pooling model."""
+    setting = ContractSetting(settings=settings, model=queue.engine)
+    handler = partial(EngineHandler, queue, refuse_unread=overloaded)
+    return PoolingInvocations(
+        handler(pooling_contract(settings, model)),
+        openai,
+        model,
+        ranks=None if settings.scores_in_order else handler(RerankContract(setting)),
+        similarity=handler(SimilarityContract(setting)),
     )
 
 
@@ -184,12 +197,13 @@ async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) 
     return registry
 
 
-def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handler]:
+def generation_handlers(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handler]:
     """Return the handler of each generating route by its path. A contract that cannot serve the model is left out."""
     setting = ContractSetting(settings=settings, model=queue.engine)
     handlers: dict[str, Handler] = {}
     for contract in CONTRACTS:
-        routes = [route for route in contract.routes if isinstance(route, GenerationRoute)]
+        of_model = [route for route in contract.routes if takes(route, pooling=queue.engine.pooling is not None)]
+        routes = [route for route in of_model if isinstance(route, GenerationRoute)]
         try:
             handlers |= {
                 route.path: EngineHandler(

@@ -31,8 +31,10 @@ MEANINGS = {
     "decoder_input_details": "Prompt's tokens in details.prefill.",
     "details": "Return details of the generation.",
     "detokenize": "False: the texts are empty.",
+    "dimensions": "Numbers that are kept of each vector.",
     "do_sample": "Sample; other parameters may imply it.",
     "early_stopping": "Beam search: stop when all beams are complete.",
+    "embedding_request": "For embedding models, JSON in a string: `input` and `pooling_params`.",
     "end_id": "Token that ends the generation, in place of the model's; -1: none.",
     "exclude_input_in_output": "No prompt in text_output; default: only if streaming.",
     "frequency_penalty": "Discourages frequent tokens.",
@@ -45,6 +47,7 @@ MEANINGS = {
     "guided_decoding_guide": "Schema, expression or grammar.",
     "guided_decoding_guide_type": "One of json, json_schema, regex, ebnf_grammar.",
     "id": "Returned in every response.",
+    "ids": "Token ids, or an array of arrays of them.",
     **dict.fromkeys(("ignore_eos", "ignore_eos_token"), "Continue after the end-of-sequence token."),
     "image": "Refused: the model takes text only.",
     "include_stop_str_in_output": "Keep the stop text in the answer.",
@@ -68,13 +71,17 @@ MEANINGS = {
     "model": "The served model's name; may be left out.",
     **dict.fromkeys(("n", "num_return_sequences"), "Sequences; above 1 needs sampling or beam search."),
     **dict.fromkeys(("num_beams", "beam_width"), "Above 1: beam search; not when streaming."),
+    "normalize": "Vectors have the length 1.",
     "num_tokens_in_chunk": "Least number of tokens of a chunk.",
     "output_formatter": "Format of this answer: json, jsonlines or sse.",
     "parameters": "How to generate.",
     "pad_id": "Accepted without effect.",
     "presence_penalty": "Discourages tokens that occurred.",
     "prompt_in_response": "Return the prompt.",
+    "prompt_name": "Name of the model's text that goes in front.",
     "prompt_logprobs": "Accepted without effect.",
+    "query": "The text with which the others are compared.",
+    "raw_scores": "Return the model's raw numbers.",
     "repetition_penalty": "Above 1 discourages repetition.",
     "request_id": "The request's id.",
     "response_pool": "The answer is one of these. Not with min_tokens or json_format.",
@@ -88,13 +95,16 @@ MEANINGS = {
     ),
     "return_full_text": "The text begins with the prompt.",
     "return_log_probs": "Return cum_log_probs and output_log_probs.",
+    "return_text": "Repeat each text in the answer.",
     "return_logprobs": "Return logprobs; needs the parameter logprobs.",
     "sampling_parameters": (
         "All parameters, as JSON in a string. With a `lora_name` or a constraint beside it, the request is refused."
     ),
     **dict.fromkeys(("seed", "random_seed"), "Seed for sampling; random by default."),
+    "sentences": "The texts that are compared.",
     "separators": "Texts at which a chunk may end.",
     "skip_special_tokens": "No special tokens in the text.",
+    "source_sentence": "The text with which the others are compared.",
     "spaces_between_special_tokens": "Put spaces between special tokens.",
     **dict.fromkeys(("stop", "stop_sequences", "stop_words"), "Texts that end the generation."),
     "stop_token_ids": "Tokens that end the generation.",
@@ -102,6 +112,7 @@ MEANINGS = {
     "structured_outputs": "vLLM's: json, regex, choice, grammar or json_object.",
     "temperature": "Sampling temperature; 0, if allowed, is greedy.",
     "text": "The text.",
+    "texts": "The texts that get a score.",
     **dict.fromkeys(("tokens", "token_ids"), "Token ids."),
     "token_logprobs": "False: log probabilities are null.",
     "tools": "Functions that the chat's template shows to the model.",
@@ -109,6 +120,7 @@ MEANINGS = {
     "top_n_tokens": "Alternatives for each token, in details.",
     "top_p": "Sample from the best tokens with this total probability.",
     **dict.fromkeys(("truncate", "truncate_prompt_tokens"), "Keep the prompt's last so many tokens."),
+    "truncation_direction": "Side at which texts are cut.",
     "truncation_side": "Where to truncate: left or right.",
     "typical_p": "Locally typical sampling, if the engine has it.",
     "use_beam_search": "Beam search, best_of or n wide.",
@@ -142,7 +154,8 @@ def either(schemas: Sequence[Schema]) -> Schema:
     """Return the schema of values that fit one of these."""
     if not all(schemas):
         return ANYTHING
-    return schemas[0] if len(schemas) == 1 else {"anyOf": list(schemas)}
+    branches = [part for schema in schemas for part in (schema["anyOf"] if schema.keys() == {"anyOf"} else [schema])]
+    return branches[0] if len(branches) == 1 else {"anyOf": branches}
 
 
 def parameters(parse: Callable[[Reader], object]) -> dict[str, Schema]:

@@ -6,17 +6,31 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import orjson
 
 from engines.request import TokenDelta
 from handlers.contract import Answer
 
 JSON = "application/json"
+_LARGEST_EXPONENT = 700.0  # e to this power is a float64.
 
 
 def encode(document: Any) -> bytes:
     """Return compact JSON. Arrays of float32 are written with as few digits as they need."""
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def sigmoid(numbers: Any) -> Any:
+    """Return the logistic function of each number."""
+    exact = np.clip(numbers.astype(np.float64), -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    return (1.0 / (1.0 + np.exp(-exact))).astype(np.float32)
+
+
+def softmax(numbers: Any) -> Any:
+    """Return probabilities whose sum is 1."""
+    powers = np.exp(numbers - numbers.max())
+    return powers / powers.sum()
 
 
 class PooledAnswer(Answer):

@@ -285,6 +285,7 @@ SERVED = (
     Option("option.normalize", BOOLEAN, "true", aliases=("normalize",), shows_default=False),
     Option("option.sigmoid", BOOLEAN, "true", aliases=("sigmoid",), shows_default=False),
     Option("option.auto_truncate", BOOLEAN, "true", shows_default=False),
+    Option("option.max_client_batch_size", integer(1), "32", shows_default=False),
 )
 
 ENTRY_POINT = Option("option.entryPoint", TEXT, variables=("DJL_ENTRY_POINT",), shows_default=False)

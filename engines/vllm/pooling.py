@@ -21,6 +21,7 @@ from engines.request import GenerationRequest
 logger = logging.getLogger(__name__)
 
 _SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
+_SPARSE = "BertSpladeSparseEmbeddingModel"  # vLLM's only model with such vectors.
 
 
 def model_of(config: ModelConfig, tasks: Collection[str], frontend: Mapping[str, Any]) -> PoolingModel | None:
@@ -38,13 +39,16 @@ def model_of(config: ModelConfig, tasks: Collection[str], frontend: Mapping[str,
     # A configuration without labels has two of them, without names of their own.
     labels = {int(number): str(name) for number, name in (getattr(hf_config, "id2label", None) or {}).items()}
     pooler = config.pooler_config
+    sparse = config.architecture == _SPARSE
+    size = config.get_vocab_size() if sparse else config.embedding_size
     return PoolingModel(
         kind=kind_of_model(task, getattr(hf_config, "num_labels", 0)),
         task=task,
         tasks=frozenset(tasks).intersection(POOLING_TASKS),
-        vector_size=config.embedding_size if task in ("embed", "token_embed") else 0,
+        vector_size=size if task in ("embed", "token_embed") else 0,
         labels=labels,
-        pooling=(pooler.seq_pooling_type or "") if pooler is not None else "",
+        pooling="SPLADE" if sparse else (pooler.seq_pooling_type or "") if pooler is not None else "",
+        dtype=str(config.dtype).removeprefix("torch."),
         pairs_refusal=_pairs_refusal(config, frontend) if task == "classify" else "the model scores no pairs",
         prompts=_prompts(config),
     )

@@ -24,9 +24,8 @@ from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, overloaded, 
 from handlers.json_fields import json_kind
 from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import decode, notes_of, request_ids
-from handlers.pooled_answer import PooledAnswer, encode
+from handlers.pooled_answer import PooledAnswer, encode, sigmoid, softmax
 
-_LARGEST_EXPONENT = 700.0  # e to this power is a float64.
 _MOST_CLASSES = 5  # Classes in DJL's answer for a text.
 _FUNCTIONS = ("sigmoid", "softmax", "none")
 _FIELDS = frozenset(
@@ -49,18 +48,6 @@ def pooling_contract(settings: ModelSettings, model: PoolingModel) -> Contract:
             return DjlClassContract(settings, model) if settings.djl_engine else PipelineContract(settings, model)
         case _:
             return NoContract(model)
-
-
-def sigmoid(numbers: Any) -> Any:
-    """Return the logistic function of each number."""
-    exact = np.clip(numbers.astype(np.float64), -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    return (1.0 / (1.0 + np.exp(-exact))).astype(np.float32)
-
-
-def softmax(numbers: Any) -> Any:
-    """Return probabilities whose sum is 1."""
-    powers = np.exp(numbers - numbers.max())
-    return powers / powers.sum()
 
 
 class _Refusals:

@@ -49,7 +49,8 @@ class PoolingInvocations:
             return await self._begin(self._openai, path, fields, call, writer)
         if self._ranks is not None and "texts" in fields:
             return await self._ranks.handle(call, writer)
-        if self._similarity is not None and b'"source_sentence"' in bytes(fields.get("inputs", b"")):
+        inputs = bytes(fields.get("inputs", b""))
+        if self._similarity is not None and inputs.startswith(b"{") and b'"source_sentence"' in inputs:
             return await self._similarity.handle(call, writer)
         return await self._lmi.handle(call, writer)
 

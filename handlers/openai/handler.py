@@ -23,7 +23,7 @@ from handlers.openai.contract import OpenAIContract
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.embeddings import EMBEDDINGS, EmbeddingsContract
 from handlers.openai.media_limits import MediaMemory
-from handlers.openai.routes import ALIASED, refuse
+from handlers.openai.routes import ALIASED, SHORT_EMBEDDINGS, refuse
 from handlers.openai.vllm_call import VllmApp, VllmCall, check_body
 from handlers.queue import EngineQueue
 from handlers.running_call import RunningCall
@@ -127,7 +127,7 @@ class OpenAIHandler:
             task.add_done_callback(self._aborting.discard)
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
-        path = call.path.removeprefix(ALIASED)
+        path = EMBEDDINGS if call.path == SHORT_EMBEDDINGS else call.path.removeprefix(ALIASED)
         if path in (CHAT, COMPLETIONS, EMBEDDINGS):
             self._queue.check_place()
         return await self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))

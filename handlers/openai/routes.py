@@ -24,6 +24,7 @@ from handlers.json_schemas import OBJECT
 
 JSON = "application/json"
 ALIASED = "/openai"  # Prefix of the paths on which any `model` is accepted.
+SHORT_EMBEDDINGS = "/embeddings"  # TEI's other path of /v1/embeddings. It accepts any `model`, too.
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 _TEXT = "text/plain; charset=utf-8"
@@ -267,6 +268,7 @@ OPENAI = ContractRoutes(
             OpenAIRoute(path=path, by_attribute=True)
             for path in ("/pooling", "/classify", "/score", "/rerank", "/v2/rerank", "/v2/embed")
         ),
+        OpenAIRoute(path=SHORT_EMBEDDINGS, by_attribute=True),
         OpenAIRoute(path="/tokenize", by_attribute=True),
         OpenAIRoute(path="/detokenize", by_attribute=True),
         OpenAIRoute(path="/version", methods=("GET",)),

@@ -5,31 +5,17 @@ from __future__ import annotations
 from json.encoder import encode_basestring as quote
 
 from engines import errors
-from handlers.contract import ContractError, Reply
+from handlers.axum import refuse_unread
+from handlers.contract import Reply
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
-_TEXT = "text/plain; charset=utf-8"
-
-
-def unreadable_body(status: int, explanation: str) -> ContractError:
-    """Return the error of a body that is not a request. The reply is plain text, as in TGI's web framework."""
-    return ContractError(Reply(status, _TEXT, explanation.encode("utf-8", "replace")), explanation)
-
-
-def wrong_shape(reason: str) -> ContractError:
-    """Return the error of a JSON body with wrong fields or types."""
-    return unreadable_body(422, f"Failed to deserialize the JSON body into the target type: {reason}")
 
 
 def refuse(error: errors.RequestError) -> Reply:
     """Return the reply to an error if nothing was sent yet and no stream was asked for."""
-    if isinstance(error, errors.Unauthorized):
-        return Reply(401, "", b"")
-    if isinstance(error, errors.BodyTooLarge):
-        return Reply(413, _TEXT, b"Failed to buffer the request body: length limit exceeded")
-    if isinstance(error, errors.BodyTimeout):
-        return Reply(408, _TEXT, f"Failed to buffer the request body: {error.message}".encode())
+    if (reply := refuse_unread(error)) is not None:
+        return reply
     status, kind, text = _status_kind_and_text(error)
     return Reply(status, JSON, error_document(text, kind).encode("utf-8", "replace"))
 

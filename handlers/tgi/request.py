@@ -5,11 +5,10 @@ The checks have TGI's order. Source: TGI's router, `src/lib.rs` for the fields a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import getrandbits
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
@@ -18,10 +17,8 @@ from engines.loaded_model import LoadedModel
 from engines.model_settings import ModelSettings
 from engines.request import Constraint, GenerationRequest, SamplingParameters
 from handlers.constraints import constraint_of, refuse_unread
-from handlers.contract import Call
 from handlers.contract_routes import NO_ADAPTERS, ContractSetting
-from handlers.json_fields import MAX_INT64, MAX_STRING_LENGTH, JsonError, decode_json
-from handlers.tgi.errors import unreadable_body, wrong_shape
+from handlers.json_fields import MAX_INT64, MAX_STRING_LENGTH, decode_json
 
 Unsigned32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Signed32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -33,12 +30,9 @@ MAX_TOP_N_TOKENS = 5  # TGI's default.
 _MOST_RESERVED = 1024
 
 _NOT_READ = "is not read here; in `parameters`, `grammar` and `stop` constrain the text"
-_VALIDATION_PATH = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
 _LARGEST_FLOAT32 = 3.4028234e38
 _SEED_BITS = 63
 _UINT64 = 2**64
-
-T = TypeVar("T")
 
 
 class RequestParameters(msgspec.Struct, frozen=True):
@@ -72,31 +66,6 @@ class TgiRequest(msgspec.Struct, frozen=True):
     inputs: str
     parameters: RequestParameters | None = None  # None means sampling, as in TGI.
     stream: bool | None = None  # Only / reads it.
-
-
-def read_request(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
-    """Decode a body.
-
-    Returns:
-        The body as an object of the class `shape`, and as a JSON document.
-
-    Raises:
-        ContractError: The body is not JSON of this shape. The reply is worded like TGI's web framework.
-    """
-    kind = call.content_type.partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise unreadable_body(415, "Expected request with `Content-Type: application/json`")
-    try:
-        document = decode_json(call.body)
-    except JsonError as error:
-        raise unreadable_body(400, f"Failed to parse the request body as JSON: {error}") from None
-    try:
-        return msgspec.convert(document, shape), document
-    except msgspec.ValidationError as error:
-        message = str(error)
-        if (match := _VALIDATION_PATH.fullmatch(message)) is not None:
-            message = f"{match[2]}: {match[1]}" if match[2] else match[1]
-        raise wrong_shape(message) from None
 
 
 def max_input_tokens(model: LoadedModel, settings: ModelSettings) -> int:

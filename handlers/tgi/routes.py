@@ -12,13 +12,21 @@ from typing import Any
 import msgspec
 
 from engines.errors import InvalidRequest
+from handlers.axum import read_request
 from handlers.contract import Call, Contract, ContractError, Exchange, Reply
-from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation
+from handlers.contract_routes import (
+    ContractRoutes,
+    ContractSetting,
+    GenerationRoute,
+    InfoRoute,
+    KindsOfModels,
+    Operation,
+)
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
 from handlers.tgi.answer import IDLE_COMMENT, AnswerOptions, StreamAnswer, WholeAnswer, stream_headers
 from handlers.tgi.errors import EVENTS, JSON, refuse, refuse_stream
 from handlers.tgi.info import health, info
-from handlers.tgi.request import TgiRequest, read_request, unread_names, validate
+from handlers.tgi.request import TgiRequest, unread_names, validate
 from handlers.tgi.tokenize import ChatRequest, chat_tokenize, tokenize
 
 
@@ -137,9 +145,10 @@ def _generation_route(
     answer: Mapping[str, Schema],
     *,
     streams_refusals: bool = False,
+    models: KindsOfModels = "all",
 ) -> GenerationRoute:
     about = _operation(summary, answer, _BODY)
-    return GenerationRoute(path=path, contract=contract, streams_refusals=streams_refusals, about=about)
+    return GenerationRoute(path=path, contract=contract, streams_refusals=streams_refusals, models=models, about=about)
 
 
 _HEALTH = Operation(
@@ -155,6 +164,7 @@ TGI = ContractRoutes(
             "Generate text; events with `stream`",
             {JSON: an_array(_ANSWER), EVENTS: _EVENT},
             streams_refusals=True,
+            models="generating",
         ),
         _generation_route("/generate", partial(TgiContract, streams=False), "Generate text", {JSON: _ANSWER}),
         _generation_route(
@@ -164,13 +174,19 @@ TGI = ContractRoutes(
             {EVENTS: _EVENT},
             streams_refusals=True,
         ),
-        InfoRoute.of_all("/", health, methods=("GET", "HEAD"), about=_HEALTH),
-        InfoRoute.of_all("/health", health, methods=("GET", "HEAD"), about=_HEALTH),
-        InfoRoute(path="/info", answer=info, about=_operation("The model and its limits", {JSON: OBJECT})),
+        InfoRoute.of_all("/", health, methods=("GET", "HEAD"), about=_HEALTH, models="generating"),
+        InfoRoute.of_all("/health", health, methods=("GET", "HEAD"), about=_HEALTH, models="generating"),
+        InfoRoute(
+            path="/info",
+            answer=info,
+            models="generating",
+            about=_operation("The model and its limits", {JSON: OBJECT}),
+        ),
         InfoRoute(
             path="/tokenize",
             answer=tokenize,
             methods=("POST",),
+            models="generating",
             with_field="inputs",
             by_attribute=True,
             about=_operation("Tokens of a text", {JSON: _TOKENS}, _BODY),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
-from itertools import accumulate, islice
 from json.encoder import encode_basestring as quote
 from typing import Any
 
@@ -12,13 +9,13 @@ import msgspec
 
 from engines.errors import InvalidRequest
 from engines.loaded_model import ModelTexts
+from handlers.axum import read_request, wrong_shape
 from handlers.contract import Call, ContractError, Reply
 from handlers.contract_routes import PLACED_BYTES, ModelView, check_body, check_text
 from handlers.json_fields import json_kind
-from handlers.tgi.errors import JSON, error_document, wrong_shape
-from handlers.tgi.request import TgiRequest, read_request
-
-_BLOCK = 4096  # Tokens whose JSON is joined and encoded together.
+from handlers.tgi.errors import JSON, error_document
+from handlers.tgi.request import TgiRequest
+from handlers.token_rows import byte_positions, joined
 
 
 def tokenize(call: Call, view: ModelView) -> Reply:
@@ -60,21 +57,13 @@ def _tokens(text: str, texts: ModelTexts, *, special: bool, truncate: int | None
     first = 0 if truncate is None else max(len(ids) - truncate, 0)
     if positions is None:  # The tokenizer is written in Python. TGI shows no positions then.
         return b",".join(b'{"id":%d,"text":"","start":0,"stop":0}' % token_id for token_id in ids[first:])
-    byte = _byte_positions(text)
+    byte = byte_positions(text)
     parts = (
         f'{{"id":{ids[i]},"text":{quote(text[positions[i][0] : positions[i][1]])},"start":{byte[positions[i][0]]},'
         f'"stop":{byte[positions[i][1]]}}}'
         for i in range(first, len(ids))
     )
-    # Tokens are joined in blocks, because a string for each of a million tokens would take 100 MB together.
-    return b",".join(",".join(block).encode() for block in iter(lambda: list(islice(parts, _BLOCK)), []))
-
-
-def _byte_positions(text: str) -> Sequence[int]:
-    """Return the position in the UTF-8 text at which each character begins, and the length of the UTF-8 text."""
-    if text.isascii():
-        return range(len(text) + 1)
-    return array("L", accumulate((len(character.encode()) for character in text), initial=0))
+    return joined(parts)
 
 
 class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from engines.errors import InvalidParameter
+from engines.errors import InvalidParameter, InvalidRequest
 from engines.request import Constraint, GenerationRequest
 from handlers.constraints import decoded, refuse_unread
 from handlers.contract_routes import NO_ADAPTERS, ContractSetting
@@ -38,6 +38,7 @@ VLLM_INPUTS: dict[str, Kind] = {
     "return_logprobs": "boolean",
     "return_num_input_tokens": "boolean",
     "return_num_output_tokens": "boolean",
+    "embedding_request": "text",
 }
 
 # Further inputs of a TensorRT-LLM ensemble. The vLLM backend has no inputs with these names.
@@ -140,12 +141,11 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
     Raises:
         TritonRefusal: The body is not JSON, or a member has a wrong type or shape.
         InvalidParameter: A parameter is wrong. The error names it, and the allowed values.
+        InvalidRequest: The request asks for a vector.
     """
-    members = _members(body)
-    request_id = next((value for name, value in reversed(members) if name == "id"), "")
-    if not isinstance(request_id, str):
-        raise TritonRefusal("Unable to parse 'id': attempt to access JSON non-string as string")
-    inputs, parameters = _inputs_and_parameters(members, f"[request id: {request_id or '<id_unknown>'}]", setting)
+    request_id, inputs, parameters = read_inputs(body, setting)
+    if inputs.pop("embedding_request", None) is not None:
+        raise InvalidRequest(f"Model {setting.settings.name} does not support 'embed' request")
     prompt = inputs.pop("text_input")
     if inputs.pop("image", None):
         raise InvalidParameter("image", "cannot be used: this model takes text only")
@@ -160,13 +160,13 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
     )
     if tensorrt_llm:
         values = plain_names(values)
-    stream = _switch(values, "stream") or _switch(values, "streaming") or False
-    leaves_out_prompt = _switch(values, "exclude_input_in_output")
+    stream = switch(values, "stream") or switch(values, "streaming") or False
+    leaves_out_prompt = switch(values, "exclude_input_in_output")
     if stream and leaves_out_prompt is False:
         raise InvalidParameter(
             "exclude_input_in_output", "must not be false when streaming: send true, or leave it out"
         )
-    outputs = frozenset(output for name, named in _OUTPUTS.items() if _switch(values, name) for output in named)
+    outputs = frozenset(output for name, named in _OUTPUTS.items() if switch(values, name) for output in named)
     constraint: Constraint | None = None
     if tensorrt_llm:
         values, constraint = to_vllm(values, setting.model.eos_token_ids)
@@ -183,6 +183,20 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
         adapter=adapter,
         ignored=ignored,
     )
+
+
+def read_inputs(body: bytes, setting: ContractSetting) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the request's id, the inputs of the model, and all other members of a body.
+
+    Raises:
+        TritonRefusal: The body is not JSON, or a member has a wrong type or shape.
+    """
+    members = _members(body)
+    request_id = next((value for name, value in reversed(members) if name == "id"), "")
+    if not isinstance(request_id, str):
+        raise TritonRefusal("Unable to parse 'id': attempt to access JSON non-string as string")
+    inputs, parameters = _inputs_and_parameters(members, f"[request id: {request_id or '<id_unknown>'}]", setting)
+    return request_id, inputs, parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +327,7 @@ def _document(text: str) -> dict[str, Any]:
     return document
 
 
-def _switch(values: dict[str, Any], name: str) -> bool | None:
+def switch(values: dict[str, Any], name: str) -> bool | None:
     """Remove a boolean from the values and return it, or None. It may be text in `sampling_parameters`."""
     value = values.pop(name, None)
     if value is None or isinstance(value, bool):

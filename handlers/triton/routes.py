@@ -7,14 +7,16 @@ Source: Triton 2.68, "Generate Extension".
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from engines.errors import InvalidParameter
-from handlers.contract import Answer, Call, Exchange, Reply
+from handlers.contract import Answer, Call, Contract, Exchange, Reply
 from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation, Route
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.triton import metadata as model
 from handlers.triton.answer import CollectedAnswer, EventAnswer
+from handlers.triton.embeddings import GeneratedEmbeddingContract, InferContract
 from handlers.triton.errors import SeveralResponses, TritonRefusal, error_reply, missing_model, refusal
 from handlers.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, read_request
 from handlers.vllm_parameters import read_vllm_parameters
@@ -115,7 +117,7 @@ def _probe(question: str) -> Operation:
     return Operation(summary=question, answers={"200": ("Yes", {}), "400": ("No", {JSON: {}})})
 
 
-_INFER = Operation(summary="Tensors (KServe); refused, use generate")
+_INFER = Operation(summary="Tensors (KServe): vectors of texts, for embedding models")
 _MODEL_PATHS = ("/v2/models/{model}", "/v2/models/{model}/versions/{version:int}")
 
 
@@ -124,12 +126,18 @@ def _of_model(path: str, tell: model.Tell, about: Operation, method: str = "GET"
 
 
 def _generates(path: str, summary: str, kind: str) -> tuple[GenerationRoute, ...]:
-    contract = partial(TritonContract, events=kind == EVENTS)
     about = _about(summary, _RESPONSE, kind, _BODY)
+    contract = partial(_contract, events=kind == EVENTS)
     return tuple(
         GenerationRoute(path=prefix + path, contract=contract, refuse_path=missing_model, about=about)
         for prefix in _MODEL_PATHS
     )
+
+
+def _contract(setting: ContractSetting, *, events: bool) -> Contract:
+    if setting.model.pooling is not None:
+        return GeneratedEmbeddingContract(setting, events=events)
+    return TritonContract(setting, events=events)
 
 
 _ROUTES: tuple[Route, ...] = (
@@ -143,7 +151,14 @@ _ROUTES: tuple[Route, ...] = (
     *_of_model("/ready", model.model_ready, _probe("Is the model ready? (KServe)")),
     *_of_model("/config", model.configuration, _about("Model configuration (Triton)")),
     *_of_model("/stats", model.model_statistics, _about("Statistics of the model (Triton)")),
-    *_of_model("/infer", model.infer, _INFER, "POST"),
+    *(
+        replace(route, models="generating", by_attribute=True)
+        for route in _of_model("/infer", model.infer, _INFER, "POST")
+    ),
+    *(
+        GenerationRoute(path=f"{prefix}/infer", contract=InferContract, models="pooling", refuse_path=missing_model)
+        for prefix in _MODEL_PATHS
+    ),
     InfoRoute.of_all(
         "/v2/repository/index",
         model.repository_index,

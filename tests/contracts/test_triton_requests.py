@@ -169,7 +169,7 @@ def test_a_model_on_tensorrt_llm_answers_every_request_as_it_does() -> None:
 CHANGED = "Converting keyword: 'parameters': "
 ALREADY = "[request id: <id_unknown>] input 'text_input' already exists in request"
 NOTHING = (
-    "[request id: <id_unknown>] expected number of inputs between 1 and 10 but got 0 inputs for model 'model'. "
+    "[request id: <id_unknown>] expected number of inputs between 1 and 11 but got 0 inputs for model 'model'. "
     "Got input(s) [], but missing required input(s) ['text_input']. Please provide all required input(s)."
 )
 NO_MEMBERS = "attempt to get members for non-object: the body must be a JSON object with `text_input`"

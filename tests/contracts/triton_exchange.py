@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from engines.errors import RequestError
+from engines.pooling import PoolingModel
 from engines.request import GenerationRequest, Token, TokenDelta
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, ContractError, Exchange, Reply
@@ -24,6 +25,7 @@ class LoadedText:
 
     max_model_len, max_top_tokens, eos_token_ids = 1024, 20, frozenset({2})
     tokenizer: Any = None
+    pooling: PoolingModel | None = None
 
     def __init__(self) -> None:
         self.statistics = EngineStatistics()

@@ -30,8 +30,15 @@ CONSTRAINTS = {"structured_outputs", "guided_decoding", "response_format", "gram
 _SCHEMAS = openapi_document(MODEL)["components"]["schemas"]
 _TRITON = _SCHEMAS["TritonRequest"]["properties"]
 _HAPPY_VLLM = _SCHEMAS["HappyVllmRequest"]["properties"]
+_TEI = {
+    name: schema
+    for route in ("Embed", "Rerank", "Predict", "Tokenize", "Decode")
+    for name, schema in _SCHEMAS[f"Tei{route}Request"]["properties"].items()
+    if name != "inputs"  # Its forms are those of the route.
+}
 TABLES: dict[str, Mapping[str, Any]] = {
     "lmi": _SCHEMAS["LmiRequest"]["properties"]["parameters"]["properties"],
+    "tei": _TEI,
     "tgi": _SCHEMAS["TgiRequest"]["properties"]["parameters"]["properties"],
     "triton inputs": {name: _TRITON[name] for name in VLLM_INPUTS},
     "triton parameters": _TRITON["parameters"]["properties"],
@@ -62,6 +69,10 @@ def row(name: str, schema: Mapping[str, Any]) -> str:
 def type_of(schema: Mapping[str, Any]) -> str:
     if schema.get("contentMediaType") == "application/json":
         return "JSON in a string"
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "anyOf" in schema.get("items", {}):
+        return str(schema["type"])
     kinds = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
     return " or ".join(f"array of {type_of(schema['items'])}s" if kind == "array" else kind for kind in kinds)
 

@@ -29,13 +29,17 @@ REACHED = INVOCATIONS | {
     *("/v1/messages", "/v1/messages/count_tokens", "/openai/v1/chat/completions", "/openai/v1/chat/completions/batch"),
     *("/openai/v1/completions", "/openai/v1/responses", "/openai/v1/messages", "/openai/v1/messages/count_tokens"),
     *("/generate", "/generate_stream", "/", "/tokenize", "/detokenize", "/chat_tokenize"),
-    *("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream"),
+    *("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream", "/v2/models/{model}/infer"),
+    "/v2/models/{model}/versions/{version:int}/infer",
     *(
         "/v2/models/{model}/versions/{version:int}/generate",
         "/v2/models/{model}/versions/{version:int}/generate_stream",
     ),
     *("/v1/generate", "/v1/generate_stream", "/v1/tokenizer", "/v2/tokenizer", "/v1/decode", "/v2/decode"),
     *("/v1/split_text", "/v1/metadata_text"),
+    *("/v1/embeddings", "/openai/v1/embeddings", "/embeddings", "/v2/embed", "/pooling", "/classify"),
+    *("/rerank", "/v1/rerank", "/v2/rerank", "/openai/v1/rerank", "/score", "/v1/score", "/openai/v1/score"),
+    *("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode", "/vertex"),
 }
 # Paths of the server's own routes, and of the management API.
 OTHERS = {

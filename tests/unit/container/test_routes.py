@@ -22,7 +22,7 @@ from engines.model_settings import HandlerSettings
 from handlers import entry_point
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import Call, Contract, ReplyWriter, Running
-from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute
+from handlers.contract_routes import ContractSetting, GenerationRoute, OpenAIRoute, takes
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.queue import EngineQueue
 from handlers.service import Service
@@ -82,15 +82,15 @@ def fill(path: str) -> str:
     return path.replace("{model}", "model").replace("{id:path}", "model").replace("{version:int}", "1")
 
 
-async def test_no_two_families_declare_one_route_unless_the_body_decides() -> None:
-    seen: dict[tuple[str, str], str] = {}
+@pytest.mark.parametrize("pooling", [False, True])
+async def test_no_two_families_declare_one_route_unless_the_body_or_the_models_kind_decides(pooling: bool) -> None:
+    seen: dict[tuple[str, str, str | None], str] = {}
     for family, route, method in ROUTES:
-        if isinstance(route, InfoRoute) and route.with_field is not None:
+        if not takes(route, pooling=pooling):
             continue
-        assert (route.path, method) not in seen, (
-            f"{route.path} is {seen.get((route.path, method))}'s and {family.name}'s"
-        )
-        seen[route.path, method] = family.name
+        key = (route.path, method, None if isinstance(route, OpenAIRoute) else route.with_field)
+        assert key not in seen, f"{route.path} is {seen.get(key)}'s and {family.name}'s"
+        seen[key] = family.name
 
 
 async def test_every_declared_route_is_served(starting: httpx.AsyncClient) -> None:
@@ -286,7 +286,7 @@ async def test_a_family_that_cannot_serve_a_model_takes_no_other_with_it(monkeyp
         replace(CONTRACTS[0], routes=(route,)) for route in (GenerationRoute(path="/broken", contract=broken), works)
     ]
     monkeypatch.setattr(entry_point, "CONTRACTS", families)
-    assert entry_point._generation(MODEL, EngineQueue(ScriptedEngine(), 4)).keys() == {"/works"}
+    assert entry_point.generation_handlers(MODEL, EngineQueue(ScriptedEngine(), 4)).keys() == {"/works"}
 
 
 async def test_a_route_that_a_model_cannot_have_says_so() -> None:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from engines.errors import ContextExceeded, InvalidRequest
+from engines.errors import ContextExceeded, InvalidRequest, PromptTooLong
 from engines.loaded_model import ModelTexts, copied, fast_tokenizer
-from engines.pooling import Pooling
+from engines.pooling import Pooling, Side
 from engines.prompt_cache import LONG_TEXT
 from engines.request import GenerationRequest
 from engines.tokenization import PromptTokenizer
+from tests.contracts.pooling_exchange import FakeTokenizer
 
 LONG = "one two three " * 60_000
 
@@ -173,3 +174,13 @@ def test_prompts_for_numbers_are_cut_or_refused(pairs: ModelTexts) -> None:
     # A prompt for text has to leave room for a token.
     full = GenerationRequest(prompt="abcdefg", pooling=Pooling(task="embed"), room=0)
     assert len(asyncio.run(prompts.token_ids(full))) == 8
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("side", "ids"), [("right", [2, 4, 5, 3]), ("left", [2, 6, 7, 3])])
+async def test_a_pooled_text_is_cut_to_the_limit_of_prompts(side: Side, ids: list[int]) -> None:
+    prompts = PromptTokenizer(ModelTexts(FakeTokenizer()), 100, max_prompt_tokens=4)
+    pooling = Pooling(task="embed", cut=side)
+    assert await prompts.pair("deep learning is fun", pooling) == (ids, 4)
+    with pytest.raises(PromptTooLong, match="the prompt has 6 tokens; at most 4 are taken"):
+        await prompts.pair("deep learning is fun", Pooling(task="embed"))

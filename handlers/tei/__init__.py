@@ -1,0 +1,1 @@
+"""TEI, Text Embeddings Inference."""

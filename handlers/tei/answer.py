@@ -1,0 +1,174 @@
+"""TEI's answers. The bytes are those that serde_json writes: no spaces, and keys in the order of TEI's structs.
+
+Source: TEI's router 1.9, `src/http/server.rs` and `src/http/types.rs`, and `core/src/infer.rs`.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engines.errors import RequestError
+from handlers.contract import Reply
+from handlers.pooled_answer import PooledAnswer, encode, sigmoid, softmax
+from handlers.tei.errors import TeiRefusal, refuse
+
+
+class TeiAnswer(PooledAnswer):
+    """One document, with TEI's headers."""
+
+    def __init__(self, prompts: int, characters: int) -> None:
+        """Create the answer.
+
+        Args:
+            prompts: The number of prompts.
+            characters: The length of all prompts. Each token id counts as one.
+        """
+        super().__init__(prompts)
+        self._characters, self._begun_at = characters, time.monotonic()
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Counts, and times in milliseconds. The engine does not tell the times of tokenizing and waiting."""
+        total = str(int((time.monotonic() - self._begun_at) * 1000))
+        return (
+            ("x-compute-type", "gpu+optimized"),
+            ("x-compute-time", total),
+            ("x-compute-characters", str(self._characters)),
+            ("x-compute-tokens", str(self.prompt_tokens)),
+            ("x-total-time", total),
+            ("x-tokenization-time", "0"),
+            ("x-queue-time", "0"),
+            ("x-inference-time", total),
+        )
+
+    def document(self, numbers: Sequence[Any]) -> bytes:
+        return encode(self.content(numbers))
+
+    @abstractmethod
+    def content(self, numbers: Sequence[Any]) -> Any:
+        """Return the content of the document. See `PooledAnswer.document`."""
+
+    def fail(self, error: RequestError) -> Reply:
+        return refuse(error)
+
+
+class Vectors(TeiAnswer):
+    """A vector for each text, or a vector for each token of each text."""
+
+    def __init__(self, prompts: int, characters: int, dimensions: int | None = None, normalize: bool = False) -> None:
+        """Create the answer.
+
+        Args:
+            prompts: See `TeiAnswer`.
+            characters: See `TeiAnswer`.
+            dimensions: The numbers that are kept of each vector. None keeps all.
+            normalize: Scale each vector to the length 1. The engine has not done so.
+        """
+        super().__init__(prompts, characters)
+        self._dimensions, self._normalize = dimensions, normalize
+
+    def content(self, numbers: Sequence[Any]) -> Any:
+        vectors = [vector[..., : self._dimensions] for vector in numbers]
+        # The encoder takes only arrays without gaps in memory.
+        return [np.ascontiguousarray(normalized(vector) if self._normalize else vector) for vector in vectors]
+
+
+class SparseVectors(TeiAnswer):
+    """The numbers of each vector that are not 0."""
+
+    def content(self, numbers: Sequence[Any]) -> Any:
+        return [
+            [{"index": int(index), "value": vector[index]} for index in np.flatnonzero(vector)] for vector in numbers
+        ]
+
+
+class Similarities(TeiAnswer):
+    """The cosine of the first vector with each other one."""
+
+    def content(self, numbers: Sequence[Any]) -> Any:
+        source, *others = (normalized(vector.astype(np.float64)) for vector in numbers)
+        return [np.float32(source @ other) for other in others]
+
+
+class Ranks(TeiAnswer):
+    """The texts by their scores, the best first."""
+
+    def __init__(self, texts: Sequence[str], characters: int, *, raw: bool, with_text: bool) -> None:
+        """Create the answer.
+
+        Args:
+            texts: The texts.
+            characters: See `TeiAnswer`.
+            raw: Give the model's raw numbers.
+            with_text: Repeat the texts.
+        """
+        super().__init__(len(texts), characters)
+        self._texts, self._raw, self._with_text = texts, raw, with_text
+
+    def content(self, numbers: Sequence[Any]) -> Any:
+        scores = np.concatenate([probabilities(raw, keep=self._raw) for raw in numbers])
+        return [
+            {"index": int(i), **({"text": self._texts[i]} if self._with_text else {}), "score": scores[i]}
+            for i in best_first(scores)
+        ]
+
+
+class Predictions(TeiAnswer):
+    """The scores of all labels of each text, the best first."""
+
+    def __init__(self, prompts: int, characters: int, labels: Mapping[int, str], *, raw: bool, in_batch: bool) -> None:
+        """Create the answer.
+
+        Args:
+            prompts: See `TeiAnswer`.
+            characters: See `TeiAnswer`.
+            labels: The names of the classes.
+            raw: Give the model's raw numbers.
+            in_batch: The texts came as a batch, and get a list of lists.
+        """
+        super().__init__(prompts, characters)
+        self._labels, self._raw, self._in_batch = labels, raw, in_batch
+
+    def content(self, numbers: Sequence[Any]) -> Any:
+        texts = [self._scored(probabilities(raw, keep=self._raw)) for raw in numbers]
+        return texts if self._in_batch else texts[0]
+
+    def _scored(self, scores: Any) -> list[dict[str, Any]]:
+        return [
+            {"score": scores[number], "label": self._labels.get(int(number), f"LABEL_{number}")}
+            for number in best_first(scores)
+        ]
+
+
+def probabilities(raw: Any, *, keep: bool) -> Any:
+    """Return a sigmoid of one number, or a softmax of several.
+
+    Args:
+        raw: The model's raw numbers.
+        keep: Return the raw numbers.
+    """
+    if keep:
+        return raw
+    return sigmoid(raw) if len(raw) == 1 else softmax(raw)
+
+
+def best_first(scores: Any) -> Any:
+    """Return the places of the scores, the best first. Of equal ones the last is first, as in TEI.
+
+    Raises:
+        TeiRefusal: A score is no number.
+    """
+    if np.isnan(scores).any():
+        raise TeiRefusal("Backend", "score is NaN")
+    return np.argsort(scores, kind="stable")[::-1]
+
+
+def normalized(vector: Any) -> Any:
+    """Return the vector with the length 1."""
+    with np.errstate(divide="ignore", invalid="ignore"):  # A vector of zeros becomes one of NaN, as in TEI.
+        return vector * (1.0 / np.linalg.norm(vector.astype(np.float64), axis=-1, keepdims=True)).astype(vector.dtype)

@@ -1,0 +1,239 @@
+"""The bodies of TEI's routes, and the texts in them.
+
+Source: TEI's router 1.9, `src/http/types.rs`, and `core/src/tokenization.rs`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from engines.errors import InvalidRequest
+from engines.loaded_model import LoadedModel, ModelTexts
+from engines.model_settings import ModelSettings
+from engines.pooling import Pooling, Side
+from engines.request import GenerationRequest
+from handlers.axum import wrong_shape
+from handlers.tei.errors import TeiRefusal, empty
+
+CHARACTERS_PER_TOKEN = 250  # Texts with more characters for each token that the model takes are too long in any case.
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+Direction = Literal["left", "Left", "right", "Right"]
+Prompt = str | tuple[int, ...]  # A text, or token ids.
+Pair = tuple[str, str | None]  # A text, and the second one of a pair.
+
+
+class _Cut(msgspec.Struct, frozen=True, kw_only=True):
+    truncate: bool | None = None
+    truncation_direction: Direction = "right"
+
+
+class EmbedAllBody(_Cut, frozen=True, kw_only=True):
+    """The body of /embed_all and /embed_sparse."""
+
+    inputs: str | list[str | TokenId | list[TokenId]]
+    prompt_name: str | None = None
+
+
+class EmbedBody(EmbedAllBody, frozen=True, kw_only=True):
+    """The body of /embed."""
+
+    normalize: bool = True
+    dimensions: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+class RerankBody(_Cut, frozen=True, kw_only=True):
+    """The body of /rerank."""
+
+    query: str
+    texts: list[str]
+    raw_scores: bool = False
+    return_text: bool = False
+
+
+class PredictBody(_Cut, frozen=True, kw_only=True):
+    """The body of /predict."""
+
+    inputs: str | list[str | list[str]]
+    raw_scores: bool = False
+
+
+class SimilarityInputs(msgspec.Struct, frozen=True, kw_only=True):
+    """The texts of /similarity."""
+
+    source_sentence: str
+    sentences: list[str]
+
+
+class SimilarityParameters(_Cut, frozen=True, kw_only=True):
+    """`parameters` of /similarity."""
+
+    prompt_name: str | None = None
+
+
+class SimilarityBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /similarity."""
+
+    inputs: SimilarityInputs
+    parameters: SimilarityParameters | None = None
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /tokenize."""
+
+    inputs: str | list[str]
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
+
+
+class DecodeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /decode."""
+
+    ids: list[TokenId | list[TokenId]]
+    skip_special_tokens: bool = True
+
+
+def prompts_of(inputs: Any) -> tuple[Sequence[Prompt], bool]:
+    """Return the prompts of `inputs`, and True if they are a batch.
+
+    Raises:
+        ContractError: A list mixes token ids with texts or lists.
+    """
+    if isinstance(inputs, str):
+        return [inputs], False
+    if all(isinstance(item, int) for item in inputs):
+        return [tuple(inputs)], False
+    if any(isinstance(item, int) for item in inputs):
+        raise wrong_shape("inputs: expected a text, token ids, or a list of texts and lists of token ids")
+    return [item if isinstance(item, str) else tuple(item) for item in inputs], True
+
+
+def pairs_of(inputs: Any) -> tuple[Sequence[Pair], bool]:
+    """Return the texts and pairs of `inputs` of /predict, and True if they are a batch.
+
+    Raises:
+        ContractError: The lists are not those of texts and pairs.
+    """
+    if isinstance(inputs, str):
+        return [(inputs, None)], False
+    if all(isinstance(item, str) for item in inputs):
+        return [_pair(inputs)], False
+    if any(isinstance(item, str) for item in inputs):
+        raise _wrong_pair()
+    return [_pair(item) for item in inputs], True
+
+
+def _pair(texts: Sequence[str]) -> Pair:
+    if len(texts) not in (1, 2):
+        raise _wrong_pair()
+    return texts[0], texts[1] if len(texts) == 2 else None
+
+
+def _wrong_pair() -> Exception:
+    return wrong_shape(
+        "inputs: expected a string, a pair of strings [string, string] or a batch of mixed strings and pairs "
+        "[[string], [string, string], ...]"
+    )
+
+
+def cut_of(body: _Cut, settings: ModelSettings) -> Side | None:
+    """Return the side at which texts are cut. None: texts that are too long are refused."""
+    if not (settings.auto_truncate if body.truncate is None else body.truncate):
+        return None
+    return "left" if body.truncation_direction.lower() == "left" else "right"
+
+
+def check_batch(size: int, settings: ModelSettings) -> None:
+    """Check the number of texts.
+
+    Raises:
+        TeiRefusal: There are too many.
+    """
+    if size > settings.max_client_batch_size:
+        raise TeiRefusal(
+            "Validation", f"batch size {size} > maximum allowed batch size {settings.max_client_batch_size}"
+        )
+
+
+def check_length(characters: int, model: LoadedModel) -> None:
+    """Check the length of a text that is not to be cut.
+
+    Raises:
+        InvalidRequest: The text is too long with any tokens.
+    """
+    limit = model.max_model_len * CHARACTERS_PER_TOKEN
+    if characters > limit:
+        raise InvalidRequest(f"`inputs` must have less than {limit} characters. Given: {characters}")
+
+
+def text_in_front(prompt_name: str | None, prompts: Mapping[str, str]) -> str | None:
+    """Return the text that goes in front of a prompt. None if the request names none.
+
+    Raises:
+        InvalidRequest: The model has no text of this name.
+    """
+    if prompt_name is None:
+        return None
+    if not prompts:
+        raise InvalidRequest(
+            f"`default-prompt-name` is set to `{prompt_name}` but no prompts were found in the Sentence Transformers "
+            "configuration"
+        )
+    if prompt_name not in prompts:
+        raise InvalidRequest(
+            f"`default-prompt-name` is set to `{prompt_name}` but it was not found in the Sentence Transformers "
+            f"prompts. Available prompts: {json.dumps(list(prompts), ensure_ascii=False)}"
+        )
+    return prompts[prompt_name]
+
+
+def request_for(prompt: Prompt, front: str | None, pooling: Pooling, model: LoadedModel) -> GenerationRequest:
+    """Return the request for a text or for token ids.
+
+    Ids are decoded and tokenized again, as in TEI: without special tokens, or after a text in front with them.
+
+    Raises:
+        InvalidRequest: The prompt is empty or too long, or its ids are no tokens.
+    """
+    if not prompt:
+        raise empty("inputs")
+    if pooling.cut is None:
+        check_length(len(prompt), model)
+    is_text = isinstance(prompt, str)
+    text = prompt if isinstance(prompt, str) else decoded(prompt, model.texts, skip_special=front is not None)
+    return GenerationRequest(
+        prompt=(front or "") + text,
+        add_special_tokens=is_text or front is not None,
+        pooling=pooling,
+        room=0,
+    )
+
+
+def request_for_pair(pair: Pair, pooling: Pooling, model: LoadedModel) -> GenerationRequest:
+    """Return the request for a text or a pair of texts.
+
+    Raises:
+        InvalidRequest: The texts are empty or too long.
+    """
+    first, second = pair
+    if not first and not second:
+        raise empty("inputs")
+    if pooling.cut is None:
+        check_length(len(first) + len(second or ""), model)
+    return GenerationRequest(prompt=first, pooling=msgspec.structs.replace(pooling, second=second), room=0)
+
+
+def decoded(ids: Sequence[int], texts: ModelTexts, *, skip_special: bool) -> str:
+    """Return the text of token ids.
+
+    Raises:
+        TeiRefusal: The tokenizer cannot decode them.
+    """
+    try:
+        return texts.decode(ids, skip_special=skip_special)
+    except Exception as error:  # A tokenizer may raise any exception.
+        raise TeiRefusal("Tokenizer", f"tokenizer error {error}") from error

@@ -1,0 +1,248 @@
+"""TEI's inference routes. The checks have TEI's order. Source: TEI's router 1.9, `src/http/server.rs`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from engines.errors import InvalidRequest, RequestError
+from engines.pooling import ModelKind, Pooling, Side
+from engines.request import GenerationRequest
+from handlers.axum import read_request
+from handlers.contract import Call, ContractError, Exchange
+from handlers.contract_routes import ContractSetting
+from handlers.json_cost import JsonDecoder
+from handlers.tei.answer import Predictions, Ranks, Similarities, SparseVectors, TeiAnswer, Vectors
+from handlers.tei.body import (
+    EmbedAllBody,
+    EmbedBody,
+    PredictBody,
+    RerankBody,
+    SimilarityBody,
+    check_batch,
+    cut_of,
+    pairs_of,
+    prompts_of,
+    request_for,
+    request_for_pair,
+    text_in_front,
+)
+from handlers.tei.errors import WrongKind, empty, refuse
+
+SPLADE = "SPLADE"  # The pooling of sparse vectors.
+NOT_EMBEDDING = "Model is not an embedding model"
+_NOT_SPARSE = "Model is not an embedding model with SPLADE pooling"
+_NOT_RERANKER = "model is not a re-ranker model"
+_NOT_CLASSIFIER = "Model is not a classifier model"
+
+
+class _Inputs(msgspec.Struct):
+    inputs: msgspec.Raw = msgspec.Raw()
+
+
+_decode_inputs = JsonDecoder[_Inputs](_Inputs).decode
+Parsed = tuple[Sequence[GenerationRequest], TeiAnswer]
+
+
+class TeiContract:
+    """The common part of the routes. `shape` is the class of their bodies."""
+
+    shape: type[msgspec.Struct]
+
+    def __init__(self, setting: ContractSetting) -> None:
+        self._settings, self._loaded, self._setting = setting.settings, setting.model, setting
+        self._model = setting.model.pooling  # None if the model generates text.
+
+    def parse(self, call: Call) -> Exchange:
+        body, document = read_request(call, self.shape)
+        try:
+            notes = self._notes(document)
+            requests, answer = self.requests_and_answer(body)
+            adapter = self._setting.adapter_of(call, None)
+        except RequestError as error:
+            # Routes of other contracts pass calls on to this one, and would word the error in their way.
+            raise ContractError(refuse(error), error.message) from None
+        named = [
+            msgspec.structs.replace(request, request_id=f"{call.request_id}-{place}", adapter=adapter)
+            for place, request in enumerate(requests)
+        ]
+        return Exchange(tuple(named), answer, notes)
+
+    def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
+        unknown = sorted(document.keys() - set(self.shape.__struct_fields__))
+        if not unknown:
+            return ()
+        if self._settings.strict_parameters:
+            raise InvalidRequest(f"`{unknown[0]}` is not known to this server (option.strict_parameters is on)")
+        return (f"fields without effect: {', '.join(unknown)}",)
+
+    @abstractmethod
+    def requests_and_answer(self, body: Any) -> Parsed:
+        """Return the requests, without their ids, and the answer.
+
+        Raises:
+            ContractError: The body has another shape.
+            RequestError: The body is wrong, or the model is of another kind.
+        """
+
+    def _check_task(self, task: str, refusal: str) -> None:
+        if self._model is None or task not in self._model.tasks:
+            raise WrongKind(refusal)
+
+    def _check_kind(self, refusal: str, *kinds: ModelKind) -> None:
+        if self._model is None or self._model.kind not in kinds:
+            raise WrongKind(refusal)
+
+    def _for_texts(
+        self, body: EmbedAllBody, task: str, refusal: str, pooling: Pooling
+    ) -> tuple[Sequence[GenerationRequest], int]:
+        """Return a request for each text of `inputs`, and the length of all texts."""
+        prompts, in_batch = prompts_of(body.inputs)
+        if in_batch:
+            check_batch(len(prompts), self._settings)
+        self._check_task(task, refusal)
+        front = text_in_front(body.prompt_name, self._model.prompts if self._model is not None else {})
+        requests = [request_for(prompt, front, pooling, self._loaded) for prompt in prompts]
+        return requests, sum(map(len, prompts))
+
+
+class EmbedContract(TeiContract):
+    """/embed: a vector for each text."""
+
+    shape = EmbedBody
+
+    def requests_and_answer(self, body: EmbedBody) -> Parsed:
+        cut, dimensions = cut_of(body, self._settings), body.dimensions
+        # The engine scales vectors to the length 1, unless they have to be cut first.
+        pooling = Pooling(task="embed", activation=body.normalize and dimensions is None, cut=cut)
+        requests, characters = self._for_texts(body, "embed", NOT_EMBEDDING, pooling)
+        self._check_form(body)
+        normalize = body.normalize and dimensions is not None
+        return requests, Vectors(len(requests), characters, dimensions, normalize)
+
+    def _check_form(self, body: EmbedBody) -> None:
+        size = self._model.vector_size if self._model is not None else 0
+        if body.dimensions is not None and body.dimensions < 1:
+            raise InvalidRequest("`dimensions` should be positive")
+        if body.dimensions is not None and body.dimensions > size:
+            raise InvalidRequest("`dimensions` should be smaller than the maximum embedding dimension.")
+        if body.normalize and self._model is not None and self._model.pooling == SPLADE:
+            raise WrongKind("`normalize` is not available for SPLADE models")
+
+
+class EmbedAllContract(TeiContract):
+    """/embed_all: a vector for each token of each text."""
+
+    shape = EmbedAllBody
+
+    def requests_and_answer(self, body: EmbedAllBody) -> Parsed:
+        if self._model is not None and self._model.pooling == SPLADE:
+            raise WrongKind("`embed_all` is not available for SPLADE models")
+        pooling = Pooling(task="token_embed", activation=False, cut=cut_of(body, self._settings))
+        requests, characters = self._for_texts(body, "token_embed", NOT_EMBEDDING, pooling)
+        return requests, Vectors(len(requests), characters)
+
+
+class EmbedSparseContract(TeiContract):
+    """/embed_sparse: the numbers of each vector that are not 0."""
+
+    shape = EmbedAllBody
+
+    def requests_and_answer(self, body: EmbedAllBody) -> Parsed:
+        if self._model is None or self._model.pooling != SPLADE:
+            raise WrongKind(_NOT_SPARSE)
+        pooling = Pooling(task="embed", activation=False, cut=cut_of(body, self._settings))
+        requests, characters = self._for_texts(body, "embed", _NOT_SPARSE, pooling)
+        return requests, SparseVectors(len(requests), characters)
+
+
+class SimilarityContract(TeiContract):
+    """/similarity: the cosines of a text with others."""
+
+    shape = SimilarityBody
+
+    def requests_and_answer(self, body: SimilarityBody) -> Parsed:
+        inputs, parameters = body.inputs, body.parameters
+        if not inputs.sentences:
+            raise empty("inputs.sentences", prefixed=False)
+        texts = [inputs.source_sentence, *inputs.sentences]
+        options = msgspec.structs.asdict(parameters) if parameters is not None else {}
+        embed = EmbedAllBody(inputs=list(texts), **options)
+        pooling = Pooling(task="embed", activation=False, cut=cut_of(embed, self._settings))
+        requests, characters = self._for_texts(embed, "embed", NOT_EMBEDDING, pooling)
+        return requests, Similarities(len(requests), characters)
+
+
+class RerankContract(TeiContract):
+    """/rerank with `texts`: the texts by their scores."""
+
+    shape = RerankBody
+
+    def requests_and_answer(self, body: RerankBody) -> Parsed:
+        if not body.texts:
+            raise empty("texts", prefixed=False)
+        self._check_kind(_NOT_RERANKER, "reranker")
+        check_batch(len(body.texts), self._settings)
+        pooling = _scores(cut_of(body, self._settings))
+        requests = [request_for_pair((body.query, text), pooling, self._loaded) for text in body.texts]
+        characters = len(body.query) * len(body.texts) + sum(map(len, body.texts))
+        return requests, Ranks(body.texts, characters, raw=body.raw_scores, with_text=body.return_text)
+
+
+class PredictContract(TeiContract):
+    """/predict: the scores of all labels."""
+
+    shape = PredictBody
+
+    def requests_and_answer(self, body: PredictBody) -> Parsed:
+        pairs, in_batch = pairs_of(body.inputs)
+        if in_batch:
+            check_batch(len(pairs), self._settings)
+        self._check_kind(_NOT_CLASSIFIER, "reranker", "classifier")
+        labels = self._model.labels if self._model is not None else {}
+        pooling = _scores(cut_of(body, self._settings))
+        requests = [request_for_pair(pair, pooling, self._loaded) for pair in pairs]
+        characters = sum([len(first) + len(second or "") for first, second in pairs])
+        return requests, Predictions(len(pairs), characters, labels, raw=body.raw_scores, in_batch=in_batch)
+
+
+def _scores(cut: Side | None) -> Pooling:
+    """Return the pooling for raw scores. A function that the model's files name has no effect in TEI."""
+    return Pooling(task="classify", activation=False, cut=cut)
+
+
+class RootContract:
+    """`POST /`: the route of the model's kind."""
+
+    def __init__(self, setting: ContractSetting) -> None:
+        self._route = contract_of_kind(setting)
+        self._similarity = SimilarityContract(setting)
+
+    def parse(self, call: Call) -> Exchange:
+        # TEI answers these bodies if its variable TASK is `sentence-similarity`.
+        return (self._similarity if _has_source(call.body) else self._route).parse(call)
+
+
+def _has_source(body: bytes) -> bool:
+    """Return True if `inputs` is an object, as that of /similarity."""
+    if b'"source_sentence"' not in body:
+        return False
+    try:
+        return bytes(_decode_inputs(body).inputs).startswith(b"{")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False  # The route reports the fault.
+
+
+def contract_of_kind(setting: ContractSetting) -> TeiContract:
+    """Return the contract of the route that answers most calls of the model."""
+    model = setting.model.pooling
+    if model is not None and model.kind == "reranker":
+        return RerankContract(setting)
+    if model is not None and model.kind == "classifier":
+        return PredictContract(setting)
+    if model is not None and model.pooling == SPLADE:
+        return EmbedSparseContract(setting)
+    return EmbedContract(setting)

@@ -1,0 +1,63 @@
+"""TEI's routes /info and /health. Source: TEI's router 1.9, `src/lib.rs` and `src/http/server.rs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from engines.errors import NotServed
+from engines.pooling import PoolingModel
+from handlers.contract import Call, Reply
+from handlers.contract_routes import ModelView
+from handlers.tei.errors import JSON, error_reply
+
+TEI_VERSION = "1.9.3"  # The release whose contract this is.
+# TEI's default, without effect here: vLLM has its own limits.
+_MAX_BATCH_TOKENS, _TOKENIZATION_WORKERS = 16384, 1
+_POOLING = {"LAST": "last_token"}  # TEI's name, if it is not vLLM's in small letters.
+
+
+def health(_: Call, views: Sequence[ModelView]) -> Reply:
+    """Return 200 without a body if all models are ready, otherwise 503."""
+    if all(view.state == "ready" for view in views):
+        return Reply(200, "", b"")
+    return error_reply("Unhealthy", "unhealthy")
+
+
+def info(_: Call, view: ModelView) -> Reply:
+    """Return the model's name, its kind, and its limits."""
+    loaded, settings = view.text(), view.settings
+    model = loaded.pooling
+    if model is None:
+        raise NotServed("the model generates text")
+    most = loaded.max_model_len
+    info: dict[str, Any] = {
+        "model_id": settings.model_id,
+        "model_sha": settings.revision,
+        "model_dtype": model.dtype,
+        "served_model_name": settings.public_names[0],
+        "model_type": _model_type(model),
+        "max_concurrent_requests": view.max_requests,
+        "max_input_length": min(most, settings.max_prompt_tokens or most),
+        "max_batch_tokens": _MAX_BATCH_TOKENS,
+        "max_batch_requests": None,
+        "max_client_batch_size": settings.max_client_batch_size,
+        "auto_truncate": settings.auto_truncate,
+        "tokenization_workers": _TOKENIZATION_WORKERS,
+        "version": TEI_VERSION,
+        "sha": None,
+        "docker_label": None,
+    }
+    return Reply(200, JSON, msgspec.json.encode(info))
+
+
+def _model_type(model: PoolingModel) -> dict[str, Any]:
+    if model.task in ("embed", "token_embed"):
+        return {"embedding": {"pooling": _POOLING.get(model.pooling, model.pooling.lower())}}
+    labels = {
+        "id2label": {str(number): name for number, name in model.labels.items()},
+        "label2id": {name: number for number, name in model.labels.items()},
+    }
+    return {"reranker" if model.kind == "reranker" else "classifier": labels}

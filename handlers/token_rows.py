@@ -1,0 +1,25 @@
+"""JSON of many tokens and of their positions in a text."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, islice
+
+_BLOCK = 4096  # Tokens whose JSON is joined and encoded together.
+
+
+def joined(rows: Iterable[str]) -> bytes:
+    """Return the JSON of tokens with commas between them.
+
+    Tokens are joined in blocks, because a string for each of a million tokens would take 100 MB together.
+    """
+    parts = iter(rows)
+    return b",".join(",".join(block).encode() for block in iter(lambda: list(islice(parts, _BLOCK)), []))
+
+
+def byte_positions(text: str) -> Sequence[int]:
+    """Return the position in the UTF-8 text at which each character begins, and the length of the UTF-8 text."""
+    if text.isascii():
+        return range(len(text) + 1)
+    return array("L", accumulate((len(character.encode()) for character in text), initial=0))

@@ -1,0 +1,212 @@
+"""Vectors by Triton's generate extension and by KServe's inference with tensors, for embedding models.
+
+Source: Triton's vLLM backend, `EmbedRequest` in `src/utils/request.py`; KServe, "Open Inference Protocol (V2 Inference
+Protocol)", "Inference"; LiteLLM's provider `triton`, which sends such requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from engines.errors import InvalidParameter, InvalidRequest, RequestError
+from engines.pooling import Pooling
+from engines.request import GenerationRequest, TokenDelta
+from handlers.contract import Answer, Call, Exchange, Reply
+from handlers.contract_routes import ContractSetting
+from handlers.json_fields import JsonError, decode_json
+from handlers.pooled_answer import PooledAnswer, encode
+from handlers.triton.answer import EVENTS
+from handlers.triton.errors import JSON, VERSION, TritonRefusal, refusal
+from handlers.triton.request import read_inputs, switch
+
+TEXTS = "input_text"  # LiteLLM's name of the input. It reads all outputs.
+_VECTORS = "embedding"
+_POOLING = Pooling(task="embed")
+_BINARY = "Inference-Header-Content-Length"
+_UNIT = 1e-2  # The difference from 1 of the length of a vector that the model has scaled, in float16.
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class _Parameters(msgspec.Struct, frozen=True):
+    dimensions: Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(min_length=1)] | None = None
+
+
+class _Embedding(msgspec.Struct, frozen=True):
+    """The JSON text in `embedding_request`."""
+
+    input: str | Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
+    pooling_params: _Parameters | None = None
+
+
+class GeneratedEmbeddingContract:
+    """`/generate` or `/generate_stream` of a model that generates no text: a vector as JSON in a text."""
+
+    def __init__(self, setting: ContractSetting, *, events: bool) -> None:
+        """Create the contract. `events`: the answer is a server-sent event."""
+        self._setting, self._events = setting, events
+
+    def parse(self, call: Call) -> Exchange:
+        request_id, inputs, _ = read_inputs(call.body, self._setting)
+        name = self._setting.settings.name
+        if inputs.get("embedding_request") is None:
+            raise InvalidRequest(f"Model {name} does not support 'generate' request")
+        size = check_embeds(self._setting)
+        embedding = _read(inputs["embedding_request"])
+        dimensions = None
+        if embedding.pooling_params is not None and embedding.pooling_params.dimensions is not None:
+            dimensions = embedding.pooling_params.dimensions[0]
+            if dimensions > size:
+                raise InvalidParameter("dimensions", f"must be at most {size}, got {dimensions}")
+        prompt = embedding.input if isinstance(embedding.input, str) else tuple(embedding.input)
+        counts = [name for name in ("input", "output") if switch(inputs, f"return_num_{name}_tokens")]
+        request = GenerationRequest(
+            request_id=call.request_id,
+            prompt=prompt,
+            pooling=_POOLING,
+            room=0,
+            adapter=self._setting.adapter_of(call, None),
+        )
+        return Exchange((request,), _TextAnswer(name, request_id, dimensions, counts, events=self._events))
+
+
+def check_embeds(setting: ContractSetting) -> int:
+    """Return the number of numbers of the model's vectors.
+
+    Raises:
+        InvalidRequest: The model makes no vectors.
+    """
+    model = setting.model.pooling
+    if model is None or "embed" not in model.tasks:
+        raise InvalidRequest(f"Model {setting.settings.name} does not support 'embed' request")
+    return model.vector_size
+
+
+def _read(text: str) -> _Embedding:
+    try:
+        return msgspec.convert(decode_json(text), _Embedding)
+    except (JsonError, msgspec.ValidationError) as error:
+        raise InvalidParameter("embedding_request", f"must be a JSON object in a string: {error}") from None
+
+
+class _TextAnswer(Answer):
+    def __init__(
+        self, model: str, request_id: str, dimensions: int | None, counts: Sequence[str], *, events: bool
+    ) -> None:
+        """Create the answer.
+
+        Args:
+            model: The name of the model.
+            request_id: The client's id. Empty if there is none.
+            dimensions: The numbers that are kept of the vector. None keeps all.
+            counts: The counts of tokens that are shown: "input", "output".
+            events: The answer is a server-sent event.
+        """
+        self.content_type = EVENTS if events else JSON
+        self._model, self._id, self._dimensions, self._events = model, request_id, dimensions, events
+        self._counts = counts
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        tokens = {"input": delta.prompt_token_count, "output": 0}
+        document = encode(
+            {
+                **({"id": self._id} if self._id else {}),
+                "model_name": self._model,
+                "model_version": VERSION,
+                **{f"num_{name}_tokens": tokens[name] for name in self._counts},
+                # The backend uses Python's `json` as well.
+                "text_output": json.dumps(_cut(delta.numbers, self._dimensions).tolist()),
+            }
+        )
+        return b"data: %b\n\n" % document if self._events else document
+
+    def fail(self, error: RequestError) -> Reply:
+        return refusal(error)
+
+
+def _cut(vector: Any, dimensions: int | None) -> Any:
+    """Return the first numbers of a vector. They have the length 1 if the vector has it."""
+    if dimensions is None:
+        return vector
+    kept = vector[:dimensions]
+    scaled = abs(float(np.linalg.norm(vector)) - 1.0) < _UNIT
+    length = float(np.linalg.norm(kept))
+    return kept / np.float32(length) if scaled and length else kept
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    name: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    datatype: str
+    data: list[Any]
+
+
+class _Infer(msgspec.Struct, frozen=True):
+    inputs: list[_Tensor]
+    id: str = ""
+
+
+class InferContract:
+    """`/infer` of an embedding model: a tensor of texts to a tensor with a row for each text."""
+
+    def __init__(self, setting: ContractSetting) -> None:
+        self._setting = setting
+
+    def parse(self, call: Call) -> Exchange:
+        if any(name.lower() == _BINARY.lower() for name, _ in call.headers):
+            raise TritonRefusal("tensors in binary form are not served: send `data` as JSON")
+        size = check_embeds(self._setting)
+        try:
+            body = msgspec.convert(decode_json(call.body), _Infer)
+        except (JsonError, msgspec.ValidationError) as error:
+            raise TritonRefusal(f"failed to parse the request JSON buffer: {error}") from None
+        texts = _texts(body.inputs)
+        adapter = self._setting.adapter_of(call, None)
+        requests = [
+            GenerationRequest(
+                request_id=f"{call.request_id}-{place}", prompt=text, pooling=_POOLING, room=0, adapter=adapter
+            )
+            for place, text in enumerate(texts)
+        ]
+        return Exchange(tuple(requests), _TensorAnswer(len(texts), self._setting.settings.name, body.id, size))
+
+
+def _texts(inputs: Sequence[_Tensor]) -> Sequence[str]:
+    if [tensor.name for tensor in inputs] != [TEXTS]:
+        given = ", ".join(f"'{tensor.name[:80]}'" for tensor in inputs)
+        raise TritonRefusal(f"expected the input ['{TEXTS}'], got [{given}]")
+    (tensor,) = inputs
+    if tensor.datatype != "BYTES":
+        raise TritonRefusal(f"input '{TEXTS}' must have the datatype BYTES, got {tensor.datatype[:80]}")
+    texts = list(_flat(tensor.data))
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise TritonRefusal(f"input '{TEXTS}' must hold at least one text, and texts only")
+    if int(np.prod(tensor.shape, dtype=object)) != len(texts):
+        raise TritonRefusal(f"input '{TEXTS}' has {len(texts)} texts, and the shape {tensor.shape}")
+    return texts
+
+
+def _flat(data: Sequence[Any]) -> Sequence[Any]:
+    """Return the texts of data that may be nested once, as for the shape [n, 1]."""
+    return [text for item in data for text in (item if isinstance(item, list) else [item])]
+
+
+class _TensorAnswer(PooledAnswer):
+    def __init__(self, prompts: int, model: str, request_id: str, size: int) -> None:
+        super().__init__(prompts)
+        self._model, self._id, self._size = model, request_id, size
+
+    def document(self, numbers: Sequence[Any]) -> bytes:
+        # Triton writes the nearest 32-bit values in the digits of a double.
+        data = np.concatenate(numbers).astype(np.float64)
+        shape = [len(numbers), self._size]
+        output = {"name": _VECTORS, "datatype": "FP32", "shape": shape, "data": data}
+        head = {"id": self._id} if self._id else {}
+        return encode({**head, "model_name": self._model, "model_version": VERSION, "outputs": [output]})
+
+    def fail(self, error: RequestError) -> Reply:
+        return refusal(error)

@@ -1,0 +1,202 @@
+"""A scripted engine of a pooling model behind the real application: bytes in, bytes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+from unittest.mock import Mock
+
+import httpx
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from container.app import create_app
+from container.models.life_cycle import Lifecycle, State
+from container.models.registration import Registrar
+from container.models.registry import Model, Models
+from container.settings.settings import ServerSettings, Settings
+from engines.errors import ContextExceeded, InvalidRequest, RequestError
+from engines.interface import Generation, Sink
+from engines.loaded_model import ModelTexts
+from engines.pooling import PoolingModel
+from engines.request import GenerationRequest, TokenDelta
+from handlers.engine_handler import EngineHandler
+from handlers.entry_point import generation_handlers, pooling_invocations
+from handlers.lmi.rolling_batch import LmiRollingContract
+from handlers.queue import EngineQueue
+from handlers.service import Service
+from tests.contracts.exchange import MODEL
+from tests.stand_ins.scripted_engine import ScriptedEngine, ScriptedGeneration
+
+Kind = Literal["embedding", "sparse", "reranker", "classifier", "generating"]
+
+CONTEXT = 8
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+WORDS = ("deep", "learning", "is", "fun", "schön", "query", ":", "日本", "a", "b")
+_VOCABULARY = {word: number for number, word in enumerate((*_SPECIAL, *WORDS))}
+_EMBEDDING = PoolingModel(
+    kind="embedding",
+    task="embed",
+    tasks=frozenset({"embed", "token_embed"}),
+    vector_size=4,
+    pooling="MEAN",
+    dtype="float32",
+    pairs_refusal="the model scores no pairs",
+    prompts={"query": "query : ", "document": ""},
+)
+_SCORES = PoolingModel(
+    kind="reranker",
+    task="classify",
+    tasks=frozenset({"classify"}),
+    vector_size=0,
+    labels={0: "LABEL_0"},
+    pooling="CLS",
+    dtype="float16",
+)
+POOLING: dict[Kind, PoolingModel | None] = {
+    "embedding": _EMBEDDING,
+    "sparse": replace(_EMBEDDING, pooling="SPLADE"),
+    "reranker": _SCORES,
+    "classifier": replace(_SCORES, kind="classifier", labels={0: "sad", 1: "so-so", 2: "joy"}),
+    "generating": None,
+}
+
+
+class FakeTokenizer:
+    """A real tokenizer of a few words, with those methods of Hugging Face's wrapper that contracts use."""
+
+    all_special_tokens = _SPECIAL
+    all_special_ids = (0, 1, 2, 3)
+
+    def __init__(self) -> None:
+        fast = Tokenizer(models.WordLevel(_VOCABULARY, unk_token="[UNK]"))
+        fast.add_special_tokens(list(_SPECIAL))
+        fast.normalizer = normalizers.NFC()
+        fast.pre_tokenizer = pre_tokenizers.Whitespace()
+        fast.decoder = decoders.WordPiece()
+        fast.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+        )
+        self.backend_tokenizer = fast
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        text: str = self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def __len__(self) -> int:
+        return len(_VOCABULARY)
+
+
+@dataclass
+class PoolingEngine(ScriptedEngine):
+    """Answers each request at once, with the next of `numbers`; the last of them again and again."""
+
+    kind: Kind = "embedding"
+    numbers: Sequence[Any] = ((0.5, 0.5, 0.5, 0.5),)
+    failure: RequestError | None = None
+    seen: list[GenerationRequest] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.max_model_len = CONTEXT
+        self.pooling = POOLING[self.kind]
+
+    @cached_property
+    def texts(self) -> ModelTexts:
+        return ModelTexts(FakeTokenizer())
+
+    async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
+        if self.failure is not None:
+            raise self.failure
+        if request.pooling is None:
+            raise InvalidRequest(f"the model is of the kind {self.kind}; it generates no text")
+        ids, _ = self.texts.encode_cut(
+            str(request.prompt),
+            request.pooling.second,
+            CONTEXT if request.pooling.cut is not None else 1000,
+            request.pooling.cut or "right",
+            special=request.add_special_tokens,
+        )
+        if len(ids) > CONTEXT:
+            raise ContextExceeded(len(ids), 0, CONTEXT)
+        numbers = np.array(self.numbers[min(len(self.seen), len(self.numbers) - 1)], np.float32)
+        self.seen.append(request)
+        sink.on_delta(TokenDelta("", prompt_token_count=len(ids), last=True, numbers=numbers))
+        return ScriptedGeneration(request, sink)
+
+
+@dataclass
+class Exchange:
+    """A reply, and the requests that the engine got."""
+
+    status: int
+    body: bytes
+    headers: httpx.Headers
+    seen: list[GenerationRequest]
+
+    @property
+    def prompts(self) -> list[Any]:
+        return [request.prompt for request in self.seen]
+
+
+def service_of(engine: PoolingEngine, places: int = 100, **settings: Any) -> Service:
+    """Return a loaded model on the engine, with the handlers that the entry point makes."""
+    model = replace(MODEL, model_id="org/model", revision="abc", **settings)
+    queue = EngineQueue(engine, places)
+    handlers = generation_handlers(model, queue)
+    if engine.pooling is None:
+        return Service(
+            model, EngineHandler(queue, LmiRollingContract(model)), engine, handlers, queue=queue, engine=engine
+        )
+    invocations = pooling_invocations(model, queue, engine.pooling, None)
+    return Service(model, invocations, engine, handlers, queue=queue, engine=engine)
+
+
+async def ask(
+    path: str,
+    document: Any = None,
+    kind: Kind = "embedding",
+    numbers: Sequence[Any] = ((0.5, 0.5, 0.5, 0.5),),
+    *,
+    content: bytes | None = None,
+    headers: dict[str, str] | None = None,
+    failure: RequestError | None = None,
+    state: State = State.READY,
+    server: dict[str, Any] | None = None,
+    places: int = 100,
+    **settings: Any,
+) -> Exchange:
+    """Call a route: GET without a body, otherwise POST.
+
+    Args:
+        path: The route.
+        document: The body.
+        kind: The kind of the model.
+        numbers: The engine's numbers for each request.
+        content: The body's bytes, in place of `document`.
+        headers: Headers of the call.
+        failure: The engine refuses all requests with this error.
+        state: The state of the model.
+        server: Settings of the server.
+        places: The length of the engine's queue.
+        settings: Settings of the model.
+    """
+    engine = PoolingEngine(kind, numbers, failure)
+    service = service_of(engine, places, **settings)
+    server_settings = ServerSettings(**(server or {}))
+    lifecycle = Lifecycle(Settings(server=server_settings, model=service.settings))
+    lifecycle.stage, lifecycle.service = state, service if state is not State.STARTING else None
+    models = Models([Model(lifecycle, "model")])
+    app = create_app(models, server_settings, Registrar(models, server_settings, Mock())).main
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        if document is None and content is None:
+            answer = await client.get(path, headers=headers)
+        elif content is not None:
+            answer = await client.post(path, content=content, headers=headers)
+        else:
+            answer = await client.post(path, json=document, headers=headers)
+    return Exchange(answer.status_code, answer.content, answer.headers, engine.seen)
