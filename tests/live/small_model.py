@@ -25,6 +25,12 @@ def prepare_small_model() -> Path:
     return make_once(cache_dir() / f"small-llama-v{_FORMAT}", _write)
 
 
+def stop_within(text: str) -> str:
+    """Return a part of the model's text, for a stop string. The text has few words and many scripts."""
+    middle = len(text) // 2
+    return text[middle : middle + 2]
+
+
 def _write(directory: Path) -> None:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM

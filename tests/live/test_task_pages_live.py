@@ -27,16 +27,16 @@ AWS = {
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_commands_of_a_page_print_what_it_shows(server: Server, tmp_path: Path, page: Path) -> None:
+def test_the_commands_of_a_page_print_what_it_shows(sample_server: Server, tmp_path: Path, page: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
-    environment |= {name: at_port(value, server.port) for name, value in AWS.items()}
+    environment |= {name: at_port(value, sample_server.port) for name, value in AWS.items()}
     found = commands(page.read_text())
     assert found
     wrong = []
     for command in found:
-        output = printed(command, server.port, tmp_path, environment)
+        output = printed(command, sample_server.port, tmp_path, environment)
         assert output.strip(), command.text
         if command.output is not None and not is_shown(command.output, output):
             wrong.append(f"{command.text}\n{output}")
