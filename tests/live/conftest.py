@@ -79,9 +79,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, engine: str, small_options: dict[str, object]
-) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, engine: str, small_options: dict[str, object]) -> Iterator[Server]:
     """Start the server of most tests, with the small model: an answer has the right form, and no meaning."""
     with _local_endpoint(tmp_path_factory.mktemp("server"), small_options | {"rolling_batch": engine}) as running:
         yield running

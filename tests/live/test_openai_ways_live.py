@@ -63,7 +63,9 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "repetition_penalty": st.sampled_from([None, 1.1, 2, 0]),
     "presence_penalty": st.sampled_from([None, 1, -2.0, 3]),
     "frequency_penalty": st.sampled_from([None, 0.5, "1"]),
-    "logit_bias": st.sampled_from([None, {}, {END: 100}, {"11": -100}, {"28": 200.5}, {"x": 1}, {"99999999": 1}, {" 5": 1}]),
+    "logit_bias": st.sampled_from(
+        [None, {}, {END: 100}, {"11": -100}, {"28": 200.5}, {"x": 1}, {"99999999": 1}, {" 5": 1}]
+    ),
     "stop_token_ids": st.sampled_from([None, [], [11, 28, 30], [-1], [10**9]]),
     "allowed_token_ids": st.one_of(st.sampled_from([None, []]), st.lists(st.integers(0, 49151), min_size=1)),
     "bad_words": st.sampled_from([[], [" the", "a"], None]),
@@ -107,7 +109,9 @@ def common(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def completions(draw: st.DrawFn) -> dict[str, Any]:
     prompts = [texts, texts, texts, st.lists(texts, max_size=3), token_ids, st.lists(token_ids, min_size=1, max_size=2)]
-    odd = st.sampled_from(["", [], "word " * MAX_MODEL_LEN, [49152], [""], None, ["a", 1], [[]], 7, [5] * MAX_MODEL_LEN])
+    odd = st.sampled_from(
+        ["", [], "word " * MAX_MODEL_LEN, [49152], [""], None, ["a", 1], [[]], 7, [5] * MAX_MODEL_LEN]
+    )
     body = draw(common()) | {"prompt": draw(st.one_of(*prompts, *prompts, odd))}
     if draw(st.booleans()):
         body["max_tokens"] = draw(MAX_TOKENS)
