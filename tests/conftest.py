@@ -15,8 +15,11 @@ from xdist.scheduler import LoadScopeScheduling
 settings.register_profile("slow", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slow")
 
-_SHARED = re.compile(r"[\[-](lmi-dist|host)[-\]]")
-"""Finds the value of the fixture `engine` or `host` in a live test's name. Many files share their servers."""
+_SHARED = re.compile(r"[\[-](lmi-dist|sample|host)[-\]]")
+"""Finds the value of the fixture `engine`, `sample_server` or `host` in a live test's name.
+
+Many files share their servers.
+"""
 _INTERNALS = "_internals.py"
 """The end of the names of live tests' files that import vLLM into the test's process.
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -78,18 +79,34 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def server(
-    tmp_path_factory: pytest.TempPathFactory, engine: str, engine_options: dict[str, object]
+def server(tmp_path_factory: pytest.TempPathFactory, engine: str, small_options: dict[str, object]) -> Iterator[Server]:
+    """Start the server of most tests, with the small model: an answer has the right form, and no meaning."""
+    with _local_endpoint(tmp_path_factory.mktemp("server"), small_options | {"rolling_batch": engine}) as running:
+        yield running
+
+
+@pytest.fixture(scope="session", params=["sample"])
+def sample_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
 ) -> Iterator[Server]:
+    """Start the server of tests that need the sample model's text, or its end. A parameter, as `engine` is.
+
+    A token takes 90 ms of processor time. The context has 1024 tokens.
+    """
+    options = engine_options | {"rolling_batch": "lmi-dist"}
+    with _local_endpoint(tmp_path_factory.mktemp(request.param), options) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def _local_endpoint(directory: Path, options: dict[str, object]) -> Iterator[Server]:
     """Start a server with the default formatter. It also serves SageMaker's runtime API, for `my-endpoint`.
 
     The folder `s3` beside its log stands for S3, and `captured` has the captured calls.
     """
-    directory = tmp_path_factory.mktemp("server")
     folders = ("--s3-folder", str(directory / "s3"), "--capture", str(directory / "captured"))
-    local = ("--local-endpoint", "my-endpoint", *folders)
-    model = write_model(directory / "model", rolling_batch=engine, **engine_options)
-    running = Server(model, directory / "server.log", arguments=local)
+    model = write_model(directory / "model", **options)
+    running = Server(model, directory / "server.log", arguments=("--local-endpoint", "my-endpoint", *folders))
     try:
         running.wait_until_ready()
         yield running

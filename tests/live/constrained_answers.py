@@ -19,6 +19,7 @@ from engines.request import BeamSearch, Constraint, GenerationRequest, SamplingP
 from tests.generation import generate
 
 PROMPT = "The answer is"
+PAUSE = 0.05
 
 
 def settings_for(directory: str) -> ModelSettings:
@@ -65,14 +66,18 @@ async def answer(engine: Any, case: dict[str, Any]) -> dict[str, Any]:
 
 
 async def longest_wait(engine: Any, stop: asyncio.Event) -> float:
-    """Answer requests without a constraint, and return the longest time between two of their tokens."""
+    """Answer requests without a constraint, and return the longest time between two of their tokens.
+
+    The pauses leave the processors to the trials, as a slower model would.
+    """
     longest = 0.0
     while not stop.is_set():
         last = time.monotonic()
-        sampling = SamplingParameters(max_tokens=64, ignore_eos=True)
+        sampling = SamplingParameters(max_tokens=16, ignore_eos=True)
         async for _ in generate(engine, GenerationRequest(request_id="x", prompt="x", sampling=sampling, stream=True)):
             now = time.monotonic()
             longest, last = max(longest, now - last), now
+        await asyncio.sleep(PAUSE)
     return longest
 
 

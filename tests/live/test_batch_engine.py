@@ -30,6 +30,7 @@ from tests.live.constrained import DYNAMIC, FORMS, NAMES, TOKENWISE, accepted, b
 from tests.live.constrained import answer as answer_of
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import METRIC_SECONDS, Server, hosted, serving, write_model
+from tests.live.small_model import prepare_small_model
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.recorder import Recorder
 from tests.waiting import until, wait_until
@@ -255,9 +256,7 @@ def test_over_http_a_stream_has_a_record_for_each_step(host: Server, tmp_path: P
 
 
 @pytest.mark.asyncio
-async def test_a_model_that_is_unloaded_leaves_no_formatter_and_no_thread_for_them(
-    tmp_path: Path, sample_model: Path
-) -> None:
+async def test_a_model_that_is_unloaded_leaves_no_formatter_and_no_thread_for_them(tmp_path: Path) -> None:
     code = tmp_path / "model.py"
     code.write_text(
         "from djl_python.output_formatter import output_formatter\n\n\n"
@@ -265,7 +264,7 @@ async def test_a_model_that_is_unloaded_leaves_no_formatter_and_no_thread_for_th
         "def write(token, first_token, last_token, details, generated_text, request_id):\n"
         "    return token.text\n"
     )
-    given = replace(settings(sample_model, rolling_batch="disable", formatters=code), name="unloaded")
+    given = replace(settings(prepare_small_model(), rolling_batch="disable", formatters=code), name="unloaded")
     service = await load_service(given, Limits(queue_size=8, overload_status=503, unavailable_status=503))
     before = set(threading.enumerate())
     [module] = (name for name in sys.modules if name.startswith("ns_unloaded_"))

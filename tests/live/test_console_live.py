@@ -51,8 +51,8 @@ LIMIT = "[name=max_new_tokens], [name=max_tokens], [name=max_completion_tokens]"
 
 
 @pytest.fixture(scope="module")
-def url(server: Server) -> str:
-    return server.url
+def url(sample_server: Server) -> str:
+    return sample_server.url
 
 
 @pytest.fixture(scope="module")
@@ -112,19 +112,19 @@ def state(page: Page) -> str:
 
 
 @pytest.fixture(scope="module")
-def completion(server: Server) -> str:
-    text: str = server.invoke(PROMPT, max_new_tokens=int(TOKENS)).json()["generated_text"]
+def completion(sample_server: Server) -> str:
+    text: str = sample_server.invoke(PROMPT, max_new_tokens=int(TOKENS)).json()["generated_text"]
     return text
 
 
 @pytest.fixture(scope="module")
-def answer(server: Server) -> str:
+def answer(sample_server: Server) -> str:
     body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": int(TOKENS), "temperature": 0}
-    text: str = server.client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    text: str = sample_server.client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
     return text
 
 
-def test_every_contract_is_shown_to_its_end(page: Page, completion: str, server: Server) -> None:
+def test_every_contract_is_shown_to_its_end(page: Page, completion: str, sample_server: Server) -> None:
     for contract, form in CONTRACTS:
         choose(page, contract, form)
         greedy(page, contract)
@@ -159,19 +159,19 @@ def test_every_chat_is_shown_to_its_end(page: Page, answer: str) -> None:
 
 
 @pytest.mark.long
-def test_stop_ends_the_generation_in_the_engine(page: Page, server: Server) -> None:
+def test_stop_ends_the_generation_in_the_engine(page: Page, sample_server: Server) -> None:
     page.fill("#prompt", ENDLESS)
     for contract, form in STREAMED:
         choose(page, contract, form)
         greedy(page, contract, "900")
         page.click("#send")
         page.wait_for("document.querySelector('.text').textContent.length > 20")
-        with stopped(server.engine_process()):  # so that the generation cannot end before the key is pressed
-            assert server.metric(RUNNING) == 1, contract
+        with stopped(sample_server.engine_process()):  # so that the generation cannot end before the key is pressed
+            assert sample_server.metric(RUNNING) == 1, contract
             page.press("Escape")
             page.wait_for(ENDED)
             assert state(page) == "stopped"
-        server.wait_for_metric(RUNNING, 0)
+        sample_server.wait_for_metric(RUNNING, 0)
 
 
 @pytest.mark.long
@@ -328,7 +328,7 @@ def test_the_body_may_be_written_by_hand(refusing: Page) -> None:
 
 
 @pytest.mark.long
-def test_the_server_is_shown_as_it_is(page: Page, server: Server) -> None:
+def test_the_server_is_shown_as_it_is(page: Page, sample_server: Server) -> None:
     page.evaluate("void (location.hash = '#server')")
     page.wait_for("document.querySelectorAll('#view-server table tbody tr').length > 20")
     assert page.evaluate("scrollY") == 0
@@ -486,10 +486,10 @@ def test_a_server_that_is_gone_says_so(refusing: Page) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(not os.environ.get("UPDATE_SCREENSHOTS"), reason="UPDATE_SCREENSHOTS=1 takes them anew")
-def test_screenshots(page: Page, server: Server, sample_model: Path) -> None:
+def test_screenshots(page: Page, sample_server: Server, sample_model: Path) -> None:
     PICTURES.mkdir(exist_ok=True)
     names = {
-        str(server.model_dir): "/opt/ml/model",
+        str(sample_server.model_dir): "/opt/ml/model",
         str(sample_model): "SmolLM2-135M-Instruct",
         page_host(page): "localhost:8080",
     }

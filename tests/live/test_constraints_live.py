@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.live.small_model import prepare_small_model
+
 POOL = [
     *('a "quoted" word', "back\\slash", "new\nline", "tab\tstop", "carriage\rreturn", "nul\x00", "bell\x07", "\x7f"),
     *(
@@ -94,12 +96,12 @@ ANSWERED: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def results(sample_model: Path) -> dict[str, dict[str, Any]]:
-    """Return the answers to all cases. The small model would be so fast that requests leave no time for trials."""
+def results() -> dict[str, dict[str, Any]]:
+    """Return the answers to all cases."""
     script = Path(__file__).with_name("constrained_answers.py")
     cases = {name: case for name, (case, _) in REFUSED.items()} | ANSWERED
     finished = subprocess.run(
-        [sys.executable, str(script), str(sample_model)],
+        [sys.executable, str(script), str(prepare_small_model())],
         input=json.dumps(cases),
         capture_output=True,
         text=True,

@@ -1,7 +1,7 @@
 """Parameters that constrain the text are enforced or refused by name, on every route of every contract.
 
 tests/live/test_never_ignored_live.py tries the constraints of the whole text on every route. This file tries the
-parameters that constrain single tokens, because the sample model's text shows their effect.
+parameters that constrain single tokens. The sample model's text shows their effect.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ ONCE = [pytest.param(name, cases, id=name) for name, cases in each_once(CASES).i
 
 
 @pytest.mark.parametrize(("name", "cases"), [*ONCE, *ALL])
-def test_parameters_that_constrain_tokens_are_enforced(server: Server, name: str, cases: Enforced) -> None:
-    _, text = answer(server, ROUTES[name], {})
+def test_parameters_that_constrain_tokens_are_enforced(sample_server: Server, name: str, cases: Enforced) -> None:
+    _, text = answer(sample_server, ROUTES[name], {})
     obeyed = {form for form, (_, check) in cases.items() if check(text)}
     assert obeyed <= {"min_tokens", "min_new_tokens"}, text
-    wrong = list(disobeyed(server, ROUTES[name], cases))
+    wrong = list(disobeyed(sample_server, ROUTES[name], cases))
     assert not wrong, "\n".join(wrong)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.live.server import Server, hosted, serving, write_model
+from tests.live.server import Server, hosted, write_model
 
 PLUGIN = """
 from vllm.tool_parsers import ToolParserManager
@@ -46,10 +46,13 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
-    """Return a server with a first model that writes calls in its own syntax."""
-    with serving(tmp_path_factory.mktemp("tools"), **engine_options, **_options("tags")) as server:
-        yield server
+def first(
+    host: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
+) -> Iterator[Server]:
+    """Return a first model of a server. It writes calls in its own syntax."""
+    directory = write_model(tmp_path_factory.mktemp("tools") / "model", **engine_options, **_options("tags"))
+    with hosted(host, directory) as running:
+        yield running
 
 
 def _options(name: str) -> dict[str, object]:
@@ -62,6 +65,7 @@ def _options(name: str) -> dict[str, object]:
 )
 def model(
     request: pytest.FixtureRequest,
+    host: Server,
     first: Server,
     tmp_path_factory: pytest.TempPathFactory,
     engine_options: dict[str, object],
@@ -72,7 +76,7 @@ def model(
         return
     directory = write_model(tmp_path_factory.mktemp("more") / "model", **engine_options, **_options(request.param))
     (directory / "plugin.py").write_text(PLUGIN)
-    with hosted(first, directory) as running:
+    with hosted(host, directory) as running:
         yield running
 
 

@@ -7,12 +7,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server, copy_model, hosted, records, start_copy
+from tests.live.small_model import MAX_MODEL_LEN
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FORMATTERS = FIXTURES / "formatters"
@@ -20,22 +22,33 @@ PROMPT = "The capital of France is"
 
 
 @pytest.fixture(scope="module")
-def both(host: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]) -> Iterator[Server]:
+def both(host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("both") / "model"
-    with hosted(host, copy_model(FORMATTERS / "both", directory, rolling_batch="vllm", **engine_options)) as model:
+    with hosted(host, copy_model(FORMATTERS / "both", directory, **small_options)) as model:
         yield model
+
+
+def completion(server: Server, **fields: object) -> dict[str, Any]:
+    """Return the model's greedy answer to PROMPT on a route that no formatter changes."""
+    body = {"model": server.name, "prompt": PROMPT, "max_tokens": 3, "temperature": 0, **fields}
+    answer = server.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    assert choice["text"]
+    return choice
 
 
 def test_both_formatters_speak_the_customers_own_format(both: Server) -> None:
     response = both.client.post("/invocations", json={"question": PROMPT})
-    assert response.json() == {"custom_formatter_applied": " Paris.\n\n", "reason": "length", "tokens": 4}
+    text = completion(both, max_tokens=4)["text"]
+    assert response.json() == {"custom_formatter_applied": text, "reason": "length", "tokens": 4}
     assert "content-type" not in response.headers
 
 
 def test_a_formatted_stream_has_one_record_for_each_token(both: Server) -> None:
     response = both.client.post("/invocations", json={"question": PROMPT, "stream": True})
     records = [json.loads(line) for line in response.text.splitlines()]
-    assert "".join(record["custom_formatter_applied"] for record in records) == " Paris.\n\n"
+    assert "".join(record["custom_formatter_applied"] for record in records) == completion(both, max_tokens=4)["text"]
     assert [(record["first"], record["last"]) for record in records] == [
         (True, False),
         (False, False),
@@ -62,13 +75,14 @@ def test_formatted_requests_do_not_mix(both: Server) -> None:
 
 
 def test_an_older_formatter_gets_tokens_one_by_one(
-    host: Server, tmp_path: Path, engine_options: dict[str, object]
+    host: Server, tmp_path: Path, small_options: dict[str, object]
 ) -> None:
-    model = copy_model(FORMATTERS / "older", tmp_path / "model", rolling_batch="vllm", **engine_options)
+    model = copy_model(FORMATTERS / "older", tmp_path / "model", **small_options)
     with hosted(host, model) as server:
-        body = server.invoke(PROMPT, max_new_tokens=3, details=True).text
-        assert body == "< Paris><.><\n>| Paris.\n|length"
-        assert server.invoke(PROMPT, max_new_tokens=3).text == "< Paris><.><\n>| Paris.\n|None"
+        choice = completion(server, logprobs=0)
+        tokens, text = "".join(f"<{token}>" for token in choice["logprobs"]["tokens"]), choice["text"]
+        assert server.invoke(PROMPT, max_new_tokens=3, details=True).text == f"{tokens}|{text}|length"
+        assert server.invoke(PROMPT, max_new_tokens=3).text == f"{tokens}|{text}|None"
         chat = server.client.post("/invocations", json=CHAT)
         assert chat.json()["object"] == "chat.completion", "a chat has its own format, as in LMI"
 
@@ -120,12 +134,18 @@ GREEDY = {"inputs": PROMPT, "parameters": {"max_new_tokens": 3, "do_sample": Fal
 COMPLETION = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
 
 
+def chat(server: Server) -> Any:
+    """Return the model's answer to CHAT on a route that no formatter changes."""
+    answer = server.client.post("/v1/chat/completions", json={**CHAT, "model": server.name})
+    return answer.json()["choices"][0]["message"]["content"]
+
+
 @pytest.fixture(scope="module")
 def payload(
-    host: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
+    host: Server, tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]
 ) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("payload") / "model"
-    with hosted(host, copy_model(FORMATTERS / "payload", directory, async_mode="true", **engine_options)) as model:
+    with hosted(host, copy_model(FORMATTERS / "payload", directory, async_mode="true", **small_options)) as model:
         yield model
 
 
@@ -148,7 +168,9 @@ def test_formatters_of_the_asynchronous_mode_change_every_kind_of_body_and_answe
     answer = response.json()
     assert (answer["object"], answer["model"], answer["processed_by"]) == (kind, payload.name, "payload")
     choice = answer["choices"][0]
-    assert choice["message"]["content"] if kind == "chat.completion" else choice["text"] == " Paris.\n"
+    text = choice["message"]["content"] if kind == "chat.completion" else choice["text"]
+    expected = chat(payload) if kind == "chat.completion" else completion(payload)["text"]
+    assert text == expected
 
 
 @pytest.mark.parametrize("body", [GREEDY, COMPLETION, CHAT])
@@ -167,16 +189,17 @@ def test_formatters_of_the_asynchronous_mode_get_each_event_of_a_stream(
         assert text == whole["message"]["content"]
     else:
         # vLLM joins tokens into one record if the engine is faster than the front end.
-        assert "".join(choice["text"] for choice in choices) == " Paris.\n"
+        assert "".join(choice["text"] for choice in choices) == completion(payload)["text"]
     if "inputs" in body:
-        assert choices[0]["logprobs"]["tokens"] == ["token_id:7042"], "details of tokens are there, as in LMI"
+        first = completion(payload, logprobs=0, return_tokens_as_token_ids=True)["logprobs"]["tokens"][:1]
+        assert choices[0]["logprobs"]["tokens"] == first, "details of tokens are there, as in LMI"
 
 
 @pytest.mark.parametrize(
     ("body", "status", "text"),
     [
         ({"inputs": "x", "parameters": {"max_new_tokens": -3}}, 424, "`max_new_tokens` must be at least 1"),
-        ({"inputs": "x " * 2000}, 424, "maximum context length"),
+        ({"inputs": "x " * (MAX_MODEL_LEN + 1)}, 424, "maximum context length"),
         ({"prompt": "x", "max_tokens": -3}, 400, "max_tokens must be at least 1"),
         ({"nothing": 1}, 424, "The body has none of `inputs`, `messages` and `prompt`"),
         ([1], 424, "Custom formatter failed: the input formatter returned list; expected dict"),
@@ -193,13 +216,17 @@ def test_what_is_refused_is_no_answer_for_an_output_formatter(
 
 
 def test_a_failing_formatter_of_the_asynchronous_mode_fails_its_own_request_alone(
-    host: Server, tmp_path: Path, engine_options: dict[str, object]
+    host: Server, tmp_path: Path, small_options: dict[str, object]
 ) -> None:
-    model = copy_model(FORMATTERS / "payload_failing", tmp_path / "model", async_mode="true", **engine_options)
+    model = copy_model(FORMATTERS / "payload_failing", tmp_path / "model", async_mode="true", **small_options)
     long = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     with hosted(host, model) as server:
         good = server.client.post("/invocations", json=GREEDY)
-        assert good.json() == {"custom_formatter_applied": True, "generated_text": " Paris.\n", "model": server.name}
+        assert good.json() == {
+            "custom_formatter_applied": True,
+            "generated_text": completion(server)["text"],
+            "model": server.name,
+        }
         unread = server.client.post("/invocations", json={"inputs": "read this"})
         assert (unread.status_code, unread.text) == (
             424,
@@ -218,9 +245,9 @@ def test_a_failing_formatter_of_the_asynchronous_mode_fails_its_own_request_alon
 
 
 def test_a_handle_comes_before_the_engine_and_may_call_it(
-    host: Server, tmp_path: Path, engine_options: dict[str, object]
+    host: Server, tmp_path: Path, small_options: dict[str, object]
 ) -> None:
-    options = {**engine_options, "entryPoint": "djl_python.lmi_vllm.vllm_async_service", "rolling_batch": "disable"}
+    options = {**small_options, "entryPoint": "djl_python.lmi_vllm.vllm_async_service", "rolling_batch": "disable"}
     model = copy_model(FIXTURES / "handlers" / "before_engine", tmp_path / "model", **options)
     with hosted(host, model) as server:
 
@@ -230,11 +257,12 @@ def test_a_handle_comes_before_the_engine_and_may_call_it(
         own = ask(do="answer", inputs="Hi")
         assert own.text == '{"custom_handler_used": true, "inputs": "Hi"}\n'
         assert ask(do="stream", inputs="a b").text == '{"word": "a"}\n{"word": "b"}\n\n'
-        assert ask(**GREEDY).text == '{"generated_text": " Paris.\\n"}\n'
+        choice = completion(server, logprobs=0)
+        assert ask(**GREEDY).text == json.dumps({"generated_text": choice["text"]}, ensure_ascii=False) + "\n"
         chat = ask(**CHAT)
         assert (chat.json()["object"], chat.headers["content-type"]) == ("chat.completion", "application/json")
         stream = ask(**GREEDY, stream=True)
-        assert [record["token"]["text"] for record in records(stream.text)] == [" Paris", ".", "\n"]
+        assert [record["token"]["text"] for record in records(stream.text)] == choice["logprobs"]["tokens"]
         assert stream.text.endswith("}\n\n\n")
         assert stream.headers["content-type"] == "application/jsonlines"
         called = ask(do="call", **GREEDY, stream=False)
@@ -249,7 +277,7 @@ def test_a_handle_comes_before_the_engine_and_may_call_it(
         )
         refused = ask(inputs="x", parameters={"max_new_tokens": -1})
         assert (refused.status_code, refused.json()["code"]) == (424, 424)
-        long = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+        long = {"prompt": PROMPT, "max_tokens": 65000, "ignore_eos": True, "stream": True}
         aborted = server.metric("slipway_generations_aborted_total")
         with server.client.stream("POST", "/invocations", json=long) as left:
             next(left.iter_lines())

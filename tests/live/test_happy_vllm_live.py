@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 
 from tests.live.server import Server
+from tests.live.small_model import ENDLESS_COMPLETION, MAX_MODEL_LEN, stop_within
 from tests.live.structured_answers import POOLS, SCHEMAS, SIMPLE_FORMS
 from tests.waiting import wait_until
 
@@ -49,7 +50,7 @@ def generate_all(server: Server, documents: list[dict[str, Any]]) -> list[dict[s
 def test_a_greedy_answer_is_complete_and_counted(server: Server) -> None:
     answer = generate(server, **GREEDY)
     assert list(answer) == ["responses", "finish_reasons", "usages"]
-    assert answer["responses"][0].startswith(" Paris")
+    assert answer["responses"] == [server.invoke(PROMPT, max_new_tokens=6).json()["generated_text"]]
     assert answer["finish_reasons"] == ["length"]
     assert answer["usages"] == [{"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}]
 
@@ -90,8 +91,10 @@ def test_beams_and_the_best_of_several_are_answered(server: Server) -> None:
 
 
 def test_a_stop_string_ends_with_stop(server: Server) -> None:
-    answer = generate(server, **GREEDY | {"stop": ".", "max_tokens": 20})
-    assert answer["responses"] == [" Paris"]
+    (free,) = generate(server, **GREEDY | {"max_tokens": 12})["responses"]
+    stop = stop_within(free)
+    answer = generate(server, **GREEDY | {"stop": stop, "max_tokens": 12})
+    assert answer["responses"] == [free[: free.index(stop)]]
     assert answer["finish_reasons"] == ["stop"]
 
 
@@ -104,7 +107,7 @@ def test_a_stop_string_ends_with_stop(server: Server) -> None:
         ({"prompt": PROMPT, "unheard_of": 1}, 422),
         ({"prompt": PROMPT, "logits_processors": []}, 422),
         ({"prompt": PROMPT, "stop_token_ids": [10**9]}, 422),
-        ({"prompt": "a " * 2000}, 422),
+        ({"prompt": "a " * (MAX_MODEL_LEN + 1)}, 422),
         ({"prompt": ""}, 422),
     ],
 )
@@ -118,7 +121,7 @@ def test_what_is_wrong_is_refused_with_a_detail(
 
 
 def test_an_aborted_request_ends_with_abort(server: Server) -> None:
-    document = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
+    document = ENDLESS_COMPLETION
     first, ended = threading.Event(), []
 
     def stream() -> None:
@@ -137,12 +140,12 @@ def test_an_aborted_request_ends_with_abort(server: Server) -> None:
     assert (response.status_code, response.content) == (200, b"null")
     last = json.loads(ended[-1])
     assert last["finish_reasons"] == ["abort"]
-    assert 0 < last["usages"][0]["completion_tokens"] < 900
+    assert 0 < last["usages"][0]["completion_tokens"] < ENDLESS_COMPLETION["max_tokens"]
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2, "temperature": 1.0}, {"use_beam_search": True, "n": 2, "best_of": 2}])
 def test_an_aborted_whole_answer_has_what_there_is_of_it(server: Server, fields: dict[str, Any]) -> None:
-    document = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True} | fields
+    document = ENDLESS_COMPLETION | fields
     generate(server, **document | {"max_tokens": 2})  # the first of its kind may take long
     with ThreadPoolExecutor() as pool:
         headers, before = {"x-request-id": "whole-to-abort"}, server.metric("slipway_generated_tokens_total")
@@ -156,7 +159,7 @@ def test_an_aborted_whole_answer_has_what_there_is_of_it(server: Server, fields:
     assert set(body["finish_reasons"]) == {"abort"}
     assert all(body["responses"])
     for usage in body["usages"]:
-        assert 0 < usage["completion_tokens"] < 900
+        assert 0 < usage["completion_tokens"] < ENDLESS_COMPLETION["max_tokens"]
         assert usage["prompt_tokens"] > 0
 
 
@@ -179,7 +182,7 @@ def test_a_pool_whose_answer_is_longer_than_max_tokens_is_cut(server: Server) ->
     assert answer["usages"][0]["completion_tokens"] == 16
 
 
-def test_an_answer_of_a_schema_is_valid(server: Server) -> None:
+def test_an_answer_of_a_schema_is_valid(sample_server: Server) -> None:
     documents = [
         {
             "prompt": "Write JSON:",
@@ -190,18 +193,18 @@ def test_an_answer_of_a_schema_is_valid(server: Server) -> None:
         }
         for schema in SCHEMAS
     ]
-    for document, answer in zip(documents, generate_all(server, documents), strict=True):
+    for document, answer in zip(documents, generate_all(sample_server, documents), strict=True):
         assert answer["finish_reasons"] == ["stop"], (document, answer)
         jsonschema.validate(json.loads(answer["responses"][0]), document["json_format"])
 
 
-def test_an_answer_of_a_simple_form_has_its_fields_and_types(server: Server) -> None:
+def test_an_answer_of_a_simple_form_has_its_fields_and_types(sample_server: Server) -> None:
     documents: list[dict[str, Any]] = [
         {"prompt": "Describe Ada Lovelace as JSON.\n", "json_format": form, "max_tokens": 300, "temperature": 0}
         for form in SIMPLE_FORMS
     ]
     kinds = {"string": str, "integer": int, "boolean": bool, "number": float}
-    for document, answer in zip(documents, generate_all(server, documents), strict=True):
+    for document, answer in zip(documents, generate_all(sample_server, documents), strict=True):
         assert answer["finish_reasons"] == ["stop"], (document, answer)
         values = json.loads(answer["responses"][0])
         assert list(values) == list(document["json_format"])
@@ -240,7 +243,7 @@ def test_tokens_of_a_text_and_texts_of_tokens(server: Server) -> None:
     decoded = server.client.post("/v1/decode", json={"token_ids": tokens["tokens_ids"], "vanilla": False}).json()
     assert decoded == {"decoded_string": text}
     second = server.client.post("/v2/tokenizer", json={"model": "model", "prompt": text}).json()
-    assert (second["count"], second["max_model_len"]) == (tokens["tokens_nb"], 1024)
+    assert (second["count"], second["max_model_len"]) == (tokens["tokens_nb"], MAX_MODEL_LEN)
     assert server.client.post("/v2/decode", json={"tokens": second["tokens"]}).json() == {"prompt": text}
     chat = server.client.post("/v2/tokenizer", json={"messages": [{"role": "user", "content": "Hey"}]}).json()
     assert chat["count"] > second["count"]
@@ -256,7 +259,7 @@ def test_technical_routes_tell_of_the_model(server: Server) -> None:
     assert server.client.get("/liveness").json() == {"alive": "ok"}
     assert server.client.get("/readiness").json() == {"ready": "ok"}
     info = server.client.get("/v1/info").json()
-    assert (info["application"], info["model_name"], info["max_length"]) == ("happy_vllm", "model", 1024)
+    assert (info["application"], info["model_name"], info["max_length"]) == ("happy_vllm", "model", MAX_MODEL_LEN)
     assert info["vllm_version"][0].isdigit()
     assert server.client.get("/v1/launch_arguments").json() == {}
     assert server.client.get("/live_metrics").json()["requests_pending"] == 0

@@ -15,6 +15,7 @@ from handlers.all_contracts import CONTRACTS
 from handlers.contract_routes import OpenAIRoute
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import Server, hosted, records, write_model
+from tests.live.small_model import MAX_MODEL_LEN, stop_within
 
 GREEDY = {"max_new_tokens": MAX_NEW_TOKENS}
 
@@ -37,9 +38,9 @@ def ask_all(server: Server, **parameters: Any) -> dict[str, httpx.Response]:
 
 
 @pytest.fixture(scope="module")
-def streams(server: Server) -> dict[str, list[dict[str, Any]]]:
+def streams(sample_server: Server) -> dict[str, list[dict[str, Any]]]:
     """Return the records of a stream for each of PROMPTS."""
-    return {prompt: records(answer.text) for prompt, answer in ask_all(server, stream=True).items()}
+    return {prompt: records(answer.text) for prompt, answer in ask_all(sample_server, stream=True).items()}
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,9 @@ def expected(bare_texts: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def test_every_format_gives_the_text_that_bare_vllm_gives(
-    server: Server, streams: dict[str, list[dict[str, Any]]], expected: dict[str, str]
+    sample_server: Server, streams: dict[str, list[dict[str, Any]]], expected: dict[str, str]
 ) -> None:
-    whole, sse = ask_all(server), ask_all(server, output_formatter="sse")
+    whole, sse = ask_all(sample_server), ask_all(sample_server, output_formatter="sse")
     assert {prompt: answer.json()["generated_text"] for prompt, answer in whole.items()} == expected
     assert {prompt: records(answer.text)[-1]["generated_text"] for prompt, answer in sse.items()} == expected
     assert {prompt: stream[-1]["generated_text"] for prompt, stream in streams.items()} == expected
@@ -75,10 +76,10 @@ def test_the_texts_of_a_streams_tokens_joined_are_its_generated_text(
     assert all(record["token"]["log_prob"] <= 0 for record in stream)
 
 
-def test_requests_with_the_same_parameters_have_the_room_that_their_own_prompts_leave(server: Server) -> None:
+def test_requests_with_the_same_parameters_have_the_room_that_their_own_prompts_leave(sample_server: Server) -> None:
     parameters = {"max_new_tokens": 20, "ignore_eos_token": True, "details": True}
     prompts = [" hello" * count for count in (1014, 3, 1012)]  # one token each, of a context of 1024
-    counts = [server.invoke(prompt, **parameters).json()["details"]["generated_tokens"] for prompt in prompts]
+    counts = [sample_server.invoke(prompt, **parameters).json()["details"]["generated_tokens"] for prompt in prompts]
     assert counts == [10, 20, 12]
 
 
@@ -130,7 +131,7 @@ def test_top_tokens_hold_the_chosen_token_first_when_greedy(server: Server) -> N
 
 def test_a_stop_sequence_ends_the_text_before_it(server: Server) -> None:
     free = server.invoke("Count: one two three", max_new_tokens=12).json()["generated_text"]
-    stop = free.split()[2]
+    stop = stop_within(free)
     for stream in (False, True):
         body = server.invoke(
             "Count: one two three", stream=stream, max_new_tokens=12, stop_sequences=[stop], details=True
@@ -144,15 +145,16 @@ def test_a_stop_sequence_ends_the_text_before_it(server: Server) -> None:
     assert server.invoke("Count: one two three", **parameters).json()["generated_text"].endswith(stop)
 
 
-def test_the_models_end_token_ends_the_text_unless_ignored(server: Server) -> None:
+def test_the_models_end_token_ends_the_text_unless_ignored(sample_server: Server) -> None:
     chat = "<|im_start|>user\nSay only: yes<|im_end|>\n<|im_start|>assistant\n"
-    answer = server.invoke(chat, max_new_tokens=60, details=True).json()
+    answer = sample_server.invoke(chat, max_new_tokens=60, details=True).json()
     last = answer["details"]["tokens"][-1]
     assert answer["details"]["finish_reason"] == "eos_token"
     assert (last["text"], last["special_token"]) == ("", True)
-    ignored = server.invoke(chat, max_new_tokens=60, details=True, ignore_eos_token=True).json()["details"]
-    assert (ignored["finish_reason"], ignored["generated_tokens"]) == ("length", 60)
-    shown = server.invoke(chat, max_new_tokens=60, ignore_eos_token=True, skip_special_tokens=False).json()
+    longer = {"max_new_tokens": answer["details"]["generated_tokens"] + 2, "ignore_eos_token": True}
+    ignored = sample_server.invoke(chat, **longer, details=True).json()["details"]
+    assert (ignored["finish_reason"], ignored["generated_tokens"]) == ("length", longer["max_new_tokens"])
+    shown = sample_server.invoke(chat, **longer, skip_special_tokens=False).json()
     assert "<|im_end|>" in shown["generated_text"]
 
 
@@ -173,12 +175,10 @@ def test_do_sample_false_is_greedy_whatever_the_temperature(server: Server) -> N
     assert server.invoke("Once", max_new_tokens=8, do_sample=False, temperature=1.9).json() == greedy
 
 
-def test_typical_sampling_narrows_the_choice(server: Server) -> None:
+def test_typical_sampling_narrows_the_choice(sample_server: Server) -> None:
     def texts(**parameters: object) -> set[str]:
-        return {
-            server.invoke("Once", seed=seed, do_sample=True, max_new_tokens=1, **parameters).json()["generated_text"]
-            for seed in range(12)
-        }
+        common = {"do_sample": True, "max_new_tokens": 1, **parameters}
+        return {sample_server.invoke("Once", seed=seed, **common).json()["generated_text"] for seed in range(12)}
 
     assert len(texts(typical_p=0.001)) == 1
     assert len(texts()) > 3
@@ -204,7 +204,7 @@ def test_best_of_returns_the_most_probable_of_its_candidates(server: Server) -> 
 def test_beam_search_stops_at_a_stop_sequence(server: Server) -> None:
     prompt = "The best thing about the sea is"
     free = server.invoke(prompt, num_beams=2, max_new_tokens=8).json()["generated_text"]
-    stop = free.split()[2]
+    stop = stop_within(free)
     answer = server.invoke(prompt, num_beams=2, max_new_tokens=8, stop_sequences=[stop]).json()
     texts = [answer["generated_text"], *(s["generated_text"] for s in answer["details"]["best_of_sequences"])]
     assert not any(stop in text for text in texts)
@@ -229,7 +229,7 @@ def test_a_seed_at_the_edge_of_its_range_serves_several_sequences(server: Server
     assert answer.status_code == 200
 
 
-def test_beam_search_finds_the_beams_that_transformers_finds(server: Server, sample_model: Any) -> None:
+def test_beam_search_finds_the_beams_that_transformers_finds(sample_server: Server, sample_model: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -239,7 +239,7 @@ def test_beam_search_finds_the_beams_that_transformers_finds(server: Server, sam
     inputs = tokenizer(prompt, return_tensors="pt")
     output = model.generate(**inputs, num_beams=3, num_return_sequences=3, max_new_tokens=8, do_sample=False)
     expected = [tokenizer.decode(ids[inputs.input_ids.shape[1] :], skip_special_tokens=True) for ids in output]
-    answer = server.invoke(prompt, num_beams=3, max_new_tokens=8).json()
+    answer = sample_server.invoke(prompt, num_beams=3, max_new_tokens=8).json()
     others = [sequence["generated_text"] for sequence in answer["details"]["best_of_sequences"]]
     assert [answer["generated_text"], *others] == expected
 
@@ -278,8 +278,7 @@ BAD = [
     ({"inputs": "x", "parameters": {"logit_bias": {"999999": 1}}}, "vocabulary"),
     ({"inputs": "x", "parameters": {"top_n_tokens": 500, "details": True}}, "`top_n_tokens` must be at most"),
     ({"inputs": "x", "parameters": {"num_beams": 200}}, "`num_beams` must be at most"),
-    ({"inputs": "x " * 3000}, "the prompt has"),
-    ({"inputs": "x " * 1_000_000}, "the prompt has 2000000 characters"),
+    ({"inputs": "x " * (MAX_MODEL_LEN + 1)}, "the prompt has"),
     ({"inputs": 5}, "`inputs` must be a string"),
     (
         {"inputs": "x", "parameters": {"bad_words": [f"word{i} " * 60 for i in range(20)]}},
@@ -304,6 +303,15 @@ def test_bad_requests_are_424_and_say_what_was_wrong(
     assert response.status_code == 424
     assert response.headers["content-type"] == "application/json"
     assert message in response.json()["error"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_with_any_tokens_is_refused_by_its_characters(
+    sample_server: Server, stream: bool
+) -> None:
+    response = sample_server.invoke("x " * 1_000_000, stream)
+    assert response.status_code == 424
+    assert "the prompt has 2000000 characters" in response.json()["error"]
 
 
 @pytest.mark.parametrize(("document", "message"), BAD_FOR_VLLM)

@@ -255,10 +255,10 @@ def test_slipway_invoke_asks_the_local_endpoint(container: Server) -> None:
 
 
 @pytest.mark.parametrize("example", ["local_boto3.py", "local_langchain.py", "local_litellm.py"])
-def test_the_examples_run_as_they_stand(server: Server, example: str) -> None:
+def test_the_examples_run_as_they_stand(sample_server: Server, example: str) -> None:
     finished = subprocess.run(
         [sys.executable, ROOT / "examples" / example],
-        env=os.environ | environment(server.url),
+        env=os.environ | environment(sample_server.url),
         capture_output=True,
         text=True,
         timeout=120,

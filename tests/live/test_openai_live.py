@@ -30,7 +30,7 @@ from tests.live.constrained import (
     disobeyed,
 )
 from tests.live.server import Server, hosted, records, stopped, write_model
-from tests.live.small_model import ENDLESS_COMPLETION
+from tests.live.small_model import ENDLESS_COMPLETION, MAX_MODEL_LEN
 from tests.waiting import wait_until
 
 MESSAGES: Any = [{"role": "user", "content": "Name three colours."}]
@@ -162,7 +162,7 @@ def test_errors_are_openais(client: openai.OpenAI) -> None:
         client.chat.completions.create(messages=MESSAGES, model="model", temperature=9.0)
     assert "temperature" in hot.value.message
     with pytest.raises(openai.BadRequestError):
-        client.completions.create(model="model", prompt="a " * 5000)
+        client.completions.create(model="model", prompt="a " * (MAX_MODEL_LEN + 1))
 
 
 @pytest.mark.parametrize("name", ["model", "", "dummy", "tgi"])
@@ -330,7 +330,7 @@ def test_hostile_bodies_are_refused_and_leave_the_engine_alive(server: Server, b
 def test_a_client_that_leaves_stops_its_generations(server: Server, path: str, stream: bool) -> None:
     aborted = server.metric("slipway_generations_aborted_total")
     prompt = {"prompt": ["Once", "Twice"]} if path == "/v1/completions" else {"messages": MESSAGES}
-    document = {"max_tokens": 900, "ignore_eos": True, "stream": stream, **prompt}
+    document = {"max_tokens": 65000, "ignore_eos": True, "stream": stream, **prompt}
     sequences = 2 if path == "/v1/completions" else 1
     if stream:
         with server.client.stream("POST", path, json=document) as reply:
@@ -346,7 +346,7 @@ def test_a_client_that_leaves_stops_its_generations(server: Server, path: str, s
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_an_answer_is_aborted_by_the_id_that_it_shows(server: Server, path: str) -> None:
-    document = {"max_tokens": 900, "ignore_eos": True, "stream": True, "messages": MESSAGES, "prompt": "Once"}
+    document = {"max_tokens": 65000, "ignore_eos": True, "stream": True, "messages": MESSAGES, "prompt": "Once"}
     document.pop("prompt" if "chat" in path else "messages")
     with server.client.stream("POST", path, json=document) as reply:
         events = (json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: {"))
@@ -365,7 +365,7 @@ def test_a_batch_has_an_answer_for_each_conversation(client: openai.OpenAI, serv
 
 
 def test_a_batch_is_aborted_by_the_id_of_its_request(server: Server) -> None:
-    batch = {"messages": [MESSAGES, MESSAGES], "max_tokens": 900, "ignore_eos": True}
+    batch = {"messages": [MESSAGES, MESSAGES], "max_tokens": 65000, "ignore_eos": True}
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(
             server.client.post, "/v1/chat/completions/batch", json=batch, headers={"x-request-id": "batch-1"}

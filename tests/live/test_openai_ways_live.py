@@ -15,6 +15,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 
 from tests.live.server import Server
+from tests.live.small_model import MAX_MODEL_LEN
 
 EXAMPLES = int(os.environ.get("OPENAI_EXAMPLES", "50"))
 THOROUGH = settings(
@@ -23,6 +24,8 @@ THOROUGH = settings(
     derandomize="OPENAI_EXAMPLES" not in os.environ,
     suppress_health_check=list(HealthCheck),
 )
+END = "2"
+"""The token that ends an answer. The small model chooses it only with a bias."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 
@@ -60,7 +63,9 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "repetition_penalty": st.sampled_from([None, 1.1, 2, 0]),
     "presence_penalty": st.sampled_from([None, 1, -2.0, 3]),
     "frequency_penalty": st.sampled_from([None, 0.5, "1"]),
-    "logit_bias": st.sampled_from([None, {}, {"11": -100}, {"28": 200.5}, {"x": 1}, {"99999999": 1}, {" 5": 1}]),
+    "logit_bias": st.sampled_from(
+        [None, {}, {END: 100}, {"11": -100}, {"28": 200.5}, {"x": 1}, {"99999999": 1}, {" 5": 1}]
+    ),
     "stop_token_ids": st.sampled_from([None, [], [11, 28, 30], [-1], [10**9]]),
     "allowed_token_ids": st.one_of(st.sampled_from([None, []]), st.lists(st.integers(0, 49151), min_size=1)),
     "bad_words": st.sampled_from([[], [" the", "a"], None]),
@@ -87,7 +92,7 @@ STREAM = st.sampled_from(
         for continuous in (True, False, None)
     ]
 )
-MAX_TOKENS = st.sampled_from([1, 2, 5, 12, 12, 12, 0, 5000, 4.0, True])
+MAX_TOKENS = st.sampled_from([1, 2, 5, 12, 12, 12, 0, MAX_MODEL_LEN + 1, 4.0, True])
 
 
 @st.composite
@@ -104,7 +109,9 @@ def common(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def completions(draw: st.DrawFn) -> dict[str, Any]:
     prompts = [texts, texts, texts, st.lists(texts, max_size=3), token_ids, st.lists(token_ids, min_size=1, max_size=2)]
-    odd = st.sampled_from(["", [], "word " * 1500, [49152], [""], None, ["a", 1], [[]], 7, list(range(1024))])
+    odd = st.sampled_from(
+        ["", [], "word " * MAX_MODEL_LEN, [49152], [""], None, ["a", 1], [[]], 7, [5] * MAX_MODEL_LEN]
+    )
     body = draw(common()) | {"prompt": draw(st.one_of(*prompts, *prompts, odd))}
     if draw(st.booleans()):
         body["max_tokens"] = draw(MAX_TOKENS)
@@ -132,7 +139,7 @@ def chats(draw: st.DrawFn) -> dict[str, Any]:
             [{"role": "oracle", "content": "x"}],
             [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}],
-            [{"role": "user", "content": "word " * 1500}],
+            [{"role": "user", "content": "word " * MAX_MODEL_LEN}],
             [{"role": "user", "content": "hi", "more": 1}],
         ]
     )

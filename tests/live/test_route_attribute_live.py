@@ -11,6 +11,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from tests.live.server import Server
+from tests.live.small_model import ENDLESS
 from tests.runtime_client import runtime_at
 from tests.waiting import wait_until
 
@@ -174,7 +175,7 @@ def test_the_call_is_counted_and_logged_under_the_route_that_answers(server: Ser
 
 
 def test_a_client_that_leaves_a_stream_ends_the_generation(server: Server, runtime: Any) -> None:
-    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 1000}}
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": ENDLESS["max_new_tokens"]}}
     aborted = server.metric("slipway_generations_aborted_total")
     answer = runtime.invoke_endpoint_with_response_stream(**call("/generate_stream", body))
     assert next(iter(answer["Body"]))["PayloadPart"]["Bytes"].startswith(b"data:")

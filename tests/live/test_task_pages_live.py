@@ -29,8 +29,8 @@ AWS = {
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != VECTORS], ids=lambda page: page.stem)
-def test_the_commands_of_a_page_print_what_it_shows(server: Server, tmp_path: Path, page: Path) -> None:
-    assert_commands(page, server, tmp_path)
+def test_the_commands_of_a_page_print_what_it_shows(sample_server: Server, tmp_path: Path, page: Path) -> None:
+    assert_commands(page, sample_server, tmp_path)
 
 
 def test_the_commands_for_vectors_print_what_the_page_shows(tmp_path: Path) -> None:

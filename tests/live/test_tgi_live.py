@@ -14,6 +14,7 @@ from text_generation.errors import OverloadedError, ValidationError
 from text_generation.types import Grammar, GrammarType, Message
 
 from tests.live.server import Server
+from tests.live.small_model import ENDLESS, MAX_MODEL_LEN, stop_within
 from tests.waiting import wait_until
 
 PROMPT = "The capital of France is"
@@ -106,7 +107,7 @@ def test_a_seed_that_is_shown_gives_the_same_text_again(client: Client) -> None:
 
 def test_a_stop_text_stays_in_the_text(client: Client) -> None:
     free = client.generate("Count: one two three", max_new_tokens=12).generated_text
-    stop = free.split()[2]
+    stop = stop_within(free)
     response = client.generate("Count: one two three", max_new_tokens=12, stop_sequences=[stop])
     assert response.generated_text == free[: free.index(stop) + len(stop)]
     assert response.details.finish_reason.value == "stop_sequence"
@@ -114,8 +115,8 @@ def test_a_stop_text_stays_in_the_text(client: Client) -> None:
     assert last.generated_text == response.generated_text
 
 
-def test_the_end_token_is_shown_but_not_in_the_text(client: Client) -> None:
-    response = client.generate(CHAT, max_new_tokens=60)
+def test_the_end_token_is_shown_but_not_in_the_text(sample_server: Server) -> None:
+    response = Client(sample_server.url, timeout=120).generate(CHAT, max_new_tokens=60)
     last = response.details.tokens[-1]
     assert (last.text, last.special) == ("<|im_end|>", True)
     assert response.details.finish_reason.value == "eos_token"
@@ -128,10 +129,18 @@ def test_the_end_token_is_shown_but_not_in_the_text(client: Client) -> None:
         ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
         ({"stop_sequences": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
         ({"watermark": True}, "`watermark` is not supported by this server"),
-        ({"max_new_tokens": 1024}, "`inputs` tokens + `max_new_tokens` must be <= 1024. Given: 5 `inputs` tokens and "),
     ],
 )
 def test_the_python_client_raises_validation_errors(client: Client, parameters: dict[str, object], text: str) -> None:
+    _assert_refused(client, parameters, text)
+
+
+def test_more_new_tokens_than_the_context_has_room_for_are_a_validation_error(sample_server: Server) -> None:
+    text = "`inputs` tokens + `max_new_tokens` must be <= 1024. Given: 5 `inputs` tokens and "
+    _assert_refused(Client(sample_server.url, timeout=120), {"max_new_tokens": 1024}, text)
+
+
+def _assert_refused(client: Client, parameters: dict[str, object], text: str) -> None:
     with pytest.raises(ValidationError, match="Input validation error") as plain:
         client.generate(PROMPT, **parameters)  # type: ignore[arg-type]
     assert text in str(plain.value)
@@ -142,8 +151,7 @@ def test_the_python_client_raises_validation_errors(client: Client, parameters: 
 
 def test_the_python_client_raises_overloaded_errors(server: Server, client: Client) -> None:
     places = server.client.get("/info").json()["max_concurrent_requests"]
-    # Greedily, the model counts without an end, so no request ends early and makes room.
-    endless = {"inputs": ["1, 2, 3, 4,"] * places, "parameters": {"max_new_tokens": 900, "do_sample": False}}
+    endless = {"inputs": ["1, 2, 3, 4,"] * places, "parameters": ENDLESS}
     body = json.dumps(endless).encode()
     head = "POST /invocations HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
@@ -182,7 +190,8 @@ def test_the_hub_client_reads_plain_answers_details_and_streams(hub: InferenceCl
         hub.text_generation(PROMPT, temperature=-1.0)
 
 
-def test_a_grammar_is_kept_to(client: Client) -> None:
+def test_a_grammar_is_kept_to(sample_server: Server) -> None:
+    client = Client(sample_server.url, timeout=120)
     grammar = Grammar(type=GrammarType.Json, value=SCHEMA)
     person = json.loads(client.generate("A person:", max_new_tokens=60, grammar=grammar).generated_text)
     assert set(person) >= {"name", "age"}
@@ -204,9 +213,9 @@ def test_the_python_clients_chat_is_answered_with_its_nulls(client: Client) -> N
     assert answer.usage["completion_tokens"] == 5
 
 
-def test_the_bytes_of_a_stream(server: Server) -> None:
+def test_the_bytes_of_a_stream(sample_server: Server) -> None:
     document = {"inputs": PROMPT, "parameters": {"max_new_tokens": 2, "details": True}}
-    response = server.client.post("/generate_stream", json=document)
+    response = sample_server.client.post("/generate_stream", json=document)
     assert response.headers["content-type"] == "text/event-stream"
     assert response.headers["cache-control"] == "no-cache"
     assert response.headers["x-accel-buffering"] == "no"
@@ -231,7 +240,7 @@ def test_probes_info_and_tokens(server: Server) -> None:
     for path in ("/health", "/"):
         assert (server.client.get(path).status_code, server.client.get(path).content) == (200, b"")
     info = server.client.get("/info").json()
-    assert (info["max_total_tokens"], info["max_input_tokens"]) == (1024, 1023)
+    assert (info["max_total_tokens"], info["max_input_tokens"]) == (MAX_MODEL_LEN, MAX_MODEL_LEN - 1)
     tokens = server.client.post("/tokenize", json={"inputs": "Hi 日本"}).json()
     assert [tokens[0], tokens[-1]] == [
         {"id": 26843, "text": "Hi", "start": 0, "stop": 2},

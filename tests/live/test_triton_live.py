@@ -12,6 +12,7 @@ from tritonclient.http import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from tests.live.server import Server, records
+from tests.live.small_model import MAX_MODEL_LEN
 
 PATH = "/v2/models/model/generate"
 PROMPT = "The capital of France is"
@@ -91,7 +92,7 @@ def test_a_stream_on_the_socket_is_a_chunk_for_each_event(server: Server, comple
         new = json.loads(chunk.removeprefix(b"data: "))["text_output"]
         assert chunk == (
             b'data: {"id":"7","model_name":"model","model_version":"1","text_output":'
-            + json.dumps(new).encode()
+            + json.dumps(new, ensure_ascii=False).encode()
             + b"}\n\n"
         )
         text += new
@@ -182,7 +183,7 @@ def test_generate_with_stream_wants_exactly_one_response(server: Server, complet
         ({"parameters": {"text_input": "x"}}, 400, "already exists in request"),
         ({"max_tokens": 0, "stream": True}, 400, "Error generating stream: `max_tokens` must be at least 1, got 0"),
         ({"unheard_of": 1}, 400, "unheard_of"),
-        ({"text_input": "x " * 3000, "stream": True}, 400, "Error generating stream: the prompt has"),
+        ({"text_input": "x " * (MAX_MODEL_LEN + 1), "stream": True}, 400, "Error generating stream: the prompt has"),
         ({"text_input": ""}, 400, "Error generating stream: "),
         ({"end_id": 10**9}, 400, "vocabulary"),
         ({"n": 10000, "temperature": 1}, 400, "sequences"),
@@ -241,7 +242,7 @@ def test_tritons_own_client_counts_calls(server: Server, triton: InferenceServer
 
 def test_a_client_that_leaves_stops_its_generation(server: Server) -> None:
     aborted = server.metric("slipway_generations_aborted_total")
-    document = {"text_input": PROMPT, "stream": True, "max_tokens": 900, "ignore_eos": True}
+    document = {"text_input": PROMPT, "stream": True, "max_tokens": 65000, "ignore_eos": True}
     with server.client.stream("POST", PATH + "_stream", json=document) as response:
         assert next(response.iter_lines()).startswith('data: {"model_name":"model"')
     server.wait_for_metric("slipway_generations_aborted_total", aborted + 1)
