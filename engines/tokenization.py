@@ -200,15 +200,23 @@ class PromptTokenizer:
             InvalidRequest: It is empty, or too long for the model.
         """
         ids = list(request.prompt) if isinstance(request.prompt, tuple) else await self._encode(request.prompt, request)
-        if request.truncate_prompt_tokens is not None:
+        if request.truncate_prompt_tokens is not None and not request.images:
             ids = self._truncate(ids, request.truncate_prompt_tokens)
+        self.check(ids, request)
+        return ids
+
+    def check(self, ids: Sequence[int], request: GenerationRequest) -> None:
+        """Check the length of a prompt.
+
+        Raises:
+            InvalidRequest: It is empty, or too long for the model.
+        """
         if not ids:
             raise InvalidRequest("the prompt has no tokens")
         if self._most is not None and len(ids) - request.generated_before > self._most:
             raise PromptTooLong(len(ids), self._most)
         if len(ids) + request.room > self._max_model_len:
             raise ContextExceeded(len(ids), request.room, self._max_model_len)
-        return ids
 
     async def _encode(self, text: str, request: GenerationRequest) -> list[int]:
         if len(text) > self._most_characters:

@@ -26,6 +26,7 @@ from handlers.custom.formatters import Formatters, load_formatters
 from handlers.custom.model_imports import ModelImports, add_packages
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
+from handlers.images import ImageLoader
 from handlers.lmi.adapter_formatters import AdapterFormatters
 from handlers.lmi.async_formatters import AsyncFormatters, Formatting
 from handlers.lmi.asynchronous import LmiAsyncContract
@@ -137,7 +138,7 @@ async def _serving(
         settings,
         invocations,
         engine,
-        generation=_generation(settings, queue),
+        generation=_generation(settings, queue, openai.images if openai is not None else None),
         openai=openai,
         queue=queue,
         engine=engine,
@@ -173,7 +174,7 @@ async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) 
     return registry
 
 
-def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handler]:
+def _generation(settings: ModelSettings, queue: EngineQueue, images: ImageLoader | None) -> dict[str, Handler]:
     """Return the handler of each generating route by its path. A contract that cannot serve the model is left out."""
     setting = ContractSetting(settings=settings, model=queue.engine)
     handlers: dict[str, Handler] = {}
@@ -186,6 +187,7 @@ def _generation(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handle
                     route.contract(setting),
                     long_body=route.long_body,
                     refuse_unread=None if route.streams_refusals else contract.refuse,
+                    images=images,
                 )
                 for route in routes
             }

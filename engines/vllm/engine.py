@@ -31,7 +31,7 @@ from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from engines.vllm.beam_search import BeamSearchTask
 from engines.vllm.constraints import ConstraintTranslator
 from engines.vllm.internals import AsyncLLM, EngineCoreRequest, EngineDeadError
-from engines.vllm.loading import StartedEngine, VllmLoader, own_tokenizer, shut_down
+from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_tokenizer, shut_down
 from engines.vllm.lora import VllmAdapters
 from engines.vllm.output import PushedState, Siblings, TokensApart
 from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal, sibling
@@ -84,7 +84,7 @@ class VllmEngine:
         internals.keep_eos_token_id(llm)
         self._tasks = await llm.get_supported_tasks()
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
-        self.texts = ModelTexts(own_tokenizer(llm.model_config))
+        self.texts = ModelTexts(own_tokenizer(llm.model_config), image_mark(llm))
         self._apart = TokensApart(self.texts.tokenizer)
         generation_config = llm.model_config.try_get_generation_config() or {}
         self.eos_token_ids = end_token_ids(generation_config.get("eos_token_id"), self.tokenizer)
@@ -134,13 +134,19 @@ class VllmEngine:
         self, request: GenerationRequest, sink: Sink, statistics: EngineStatistics, adapter: LoRARequest | None
     ) -> VllmGeneration | BeamSearchTask:
         if request.beam_search is not None:
+            if request.images:
+                raise InvalidRequest("beam search takes text only; this request has images")
             self.sampling.check(request)
             prompt_ids = await self.prompt_token_ids(request)
             return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
         token_ids = await self.prompt_token_ids(request)
+        prompt: Any = TokensPrompt(type="token", prompt_token_ids=token_ids)
+        if request.images:
+            prompt = await self._with_images(request, token_ids)
+            token_ids = prompt["prompt_token_ids"]
         core_request = self._known_request(request, token_ids, adapter)
         if core_request is None:
-            core_request = await self._checked_request(request, token_ids, adapter)
+            core_request = await self._checked_request(request, prompt, adapter)
         self._check_alive()  # a long prompt is tokenized in a thread, and a constraint is compiled for a trial
         generation = VllmGeneration(self.async_llm, request.candidates)
         target = sink
@@ -165,20 +171,39 @@ class VllmEngine:
         if self._stopped or self._watchdog.failure or self.async_llm.errored:
             raise EngineDead
 
+    async def _with_images(self, request: GenerationRequest, token_ids: list[int]) -> Any:
+        """Return vLLM's prompt of text and images. Each mark in the text becomes the tokens of its image.
+
+        Raises:
+            InvalidRequest: The marks and the images do not match, or the prompt is too long.
+        """
+        marked = TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": list(request.images)})
+        try:
+            prompt: Any = await self.async_llm.renderer.process_for_engine_async(marked, time.time())
+        except (VLLMClientError, ValueError, RuntimeError, AssertionError) as error:
+            raise InvalidRequest(f"the prompt does not fit its images: {error}") from error
+        ids, most = prompt["prompt_token_ids"], request.truncate_prompt_tokens
+        if most is not None and len(ids) > most:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens with its images; a prompt with images cannot be cut to {most} tokens"
+            )
+        self._prompts.check(ids, request)
+        return prompt
+
     async def _checked_request(
-        self, request: GenerationRequest, token_ids: list[int], adapter: LoRARequest | None
+        self, request: GenerationRequest, prompt: Any, adapter: LoRARequest | None
     ) -> EngineCoreRequest:
-        """Return vLLM's request for the first sequence, checked by vLLM.
+        """Return vLLM's request for the first sequence, checked by vLLM. `prompt`: vLLM's.
 
         Raises:
             InvalidRequest: vLLM refuses it, or it would harm the engine.
         """
         constraint = await self.constraints.structured_outputs(request.sampling)
-        params = self.sampling.sampling_params(request, len(token_ids), constraint)
+        params = self.sampling.sampling_params(request, len(prompt["prompt_token_ids"]), constraint)
         processed = partial(
             self.async_llm.input_processor.process_inputs,
             request.request_id,
-            TokensPrompt(type="token", prompt_token_ids=token_ids),
+            prompt,
             params,
             supported_tasks=self._tasks,
             lora_request=adapter,
@@ -325,10 +350,12 @@ def _repeated(request: GenerationRequest) -> Hashable:
     """Return the key of requests that are alike for vLLM's checks, with any prompts; None for one that is not
     remembered.
 
-    Left out are those that are rarely repeated, whose parameters may be large, or that have tokens as their prompt.
+    Left out are those that are rarely repeated, whose parameters may be large, or whose prompt is not a text alone.
     """
     s = request.sampling
-    if not isinstance(request.prompt, str) or s.min_tokens or s.seed is not None or s.constraint is not None:
+    if request.images or not isinstance(request.prompt, str):
+        return None
+    if s.min_tokens or s.seed is not None or s.constraint is not None:
         return None
     if s.bad_words or s.logit_bias is not None or s.allowed_token_ids is not None:
         return None

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import vllm.platforms
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.model_loader import get_model_cls
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 
@@ -145,6 +146,17 @@ async def shut_down(llm: AsyncLLM) -> None:
 def own_tokenizer(config: ModelConfig) -> Any:
     """Return a tokenizer of the model that neither vLLM nor its pool of tokenizers changes."""
     return copied(cached_tokenizer_from_config(config))
+
+
+def image_mark(llm: AsyncLLM) -> Callable[[int], str] | None:
+    """Return a function that gives the mark of an image in a prompt, by its number; None for a model without images."""
+    config = llm.model_config
+    if not config.is_multimodal_model or config.is_encoder_decoder:
+        return None
+    if "image" not in llm.renderer.get_mm_processor().info.supported_mm_limits:
+        return None
+    # Without a mark, vLLM knows where the model's images belong.
+    return lambda number: get_model_cls(config).get_placeholder_str("image", number) or ""
 
 
 def go_without_compiler(environ: MutableMapping[str, str]) -> bool:

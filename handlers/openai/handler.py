@@ -18,6 +18,7 @@ from engines.choice import is_vllm
 from engines.errors import InvalidParameter, InvalidRequest, Overloaded, RequestError, UnknownAdapter
 from engines.model_settings import ModelSettings
 from handlers.contract import LONG_BODY, Call, Exchange, ReplyWriter, Running, adapter_header
+from handlers.images import ImageLoader
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.current_call import OpenAICall, current_call
@@ -58,6 +59,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     if not is_vllm(settings):
         return None
     from handlers.openai.engine_client import EngineClient
+    from handlers.openai.media_connector import VllmImages
     from handlers.openai.vllm_app import build, front_end, refusal
 
     engine: Any = queue.engine
@@ -74,7 +76,8 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     served = accepted.union(names)
     common = front_end(app, engine.async_llm.vllm_config, names[0], served.__contains__, public)
     parses_tools = bool(engine.frontend_arguments.get("tool_call_parser"))
-    vllm_app = VllmApp(app, engine.async_llm, parses_tools, MediaMemory(settings), refusal)
+    media = MediaMemory(settings)
+    vllm_app = VllmApp(app, engine.async_llm, parses_tools, media, VllmImages(engine.async_llm, media), refusal)
     contract = OpenAIContract(common) if common is not None else None
     return OpenAIHandler(vllm_app, queue, contract, names[0], public)
 
@@ -103,6 +106,11 @@ class OpenAIHandler:
         # One long body at a time: vLLM's renderer copies its tokenizer for each thread that uses it.
         self._long = asyncio.Lock()
         self._aborting: set[asyncio.Task[None]] = set()
+
+    @property
+    def images(self) -> ImageLoader | None:
+        """Loads images for the other contracts, which share their memory with those of chats."""
+        return self._vllm.images
 
     def openapi(self) -> dict[str, Any]:
         """Return vLLM's description of its routes, as an OpenAPI document."""

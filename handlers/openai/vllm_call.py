@@ -15,6 +15,7 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
 from handlers.contract import LONG_BODY, Call, Reply, ReplyWriter
+from handlers.images import ImageLoader
 from handlers.json_cost import JsonDecoder, JsonTooCostly, check_cost, groups_in, off_the_loop
 from handlers.json_fields import json_fault
 from handlers.openai.constraints import BATCH, CHAT, FIELDS, MESSAGES, RESPONSES, enforceable, form_name
@@ -51,6 +52,7 @@ class VllmApp:
     llm: Any  # vLLM's engine. It knows requests by the ids of their answers.
     parses_tools: bool = False  # The model has a parser of tool calls.
     media: MediaMemory | None = None  # The images, sounds and videos of its requests.
+    images: ImageLoader | None = None
     # Returns the reply to an exception of the application; None if the client did not cause it.
     refusal: Callable[[BaseException], Reply | None] = lambda _: None
 
