@@ -136,6 +136,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.beam_search.width if self.beam_search is not None else self.candidates
 
 
+# A loaded model shows with this request that it works. A model that only transcribes hears silence instead.
+WARM_UP = GenerationRequest(
+    request_id="warm-up", prompt="Hello", sampling=SamplingParameters(max_tokens=2, ignore_eos=True)
+)
+
+
 class Token(msgspec.Struct, gc=False):
     """One token of the prompt or of the answer."""
 

@@ -23,7 +23,7 @@ from engines.errors import RequestError
 from engines.interface import Engine, EngineHealth, EngineStartError, first_delta
 from engines.memory_release import collect_after_load
 from engines.model_settings import ModelSettings
-from engines.request import GenerationRequest, SamplingParameters
+from engines.request import WARM_UP
 from engines.statistics import StartupTimes
 from handlers.contract_routes import ModelView
 from handlers.entry_point import load_service
@@ -260,11 +260,8 @@ async def _warm_up(engine: Engine, model: ModelSettings) -> None:
     Raises:
         EngineStartError: The engine cannot generate.
     """
-    request = GenerationRequest(
-        request_id="warm-up", prompt="Hello", sampling=SamplingParameters(max_tokens=2, ignore_eos=True)
-    )
     try:
-        first = await first_delta(engine.submit, request)
+        first = await first_delta(engine.submit, WARM_UP)
     except RequestError as error:
         given = f" with {model.engine_options}" if model.engine_options else ""
         message = f"the engine started{given} but failed at its first request; the log has its error: {error.message}"

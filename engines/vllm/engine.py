@@ -19,11 +19,11 @@ from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
 from engines.daemon_thread import LastingThread
-from engines.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
+from engines.errors import EngineDead, GenerationFailed, InvalidRequest, NotServed, UnknownAdapter
 from engines.interface import EngineHealth, Generation, Progress, SequenceGroup, Sink, Watchdog
 from engines.loaded_model import EngineStatus, ModelTexts
 from engines.model_settings import ModelSettings
-from engines.request import GenerationRequest, Token
+from engines.request import WARM_UP, GenerationRequest, Token
 from engines.statistics import EngineStatistics
 from engines.tokenization import PromptTokenizer, end_token_ids, split_text
 from engines.vllm import fork_server, internals
@@ -35,12 +35,14 @@ from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_toke
 from engines.vllm.lora import VllmAdapters
 from engines.vllm.output import PushedState, Siblings, TokensApart
 from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal, sibling
+from engines.vllm.speech import silence
 
 logger = logging.getLogger(__name__)
 
 # Sequences of one request that are submitted before other tasks get their turn on the event loop.
 SUBMITS_PER_TURN = 16
 REMEMBERED_REQUESTS = 256
+_ONLY_SPEECH = "this model only writes down sounds: send them to /v1/audio/transcriptions or /v1/audio/translations"
 _REMEMBERED_CHARACTERS = 256  # Of stop strings.
 
 
@@ -83,6 +85,7 @@ class VllmEngine:
         internals.begin_output(llm, self._reports)
         internals.keep_eos_token_id(llm)
         self._tasks = await llm.get_supported_tasks()
+        self._answers_prompts = "generate" in self._tasks
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
         self.texts = ModelTexts(own_tokenizer(llm.model_config), image_mark(llm))
         self._apart = TokensApart(self.texts.tokenizer)
@@ -114,6 +117,8 @@ class VllmEngine:
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         self._check_alive()
+        if not self._answers_prompts and request is not WARM_UP:
+            raise NotServed(_ONLY_SPEECH)
         if request.adapter is None:
             return await self._submit(request, sink, self.statistics, None)
         if self.adapters is None:
@@ -139,14 +144,11 @@ class VllmEngine:
             self.sampling.check(request)
             prompt_ids = await self.prompt_token_ids(request)
             return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
-        token_ids = await self.prompt_token_ids(request)
-        prompt: Any = TokensPrompt(type="token", prompt_token_ids=token_ids)
-        if request.images:
-            prompt = await self._with_images(request, token_ids)
-            token_ids = prompt["prompt_token_ids"]
+        prompt = await self._prompt(request)
+        token_ids = (prompt.get("decoder_prompt") or prompt)["prompt_token_ids"]
         core_request = self._known_request(request, token_ids, adapter)
         if core_request is None:
-            core_request = await self._checked_request(request, prompt, adapter)
+            core_request = await self._checked_request(request, prompt, token_ids, adapter)
         self._check_alive()  # a long prompt is tokenized in a thread, and a constraint is compiled for a trial
         generation = VllmGeneration(self.async_llm, request.candidates)
         target = sink
@@ -171,6 +173,19 @@ class VllmEngine:
         if self._stopped or self._watchdog.failure or self.async_llm.errored:
             raise EngineDead
 
+    async def _prompt(self, request: GenerationRequest) -> Any:
+        """Return vLLM's prompt.
+
+        Raises:
+            InvalidRequest: It is empty, or too long for the model, or does not fit its images.
+        """
+        if not self._answers_prompts:
+            return await silence(self.async_llm)
+        token_ids = await self.prompt_token_ids(request)
+        if request.images:
+            return await self._with_images(request, token_ids)
+        return TokensPrompt(type="token", prompt_token_ids=token_ids)
+
     async def _with_images(self, request: GenerationRequest, token_ids: list[int]) -> Any:
         """Return vLLM's prompt of text and images. Each mark in the text becomes the tokens of its image.
 
@@ -191,15 +206,15 @@ class VllmEngine:
         return prompt
 
     async def _checked_request(
-        self, request: GenerationRequest, prompt: Any, adapter: LoRARequest | None
+        self, request: GenerationRequest, prompt: Any, token_ids: list[int], adapter: LoRARequest | None
     ) -> EngineCoreRequest:
-        """Return vLLM's request for the first sequence, checked by vLLM. `prompt`: vLLM's.
+        """Return vLLM's request for the first sequence, checked by vLLM. `prompt`: vLLM's, which has the token ids.
 
         Raises:
             InvalidRequest: vLLM refuses it, or it would harm the engine.
         """
         constraint = await self.constraints.structured_outputs(request.sampling)
-        params = self.sampling.sampling_params(request, len(prompt["prompt_token_ids"]), constraint)
+        params = self.sampling.sampling_params(request, len(token_ids), constraint)
         processed = partial(
             self.async_llm.input_processor.process_inputs,
             request.request_id,

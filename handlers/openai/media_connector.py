@@ -6,7 +6,8 @@ It relies on these parts of vLLM, which tests/live/test_media_internals.py looks
   URLs with `connection.async_get_bytes`, and passes on the errors of this module;
 - `VideoMediaIO.video_loader` decodes videos: its `compute_frames_index_to_sample` gets the metadata of a file, and its
   `read_frames` gets OpenCV's capture and the indices of the frames to decode;
-- `VideoMediaIO.image_io` decodes the frames of a video that comes as JPEG images.
+- `VideoMediaIO.image_io` decodes the frames of a video that comes as JPEG images;
+- `SpeechToTextBaseServing._decode_and_chunk_speech_async` decodes the file of a transcription or translation.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import contextlib
 import ipaddress
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from http import HTTPStatus
 from io import BytesIO
 from pathlib import Path
@@ -45,12 +46,31 @@ FORMATS = frozenset({"PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"})  # MPO
 _SHOWN_FORMATS = "PNG, JPEG, WebP, GIF, BMP, TIFF"
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # Tags of TIFF.
 _FIELDS: dict[type[Any], str] = {ImageMediaIO: "image_url", VideoMediaIO: "video_url", AudioMediaIO: "audio_url"}
+SOUND_MIB: int = envs.VLLM_MAX_AUDIO_CLIP_FILESIZE_MB  # Of a file of sound.
 _REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 
 
 def bound_media() -> None:
     """Have vLLM load media with `BoundedConnector`."""
     MEDIA_CONNECTOR_REGISTRY.register("http")(BoundedConnector)
+
+
+def bound_speech(*serving: Any) -> None:
+    """Count the decoded sounds of vLLM's serving classes for transcriptions and translations."""
+    for each in serving:
+        each._decode_and_chunk_speech_async = _counting(each._decode_and_chunk_speech_async)
+
+
+def _counting(decode: Callable[[bytes], Awaitable[tuple[list[Any], float]]]) -> Any:
+    async def counting(data: bytes) -> tuple[list[Any], float]:
+        media = current_call.get().media
+        assert media is not None
+        with _vllms_errors("file"), _decoding():
+            chunks, seconds = await decode(data)
+            media.add_decoded(sum(chunk.nbytes for chunk in chunks))
+        return chunks, seconds
+
+    return counting
 
 
 class BoundedConnector(MediaConnector):  # type: ignore[misc]

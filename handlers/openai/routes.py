@@ -21,8 +21,12 @@ from handlers.contract_routes import ContractRoutes, InfoRoute, ModelView, OpenA
 from handlers.json_cost import JsonDecoder
 from handlers.json_fields import json_fault
 from handlers.json_schemas import OBJECT
+from handlers.openai.constraints import CHAT, COMPLETIONS
+from handlers.openai.speech import SPEECH
 
 JSON = "application/json"
+# Every call of these paths needs a place in the queue.
+QUEUED = frozenset({CHAT, COMPLETIONS, *SPEECH})
 ALIASED = "/openai"  # Prefix of the paths on which any `model` is accepted.
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -247,6 +251,7 @@ _VERSIONED = (
         for path in (
             *("/v1/chat/completions/batch", "/v1/completions", "/v1/responses"),
             *("/v1/messages", "/v1/messages/count_tokens"),
+            *SPEECH,
         )
     ),
     OpenAIRoute(path="/v1/responses/{response_id}/cancel"),

@@ -64,7 +64,7 @@ from handlers.contract import Reply
 from handlers.openai.constraints import CHAT
 from handlers.openai.contract import FrontEnd
 from handlers.openai.current_call import current_call
-from handlers.openai.media_connector import bound_media
+from handlers.openai.media_connector import bound_media, bound_speech
 from handlers.openai.routes import error_reply
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ logger = logging.getLogger(__name__)
 _OF_REQUESTS = (
     *("vllm.entrypoints.openai.", "vllm.entrypoints.anthropic.", "vllm.entrypoints.serve.tokenize."),
     *("vllm.entrypoints.serve.exception_handling.", "vllm.renderers.", "vllm.tool_parsers.", "vllm.reasoning."),
+    "vllm.entrypoints.speech_to_text.",
 )
 _LONGEST = 200  # Characters of a record about a client's error.
 # Chats that are rendered in two ways, to compare the results.
@@ -96,6 +97,9 @@ _ROUTERS = (
     "vllm.entrypoints.openai.models.api_router",
     "vllm.entrypoints.serve.instrumentator.basic",
 )
+_OF_SPEECH = tuple(f"vllm.entrypoints.speech_to_text.{name}.api_router" for name in ("transcription", "translation"))
+_OF_PROMPTS = 4  # The first routers, for models that answer prompts.
+_TASKS = ("generate", "transcription")  # That Slipway serves.
 _WITH_BODIES = 5  # The first routers, whose requests are in a module `protocol` beside them.
 
 
@@ -133,15 +137,21 @@ def client_error_filter(record: logging.LogRecord) -> bool:
     return logging.getLogger().isEnabledFor(logging.INFO)
 
 
-def routers() -> list[Any]:
-    """Import vLLM's routers, and return them."""
+def routers(tasks: Collection[str] = ("generate",)) -> list[Any]:
+    """Import vLLM's routers for a model, and return them.
+
+    Args:
+        tasks: The tasks that the model supports, by vLLM's names.
+    """
     done: set[type] = set()
     for name in _ROUTERS[:_WITH_BODIES]:
         protocol = importlib.import_module(name.replace(".api_router", ".protocol"))
         for kind in vars(protocol).values():
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 stop_at_first_fault(kind, done)
-    return [importlib.import_module(name).router for name in _ROUTERS]
+    names = _ROUTERS if "generate" in tasks else _ROUTERS[_OF_PROMPTS:]
+    names += _OF_SPEECH if "transcription" in tasks else ()
+    return [importlib.import_module(name).router for name in names]
 
 
 def stop_at_first_fault(kind: type[BaseModel], done: set[type]) -> None:
@@ -228,7 +238,8 @@ async def build(
         structured_outputs_config=client.vllm_config.structured_outputs_config,
     )
     try:
-        for router in routers():
+        tasks = tuple(task for task in await client.get_supported_tasks() if task in _TASKS)
+        for router in routers(tasks):
             app.include_router(router)
         init_exception_handler(app)
         # Starlette raises it, for example if a body is nested too deeply. vLLM would leave the reply in another form.
@@ -238,12 +249,15 @@ async def build(
         # vLLM stops its server when its engine has died. Here the setting `fail_fast` decides that.
         app.state.server = SimpleNamespace(should_exit=False)
         with parsers_for(client.vllm_config.structured_outputs_config.backend):
-            await init_app_state(client, app.state, args, supported_tasks=("generate",))
-        responses = app.state.openai_serving_responses
-        responses.background_tasks = _BackgroundTasks(responses.response_store)
-        renderer = responses.online_renderer
-        if renderer.parser is not None:
-            renderer.parser = _hiding_constraints(renderer.parser)
+            await init_app_state(client, app.state, args, supported_tasks=tasks)
+        if "generate" in tasks:
+            responses = app.state.openai_serving_responses
+            responses.background_tasks = _BackgroundTasks(responses.response_store)
+            renderer = responses.online_renderer
+            if renderer.parser is not None:
+                renderer.parser = _hiding_constraints(renderer.parser)
+        if "transcription" in tasks:
+            bound_speech(app.state.openai_serving_transcription, app.state.openai_serving_translation)
         models = app.state.openai_serving_models
         served = models.is_base_model
         models.is_base_model = lambda name: served(name) or accepts(name)
@@ -285,8 +299,10 @@ def front_end(
         adapters: The names of the adapters.
 
     Returns:
-        The settings. None if vLLM's answers have more content than the contract's.
+        The settings. None if vLLM's answers have more content than the contract's, or the model answers no prompts.
     """
+    if not hasattr(app.state, "openai_serving_chat"):
+        return None
     chat, completions = app.state.openai_serving_chat, app.state.openai_serving_completion
     if not isinstance(chat.renderer, HfRenderer) or _shows_more(completions, config):
         return None

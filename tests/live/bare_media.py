@@ -20,6 +20,7 @@ class MediaPrompt:
     prompt: str
     images: tuple[str, ...] = ()
     sounds: tuple[str, ...] = ()
+    transcribes: bool = False  # The sound is the encoder's, and the prompt the decoder's.
     max_tokens: int = 6
 
 
@@ -64,7 +65,10 @@ def main() -> None:
             import soundfile
 
             media = {"audio": [soundfile.read(file(sound), dtype="float32") for sound in each["sounds"]]}
-        prompts.append({"prompt": each["prompt"], "multi_modal_data": media})
+        prompt = {"prompt": each["prompt"], "multi_modal_data": media}
+        if each["transcribes"]:
+            prompt = {"encoder_prompt": {**prompt, "prompt": ""}, "decoder_prompt": each["prompt"]}
+        prompts.append(prompt)
     params = [SamplingParams(temperature=0.0, max_tokens=each["max_tokens"]) for each in order["prompts"]]
     print(json.dumps([output.outputs[0].text for output in engine.generate(prompts, params)]))
 
