@@ -26,7 +26,7 @@ from engines.parallelism import Layout, ModelMemory, Weights, tensor_parallel_si
 from engines.start_failure import failure_of
 from engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
 from engines.vllm.constraints import choose_backend
-from engines.vllm.internals import AsyncLLM, check_names, end_output, forget_tokenizers, stat_loggers
+from engines.vllm.internals import AsyncLLM, check_names, end_output, forget_tokenizers, patch_sounds, stat_loggers
 from engines.vllm.metrics import EngineReports
 from engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
 from engines.vllm.sampling import load_typical
@@ -86,6 +86,7 @@ class VllmLoader:
 
     def _load(self) -> StartedEngine:
         check_names()
+        patch_sounds()
         use_fork_server()
         on_cpu = vllm.platforms.current_platform.is_cpu()
         if on_cpu:

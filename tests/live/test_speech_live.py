@@ -15,6 +15,7 @@ from tests.live.bare_media import MediaPrompt, bare_texts
 from tests.live.server import Server, hosted, write_model
 from tests.live.small_speech_model import prepare_small_speech_model
 from tests.live.sounds import silence, tone
+from tests.waiting import wait_until
 
 SOUND, OTHER = tone(300), tone(900)
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
@@ -120,9 +121,9 @@ def test_the_language_is_found_if_none_is_named(whisper: Server) -> None:
 
 
 def test_the_calls_are_counted(whisper: Server) -> None:
-    before = whisper.metric("slipway_requests_finished_total")
+    before = whisper.metric("slipway_generations_total")
     assert ask(whisper, SOUND).status_code == 200
-    whisper.wait_for_metric("slipway_requests_finished_total", before + 1)
+    whisper.wait_for_metric("slipway_generations_total", before + 1)
 
 
 @pytest.mark.parametrize(
@@ -185,3 +186,14 @@ def test_a_model_that_only_transcribes_refuses_prompts(
     answer = whisper.client.post(path, json=body)
     assert answer.status_code == status, answer.text
     assert ask(whisper, SOUND).status_code == 200
+
+
+def test_a_client_that_leaves_ends_its_transcription(whisper: Server) -> None:
+    """Each of a dozen clips has hundreds of tokens."""
+    before = whisper.metric("slipway_generations_aborted_total")
+    form = {"model": whisper.name, "language": "en", "stream": "true"}
+    files = {"file": ("a.wav", tone(300, 20.0))}
+    with whisper.client.stream("POST", TRANSCRIPTIONS, data=form, files=files) as answer:
+        assert next(answer.iter_bytes()).startswith(b"data: ")
+    wait_until(lambda: whisper.metric("slipway_generations_aborted_total") > before)
+    whisper.wait_for_metric("slipway_engine_running", 0)
