@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import struct
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +21,7 @@ from engines.statistics import EngineStatistics
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.media_limits import MediaMemory, RequestMedia
 from handlers.queue import EngineQueue
+from tests.live.media_host import hosting
 from tests.live.pictures import bomb, data_url, encoded
 
 SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
@@ -174,30 +172,6 @@ def test_a_local_file_has_the_same_limits(tmp_path: Path) -> None:
     assert "13000x13000" in Loading().refusal("image", f"file://{path}/b.png", path=path)
     assert "cannot be read" in Loading().refusal("image", f"file://{path}/none.png", path=path)
     assert "must be a subpath" in Loading().refusal("image", "file:///etc/passwd", path=path)
-
-
-@contextlib.contextmanager
-def hosting(body: bytes) -> Iterator[str]:
-    """The URL of a file on loopback."""
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(HTTPStatus.OK)
-            self.end_headers()
-            with contextlib.suppress(ConnectionError):
-                self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/a.png"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_urls_are_fetched_from_allowed_networks_only() -> None:
