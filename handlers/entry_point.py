@@ -174,7 +174,7 @@ async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) 
     return registry
 
 
-def _generation(settings: ModelSettings, queue: EngineQueue, images: ImageLoader | None) -> dict[str, Handler]:
+def _generation(settings: ModelSettings, queue: EngineQueue, images: ImageLoader | None = None) -> dict[str, Handler]:
     """Return the handler of each generating route by its path. A contract that cannot serve the model is left out."""
     setting = ContractSetting(settings=settings, model=queue.engine)
     handlers: dict[str, Handler] = {}

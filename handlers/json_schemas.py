@@ -46,7 +46,7 @@ MEANINGS = {
     "guided_decoding_guide_type": "One of json, json_schema, regex, ebnf_grammar.",
     "id": "Returned in every response.",
     **dict.fromkeys(("ignore_eos", "ignore_eos_token"), "Continue after the end-of-sequence token."),
-    "image": "Refused: the model takes text only.",
+    "image": "Images in base64. The prompt has the model's mark for each.",
     "include_stop_str_in_output": "Keep the stop text in the answer.",
     "inputs": "The prompt; LMI takes an array of several as well.",
     **dict.fromkeys(("prompt", "text_input"), "The prompt."),

@@ -154,6 +154,7 @@ def test_an_animation_is_its_first_frame() -> None:
     [
         ("data:image/png;base64,AAAA", "`image_url` is no image; taken are PNG, JPEG, WebP, GIF, BMP, TIFF"),
         ("data:image/png;base64,A*", "`image_url` cannot be decoded: "),
+        ("data:image/png,abc", "`image_url` must be base64: data:<type>;base64,<data>"),
         ("data:x", "`image_url` cannot be loaded: Invalid data URL"),
         ("ftp://a/b", "`image_url` cannot be loaded: The URL must be either"),
         ("file:///etc/passwd", "`image_url` cannot be loaded: Cannot load local files"),
@@ -285,6 +286,19 @@ def test_sound_is_counted_once_it_is_decoded(monkeypatch: pytest.MonkeyPatch) ->
     assert loading.memory.used == 4000
     monkeypatch.undo()
     assert "cannot be decoded" in Loading().refusal("audio", data_url(b"no sound", "audio/wav"))
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
+def test_sounds_of_common_formats_are_decoded(kind: str) -> None:
+    import numpy as np
+    import soundfile
+
+    with BytesIO() as file:
+        soundfile.write(file, np.zeros(22050, np.float32), 22050, format=kind)
+        data = file.getvalue()
+    ((samples, rate),) = Loading().load("audio", data_url(data, "audio/x"))
+    assert rate == 22050
+    assert 22050 <= len(samples) <= 25000
 
 
 def test_the_prompts_images_are_dropped_when_the_engine_has_it() -> None:
