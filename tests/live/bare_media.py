@@ -9,8 +9,16 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from container.sources.sample_model import make_once
+from engines.cache_dir import cache_dir
+from engines.vllm import RELEASE
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class MediaPrompt:
 
 
 def bare_texts(model: Path, prompts: list[MediaPrompt], **arguments: Any) -> list[str]:
-    """Return the greedy text for each prompt from a new process.
+    """Return the greedy text for each prompt from a new process. The texts are cached, because they do not vary.
 
     Args:
         model: The directory of the model.
@@ -33,6 +41,17 @@ def bare_texts(model: Path, prompts: list[MediaPrompt], **arguments: Any) -> lis
         arguments: Further engine arguments of vLLM.
     """
     order = {"arguments": {"model": str(model), **arguments}, "prompts": [asdict(prompt) for prompt in prompts]}
+    made_by = json.dumps([order, Path(__file__).read_text(), version("torch"), RELEASE])
+
+    def write(directory: Path) -> None:
+        (directory / "texts.json").write_text(json.dumps(_texts(order)))
+
+    kept = make_once(cache_dir() / f"bare-media-{sha256(made_by.encode()).hexdigest()[:16]}", write)
+    texts: list[str] = json.loads((kept / "texts.json").read_text())
+    return texts
+
+
+def _texts(order: dict[str, Any]) -> Any:
     # One process, which imports vLLM once.
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     finished = subprocess.run(
@@ -45,8 +64,7 @@ def bare_texts(model: Path, prompts: list[MediaPrompt], **arguments: Any) -> lis
         env=environment,
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
-    texts: list[str] = json.loads(finished.stdout.splitlines()[-1])
-    return texts
+    return json.loads(finished.stdout.splitlines()[-1])
 
 
 def main() -> None:

@@ -288,6 +288,39 @@ def test_sound_is_counted_once_it_is_decoded(monkeypatch: pytest.MonkeyPatch) ->
     assert "cannot be decoded" in Loading().refusal("audio", data_url(b"no sound", "audio/wav"))
 
 
+def test_vllm_decodes_the_files_of_transcriptions_where_they_are_counted() -> None:
+    """Beside tests/live/test_speech_live.py, which would also pass if nothing were counted."""
+    import numpy as np
+    from vllm.entrypoints.speech_to_text.base.serving import SpeechToTextBaseServing
+
+    from handlers.openai.media_connector import bound_speech
+
+    assert "_decode_and_chunk_speech_async" in SpeechToTextBaseServing.__init__.__code__.co_names
+    assert "_decode_and_chunk_speech_async" in SpeechToTextBaseServing._preprocess_speech_to_text.__code__.co_names
+
+    async def decode(_: bytes) -> tuple[list[Any], float]:
+        return [np.zeros(1000, np.float32)] * 2, 0.1
+
+    serving, loading = SimpleNamespace(_decode_and_chunk_speech_async=decode), Loading()
+    bound_speech(serving)
+
+    async def transcribe() -> None:
+        current_call.set(loading.call)
+        await serving._decode_and_chunk_speech_async(b"")
+
+    asyncio.run(transcribe())
+    assert loading.memory.used == 8000
+
+
+def test_vllms_parser_of_media_resamples_as_told() -> None:
+    from vllm.multimodal.parse import MultiModalDataParser
+
+    from engines.vllm.internals import patch_sounds
+
+    patch_sounds()
+    assert MultiModalDataParser(target_sr=16000).audio_resampler.method in ("soxr", "torchaudio")
+
+
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
 def test_sounds_of_common_formats_are_decoded(kind: str) -> None:
     import numpy as np
