@@ -18,6 +18,19 @@ def silence(seconds: int, rate: int = 8000) -> bytes:
     return _file(bytes(2 * seconds * rate), rate)
 
 
+def bomb() -> bytes:
+    """Return a small FLAC of a minute of silence, which is 350 MiB when it is decoded."""
+    import numpy as np
+    import soundfile
+
+    second = np.zeros((192_000, 8), np.int16)
+    with io.BytesIO() as file:
+        with soundfile.SoundFile(file, "w", 192_000, 8, format="FLAC", subtype="PCM_16") as writer:
+            for _ in range(60):
+                writer.write(second)
+        return file.getvalue()
+
+
 def _file(samples: bytes, rate: int) -> bytes:
     with io.BytesIO() as file:
         with wave.open(file, "wb") as writer:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.live import peak_memory
 from tests.live.bare_media import MediaPrompt, bare_texts
 from tests.live.pictures import bomb, chat, data_url, drawn, encoded
 from tests.live.server import Server, hosted, records, write_model
@@ -233,6 +234,23 @@ def test_triton_refuses_images_in_its_own_form(vision: Server, images: list[str]
     assert refused.status_code == 400
     assert refused.json()["error"].startswith(f"Error generating stream: {message}")
     assert triton(vision, "generate_stream", f"What is {MARK}?", images, stream=True).status_code == 400
+
+
+def test_images_that_grow_are_refused_in_bounded_memory(vision: Server) -> None:
+    """Each would take a gigabyte and a half, or 190 MiB together."""
+    tgi(vision, "/generate", f"![]({IMAGE})")  # imports the decoders
+    urls = [data_url(encoded(20000, 20000, "PNG")), *[data_url(encoded(4000, 4000))] * 3]
+    peak_memory.reset(vision.process.pid)
+    before = peak_memory.peak_mib(vision.process.pid)
+    for wrong in (urls[:1], urls[1:]):
+        answers = [
+            ask(vision, *wrong),
+            tgi(vision, "/generate", "".join(f"![]({url})" for url in wrong)),
+            triton(vision, "generate", MARK * len(wrong), [url.partition(",")[2] for url in wrong]),
+        ]
+        assert [answer.status_code for answer in answers] == [400, 422, 400]
+        assert all("_pixels)" in answer.text for answer in answers)
+    assert peak_memory.peak_mib(vision.process.pid) - before < 200
 
 
 def test_images_are_not_cut_and_not_searched_with_beams(vision: Server) -> None:

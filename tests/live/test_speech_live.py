@@ -11,10 +11,11 @@ import httpx
 import openai
 import pytest
 
+from tests.live import peak_memory
 from tests.live.bare_media import MediaPrompt, bare_texts
 from tests.live.server import Server, hosted, write_model
 from tests.live.small_speech_model import prepare_small_speech_model
-from tests.live.sounds import silence, tone
+from tests.live.sounds import bomb, silence, tone
 from tests.waiting import wait_until
 
 SOUND, OTHER = tone(300), tone(900)
@@ -155,6 +156,19 @@ def test_the_sounds_of_a_request_are_counted_as_memory(whisper: Server) -> None:
     answer = ask(whisper, silence(590))  # 36 MiB when it is decoded for the model
     assert answer.status_code == 400
     assert "may take 32 MiB of memory (option.max_media_memory_mb)" in answer.json()["error"]["message"]
+
+
+def test_sounds_that_grow_are_refused_in_bounded_memory(whisper: Server) -> None:
+    ask(whisper, SOUND)  # imports the decoders
+    grown = bomb()
+    assert len(grown) < 1 << 20
+    peak_memory.reset(whisper.process.pid)
+    before = peak_memory.peak_mib(whisper.process.pid)
+    for sound, message in ((grown, "exceeding the 256 MiB limit"), (silence(3600, 100), "maximum allowed duration")):
+        for _ in range(4):
+            answer = ask(whisper, sound)
+            assert (answer.status_code, message in answer.text) == (400, True), answer.text
+    assert peak_memory.peak_mib(whisper.process.pid) - before < 200
 
 
 def test_forms_without_a_file_or_with_another_model_are_refused(whisper: Server) -> None:
