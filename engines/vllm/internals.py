@@ -256,7 +256,11 @@ def patch_sounds() -> None:
     if find_spec("torchaudio") is None:
         MultiModalDataParser.__init__.__kwdefaults__["audio_resample_method"] = "soxr"
     if find_spec("torchcodec") is None:
-        logging.getLogger("vllm.multimodal.media.audio").setLevel(logging.ERROR)
+        logging.getLogger("vllm.multimodal.media.audio").addFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def patch_engine_process(
