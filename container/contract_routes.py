@@ -17,8 +17,9 @@ from container.models.registry import Model, Models
 from engines.errors import NotServed, RequestError, UnknownModel
 from handlers.contract import Call, Handler, Reply
 from handlers.contract_routes import OWN_HANDLER, ContractRoutes, GenerationRoute, InfoRoute, OpenAIRoute, takes
+from handlers.forms import form_text, is_form
 from handlers.json_cost import JsonDecoder, off_the_loop
-from handlers.openai.constraints import CHAT, COMPLETIONS
+from handlers.openai.routes import QUEUED
 from handlers.service import Service
 
 _UNUSABLE = "this contract cannot be served with this model; the server's log says why"
@@ -97,7 +98,7 @@ class GenerationHttpRoute(HandlerRoute):
         if isinstance(declared, GenerationRoute):
             queued = not declared.streams_refusals
         else:
-            queued = declared.path.removeprefix(declared.prefix) in (CHAT, COMPLETIONS)
+            queued = declared.path.removeprefix(declared.prefix) in QUEUED
         by_attribute = isinstance(declared, GenerationRoute) or declared.by_attribute
         super().__init__(state, declared.path, queued=queued, by_attribute=by_attribute)
         self.contract, self.declared = contract, declared
@@ -227,12 +228,14 @@ _decode_name = JsonDecoder[_NamedModel](_NamedModel).decode
 
 
 async def _name_in_body(contract: ContractRoutes, models: Models, call: Call) -> str:
-    """Return the model that a JSON body names. Empty if it names no model, or if the name does not matter.
+    """Return the model that a JSON body or a form names. Empty if it names no model, or if the name does not matter.
 
     Faults of the body are left to the route that answers the call.
     """
     if models.single or not contract.body_names_model:
         return ""
+    if is_form(call.content_type):
+        return await off_the_loop(call.body, form_text, call.body, call.content_type, "model") or ""
     try:
         given = bytes((await off_the_loop(call.body, _decode_name, call.body)).model)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

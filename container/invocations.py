@@ -17,7 +17,7 @@ from container.route_attribute import CUSTOM_ATTRIBUTES, attributes_of, is_plain
 from engines.errors import RequestError, UnknownModel
 from handlers.contract import Call, Handler, Reply
 from handlers.djl_errors import JSON, front_end_reply
-from handlers.forms import FormError, form_fields, is_form
+from handlers.forms import form_text
 from handlers.json_cost import off_the_loop
 from handlers.service import Service
 
@@ -95,7 +95,8 @@ class InvocationsRoute(HandlerRoute):
 
     async def find_by_body(self, head: RequestHead, call: Call) -> Model | Reply:
         _, version = self._named(head)
-        return self._chosen(head, await off_the_loop(call.body, _named_by_form, call), version)
+        name = await off_the_loop(call.body, form_text, call.body, call.content_type, _NAME)
+        return self._chosen(head, name, version)
 
     def handler_of(self, service: Service) -> Handler:
         return service.invocations
@@ -107,17 +108,6 @@ class InvocationsRoute(HandlerRoute):
         models = self.state.models
         model = models.startup() if name is None else models.choose(name, version)
         return Reply(200, JSON, b"{}\n") if head.method == "OPTIONS" else model
-
-
-def _named_by_form(call: Call) -> str | None:
-    """Return the model name in the form field `model_name`. None if the body is not a form or has no such field."""
-    if _NAME.encode() not in call.body or not is_form(call.content_type):
-        return None
-    try:
-        fields = form_fields(call.body, call.content_type)
-    except FormError:
-        return None  # the handler reports the fault
-    return next((value.decode("utf-8", "replace") for name, value in fields if name == _NAME), None)
 
 
 def named_model(

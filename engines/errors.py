@@ -5,6 +5,8 @@ Messages are for clients: they name the field, the value and the allowed values,
 
 from __future__ import annotations
 
+from typing import Literal
+
 _SHOWN = 200  # Characters of a name from a client that a message repeats.
 
 
@@ -61,6 +63,15 @@ class InvalidParameter(InvalidRequest):
     def __init__(self, parameter: str, message: str) -> None:
         super().__init__(f"`{parameter}` {message}")
         self.parameter = parameter
+
+
+class UnusableImage(InvalidRequest):
+    """An image of the request cannot be used: it cannot be fetched, its base64 is wrong, or it is no allowed image."""
+
+    def __init__(self, fault: Literal["fetch", "base64", "content"], reason: str) -> None:
+        """Create the error. The reason follows the name of the field."""
+        super().__init__(f"an image {reason}")
+        self.fault, self.reason = fault, reason
 
 
 class UnknownAdapter(InvalidRequest):

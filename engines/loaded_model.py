@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -31,10 +31,16 @@ def copied(tokenizer: Any) -> Any:
 
 
 class ModelTexts:
-    """A model's texts to token ids, and back. `tokenizer`: one that no other code changes."""
+    """A model's texts to token ids, and back."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, image_mark: Callable[[int], str] | None = None) -> None:
+        """Create the texts.
+
+        Args:
+            tokenizer: One that no other code changes.
+            image_mark: Returns the mark of an image in a prompt, by its number from 1. None: the model takes text only.
+        """
+        self.tokenizer, self.image_mark = tokenizer, image_mark
         self._fast = fast = fast_tokenizer(tokenizer)
         if fast is not None:
             # A tokenizer file may have kept them from training; the wrapper would switch them off as well.

@@ -6,7 +6,7 @@ into bytes. Neither knows the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -128,12 +128,21 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     trace_context: Mapping[str, str] | None = None  # `traceparent` and `tracestate` of the client's trace.
     # Only requests with the same salt share cached prompts. Empty: the requests without a salt do.
     cache_salt: str = ""
+    # Decoded images, in the order of their marks in the prompt (`ModelTexts.image_mark`). They are gone when the engine
+    # has the prompt.
+    images: Sequence[Any] = ()
     priority: int = 0  # With vLLM's scheduling policy `priority`, lower numbers run first.
 
     @property
     def sequences_in_engine(self) -> int:
         """Number of its sequences that the engine runs at a time."""
         return self.beam_search.width if self.beam_search is not None else self.candidates
+
+
+# A loaded model shows with this request that it works. A model that only transcribes hears silence instead.
+WARM_UP = GenerationRequest(
+    request_id="warm-up", prompt="Hello", sampling=SamplingParameters(max_tokens=2, ignore_eos=True)
+)
 
 
 class Token(msgspec.Struct, gc=False):

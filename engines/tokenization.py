@@ -236,10 +236,18 @@ class PromptTokenizer:
             InvalidRequest: It is empty, or too long for the model.
         """
         ids = list(request.prompt) if isinstance(request.prompt, tuple) else await self._encode(request.prompt, request)
-        if request.truncate_prompt_tokens is not None:
+        if request.truncate_prompt_tokens is not None and not request.images:
             ids = self._truncate(ids, request.truncate_prompt_tokens)
-        self._check(ids, request.generated_before, request.room)
+        self.check(ids, request)
         return ids
+
+    def check(self, ids: Sequence[int], request: GenerationRequest) -> None:
+        """Check the length of a prompt.
+
+        Raises:
+            InvalidRequest: It is empty, or too long for the model.
+        """
+        self._check(ids, request.generated_before, request.room)
 
     def _check(self, ids: Sequence[int], generated_before: int, room: int) -> None:
         if not ids:

@@ -140,6 +140,7 @@ class Exchange:
     requests: tuple[GenerationRequest, ...]  # One for each prompt. `Answer.feed` gets their positions.
     answer: Answer
     notes: tuple[str, ...] = ()  # Log lines about ignored parameters.
+    images: tuple[str, ...] = ()  # URLs of the images of each prompt, in the order of their marks there.
     # The stream sends this comment if no token comes for a while. It begins before its first token then.
     comment: bytes = b""
     cumulative: CumulativeAnswer | None = None  # The same object as `answer` if that is cumulative. Excludes `comment`.

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
 
 from engines.errors import Overloaded, RequestError
 from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, ReplyWriter
+from handlers.images import ImageLoader
 from handlers.queue import EngineQueue
 from handlers.running_call import CumulativeCall, RunningCall
 
@@ -23,6 +27,7 @@ class EngineHandler:
         contract: Contract,
         long_body: int = LONG_BODY,
         refuse_unread: Callable[[Overloaded], Reply] | None = None,
+        images: ImageLoader | None = None,
     ) -> None:
         """Create the handler.
 
@@ -32,9 +37,10 @@ class EngineHandler:
             long_body: Bodies of this many bytes or more are read in a thread.
             refuse_unread: Makes the reply to a call if the queue has no place at all. The body is not read then. None
                 if the form of a refusal depends on the body.
+            images: Loads the images of the calls. None if the model takes text only.
         """
         self._queue, self._contract = queue, contract
-        self._long_body, self._refuse_unread = long_body, refuse_unread
+        self._long_body, self._refuse_unread, self._images = long_body, refuse_unread, images
 
     async def handle(self, call: Call, writer: ReplyWriter) -> RunningCall:
         queue = self._queue
@@ -47,14 +53,22 @@ class EngineHandler:
         for note in exchange.notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
         try:
-            running = self._running_call(exchange.steered_by(call.steering()), writer, call.request_id)
-            await running.submit()
+            return await self._submitted(exchange.steered_by(call.steering()), writer, call.request_id)
         except RequestError as error:
             if isinstance(error, Overloaded):  # the engine may have no place for something else
                 error = Overloaded(error.message, queue.overload_status)
             queue.engine.statistics.calls.count(0.0, failed=True)
             raise ContractError(exchange.answer.fail(error), error.message) from None
-        return running
+
+    async def _submitted(self, exchange: Exchange, writer: ReplyWriter, request_id: str) -> RunningCall:
+        if not exchange.images:
+            running = self._running_call(exchange, writer, request_id)
+            await running.submit()
+            return running
+        assert self._images is not None, "no contract has images for a model of text"
+        async with self._images.load(exchange.images) as images:
+            requests = [msgspec.structs.replace(request, images=images) for request in exchange.requests]
+            return await self._submitted(replace(exchange, requests=tuple(requests), images=()), writer, request_id)
 
     async def _parse(self, call: Call) -> Exchange:
         if len(call.body) < self._long_body:

@@ -27,6 +27,7 @@ from handlers.custom.formatters import Formatters, load_formatters
 from handlers.custom.model_imports import ModelImports, add_packages
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
+from handlers.images import ImageLoader
 from handlers.lmi.adapter_formatters import AdapterFormatters
 from handlers.lmi.async_formatters import AsyncFormatters, Formatting
 from handlers.lmi.asynchronous import LmiAsyncContract
@@ -146,7 +147,7 @@ async def _serving(
         settings,
         invocations,
         engine,
-        generation=generation_handlers(settings, queue),
+        generation=generation_handlers(settings, queue, openai.images if openai is not None else None),
         openai=openai,
         queue=queue,
         engine=engine,
@@ -197,7 +198,9 @@ async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) 
     return registry
 
 
-def generation_handlers(settings: ModelSettings, queue: EngineQueue) -> dict[str, Handler]:
+def generation_handlers(
+    settings: ModelSettings, queue: EngineQueue, images: ImageLoader | None = None
+) -> dict[str, Handler]:
     """Return the handler of each generating route by its path. A contract that cannot serve the model is left out."""
     setting = ContractSetting(settings=settings, model=queue.engine)
     handlers: dict[str, Handler] = {}
@@ -211,6 +214,7 @@ def generation_handlers(settings: ModelSettings, queue: EngineQueue) -> dict[str
                     route.contract(setting),
                     long_body=route.long_body,
                     refuse_unread=None if route.streams_refusals else contract.refuse,
+                    images=images,
                 )
                 for route in routes
             }

@@ -39,6 +39,17 @@ def form_fields(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
     return _urlencoded(body) if media_type(content_type) == _URLENCODED else _multipart(body, content_type)
 
 
+def form_text(body: bytes, content_type: str, name: str) -> str | None:
+    """Return the first field of this name as text. None if there is no such field, or the body is not a form."""
+    if name.encode() not in body or not is_form(content_type):
+        return None
+    try:
+        fields = form_fields(body, content_type)
+    except FormError:
+        return None  # the handler reports the fault
+    return next((value.decode("utf-8", "replace") for field, value in fields if field == name), None)
+
+
 def _urlencoded(body: bytes) -> list[tuple[str, bytes]]:
     """As `urllib.parse.parse_qsl`, which takes text only: here a value may be any bytes."""
     fields = [field for field in body.split(b"&", _MOST_SEPARATORS) if field]

@@ -49,7 +49,7 @@ MEANINGS = {
     "id": "Returned in every response.",
     "ids": "Token ids, or an array of arrays of them.",
     **dict.fromkeys(("ignore_eos", "ignore_eos_token"), "Continue after the end-of-sequence token."),
-    "image": "Refused: the model takes text only.",
+    "image": "Images in base64. The prompt has the model's mark for each.",
     "include_stop_str_in_output": "Keep the stop text in the answer.",
     "inputs": "The prompt; LMI takes an array of several as well.",
     **dict.fromkeys(("prompt", "text_input"), "The prompt."),

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 
+import msgspec
+
 from container.models.stall_watch import StallWatch
 from container.settings.settings import RemoteWeights, Settings
 from container.sources.location import FetchTimeout, SourceError
@@ -24,7 +26,7 @@ from engines.interface import Engine, EngineHealth, EngineStartError, first_delt
 from engines.memory_release import collect_after_load
 from engines.model_settings import ModelSettings
 from engines.pooling import Pooling
-from engines.request import GenerationRequest, SamplingParameters
+from engines.request import WARM_UP
 from engines.statistics import StartupTimes
 from handlers.contract_routes import ModelView
 from handlers.entry_point import load_service
@@ -261,11 +263,9 @@ async def _warm_up(engine: Engine, model: ModelSettings) -> None:
     Raises:
         EngineStartError: The engine cannot answer it.
     """
-    sampling = SamplingParameters(max_tokens=2, ignore_eos=True)
-    request = GenerationRequest(request_id="warm-up", prompt="Hello", sampling=sampling)
+    request = WARM_UP
     if engine.pooling is not None:
-        pooling = Pooling(task=engine.pooling.task)
-        request = GenerationRequest(request_id="warm-up", prompt="Hello", pooling=pooling, room=0)
+        request = msgspec.structs.replace(WARM_UP, pooling=Pooling(task=engine.pooling.task), room=0)
     try:
         first = await first_delta(engine.submit, request)
     except RequestError as error:

@@ -19,12 +19,12 @@ from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
 from engines.daemon_thread import LastingThread
-from engines.errors import EngineDead, GenerationFailed, InvalidRequest, UnknownAdapter
+from engines.errors import EngineDead, GenerationFailed, InvalidRequest, NotServed, UnknownAdapter
 from engines.interface import EngineHealth, Generation, Progress, SequenceGroup, Sink, Watchdog
 from engines.loaded_model import EngineStatus, ModelTexts
 from engines.model_settings import ModelSettings
 from engines.pooling import Pooling
-from engines.request import GenerationRequest, Token
+from engines.request import WARM_UP, GenerationRequest, Token
 from engines.statistics import EngineStatistics
 from engines.tokenization import PromptTokenizer, end_token_ids, split_text
 from engines.vllm import fork_server, internals
@@ -32,17 +32,19 @@ from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from engines.vllm.beam_search import BeamSearchTask
 from engines.vllm.constraints import ConstraintTranslator
 from engines.vllm.internals import AsyncLLM, EngineCoreRequest, EngineDeadError
-from engines.vllm.loading import StartedEngine, VllmLoader, own_tokenizer, shut_down
+from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_tokenizer, shut_down
 from engines.vllm.lora import VllmAdapters
 from engines.vllm.output import OwnState, PooledState, PushedState, Siblings, TokensApart
 from engines.vllm.pooling import cannot_pool, model_of, pooling_params
 from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal, sibling
+from engines.vllm.speech import silence
 
 logger = logging.getLogger(__name__)
 
 # Sequences of one request that are submitted before other tasks get their turn on the event loop.
 SUBMITS_PER_TURN = 16
 REMEMBERED_REQUESTS = 256
+_ONLY_SPEECH = "this model only writes down sounds: send them to /v1/audio/transcriptions or /v1/audio/translations"
 _REMEMBERED_CHARACTERS = 256  # Of stop strings.
 
 
@@ -86,8 +88,9 @@ class VllmEngine:
         internals.keep_eos_token_id(llm)
         self.tasks = await llm.get_supported_tasks()
         self.pooling = model_of(llm.model_config, self.tasks, self.frontend_arguments)
+        self._answers_prompts = "generate" in self.tasks or self.pooling is not None
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
-        self.texts = ModelTexts(own_tokenizer(llm.model_config))
+        self.texts = ModelTexts(own_tokenizer(llm.model_config), image_mark(llm))
         self._apart = TokensApart(self.texts.tokenizer)
         generation_config = llm.model_config.try_get_generation_config() or {}
         self.eos_token_ids = end_token_ids(generation_config.get("eos_token_id"), self.tokenizer)
@@ -117,6 +120,8 @@ class VllmEngine:
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
         self._check_alive()
+        if not self._answers_prompts and request is not WARM_UP:
+            raise NotServed(_ONLY_SPEECH)
         if request.adapter is None:
             return await self._submit(request, sink, self.statistics, None)
         if self.adapters is None:
@@ -136,18 +141,21 @@ class VllmEngine:
     async def _submit(
         self, request: GenerationRequest, sink: Sink, statistics: EngineStatistics, adapter: LoRARequest | None
     ) -> VllmGeneration | BeamSearchTask:
-        if request.beam_search is not None and self.pooling is None:
-            self.sampling.check(request)
-            prompt_ids = await self.prompt_token_ids(request)
-            return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
         if (refusal := cannot_pool(request, self.pooling)) is not None:
             raise refusal
         if request.pooling is not None:
             return await self._pool(request, request.pooling, sink, adapter)
-        token_ids = await self.prompt_token_ids(request)
+        if request.beam_search is not None:
+            if request.images:
+                raise InvalidRequest("beam search takes text only; this request has images")
+            self.sampling.check(request)
+            prompt_ids = await self.prompt_token_ids(request)
+            return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
+        prompt = await self._prompt(request)
+        token_ids = (prompt.get("decoder_prompt") or prompt)["prompt_token_ids"]
         core_request = self._known_request(request, token_ids, adapter)
         if core_request is None:
-            core_request = await self._checked_request(request, token_ids, adapter)
+            core_request = await self._checked_request(request, prompt, token_ids, adapter)
         self._check_alive()  # a long prompt is tokenized in a thread, and a constraint is compiled for a trial
         generation = VllmGeneration(self.async_llm, request.candidates)
         target = sink
@@ -244,10 +252,42 @@ class VllmEngine:
         if self._stopped or self._watchdog.failure or self.async_llm.errored:
             raise EngineDead
 
+    async def _prompt(self, request: GenerationRequest) -> Any:
+        """Return vLLM's prompt.
+
+        Raises:
+            InvalidRequest: It is empty, or too long for the model, or does not fit its images.
+        """
+        if not self._answers_prompts:
+            return await silence(self.async_llm)
+        token_ids = await self.prompt_token_ids(request)
+        if request.images:
+            return await self._with_images(request, token_ids)
+        return TokensPrompt(type="token", prompt_token_ids=token_ids)
+
+    async def _with_images(self, request: GenerationRequest, token_ids: list[int]) -> Any:
+        """Return vLLM's prompt of text and images. Each mark in the text becomes the tokens of its image.
+
+        Raises:
+            InvalidRequest: The marks and the images do not match, or the prompt is too long.
+        """
+        marked = TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": list(request.images)})
+        try:
+            prompt: Any = await self.async_llm.renderer.process_for_engine_async(marked, time.time())
+        except (VLLMClientError, ValueError, RuntimeError, AssertionError) as error:
+            raise InvalidRequest(f"the prompt does not fit its images: {error}") from error
+        ids, most = prompt["prompt_token_ids"], request.truncate_prompt_tokens
+        if most is not None and len(ids) > most:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens with its images; a prompt with images cannot be cut to {most} tokens"
+            )
+        self._prompts.check(ids, request)
+        return prompt
+
     async def _checked_request(
-        self, request: GenerationRequest, token_ids: list[int], adapter: LoRARequest | None
+        self, request: GenerationRequest, prompt: Any, token_ids: list[int], adapter: LoRARequest | None
     ) -> EngineCoreRequest:
-        """Return vLLM's request for the first sequence, checked by vLLM.
+        """Return vLLM's request for the first sequence, checked by vLLM. `prompt`: vLLM's, which has the token ids.
 
         Raises:
             InvalidRequest: vLLM refuses it, or it would harm the engine.
@@ -257,7 +297,7 @@ class VllmEngine:
         processed = partial(
             self.async_llm.input_processor.process_inputs,
             request.request_id,
-            TokensPrompt(type="token", prompt_token_ids=token_ids),
+            prompt,
             params,
             supported_tasks=self.tasks,
             lora_request=adapter,
@@ -403,10 +443,12 @@ def _repeated(request: GenerationRequest) -> Hashable:
     """Return the key of requests that are alike for vLLM's checks, with any prompts; None for one that is not
     remembered.
 
-    Left out are those that are rarely repeated, whose parameters may be large, or that have tokens as their prompt.
+    Left out are those that are rarely repeated, whose parameters may be large, or whose prompt is not a text alone.
     """
     s = request.sampling
-    if not isinstance(request.prompt, str) or s.min_tokens or s.seed is not None or s.constraint is not None:
+    if request.images or not isinstance(request.prompt, str):
+        return None
+    if s.min_tokens or s.seed is not None or s.constraint is not None:
         return None
     if s.bad_words or s.logit_bias is not None or s.allowed_token_ids is not None:
         return None

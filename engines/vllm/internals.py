@@ -14,7 +14,9 @@ This module is imported in the server and in all processes of vLLM. The fork ser
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -242,6 +244,23 @@ def patch_server(context: Callable[[], BaseContext], run: Callable[[Callable[[],
     for module in (engine_utils, coordinator):
         module.get_mp_context = context
     registry._run_in_subprocess = run
+
+
+def patch_sounds() -> None:
+    """Have sounds read without the packages of which PyPI has no CPU build: soxr resamples, soundfile and PyAV decode.
+
+    vLLM would refuse sounds of another rate than the model's, and log a warning for each sound.
+    """
+    from vllm.multimodal.parse import MultiModalDataParser
+
+    if find_spec("torchaudio") is None:
+        MultiModalDataParser.__init__.__kwdefaults__["audio_resample_method"] = "soxr"
+    if find_spec("torchcodec") is None:
+        logging.getLogger("vllm.multimodal.media.audio").addFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def patch_engine_process(

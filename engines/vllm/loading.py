@@ -6,13 +6,14 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import vllm.platforms
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.model_loader import get_model_cls
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 
@@ -25,7 +26,7 @@ from engines.parallelism import Layout, ModelMemory, Weights, tensor_parallel_si
 from engines.start_failure import failure_of
 from engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
 from engines.vllm.constraints import choose_backend
-from engines.vllm.internals import AsyncLLM, check_names, end_output, forget_tokenizers, stat_loggers
+from engines.vllm.internals import AsyncLLM, check_names, end_output, forget_tokenizers, patch_sounds, stat_loggers
 from engines.vllm.metrics import EngineReports
 from engines.vllm.pooling import pool_as_djl
 from engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
@@ -86,6 +87,7 @@ class VllmLoader:
 
     def _load(self) -> StartedEngine:
         check_names()
+        patch_sounds()
         use_fork_server()
         on_cpu = vllm.platforms.current_platform.is_cpu()
         if on_cpu:
@@ -149,6 +151,17 @@ async def shut_down(llm: AsyncLLM) -> None:
 def own_tokenizer(config: ModelConfig) -> Any:
     """Return a tokenizer of the model that neither vLLM nor its pool of tokenizers changes."""
     return copied(cached_tokenizer_from_config(config))
+
+
+def image_mark(llm: AsyncLLM) -> Callable[[int], str] | None:
+    """Return a function that gives the mark of an image in a prompt, by its number; None for a model without images."""
+    config = llm.model_config
+    if not config.is_multimodal_model or config.is_encoder_decoder:
+        return None
+    if "image" not in llm.renderer.get_mm_processor().info.supported_mm_limits:
+        return None
+    # Without a mark, vLLM knows where the model's images belong.
+    return lambda number: get_model_cls(config).get_placeholder_str("image", number) or ""
 
 
 def go_without_compiler(environ: MutableMapping[str, str]) -> bool:

@@ -32,7 +32,7 @@ def model_of(config: ModelConfig, tasks: Collection[str], frontend: Mapping[str,
         tasks: The tasks that vLLM's engine has for it.
         frontend: The arguments of vLLM's front end.
     """
-    if "generate" in tasks:
+    if "generate" in tasks or not frozenset(tasks).intersection(POOLING_TASKS):
         return None
     task: Any = config.get_pooling_task(tuple(tasks))
     hf_config = config.hf_config

@@ -21,10 +21,9 @@ from handlers.contract import Call, Exchange, Reply
 from handlers.json_cost import JsonDecoder
 from handlers.openai.body import LeftToVllm
 from handlers.openai.contract import STEERING
-from handlers.openai.routes import refuse
+from handlers.openai.routes import EMBEDDINGS, refuse
 from handlers.pooled_answer import PooledAnswer, encode
 
-EMBEDDINGS = "/v1/embeddings"
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 

@@ -144,7 +144,7 @@ class EngineClient:
         call.submitted = True
         if call.media is not None:  # the source of the prompt is dropped
             call.media.release()
-        if call.cache_salt and not prompt.get("cache_salt"):
+        if call.cache_salt and not prompt.get("cache_salt") and "encoder_prompt" not in prompt:  # a sound has no cache
             prompt = {**prompt, "cache_salt": call.cache_salt}
         return self._generate(call, prompt, sampling_params, request_id, options)
 
@@ -208,7 +208,7 @@ class EngineClient:
 
     def _check_length(self, prompt: Any) -> None:
         most = self._settings.max_prompt_tokens
-        if most is not None and (tokens := len(prompt["prompt_token_ids"])) > most:
+        if most is not None and (tokens := len(prompt.get("prompt_token_ids", ()))) > most:  # a sound has none
             raise VLLMValidationError(PromptTooLong(tokens, most).message, parameter="input_tokens", value=tokens)
 
     async def _generate(

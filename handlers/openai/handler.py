@@ -18,19 +18,21 @@ from engines.choice import is_vllm
 from engines.errors import InvalidParameter, InvalidRequest, Overloaded, RequestError, UnknownAdapter
 from engines.model_settings import ModelSettings
 from handlers.contract import LONG_BODY, Call, Exchange, ReplyWriter, Running, adapter_header
-from handlers.openai.constraints import CHAT, COMPLETIONS
+from handlers.images import ImageLoader
+from handlers.openai.constraints import CHAT
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.current_call import OpenAICall, current_call
-from handlers.openai.embeddings import EMBEDDINGS, EmbeddingsContract
+from handlers.openai.embeddings import EmbeddingsContract
 from handlers.openai.media_limits import MediaMemory
-from handlers.openai.routes import ALIASED, SHORT_EMBEDDINGS, refuse
+from handlers.openai.routes import ALIASED, EMBEDDINGS, QUEUED, SHORT_EMBEDDINGS, refuse
+from handlers.openai.speech import SPEECH
 from handlers.openai.vllm_call import VllmApp, VllmCall, check_body
 from handlers.queue import EngineQueue
 from handlers.running_call import RunningCall
 
 _LONG_CHAT = 16 * 1024  # Bytes. Longer chats are parsed in a thread, since their templates may be slow.
 # An answer's id is a prefix and the HTTP request's id. A number follows if the answer has several prompts.
-_PREFIXES = ("chatcmpl-", "cmpl-")
+_PREFIXES = ("chatcmpl-", "cmpl-", "transcribe-", "translate-")
 _ONE_OF_MANY = re.compile(r"[-_]\d+$")
 
 
@@ -59,6 +61,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     if not is_vllm(settings):
         return None
     from handlers.openai.engine_client import EngineClient
+    from handlers.openai.media_connector import SOUND_MIB, VllmImages
     from handlers.openai.vllm_app import build, chunks_long_prompts, front_end, refusal
 
     engine: Any = queue.engine
@@ -81,7 +84,16 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     elif (common := front_end(app, engine.async_llm.vllm_config, names[0], served.__contains__, public)) is not None:
         contract = OpenAIContract(common)
     parses_tools = bool(engine.frontend_arguments.get("tool_call_parser"))
-    vllm_app = VllmApp(app, engine.async_llm, parses_tools, MediaMemory(settings), refusal)
+    media = MediaMemory(settings)
+    vllm_app = VllmApp(
+        app,
+        engine.async_llm,
+        parses_tools,
+        media,
+        VllmImages(engine.async_llm, media),
+        most_sound_mib=SOUND_MIB,
+        refusal=refusal,
+    )
     return OpenAIHandler(vllm_app, queue, contract, names[0], public)
 
 
@@ -110,6 +122,11 @@ class OpenAIHandler:
         self._long = asyncio.Lock()
         self._aborting: set[asyncio.Task[None]] = set()
 
+    @property
+    def images(self) -> ImageLoader | None:
+        """Loads images for the other contracts, which share their memory with those of chats."""
+        return self._vllm.images
+
     def openapi(self) -> dict[str, Any]:
         """Return vLLM's description of its routes, as an OpenAPI document."""
         document: dict[str, Any] = self._vllm.app.openapi()
@@ -128,7 +145,7 @@ class OpenAIHandler:
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
         path = EMBEDDINGS if call.path == SHORT_EMBEDDINGS else call.path.removeprefix(ALIASED)
-        if path in (CHAT, COMPLETIONS, EMBEDDINGS):
+        if path in QUEUED:
             self._queue.check_place()
         return await self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
 
@@ -157,7 +174,7 @@ class OpenAIHandler:
             return None
         if adapter and call.body and adapter not in self._adapters:
             raise UnknownAdapter(adapter)
-        if len(call.body) >= LONG_BODY:
+        if len(call.body) >= LONG_BODY and path not in SPEECH:
             try:
                 async with self._long:
                     await asyncio.to_thread(check_body, call.body, path, self._queue.engine.max_model_len)

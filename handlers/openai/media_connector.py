@@ -6,15 +6,17 @@ It relies on these parts of vLLM, which tests/live/test_media_internals.py looks
   URLs with `connection.async_get_bytes`, and passes on the errors of this module;
 - `VideoMediaIO.video_loader` decodes videos: its `compute_frames_index_to_sample` gets the metadata of a file, and its
   `read_frames` gets OpenCV's capture and the indices of the frames to decode;
-- `VideoMediaIO.image_io` decodes the frames of a video that comes as JPEG images.
+- `VideoMediaIO.image_io` decodes the frames of a video that comes as JPEG images;
+- `SpeechToTextBaseServing._decode_and_chunk_speech_async` decodes the file of a transcription or translation.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from http import HTTPStatus
 from io import BytesIO
 from pathlib import Path
@@ -34,16 +36,17 @@ from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 
-from engines.errors import InvalidRequest, Overloaded, RequestError
+from engines.errors import InvalidRequest, Overloaded, RequestError, UnusableImage
 from handlers.openai.current_call import current_call
 from handlers.openai.media_download import Downloader, DownloadFailed
-from handlers.openai.media_limits import MOST_FRAMES, RequestMedia
+from handlers.openai.media_limits import MOST_FRAMES, MediaMemory, RequestMedia
 
 # Formats whose header has the size of the decoded image. An icon's header does not: the icon may hold a larger image.
 FORMATS = frozenset({"PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"})  # MPO: a JPEG with further images.
 _SHOWN_FORMATS = "PNG, JPEG, WebP, GIF, BMP, TIFF"
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # Tags of TIFF.
 _FIELDS: dict[type[Any], str] = {ImageMediaIO: "image_url", VideoMediaIO: "video_url", AudioMediaIO: "audio_url"}
+SOUND_MIB: int = envs.VLLM_MAX_AUDIO_CLIP_FILESIZE_MB  # Of a file of sound.
 _REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 
 
@@ -52,8 +55,26 @@ def bound_media() -> None:
     MEDIA_CONNECTOR_REGISTRY.register("http")(BoundedConnector)
 
 
+def bound_speech(*serving: Any) -> None:
+    """Count the decoded sounds of vLLM's serving classes for transcriptions and translations."""
+    for each in serving:
+        each._decode_and_chunk_speech_async = _counting(each._decode_and_chunk_speech_async)
+
+
+def _counting(decode: Callable[[bytes], Awaitable[tuple[list[Any], float]]]) -> Any:
+    async def counting(data: bytes) -> tuple[list[Any], float]:
+        media = current_call.get().media
+        assert media is not None
+        with _vllms_errors("file"), _decoding():
+            chunks, seconds = await decode(data)
+            media.add_decoded(sum(chunk.nbytes for chunk in chunks))
+        return chunks, seconds
+
+    return counting
+
+
 class BoundedConnector(MediaConnector):  # type: ignore[misc]
-    """Loads the media of one message, within the limits of its call."""
+    """Loads media within the limits of their request. vLLM makes one for each message of the running call."""
 
     def __init__(
         self,
@@ -61,8 +82,9 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
         *,
         allowed_local_media_path: str = "",
         allowed_media_domains: list[str] | None = None,
+        media: RequestMedia | None = None,
     ) -> None:
-        media = current_call.get().media
+        media = media or current_call.get().media
         assert media is not None
         self._media = media
         super().__init__(
@@ -74,7 +96,18 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
 
     async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
         field = _FIELDS[type(media_io)]
-        with _errors_of(field):
+        with _vllms_errors(field):
+            return await self._load(url, media_io, fetch_timeout)
+
+    async def _load(self, url: str, media_io: Any, fetch_timeout: int | None) -> Any:
+        """Load an image, a sound or a video.
+
+        Raises:
+            InvalidRequest: It cannot be used.
+            DownloadFailed: The URL gave nothing.
+            Overloaded: The media of other requests fill the memory.
+        """
+        with _own_errors():
             bounded = _BoundedIO(media_io, self._media)
             return await super().load_from_url_async(url, bounded, fetch_timeout=fetch_timeout)
 
@@ -88,8 +121,58 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
             raise VLLMValidationError("there is no such video_backend", parameter="media_io_kwargs") from None
 
 
+class _ImageConnector(BoundedConnector):
+    """Loads the images of one request of another contract than OpenAI's."""
+
+    async def load_from_url_async(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
+        try:
+            return await self._load(url, media_io, fetch_timeout)
+        except DownloadFailed as error:
+            raise UnusableImage("fetch", str(error)) from None
+        except InvalidRequest as error:
+            raise UnusableImage("base64" if isinstance(error, _NoBase64) else "content", error.message) from None
+
+
+class VllmImages:
+    """Loads the images of the other contracts as vLLM loads those of chats (`ImageLoader`)."""
+
+    def __init__(self, llm: Any, memory: MediaMemory) -> None:
+        self._llm, self._memory = llm, memory
+
+    @contextlib.asynccontextmanager
+    async def load(self, urls: Sequence[str]) -> AsyncIterator[Sequence[Any]]:
+        """See `ImageLoader`."""
+        config = self._llm.model_config
+        try:
+            self._llm.renderer.get_mm_processor().info.validate_num_items("image", len(urls))
+        except VLLMClientError as error:
+            raise InvalidRequest(str(error)) from None
+        media = RequestMedia(self._memory)
+        images: list[Any] = []
+        try:
+            connector = _ImageConnector(
+                config.multimodal_config.media_io_kwargs,
+                allowed_media_domains=config.allowed_media_domains,
+                media=media,
+            )
+            loads = [asyncio.ensure_future(connector.fetch_image_async(url)) for url in urls]
+            try:
+                images += await asyncio.gather(*loads)
+            finally:
+                for load in loads:
+                    load.cancel()
+            yield images
+        finally:
+            images.clear()  # the running call keeps the request until its answer is complete
+            media.close()
+
+
+class _NoBase64(InvalidRequest):
+    """The data of a URL are no base64."""
+
+
 @contextlib.contextmanager
-def _errors_of(field: str) -> Iterator[None]:
+def _vllms_errors(field: str) -> Iterator[None]:
     """Turn errors of this package into errors that vLLM's front end answers. The message begins with the field."""
     try:
         yield
@@ -99,12 +182,19 @@ def _errors_of(field: str) -> Iterator[None]:
         raise GracefulHTTPError(error.message, HTTPStatus.SERVICE_UNAVAILABLE) from None
     except DownloadFailed as error:
         raise VLLMUnprocessableEntityError(f"`{field}` {error}", parameter=field) from None
+
+
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """Turn errors of vLLM's loader into InvalidRequest."""
+    try:
+        yield
     except OSError:  # of a file
-        raise VLLMValidationError(f"`{field}` cannot be read", parameter=field) from None
-    except NotImplementedError:  # of a data URL that is not base64; 501 in vLLM
-        raise
+        raise InvalidRequest("cannot be read") from None
+    except NotImplementedError:  # of a data URL; 501 in vLLM
+        raise _NoBase64("must be base64: data:<type>;base64,<data>") from None
     except (RuntimeError, ValueError) as error:  # of a URL that vLLM does not take, or not without an option
-        raise VLLMValidationError(f"`{field}` cannot be loaded: {error}", parameter=field) from None
+        raise InvalidRequest(f"cannot be loaded: {error}") from None
 
 
 @contextlib.contextmanager
@@ -145,7 +235,7 @@ class _BoundedIO(MediaIO):  # type: ignore[misc]
     def load_base64(self, media_type: str, data: str) -> Any:
         with _decoding():
             if isinstance(self._io, ImageMediaIO):
-                return self.load_bytes(pybase64.b64decode(data, validate=True))
+                return self.load_bytes(_from_base64(data))
             return self._counted(self._io.load_base64(media_type, data))
 
     def load_file(self, filepath: Path) -> Any:
@@ -171,6 +261,13 @@ class _BoundedIO(MediaIO):  # type: ignore[misc]
         if isinstance(self._io, AudioMediaIO):
             self._media.add_decoded(loaded[0].nbytes)
         return loaded
+
+
+def _from_base64(data: str) -> bytes:
+    try:
+        return pybase64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise _NoBase64(f"cannot be decoded: {error}") from None
 
 
 def _numbers(image: TiffImageFile, tag: int) -> list[int]:

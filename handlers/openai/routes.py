@@ -21,8 +21,13 @@ from handlers.contract_routes import ContractRoutes, InfoRoute, ModelView, OpenA
 from handlers.json_cost import JsonDecoder
 from handlers.json_fields import json_fault
 from handlers.json_schemas import OBJECT
+from handlers.openai.constraints import CHAT, COMPLETIONS
+from handlers.openai.speech import SPEECH
 
 JSON = "application/json"
+EMBEDDINGS = "/v1/embeddings"
+# Every call of these paths needs a place in the queue.
+QUEUED = frozenset({CHAT, COMPLETIONS, EMBEDDINGS, *SPEECH})
 ALIASED = "/openai"  # Prefix of the paths on which any `model` is accepted.
 SHORT_EMBEDDINGS = "/embeddings"  # TEI's other path of /v1/embeddings. It accepts any `model`, too.
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -248,7 +253,8 @@ _VERSIONED = (
         for path in (
             *("/v1/chat/completions/batch", "/v1/completions", "/v1/responses"),
             *("/v1/messages", "/v1/messages/count_tokens"),
-            *("/v1/embeddings", "/v1/score", "/v1/rerank"),
+            *(EMBEDDINGS, "/v1/score", "/v1/rerank"),
+            *SPEECH,
         )
     ),
     OpenAIRoute(path="/v1/responses/{response_id}/cancel"),

@@ -58,6 +58,7 @@ from vllm.renderers.hf import (
     resolve_chat_template_content_format,
     resolve_chat_template_kwargs,
 )
+from vllm.tasks import POOLING_TASKS
 
 from engines.interface import EngineStartError
 from engines.vllm.parsers import parsers_for
@@ -65,7 +66,7 @@ from handlers.contract import Reply
 from handlers.openai.constraints import CHAT
 from handlers.openai.contract import FrontEnd
 from handlers.openai.current_call import current_call
-from handlers.openai.media_connector import bound_media
+from handlers.openai.media_connector import bound_media, bound_speech
 from handlers.openai.routes import error_reply
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ _OF_REQUESTS = (
     *("vllm.entrypoints.openai.", "vllm.entrypoints.anthropic.", "vllm.entrypoints.serve.tokenize."),
     "vllm.entrypoints.pooling.",
     *("vllm.entrypoints.serve.exception_handling.", "vllm.renderers.", "vllm.tool_parsers.", "vllm.reasoning."),
+    "vllm.entrypoints.speech_to_text.",
 )
 _LONGEST = 200  # Characters of a record about a client's error.
 # Chats that are rendered in two ways, to compare the results.
@@ -98,10 +100,13 @@ _ROUTERS = (
     "vllm.entrypoints.openai.models.api_router",
     "vllm.entrypoints.serve.instrumentator.basic",
 )
-_OF_GENERATION = 4  # The first routers, which only a model that generates text has.
-_POOLING_ROUTERS = tuple(
+_OF_SPEECH = tuple(f"vllm.entrypoints.speech_to_text.{name}.api_router" for name in ("transcription", "translation"))
+_OF_POOLING = tuple(
     f"vllm.entrypoints.pooling.{kind}.api_router" for kind in ("pooling", "classify", "embed", "scoring")
 )
+_OF_PROMPTS = 4  # The first routers, for models that answer prompts with text.
+_POOLING = frozenset(POOLING_TASKS)
+_TASKS = frozenset({"generate", "transcription", *POOLING_TASKS})  # That Slipway serves.
 _WITH_BODIES = 5  # The first routers, whose requests are in a module `protocol` beside them.
 
 
@@ -140,9 +145,14 @@ def client_error_filter(record: logging.LogRecord) -> bool:
 
 
 def routers(tasks: Collection[str] = ("generate",)) -> list[Any]:
-    """Import vLLM's routers for a model with these tasks, and return them. Those of pooling are not among them."""
-    names = _ROUTERS if "generate" in tasks else _ROUTERS[_OF_GENERATION:]
+    """Import vLLM's routers for a model, and return them. Those of pooling are not among them.
+
+    Args:
+        tasks: The tasks that the model supports, by vLLM's names.
+    """
+    names = _ROUTERS if "generate" in tasks else _ROUTERS[_OF_PROMPTS:]
     stop_at_first_faults([name for name in names if name in _ROUTERS[:_WITH_BODIES]])
+    names += _OF_SPEECH if "transcription" in tasks else ()
     return [importlib.import_module(name).router for name in names]
 
 
@@ -242,11 +252,12 @@ async def build(
         structured_outputs_config=client.vllm_config.structured_outputs_config,
     )
     try:
+        tasks = tuple(task for task in tasks if task in _TASKS)
         for router in routers(tasks):
             app.include_router(router)
-        if "generate" not in tasks:
-            stop_at_first_faults(_POOLING_ROUTERS)
-            register_pooling_api_routers(app, tuple(tasks), client.vllm_config.model_config)
+        if _POOLING.intersection(tasks):
+            stop_at_first_faults(_OF_POOLING)
+            register_pooling_api_routers(app, tasks, client.vllm_config.model_config)
         init_exception_handler(app)
         # Starlette raises it, for example if a body is nested too deeply. vLLM would leave the reply in another form.
         app.add_exception_handler(HTTPException, http_exception_handler)
@@ -255,9 +266,11 @@ async def build(
         # vLLM stops its server when its engine has died. Here the setting `fail_fast` decides that.
         app.state.server = SimpleNamespace(should_exit=False)
         with parsers_for(client.vllm_config.structured_outputs_config.backend):
-            await init_app_state(client, app.state, args, supported_tasks=tuple(tasks))
+            await init_app_state(client, app.state, args, supported_tasks=tasks)
         if "generate" in tasks:
             _change_responses(app.state.openai_serving_responses)
+        if "transcription" in tasks:
+            bound_speech(app.state.openai_serving_transcription, app.state.openai_serving_translation)
         models = app.state.openai_serving_models
         served = models.is_base_model
         models.is_base_model = lambda name: served(name) or accepts(name)
@@ -307,8 +320,10 @@ def front_end(
         adapters: The names of the adapters.
 
     Returns:
-        The settings. None if vLLM's answers have more content than the contract's.
+        The settings. None if vLLM's answers have more content than the contract's, or the model answers no prompts.
     """
+    if not hasattr(app.state, "openai_serving_chat"):
+        return None
     chat, completions = app.state.openai_serving_chat, app.state.openai_serving_completion
     if not isinstance(chat.renderer, HfRenderer) or _shows_more(completions, config):
         return None

@@ -15,12 +15,14 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
 from handlers.contract import LONG_BODY, Call, Reply, ReplyWriter
+from handlers.images import ImageLoader
 from handlers.json_cost import JsonDecoder, JsonTooCostly, check_cost, groups_in, off_the_loop
 from handlers.json_fields import json_fault
 from handlers.openai.constraints import BATCH, CHAT, FIELDS, MESSAGES, RESPONSES, enforceable, form_name
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.media_limits import MediaMemory
 from handlers.openai.routes import error_reply, refuse
+from handlers.openai.speech import SPEECH, check_form
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class VllmApp:
     llm: Any  # vLLM's engine. It knows requests by the ids of their answers.
     parses_tools: bool = False  # The model has a parser of tool calls.
     media: MediaMemory | None = None  # The images, sounds and videos of its requests.
+    images: ImageLoader | None = None
+    most_sound_mib: int = 25  # Of a file to be transcribed.
     # Returns the reply to an exception of the application; None if the client did not cause it.
     refusal: Callable[[BaseException], Reply | None] = lambda _: None
 
@@ -107,6 +111,9 @@ class VllmCall:
             InvalidRequest: The call is refused.
         """
         call, held = self._call, self._held
+        if self._path in SPEECH:
+            check_form(call, self._vllm.most_sound_mib)
+            return call
         if len(call.body) < LONG_BODY:  # `OpenAIHandler` has checked longer ones
             check_body(call.body, self._path, held.engine.max_model_len)
         return for_vllm(call, self._path, held, model=self._model, parses_tools=self._vllm.parses_tools)

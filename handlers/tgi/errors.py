@@ -10,6 +10,11 @@ from handlers.contract import Reply
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
+_IMAGE_FAULTS = {
+    "fetch": "Could not fetch image",
+    "base64": "base64 encoding is invalid",
+    "content": "invalid image content",
+}
 
 
 def refuse(error: errors.RequestError) -> Reply:
@@ -66,6 +71,8 @@ def _status_kind_and_text(error: errors.RequestError) -> tuple[int, str, str]:
 
 
 def _validation_message(error: errors.InvalidRequest) -> str:
+    if isinstance(error, errors.UnusableImage):
+        return f"{_IMAGE_FAULTS[error.fault]}: {error.reason}"
     if isinstance(error, errors.PromptTooLong):
         return f"`inputs` must have less than {error.most + 1} tokens. Given: {error.prompt_tokens}"
     if not isinstance(error, errors.ContextExceeded):

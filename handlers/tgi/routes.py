@@ -25,9 +25,12 @@ from handlers.contract_routes import (
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
 from handlers.tgi.answer import IDLE_COMMENT, AnswerOptions, StreamAnswer, WholeAnswer, stream_headers
 from handlers.tgi.errors import EVENTS, JSON, refuse, refuse_stream
+from handlers.tgi.images import with_marks
 from handlers.tgi.info import health, info
 from handlers.tgi.request import TgiRequest, unread_names, validate
 from handlers.tgi.tokenize import ChatRequest, chat_tokenize, tokenize
+
+_NO_IMAGES: tuple[str, ...] = ()
 
 
 class TgiContract:
@@ -42,6 +45,7 @@ class TgiContract:
                 that is not streamed is an array, and texts begin with the prompt by default.
         """
         self._setting, self._streams = setting, streams
+        self._image_mark = setting.model.texts.image_mark
         self._special_texts = {token_id: text for text, token_id in setting.model.texts.special_tokens.items()}
 
     def parse(self, call: Call) -> Exchange:
@@ -50,6 +54,9 @@ class TgiContract:
         try:
             notes = self._notes(document)
             parameters = validate(body.inputs, body.parameters, self._setting, streams=streams)
+            prompt, images = body.inputs, _NO_IMAGES
+            if self._image_mark is not None:
+                prompt, images = with_marks(prompt, self._image_mark)
             adapter = self._setting.adapter_of(call, parameters.request.adapter)
         except InvalidRequest as error:
             if not streams:
@@ -64,7 +71,7 @@ class TgiContract:
             msgspec.structs.replace(
                 candidate.request,
                 request_id=call.request_id if parameters.best_of == 1 else f"{call.request_id}-{place}",
-                prompt=body.inputs,
+                prompt=prompt,
                 stream=streams,
                 want_tokens=want_tokens,
                 want_logprobs=want_tokens,
@@ -86,8 +93,8 @@ class TgiContract:
             compute_type=self._setting.settings.rolling_batch,
         )
         if streams:
-            return Exchange(requests, StreamAnswer(options), notes, comment=IDLE_COMMENT)
-        return Exchange(requests, WholeAnswer(options), notes)
+            return Exchange(requests, StreamAnswer(options), notes, images, comment=IDLE_COMMENT)
+        return Exchange(requests, WholeAnswer(options), notes, images)
 
     def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
         unknown = unread_names(document)

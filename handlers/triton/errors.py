@@ -57,6 +57,8 @@ def message_of(error: errors.RequestError) -> str:
     """Return the message for the client. An error of the model begins with the words of Triton's vLLM backend."""
     if isinstance(error, errors.UnknownModel):
         return unknown_model(error.name)
+    if isinstance(error, errors.UnusableImage):
+        return f"Error generating stream: `image` {error.reason}"
     if isinstance(error, errors.InvalidRequest | errors.GenerationFailed) and not isinstance(error, TritonRefusal):
         return f"Error generating stream: {error.message}"
     return error.message

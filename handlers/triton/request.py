@@ -19,6 +19,7 @@ from engines.errors import InvalidParameter, InvalidRequest
 from engines.request import Constraint, GenerationRequest
 from handlers.constraints import decoded, refuse_unread
 from handlers.contract_routes import NO_ADAPTERS, ContractSetting
+from handlers.images import DATA_URL
 from handlers.json_cost import JsonDecoder
 from handlers.json_fields import MAX_INT64, MIN_INT64, JsonError, decode_json, json_fault, json_kind
 from handlers.triton.errors import TritonRefusal
@@ -108,6 +109,7 @@ class TritonRequest:
 
     id: str  # Empty if the request has no id. The responses then have none either.
     prompt: str
+    images: tuple[str, ...]  # Their URLs. The prompt has the model's mark for each.
     vllm: VllmParameters
     stream: bool  # Send one response for each step of the engine, instead of one at the end.
     repeat_prompt: bool  # `text_output` begins with the prompt.
@@ -147,7 +149,8 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
     if inputs.pop("embedding_request", None) is not None:
         raise InvalidRequest(f"Model {setting.settings.name} does not support 'embed' request")
     prompt = inputs.pop("text_input")
-    if inputs.pop("image", None):
+    images = inputs.pop("image", [])
+    if images and setting.model.texts.image_mark is None:
         raise InvalidParameter("image", "cannot be used: this model takes text only")
     sampling_parameters = inputs.pop("sampling_parameters", None)
     if sampling_parameters is not None:
@@ -176,6 +179,7 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
     return TritonRequest(
         id=request_id,
         prompt=prompt,
+        images=tuple(DATA_URL + image for image in images),
         vllm=_vllm(values, constraint, stream),
         stream=stream,
         repeat_prompt=not leaves_out_prompt,

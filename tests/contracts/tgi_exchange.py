@@ -64,12 +64,12 @@ class FakeModel:
     max_top_tokens = 20
     eos_token_ids = frozenset({END})
 
-    def __init__(self) -> None:
-        self.statistics = EngineStatistics()
+    def __init__(self, image_mark: Callable[[int], str] | None = None) -> None:
+        self.statistics, self._image_mark = EngineStatistics(), image_mark
 
     @cached_property
     def texts(self) -> ModelTexts:
-        return ModelTexts(FakeTokenizer())
+        return ModelTexts(FakeTokenizer(), self._image_mark)
 
     def detokenize(
         self, token_ids: Sequence[int], skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
@@ -85,10 +85,11 @@ def call(document: Any, content_type: str = "application/json") -> Call:
     return Call(body=body, content_type=content_type, request_id="r")
 
 
-def contract(path: str, **settings: Any) -> Contract:
+def contract(path: str, image_mark: Callable[[int], str] | None = None, **settings: Any) -> Contract:
+    """Return the contract of a route. `image_mark`: that of a model that takes images."""
     route = next(route for route in TGI.routes if isinstance(route, GenerationRoute) and route.path == path)
     return route.contract(
-        ContractSetting(settings=replace(MODEL, rolling_batch="lmi-dist", **settings), model=FakeModel())
+        ContractSetting(settings=replace(MODEL, rolling_batch="lmi-dist", **settings), model=FakeModel(image_mark))
     )
 
 

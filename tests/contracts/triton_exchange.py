@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from engines.errors import RequestError
@@ -27,8 +28,8 @@ class LoadedText:
     tokenizer: Any = None
     pooling: PoolingModel | None = None
 
-    def __init__(self) -> None:
-        self.statistics = EngineStatistics()
+    def __init__(self, image_mark: Callable[[int], str] | None = None) -> None:
+        self.statistics, self.texts = EngineStatistics(), SimpleNamespace(image_mark=image_mark)
 
     def tokenize(self, text: str) -> Sequence[int]:
         return list(text.encode())
@@ -49,6 +50,7 @@ def parse(
     route: str = "generate",
     names: dict[str, str] = NAMED,
     headers: tuple[tuple[str, str], ...] = (),
+    image_mark: Callable[[int], str] | None = None,
     **settings: Any,
 ) -> Exchange:
     path = "/v2/models/{model}" + ("/versions/{version:int}" if "version" in names else "") + f"/{route}"
@@ -56,7 +58,7 @@ def parse(
     model = replace(MODEL, **settings)
     if found.refuse_path is not None and (refusal := found.refuse_path(names, model)) is not None:
         raise ContractError(refusal, "the path is wrong")
-    contract = found.contract(ContractSetting(settings=model, model=LoadedText()))
+    contract = found.contract(ContractSetting(settings=model, model=LoadedText(image_mark)))
     call = Call(body=body_of(document), request_id="r", headers=headers, path_parameters=names)
     return contract.parse(call)
 

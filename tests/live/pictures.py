@@ -18,6 +18,15 @@ def encoded(width: int, height: int, kind: str = "PNG", **options: Any) -> bytes
         return file.getvalue()
 
 
+def drawn(shade: int) -> bytes:
+    """A picture that differs for each shade."""
+    from PIL import Image
+
+    with BytesIO() as file:
+        Image.radial_gradient("L").point(lambda value: (value * shade) % 256).convert("RGB").save(file, "PNG")
+        return file.getvalue()
+
+
 def bomb(width: int, height: int) -> bytes:
     """Return a PNG with this size in its header, and no picture."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import struct
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +21,7 @@ from engines.statistics import EngineStatistics
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.media_limits import MediaMemory, RequestMedia
 from handlers.queue import EngineQueue
+from tests.live.media_host import hosting
 from tests.live.pictures import bomb, data_url, encoded
 
 SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
@@ -156,6 +154,7 @@ def test_an_animation_is_its_first_frame() -> None:
     [
         ("data:image/png;base64,AAAA", "`image_url` is no image; taken are PNG, JPEG, WebP, GIF, BMP, TIFF"),
         ("data:image/png;base64,A*", "`image_url` cannot be decoded: "),
+        ("data:image/png,abc", "`image_url` must be base64: data:<type>;base64,<data>"),
         ("data:x", "`image_url` cannot be loaded: Invalid data URL"),
         ("ftp://a/b", "`image_url` cannot be loaded: The URL must be either"),
         ("file:///etc/passwd", "`image_url` cannot be loaded: Cannot load local files"),
@@ -174,30 +173,6 @@ def test_a_local_file_has_the_same_limits(tmp_path: Path) -> None:
     assert "13000x13000" in Loading().refusal("image", f"file://{path}/b.png", path=path)
     assert "cannot be read" in Loading().refusal("image", f"file://{path}/none.png", path=path)
     assert "must be a subpath" in Loading().refusal("image", "file:///etc/passwd", path=path)
-
-
-@contextlib.contextmanager
-def hosting(body: bytes) -> Iterator[str]:
-    """The URL of a file on loopback."""
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(HTTPStatus.OK)
-            self.end_headers()
-            with contextlib.suppress(ConnectionError):
-                self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/a.png"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_urls_are_fetched_from_allowed_networks_only() -> None:
@@ -311,6 +286,52 @@ def test_sound_is_counted_once_it_is_decoded(monkeypatch: pytest.MonkeyPatch) ->
     assert loading.memory.used == 4000
     monkeypatch.undo()
     assert "cannot be decoded" in Loading().refusal("audio", data_url(b"no sound", "audio/wav"))
+
+
+def test_vllm_decodes_the_files_of_transcriptions_where_they_are_counted() -> None:
+    """Beside tests/live/test_speech_live.py, which would also pass if nothing were counted."""
+    import numpy as np
+    from vllm.entrypoints.speech_to_text.base.serving import SpeechToTextBaseServing
+
+    from handlers.openai.media_connector import bound_speech
+
+    assert "_decode_and_chunk_speech_async" in SpeechToTextBaseServing.__init__.__code__.co_names
+    assert "_decode_and_chunk_speech_async" in SpeechToTextBaseServing._preprocess_speech_to_text.__code__.co_names
+
+    async def decode(_: bytes) -> tuple[list[Any], float]:
+        return [np.zeros(1000, np.float32)] * 2, 0.1
+
+    serving, loading = SimpleNamespace(_decode_and_chunk_speech_async=decode), Loading()
+    bound_speech(serving)
+
+    async def transcribe() -> None:
+        current_call.set(loading.call)
+        await serving._decode_and_chunk_speech_async(b"")
+
+    asyncio.run(transcribe())
+    assert loading.memory.used == 8000
+
+
+def test_vllms_parser_of_media_resamples_as_told() -> None:
+    from vllm.multimodal.parse import MultiModalDataParser
+
+    from engines.vllm.internals import patch_sounds
+
+    patch_sounds()
+    assert MultiModalDataParser(target_sr=16000).audio_resampler.method in ("soxr", "torchaudio")
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
+def test_sounds_of_common_formats_are_decoded(kind: str) -> None:
+    import numpy as np
+    import soundfile
+
+    with BytesIO() as file:
+        soundfile.write(file, np.zeros(22050, np.float32), 22050, format=kind)
+        data = file.getvalue()
+    ((samples, rate),) = Loading().load("audio", data_url(data, "audio/x"))
+    assert rate == 22050
+    assert 22050 <= len(samples) <= 25000
 
 
 def test_the_prompts_images_are_dropped_when_the_engine_has_it() -> None:

@@ -1,20 +1,30 @@
-"""Images over HTTP: a model that takes them, on every route with messages."""
+"""Images over HTTP: a model that takes them, in every contract that has them."""
 
 from __future__ import annotations
 
+import base64
+import json
 import socket
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.live.pictures import bomb, chat, data_url, encoded
-from tests.live.server import Server, hosted, write_model
+from tests.live import peak_memory
+from tests.live.bare_media import MediaPrompt, bare_texts
+from tests.live.pictures import bomb, chat, data_url, drawn, encoded
+from tests.live.server import Server, hosted, records, write_model
 from tests.live.small_vision_model import prepare_small_vision_model
 
 IMAGE = data_url(encoded(100, 80))
 JPEG = data_url(encoded(100, 80, "JPEG"), "image/jpeg")
 TOKENS_OF_AN_IMAGE = 7  # Four, and three marks around them.
+PICTURES = [drawn(3), drawn(200)]
+URLS = [data_url(picture) for picture in PICTURES]
+MARK = "<image>"
+TEXT = "Compare {0} and {1}: they are"
+LENGTH = 6
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +126,137 @@ def test_files_of_the_machine_are_not_read(vision: Server) -> None:
     answer = ask(vision, "file:///etc/passwd")
     assert answer.status_code == 400
     assert "Cannot load local files" in answer.json()["error"]["message"]
+
+
+CHAT = f"<|im_start|>user\n{MARK}{MARK}What is this?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def bare() -> dict[str, str]:
+    """The texts of bare vLLM for TEXT, for TEXT with the pictures the other way round, and for a chat."""
+    files = tuple(base64.b64encode(picture).decode() for picture in PICTURES)
+    text = TEXT.format(MARK, MARK)
+    prompts = [MediaPrompt(text, files), MediaPrompt(text, files[::-1]), MediaPrompt(CHAT, files)]
+    texts = bare_texts(
+        prepare_small_vision_model(), prompts, max_model_len=2048, kv_cache_memory_bytes=64 << 20, max_num_seqs=8
+    )
+    assert len(set(texts)) == 3, "the pictures make no difference"
+    return dict(zip(("text", "turned", "chat"), texts, strict=True))
+
+
+def tgi(vision: Server, path: str, inputs: str, **parameters: Any) -> httpx.Response:
+    """Call a route of TGI's. The server has several models, so `route` names the path, and the query the model."""
+    body = {"inputs": inputs, "parameters": {"max_new_tokens": LENGTH, **parameters}}
+    headers = {"X-Amzn-SageMaker-Custom-Attributes": f"route={path}"}
+    return vision.client.post("/invocations", json=body, headers=headers)
+
+
+def triton(vision: Server, path: str, text: str, images: Any, **fields: Any) -> httpx.Response:
+    body = {"text_input": text, "image": images, "max_tokens": LENGTH, "temperature": 0, **fields}
+    return vision.client.post(f"/v2/models/{vision.name}/{path}", json=body)
+
+
+def test_chats_answer_as_bare_vllm(vision: Server, bare: dict[str, str]) -> None:
+    whole = ask(vision, *URLS, max_tokens=LENGTH)
+    assert whole.json()["choices"][0]["message"]["content"] == bare["chat"]
+    of_lmi = ask(vision, *URLS, path="/invocations", max_tokens=LENGTH)
+    assert of_lmi.json()["choices"][0]["message"]["content"] == bare["chat"]
+    streamed = ask(vision, *URLS, path="/invocations", max_tokens=LENGTH, stream=True)
+    assert streamed.headers["content-type"] == "application/jsonlines"
+    deltas = [choice["delta"] for record in records(streamed.text) for choice in record["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == bare["chat"]
+
+
+def test_tgis_markdown_answers_as_bare_vllm(vision: Server, bare: dict[str, str]) -> None:
+    inputs = TEXT.format(*(f"![]({url})" for url in URLS))
+    answer = tgi(vision, "/generate", inputs)
+    assert answer.json() == {"generated_text": bare["text"]}
+    turned = tgi(vision, "/generate", TEXT.format(*(f"![]({url})" for url in URLS[::-1])))
+    assert turned.json() == {"generated_text": bare["turned"]}
+    events = tgi(vision, "/generate_stream", inputs).text.strip().split("\n\n")
+    assert json.loads(events[-1].removeprefix("data:"))["generated_text"] == bare["text"]
+    assert tgi(vision, "/", inputs).json() == [{"generated_text": inputs + bare["text"]}]
+    sampled = tgi(vision, "/generate", inputs, best_of=2, do_sample=True, details=True)
+    assert len(sampled.json()["details"]["best_of_sequences"]) == 1
+    details = tgi(vision, "/generate", inputs, decoder_input_details=True).json()["details"]
+    assert [token["text"] for token in details["prefill"]].count(MARK) == 2 * 4
+
+
+def test_tritons_images_answer_as_bare_vllm(vision: Server, bare: dict[str, str]) -> None:
+    text, files = TEXT.format(MARK, MARK), [base64.b64encode(picture).decode() for picture in PICTURES]
+    whole = triton(vision, "generate", text, files, exclude_input_in_output=True)
+    assert whole.json()["text_output"] == bare["text"]
+    turned = triton(vision, "generate", text, files[::-1], return_num_input_tokens=True)
+    assert turned.json()["text_output"] == text + bare["turned"]
+    streamed = triton(vision, "generate_stream", text, files, stream=True)
+    assert "".join(record["text_output"] for record in records(streamed.text)) == bare["text"]
+
+
+NO_BASE64 = "data:image/png;base64,A*"
+NO_IMAGE = "data:image/png;base64,AAAA"
+INNER = "http://127.0.0.1:9/a.png"
+
+
+@pytest.mark.parametrize(
+    ("urls", "message"),
+    [
+        ([NO_BASE64], "base64 encoding is invalid: cannot be decoded: "),
+        (["data:image/png,abc"], "base64 encoding is invalid: must be base64"),
+        ([NO_IMAGE], "invalid image content: is no image; taken are PNG, JPEG, WebP, GIF, BMP, TIFF"),
+        (["ftp://host/a.png"], "invalid image content: expected ![](URL) with http, https or data, got ![](ftp://"),
+        (["file:///etc/passwd"], "invalid image content: expected ![](URL) with http, https or data"),
+        ([INNER], "Could not fetch image: cannot be fetched from a public address"),
+        ([data_url(bomb(13000, 13000))], "invalid image content: is an image of 13000x13000 pixels; at most"),
+        ([IMAGE] * 4, "At most 3 image(s) may be provided in one prompt."),
+    ],
+)
+def test_tgi_refuses_images_in_its_own_form(vision: Server, urls: list[str], message: str) -> None:
+    inputs = "".join(f"![]({url})" for url in urls)
+    refused = tgi(vision, "/generate", inputs)
+    assert (refused.status_code, refused.json()["error_type"]) == (422, "validation")
+    assert refused.json()["error"].startswith(f"Input validation error: {message}")
+    streamed = tgi(vision, "/generate_stream", inputs)
+    assert (streamed.status_code, streamed.text) == (200, f"data:{refused.text}\n\n")
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (["A*"], "`image` cannot be decoded: "),
+        (["AAAA"], "`image` is no image; taken are PNG, JPEG, WebP, GIF, BMP, TIFF"),
+        ([base64.b64encode(bomb(13000, 13000)).decode()], "`image` is an image of 13000x13000 pixels; at most"),
+        ([IMAGE.partition(",")[2]] * 4, "At most 3 image(s) may be provided in one prompt."),
+        ([IMAGE.partition(",")[2]] * 2, "the prompt does not fit its images: "),
+    ],
+)
+def test_triton_refuses_images_in_its_own_form(vision: Server, images: list[str], message: str) -> None:
+    refused = triton(vision, "generate", f"What is {MARK}?", images)
+    assert refused.status_code == 400
+    assert refused.json()["error"].startswith(f"Error generating stream: {message}")
+    assert triton(vision, "generate_stream", f"What is {MARK}?", images, stream=True).status_code == 400
+
+
+def test_images_that_grow_are_refused_in_bounded_memory(vision: Server) -> None:
+    """Each would take a gigabyte and a half, or 190 MiB together."""
+    tgi(vision, "/generate", f"![]({IMAGE})")  # imports the decoders
+    urls = [data_url(encoded(20000, 20000, "PNG")), *[data_url(encoded(4000, 4000))] * 3]
+    peak_memory.reset(vision.process.pid)
+    before = peak_memory.peak_mib(vision.process.pid)
+    for wrong in (urls[:1], urls[1:]):
+        answers = [
+            ask(vision, *wrong),
+            tgi(vision, "/generate", "".join(f"![]({url})" for url in wrong)),
+            triton(vision, "generate", MARK * len(wrong), [url.partition(",")[2] for url in wrong]),
+        ]
+        assert [answer.status_code for answer in answers] == [400, 422, 400]
+        assert all("_pixels)" in answer.text for answer in answers)
+    assert peak_memory.peak_mib(vision.process.pid) - before < 200
+
+
+def test_images_are_not_cut_and_not_searched_with_beams(vision: Server) -> None:
+    cut = tgi(vision, "/generate", f"![]({IMAGE})Hello", truncate=3)
+    assert "a prompt with images cannot be cut to 3 tokens" in cut.json()["error"]
+    beams = triton(vision, "generate", MARK, IMAGE.partition(",")[2], beam_width=2, max_tokens=4)
+    assert (beams.status_code, "beam search takes text only" in beams.json()["error"]) == (400, True)
+    long = tgi(vision, "/generate", f"![]({IMAGE})" + "hello " * 3000)
+    assert (long.status_code, "must be <= 2048. Given: 3" in long.json()["error"]) == (422, True)

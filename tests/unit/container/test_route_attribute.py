@@ -28,6 +28,8 @@ REACHED = INVOCATIONS | {
     *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses"),
     *("/v1/messages", "/v1/messages/count_tokens", "/openai/v1/chat/completions", "/openai/v1/chat/completions/batch"),
     *("/openai/v1/completions", "/openai/v1/responses", "/openai/v1/messages", "/openai/v1/messages/count_tokens"),
+    *("/v1/audio/transcriptions", "/v1/audio/translations"),
+    *("/openai/v1/audio/transcriptions", "/openai/v1/audio/translations"),
     *("/generate", "/generate_stream", "/", "/tokenize", "/detokenize", "/chat_tokenize"),
     *("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream", "/v2/models/{model}/infer"),
     "/v2/models/{model}/versions/{version:int}/infer",

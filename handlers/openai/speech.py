@@ -1,0 +1,26 @@
+"""Sounds that OpenAI's clients send to be written down or translated: forms with a file, for vLLM's front end."""
+
+from __future__ import annotations
+
+from engines.errors import InvalidParameter, InvalidRequest
+from handlers.contract import Call, adapter_header
+
+SPEECH = ("/v1/audio/transcriptions", "/v1/audio/translations")
+_MIB = 1 << 20
+_FIELDS_MIB = 1  # For the fields of a form beside the file.
+
+
+def check_form(call: Call, most_mib: int) -> None:
+    """Check a form before vLLM reads it on the event loop.
+
+    Args:
+        call: The call.
+        most_mib: The size of the largest file.
+
+    Raises:
+        InvalidRequest: The form is too large, or an adapter is named outside of it.
+    """
+    if len(call.body) > (most_mib + _FIELDS_MIB) * _MIB:
+        raise InvalidParameter("file", f"may have {most_mib} MiB (VLLM_MAX_AUDIO_CLIP_FILESIZE_MB)")
+    if adapter_header(call):
+        raise InvalidRequest("this route takes an adapter in the form's field `model` only")

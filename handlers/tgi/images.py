@@ -1,0 +1,34 @@
+"""Images in TGI's prompts: Markdown without a text, `![](URL)`. Source: TGI's router, `src/validation.rs`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from engines.errors import UnusableImage
+
+_IMAGE = re.compile(r"!\[\]\(([^)]*)\)")
+_SCHEMES = ("http://", "https://", "data:")
+_SHOWN = 100  # Characters of a wrong URL that a message repeats.
+
+
+def with_marks(inputs: str, mark: Callable[[int], str]) -> tuple[str, tuple[str, ...]]:
+    """Return a prompt with the model's mark in place of each image, and the URLs of the images.
+
+    Args:
+        inputs: The prompt with Markdown.
+        mark: Returns the mark of an image, by its number from 1.
+
+    Raises:
+        UnusableImage: An image has another URL than http, https or data.
+    """
+    urls: list[str] = []
+
+    def marked(found: re.Match[str]) -> str:
+        url = found[1]
+        if not url.startswith(_SCHEMES):
+            raise UnusableImage("content", f"expected ![](URL) with http, https or data, got {found[0][:_SHOWN]}")
+        urls.append(url)
+        return mark(len(urls))
+
+    return _IMAGE.sub(marked, inputs), tuple(urls)
