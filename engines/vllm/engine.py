@@ -86,6 +86,8 @@ class VllmEngine:
         internals.keep_eos_token_id(llm)
         self.tasks = await llm.get_supported_tasks()
         self.pooling = model_of(llm.model_config, self.tasks, self.frontend_arguments)
+        media = llm.renderer.mm_processor  # None if the model, or its limits, allow texts only.
+        self.takes_images = media is not None and media.info.allowed_mm_limits.get("image", 0) > 0
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
         self.texts = ModelTexts(own_tokenizer(llm.model_config))
         self._apart = TokensApart(self.texts.tokenizer)
