@@ -38,6 +38,7 @@ from engines.statistics import Distribution
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import Call, Reply
 from handlers.djl_errors import JSON, front_end_reply
+from handlers.openai.handler import OpenAIHandler
 
 _INFERENCE = ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
 # The contracts' own health routes. Like `/ping`, they need no API key if they are asked with GET.
@@ -243,20 +244,46 @@ def _refuse_other_methods(
 
 
 class _Description:
-    """The API description. vLLM's own routes are added once a model is loaded, which takes a second."""
+    """The API description. vLLM's own routes are added once a model is loaded, which takes a second.
+
+    vLLM has routes for each kind of model. If the server has models of several kinds, it has the routes of all.
+    """
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._document, self._complete = b"", False
+        self._document = b""
+        self._of_kinds: dict[str, dict[str, Any]] = {}  # vLLM's documents, by the kind of the model.
 
     def __call__(self) -> Response:
-        openai = next((s.openai for m in self._models if (s := m.lifecycle.service) and s.openai), None)
-        if not self._document or (openai is not None and not self._complete):
+        new = self._new_kinds()
+        if new or not self._document:
+            self._of_kinds |= {kind: openai.openapi() for kind, openai in new.items()}
             model = self._models.startup().lifecycle.model if self._models.single else _ANY_MODEL
-            content = openapi_document(model, openai.openapi() if openai is not None else None)
+            content = openapi_document(model, _union(list(self._of_kinds.values())))
             self._document = msgspec.json.format(msgspec.json.encode(content), indent=2)
-            self._complete = openai is not None
         return Response(self._document, media_type=JSON)
+
+    def _new_kinds(self) -> dict[str, OpenAIHandler]:
+        found = {}
+        for model in self._models:
+            service = model.lifecycle.service
+            if service is None or service.openai is None:
+                continue
+            pooling = service.engine.pooling if service.engine is not None else None
+            kind = "generation" if pooling is None else pooling.kind
+            if kind not in self._of_kinds:
+                found[kind] = service.openai
+        return found
+
+
+def _union(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the paths and the schemas of all documents. A name means the same in each."""
+    paths: dict[str, Any] = {}
+    schemas: dict[str, Any] = {}
+    for document in documents:
+        paths |= document.get("paths", {})
+        schemas |= document.get("components", {}).get("schemas", {})
+    return {"paths": paths, "components": {"schemas": schemas}}
 
 
 def _response(reply: Reply) -> Response:

@@ -245,6 +245,7 @@ class LoadedModel(Protocol):
     max_top_tokens: int  # The most alternatives that a token may carry.
     eos_token_ids: frozenset[int]
     pooling: PoolingModel | None  # None if the model generates text.
+    takes_images: bool  # Messages may have images.
 
     @property
     def texts(self) -> ModelTexts: ...

@@ -15,6 +15,7 @@ from container.models.registry import Model
 from container.settings.report import report_object
 from container.settings.settings import ServerReport
 from container.settings.values import masked
+from engines.loaded_model import LoadedModel
 from engines.model_settings import ModelSettings
 from handlers.djl_errors import JSON
 
@@ -61,6 +62,8 @@ def _model(model: Model, management: bool) -> dict[str, Any]:
         "tgi_compat": settings.tgi_compat,
         "context": loaded.max_model_len if loaded is not None else None,
         "chat": loaded is not None and loaded.texts.has_chat_template,
+        "images": loaded is not None and loaded.takes_images,
+        **_kind(loaded),
         "startup": model.lifecycle.startup_times.seconds,
         "adapters": [
             {"name": adapter.name, "src": masked("src", adapter.src) if management else None, "pinned": adapter.pin}
@@ -68,6 +71,16 @@ def _model(model: Model, management: bool) -> dict[str, Any]:
         ],
         "settings": report_object(model.lifecycle.settings) if management else None,
     }
+
+
+def _kind(loaded: LoadedModel | None) -> dict[str, Any]:
+    """Return the kind of the model, None if none is loaded, and the names of a classifier's classes."""
+    if loaded is None:
+        return {"kind": None, "labels": {}}
+    if loaded.pooling is None:
+        return {"kind": "generation", "labels": {}}
+    kind = loaded.pooling.kind
+    return {"kind": kind, "labels": loaded.pooling.labels if kind == "classifier" else {}}
 
 
 def _contract(settings: ModelSettings) -> str:

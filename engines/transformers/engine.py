@@ -147,6 +147,7 @@ class BatchEngine:
         self.max_sequences = settings.batch_size
         self.max_top_tokens = MAX_TOP_TOKENS
         self.pooling: PoolingModel | None = None  # This engine generates text only.
+        self.takes_images = False
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()

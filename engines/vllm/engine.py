@@ -89,6 +89,8 @@ class VllmEngine:
         self.tasks = await llm.get_supported_tasks()
         self.pooling = model_of(llm.model_config, self.tasks, self.frontend_arguments)
         self._answers_prompts = "generate" in self.tasks or self.pooling is not None
+        media = llm.renderer.mm_processor  # None if the model, or its limits, allow texts only.
+        self.takes_images = media is not None and media.info.allowed_mm_limits.get("image", 0) > 0
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
         self.texts = ModelTexts(own_tokenizer(llm.model_config), image_mark(llm))
         self._apart = TokensApart(self.texts.tokenizer)

@@ -97,6 +97,12 @@ class Page:
         """Click an element."""
         self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
 
+    def choose_file(self, selector: str, path: Path) -> None:
+        """Choose a file in a control for files."""
+        root = self.call("DOM.getDocument")["root"]["nodeId"]
+        node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        self.call("DOM.setFileInputFiles", files=[str(path)], nodeId=node)
+
     def press(self, key: str, *, control: bool = False, shift: bool = False) -> None:
         """Press a key. The focused element gets it."""
         modifiers = _CONTROL * control + _SHIFT * shift

@@ -34,6 +34,7 @@ class ScriptedEngine:
     max_model_len = 100
     max_top_tokens = 20
     pooling = None
+    takes_images = False
     eos_token_ids = frozenset({0})
     tokenizer = None
     adapters = None

@@ -1,11 +1,15 @@
 // The same request as curl, and as Python for the client that its contract is called with. The Python prints the text.
 
+const MOST_ARGUMENT = 100_000; // bytes; Linux takes no longer argument than 128 KiB
+
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 
 export function curl({ url, headers, body, format }) {
 	const lines = Object.entries(headers).map(([name, value]) => `-H ${quoted(`${name}: ${value}`)}`);
 	const quiet = format.stream ? "curl -sSN" : "curl -sS";
-	return [`${quiet} ${quoted(url)}`, ...lines, `--data-raw ${quoted(body)}`].join(" \\\n  ");
+	const long = new TextEncoder().encode(body).length > MOST_ARGUMENT;
+	const data = long ? `--data-binary @- <<'BODY'\n${body}\nBODY` : `--data-raw ${quoted(body)}`;
+	return [`${quiet} ${quoted(url)}`, ...lines, data].join(" \\\n  ");
 }
 
 // A JSON value as Python writes it. JSON's strings are Python's as well.
@@ -33,7 +37,7 @@ const named = (values, indent = "    ") =>
 export function python(request) {
 	const body = documentOf(request);
 	if (body === undefined) return plainPython(request);
-	const writers = { openai: openaiPython, tgi: hubPython, sagemaker: boto3Python };
+	const writers = { openai: openaiPython, embeddings: embeddingsPython, tgi: hubPython, sagemaker: boto3Python };
 	return (writers[request.contract.id] ?? requestsPython)(request, body) ?? requestsPython(request, body);
 }
 
@@ -65,6 +69,8 @@ function textOf({ contract, chat, format, model }) {
 	const first = model?.tgi_compat && !format.stream ? "[0]" : "";
 	if (chat && format.stream) return `(record["choices"][0]["delta"].get("content") or "") if record["choices"] else ""`;
 	if (chat) return `record["choices"][0]["message"]["content"]`;
+	if (contract.id === "rerank") return `record["results"]`;
+	if (contract.id === "classify") return `record["data"]`;
 	if (contract.id === "triton") return `record["text_output"]`;
 	if (contract.id === "happy_vllm") return `record["responses"][0]`;
 	if (contract.id === "openai")
@@ -115,26 +121,41 @@ const OPENAI_ARGUMENTS = new Set(
 	).split(" "),
 );
 
-function openaiPython({ url, headers, chat, format }, body) {
-	const known = {};
+const EMBEDDING_ARGUMENTS = new Set(["input", "model", "dimensions", "encoding_format", "user"]);
+
+// A call of OpenAI's client. It has the fields that it has no argument for as `extra_body`.
+function openaiCall({ url, headers }, body, { path, method, known, print }) {
+	const given = {};
 	const more = {};
-	for (const [name, value] of Object.entries(body)) (OPENAI_ARGUMENTS.has(name) ? known : more)[name] = value;
-	const method = chat ? "chat.completions" : "completions";
-	const base = url.slice(0, url.indexOf(chat ? "/chat/completions" : "/completions"));
+	for (const [name, value] of Object.entries(body)) (known.has(name) ? given : more)[name] = value;
+	const base = url.slice(0, url.indexOf(path));
 	const extra = Object.keys(more).length ? named({ extra_body: more }) : "";
+	return `from openai import OpenAI
+
+client = OpenAI(base_url=${literal(base)}, api_key="${headers.authorization ? "KEY" : "none"}")
+answer = client.${method}.create(
+${named(given)}${extra})
+${print}
+`;
+}
+
+function openaiPython(request, body) {
+	const { chat, format } = request;
 	const text = chat ? (format.stream ? 'delta.content or ""' : "message.content") : "text";
 	const print = format.stream
 		? `for chunk in answer:
     if chunk.choices:
         print(chunk.choices[0].${text}, end="", flush=True)`
 		: `print(answer.choices[0].${text}, end="")`;
-	return `from openai import OpenAI
+	const path = chat ? "/chat/completions" : "/completions";
+	const method = chat ? "chat.completions" : "completions";
+	return openaiCall(request, body, { path, method, known: OPENAI_ARGUMENTS, print });
+}
 
-client = OpenAI(base_url=${literal(base)}, api_key="${headers.authorization ? "KEY" : "none"}")
-answer = client.${method}.create(
-${named(known)}${extra})
-${print}
-`;
+function embeddingsPython(request, body) {
+	const print = `for item in answer.data:
+    print(len(item.embedding), item.embedding[:8])`;
+	return openaiCall(request, body, { path: "/embeddings", method: "embeddings", known: EMBEDDING_ARGUMENTS, print });
 }
 
 const HUB_ARGUMENTS = new Set(

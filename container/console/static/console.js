@@ -1,11 +1,11 @@
 // The page: one prompt, one or two requests, their results, and the server's state.
 
-import { $, h } from "./dom.js";
+import { $, $$, bytesText, h } from "./dom.js";
 import { Exchange } from "./exchange.js";
 import { RequestForm } from "./form.js";
 import { call, useKey } from "./key.js";
 import { Result } from "./result.js";
-import { PROMPT_FIELDS, resolver } from "./contracts.js";
+import { kindOf, resolver } from "./contracts.js";
 import { showDifferences } from "./differences.js";
 import { ServerView, Watch, statusLine } from "./server.js";
 
@@ -20,16 +20,57 @@ const page = {
 	running: [],
 };
 
-const chosenMode = () => $("[name=mode]:checked").value;
+// The prompt, which is for the first request's model
 
-// The prompt
+const images = new WeakMap(); // those of a message, as data URLs
+
+const chosenModel = () => page.state.models[page.forms[0]?.modelPlace ?? 0];
+const kind = () => kindOf(chosenModel());
+const isRanker = () => ["reranker", "late interaction"].includes(kind());
+const isChat = () => kind() === "generation" && $("[name=mode]:checked").value === "chat";
 
 function numberMessages() {
 	[...$("#messages").children].forEach((item, place) => {
 		$("select", item).ariaLabel = `Role of message ${place + 1}`;
 		$("textarea", item).ariaLabel = `Message ${place + 1}`;
-		$("button", item).ariaLabel = `Remove message ${place + 1}`;
+		$(".add-image", item).ariaLabel = `Add an image to message ${place + 1}`;
+		$("[type=file]", item).ariaLabel = `Image of message ${place + 1}`;
+		$(".remove", item).ariaLabel = `Remove message ${place + 1}`;
 	});
+}
+
+function dataUrl(file) {
+	return new Promise((done, failed) => {
+		const reader = new FileReader();
+		reader.onload = () => done(reader.result);
+		reader.onerror = () => failed(reader.error);
+		reader.readAsDataURL(file);
+	});
+}
+
+async function addImage(item, file) {
+	let url;
+	try {
+		url = await dataUrl(file);
+	} catch {
+		return markPrompt(`${file.name} cannot be read.`);
+	}
+	const image = { url };
+	const remove = h("button", { type: "button", "aria-label": `Remove ${file.name}` }, "Remove");
+	const name = h("span", { class: "hint" }, `${file.name}, ${bytesText(file.size)}`);
+	const line = h("p", { class: "row start image" }, name, remove);
+	remove.addEventListener("click", () => {
+		images.set(
+			item,
+			images.get(item).filter((one) => one !== image),
+		);
+		line.remove();
+		$(".add-image", item).focus();
+		changed();
+	});
+	images.get(item).push(image);
+	item.append(line);
+	changed();
 }
 
 function addMessage(role, content) {
@@ -37,8 +78,16 @@ function addMessage(role, content) {
 	select.value = role;
 	const text = h("textarea", { rows: "2", spellcheck: "false" });
 	text.value = content;
-	const remove = h("button", { type: "button" }, "Remove");
-	const item = h("li", {}, h("div", { class: "row" }, select, remove), text);
+	const file = h("input", { type: "file", accept: "image/*", hidden: true });
+	const add = h("button", { type: "button", class: "add-image" }, "Add an image");
+	const remove = h("button", { type: "button", class: "remove" }, "Remove");
+	const item = h("li", {}, h("div", { class: "row" }, select, add, file, remove), text);
+	images.set(item, []);
+	add.addEventListener("click", () => file.click());
+	file.addEventListener("change", async () => {
+		if (file.files.length) await addImage(item, file.files[0]);
+		file.value = ""; // so that the same file may be chosen again
+	});
 	remove.addEventListener("click", () => {
 		const next = item.nextElementSibling ?? item.previousElementSibling;
 		item.remove();
@@ -52,14 +101,29 @@ function addMessage(role, content) {
 	return text;
 }
 
+// The content of a message: a text, or parts if it has images.
+function contentOf(item) {
+	const text = $("textarea", item).value;
+	const shown = chosenModel()?.images ? images.get(item) : [];
+	if (!shown.length) return text;
+	return [...shown.map(({ url }) => ({ type: "image_url", image_url: { url } })), { type: "text", text }];
+}
+
 function input() {
-	if (chosenMode() === "text") return { prompt: $("#prompt").value };
+	const text = $("#prompt").value;
+	if (isRanker())
+		return { query: text, documents: $("#documents").value.split("\n").filter((line) => line.trim()) };
+	if (kind() !== "generation") {
+		const second = kind() === "embedding" ? $("#second").value : "";
+		return { texts: second ? [text, second] : [text] };
+	}
+	if (!isChat()) return { prompt: text };
 	const items = [...$("#messages").children];
-	return { messages: items.map((item) => ({ role: $("select", item).value, content: $("textarea", item).value })) };
+	return { messages: items.map((item) => ({ role: $("select", item).value, content: contentOf(item) })) };
 }
 
 function context() {
-	return { ...page, base, input, chat: chosenMode() === "chat" };
+	return { ...page, base, input, kind: kind(), chat: isChat() };
 }
 
 function changed() {
@@ -70,19 +134,30 @@ function changed() {
 	});
 }
 
-function setMode() {
-	const chat = chosenMode() === "chat";
+// Shows the fields of the prompt for the model.
+function showPrompt() {
+	const chat = isChat();
+	const title = kind() === "generation" ? "Prompt" : isRanker() ? "Query" : "Text";
+	$("#prompt-title").textContent = $("#prompt-label").textContent = title;
+	$("#modes").hidden = kind() !== "generation";
 	$("#text-prompt").hidden = chat;
 	$("#chat-prompt").hidden = !chat;
+	$("#second-prompt").hidden = kind() !== "embedding";
+	$("#documents-prompt").hidden = !isRanker();
+	$("#messages").classList.toggle("images", Boolean(chosenModel()?.images));
+}
+
+function setMode() {
+	showPrompt();
 	unmarkPrompt();
 	for (const form of page.forms) form.refresh();
 }
 
-function markPrompt(message) {
+function markPrompt(message, name) {
 	const problem = $("#prompt-problem");
 	problem.textContent = message;
 	problem.hidden = false;
-	const field = chosenMode() === "chat" ? $("#messages textarea") : $("#prompt");
+	const field = isChat() ? $("#messages textarea") : $(name === "documents" ? "#documents" : "#prompt");
 	field?.setAttribute("aria-invalid", "true");
 	field?.setAttribute("aria-errormessage", problem.id);
 }
@@ -97,7 +172,7 @@ function unmarkPrompt() {
 function addForm() {
 	const second = page.forms.length > 0;
 	const place = page.forms.length;
-	const form = new RequestForm("Request", context, () => page.results[place]?.prepare(form.request()));
+	const form = new RequestForm("Request", context, () => formChanged(form, place));
 	const result = new Result("");
 	page.forms.push(form);
 	page.results.push(result);
@@ -105,6 +180,15 @@ function addForm() {
 	$("#results").append(result.element);
 	if (second) form.copyFrom(page.forms[0]);
 	else form.refresh();
+}
+
+function formChanged(form, place) {
+	page.results[place]?.prepare(form.request());
+	if (place > 0) return;
+	const before = page.kind;
+	page.kind = kind();
+	showPrompt();
+	if (before !== page.kind) for (const other of page.forms.slice(1)) other.refresh();
 }
 
 function setCompare() {
@@ -173,16 +257,22 @@ async function send() {
 	announce(
 		last.state === "failed"
 			? `Failed: ${last.answer.error || last.failure}`
-			: `${last.state}: ${last.figures().tokens ?? 0} tokens`,
+			: `${last.state}: ${summary(last, requests.at(-1))}`,
 	);
 	watch.look();
+}
+
+// The result of an exchange, for those who hear the page.
+function summary(exchange, request) {
+	const { numbers } = exchange.answer;
+	return numbers ? request.contract.said(numbers, request) : `${exchange.figures().tokens ?? 0} tokens`;
 }
 
 function showProblem(place) {
 	const name = page.results[place].guilty;
 	if (!name) return;
 	const message = page.running[place].answer.error;
-	if (!page.forms[place].mark(name, message) && PROMPT_FIELDS.includes(name)) markPrompt(message);
+	if (!page.forms[place].mark(name, message)) markPrompt(message, name);
 }
 
 function stop() {
@@ -202,7 +292,7 @@ let described = "";
 
 async function describe() {
 	const key = JSON.stringify(
-		page.state.models.map((model) => [model.name, model.version, model.context != null, model.adapters.length]),
+		page.state.models.map((model) => [model.name, model.version, model.kind, model.adapters.length]),
 	);
 	if (key === described) return;
 	const reply = await call(new URL("openapi.json", base), {});
@@ -278,7 +368,7 @@ $("#key").addEventListener("submit", (event) => {
 });
 $("#stop").addEventListener("click", stop);
 $("#compare").addEventListener("change", setCompare);
-$("#prompt").addEventListener("input", changed);
+for (const field of ["#prompt", "#second", "#documents"]) $(field).addEventListener("input", changed);
 $("#add-message").addEventListener("click", () => {
 	const roles = [...$("#messages").children].map((item) => $("select", item).value);
 	addMessage(roles.at(-1) === "user" ? "assistant" : "user", "").focus();

@@ -3,6 +3,8 @@
 // `read(record, answer)` takes one record of an answer, or all of it, and calls `answer.token(text, logprob, tops)` for
 // each token, `answer.finish(reason)`, `answer.count(tokens)` and `answer.fail(message)`.
 
+import { NUMBERS } from "./numbers.js";
+
 const own = new Set([
 	"inputs",
 	"messages",
@@ -12,6 +14,7 @@ const own = new Set([
 	"streaming",
 	"parameters",
 	"prompt_embeds",
+	...NUMBERS.flatMap((contract) => contract.prompt),
 ]);
 
 // The fields of a schema: { name, place, schema }; `place` is "parameters" for those below it, else "".
@@ -273,11 +276,16 @@ export const CONTRACTS = [
 			})),
 		headers: (_, { model, single }) => (single ? {} : { "X-Amzn-SageMaker-Target-Model": model.name }),
 	},
+	...NUMBERS,
 ];
 
-// The contracts that a server has, as `/openapi.json` and its state say.
-export function served(document, state) {
+// What a model makes. One that has not been loaded yet counts as one of text.
+export const kindOf = (model) => model?.kind ?? "generation";
+
+// The contracts that a server has for a model, as `/openapi.json` and its state say.
+export function served(document, state, model) {
 	return CONTRACTS.filter((contract) => {
+		if (!(contract.kinds ?? ["generation"]).includes(kindOf(model))) return false;
 		if (contract.id === "sagemaker") return state.endpoints.length > 0;
 		return requestSchemas(contract, document, false) != null || requestSchemas(contract, document, true) != null;
 	});

@@ -110,15 +110,20 @@ export function showDifferences(element, results, prompt) {
 			),
 		),
 	);
+	const ofNumbers = a.answer.numbers || b.answer.numbers;
 	const texts = [a, b].map(({ answer }) =>
-		prompt && answer.text.startsWith(prompt) ? answer.text.slice(prompt.length) : answer.text,
+		ofNumbers ? JSON.stringify(answer.numbers) : prompt && answer.text.startsWith(prompt) ? answer.text.slice(prompt.length) : answer.text,
 	);
 	const equal = texts[0] === texts[1];
 	const characters = [...texts[0]].length;
 	let same = 0;
 	while (same < texts[0].length && texts[0][same] === texts[1][same]) same += 1;
-	const said = equal ? `The texts are equal: ${characters} characters.` : `The texts part after ${same} characters.`;
-	const parts = equal
+	const saidOfTexts = equal
+		? `The texts are equal: ${characters} characters.`
+		: `The texts part after ${same} characters.`;
+	const saidOfNumbers = equal ? "The numbers are equal." : "The numbers differ.";
+	const said = ofNumbers ? saidOfNumbers : saidOfTexts;
+	const parts = equal || ofNumbers
 		? []
 		: [h("p", { class: "difference" }, ...differences(...texts).map(([kind, text]) => h(tags[kind], {}, text)))];
 	element.replaceChildren(

@@ -23,6 +23,26 @@ export function setOptions(select, options, chosen) {
 	select.value = options.some(([value]) => value === chosen) ? chosen : options[0]?.[0];
 }
 
+// A table in a region that scrolls. The first cell of each row is its head.
+export function table(head, rows, attributes = {}) {
+	const cells = (row) => row.map((value, place) => (place ? h("td", {}, value) : h("th", { scope: "row" }, value)));
+	return h(
+		"div",
+		{ class: "scroll", tabindex: "0", role: "region", ...attributes },
+		h(
+			"table",
+			{},
+			h("thead", {}, h("tr", {}, ...head.map((text) => h("th", { scope: "col" }, text)))),
+			h("tbody", {}, ...rows.map((row) => h("tr", {}, ...cells(row)))),
+		),
+	);
+}
+
+// A text without the most of its long data URLs: a browser would need seconds to lay them out.
+export function shortened(text) {
+	return text.replace(/(;base64,[\w+/]{60})[\w+/=]{4000,}/g, (all, start) => `${start}… (${bytesText(all.length)})`);
+}
+
 export function milliseconds(value) {
 	if (value == null || Number.isNaN(value)) return "–";
 	if (value >= 10000) return `${(value / 1000).toFixed(1)} s`;
@@ -47,6 +67,7 @@ export async function copy(text, element) {
 		await navigator.clipboard.writeText(text);
 		return true;
 	} catch {
+		element.textContent = text;
 		getSelection().selectAllChildren(element);
 		return document.execCommand("copy");
 	}

@@ -13,6 +13,8 @@ export class Answer {
 		this.tokens = []; // { text, logprob, tops, at, aside }
 		this.reason = "";
 		this.counted = null;
+		this.numbers = null; // of a model that makes no text: vectors, ranks or classes
+		this.prompt = null; // tokens
 		this.error = "";
 		this.now = 0;
 	}
@@ -227,6 +229,7 @@ export class Exchange {
 			firstByte: this.firstByte,
 			firstToken: this.answer.streamed ? (times[0] ?? null) : null,
 			tokens: tokens || null,
+			prompt: this.answer.prompt,
 			rate: seconds > 0 && tokens > 1 ? (streamed ? times.length - 1 : tokens) / seconds : null,
 			median: this.answer.streamed ? at(0.5) : null,
 			slow: this.answer.streamed ? at(0.99) : null,

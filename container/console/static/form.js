@@ -1,7 +1,7 @@
 // The form of one request: its contract, its format, and the parameters that this contract knows.
 
 import { $, $$, fromTemplate, h, setOptions } from "./dom.js";
-import { CONTRACTS, PROMPT_FIELDS, served, shape } from "./contracts.js";
+import { CONTRACTS, PROMPT_FIELDS, kindOf, served, shape } from "./contracts.js";
 import { keyHeader } from "./key.js";
 
 // Names of one meaning, so that a value stays when the contract changes.
@@ -66,7 +66,7 @@ export function valueOf(text, schema) {
 }
 
 export class RequestForm {
-	// `context()` has the document, the state and whether it is a chat.
+	// `context()` has the document, the state, the kind of the prompt, and whether it is a chat.
 	constructor(title, context, onchange) {
 		this.context = context;
 		this.onchange = onchange;
@@ -118,26 +118,29 @@ export class RequestForm {
 		return CONTRACTS.find((one) => one.id === this.contract.value);
 	}
 
+	get modelPlace() {
+		return Number(this.model.value) || 0;
+	}
+
 	get chosenModel() {
-		const { models } = this.context().state;
-		return models[Number(this.model.value) || 0];
+		return this.context().state.models[this.modelPlace];
 	}
 
 	// Builds what depends on the server and on the contract anew; values stay.
 	refresh() {
-		const { document: description, state, chat } = this.context();
-		const contracts = served(description, state);
-		setOptions(
-			this.contract,
-			contracts.map((one) => [one.id, one.name]),
-			this.contract.value,
-		);
+		const { document: description, state } = this.context();
 		const several = state.models.length > 1;
 		this.model.closest("label").hidden = !several;
 		setOptions(
 			this.model,
 			state.models.map((model, place) => [String(place), [model.name, model.version].filter(Boolean).join(":")]),
 			this.model.value,
+		);
+		const { chat, kind } = this.context();
+		setOptions(
+			this.contract,
+			served(description, state, this.chosenModel).map((one) => [one.id, one.name]),
+			this.contract.value,
 		);
 		const contract = this.chosen;
 		this.endpoint.closest("label").hidden = contract?.id !== "sagemaker";
@@ -147,10 +150,13 @@ export class RequestForm {
 			this.endpoint.value,
 		);
 		const setting = { chat, model: this.chosenModel };
-		this.shape = contract ? shape(contract, description, setting) : null;
+		const own = kindOf(this.chosenModel);
+		this.shape = contract && own === kind ? shape(contract, description, setting) : null;
 		const hint = $(".contract-hint", this.element);
 		const nameless = !state.single && ["tgi", "happy_vllm"].includes(contract?.id);
 		if (!state.models.length) hint.textContent = "The server has no model yet.";
+		else if (own !== kind) hint.textContent = `The prompt is for a model of the kind ${kind}: choose one.`;
+		else if (!contract && own !== "generation") hint.textContent = `The console has no request for a ${own}.`;
 		else if (!this.shape) hint.textContent = contract?.noChat ?? "";
 		else
 			hint.textContent = nameless
@@ -316,7 +322,7 @@ export class RequestForm {
 			written: this.written != null,
 			read: contract.read,
 			title: `${contract.name}, ${format.name}`,
-			names: [...new Set([...this.shape.fields.map((field) => field.name), ...PROMPT_FIELDS])],
+			names: [...new Set([...this.shape.fields.map((field) => field.name), ...(contract.prompt ?? PROMPT_FIELDS)])],
 		};
 	}
 

@@ -1,6 +1,6 @@
 // What is shown of one exchange: text, figures, bytes, and the same request as code.
 
-import { $, bytesText, copy, fromTemplate, h, milliseconds, rate } from "./dom.js";
+import { $, bytesText, copy, fromTemplate, h, milliseconds, rate, shortened } from "./dom.js";
 import { curl, python } from "./code.js";
 import { guilty } from "./contracts.js";
 
@@ -43,7 +43,7 @@ export class Result {
 		});
 		const button = part(".copy");
 		button.addEventListener("click", async () => {
-			const done = await copy(this.parts.code.textContent, this.parts.code);
+			const done = await copy(this.copied, this.parts.code);
 			button.textContent = done ? "Copied" : "Selected: press Ctrl+C";
 			setTimeout(() => (button.textContent = "Copy"), 2000);
 		});
@@ -76,6 +76,7 @@ export class Result {
 		this.decoder = new TextDecoder();
 		this.parts.title.textContent = `${this.label}${request.title}`;
 		this.parts.text.replaceChildren();
+		this.parts.text.ariaLabel = request.contract.label ?? "Generated text";
 		this.parts.reply.replaceChildren();
 		this.parts.error.hidden = true;
 		this.parts.legend.hidden = true;
@@ -100,7 +101,7 @@ export class Result {
 			const figures = exchange.figures();
 			const { reason } = exchange.answer;
 			const details = ended && exchange.answer.tokens.length && this.sent.names.includes("details");
-			drawFigures(parts.figures, figures, reason || (details ? "– (ask for details)" : "–"));
+			drawFigures(parts.figures, figures, this.sent.contract, reason || (details ? "– (ask for details)" : "–"));
 			drawGaps(parts.gaps, figures);
 		}
 		if (ended) this.#problem();
@@ -114,8 +115,17 @@ export class Result {
 	}
 
 	#text(ended) {
-		const { tokens } = this.exchange.answer;
+		const { numbers, tokens } = this.exchange.answer;
 		const { text, legend } = this.parts;
+		if (numbers) {
+			const { contract } = this.sent;
+			if (ended)
+				text.replaceChildren(
+					h("p", { class: "verdict" }, contract.said(numbers, this.sent)),
+					contract.draw(numbers, this.sent),
+				);
+			return;
+		}
 		const atEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
 		let plain = "";
 		const fragment = document.createDocumentFragment();
@@ -143,7 +153,11 @@ export class Result {
 				h(
 					"span",
 					{ class: "hint" },
-					this.exchange.size ? "No text that this contract has: see the reply." : "The reply is empty.",
+					!this.exchange.size
+						? "The reply is empty."
+						: this.sent.contract.draw
+							? "No numbers that the console reads: see the reply."
+							: "No text that this contract has: see the reply.",
 				),
 			);
 		}
@@ -159,7 +173,7 @@ export class Result {
 		}
 		const headers = Object.entries(request.headers).map(([name, value]) => `${name}: ${value}`);
 		const head = h("span", { class: "head" }, `POST ${new URL(request.url).pathname}\n${headers.join("\n")}\n\n`);
-		pre.replaceChildren(head, request.body);
+		pre.replaceChildren(head, shortened(request.body));
 		requestSize.textContent = bytesText(new TextEncoder().encode(request.body).length);
 	}
 
@@ -217,7 +231,8 @@ export class Result {
 		const request = this.exchange?.running ? this.sent : this.request;
 		const changed = this.exchange && request && (request.body !== this.sent.body || request.url !== this.sent.url);
 		this.parts.codeHint.textContent = changed ? "with what was changed since" : "";
-		code.textContent = request ? (this.language === "curl" ? curl(request) : python(request)) : "";
+		this.copied = request ? (this.language === "curl" ? curl(request) : python(request)) : "";
+		code.textContent = shortened(this.copied);
 	}
 
 	#problem() {
@@ -256,16 +271,19 @@ function percent(share) {
 	return `${(share * 100).toFixed(share < 0.1 ? 2 : 1)} %`;
 }
 
-function drawFigures(list, figures, reason) {
-	const rows = [
-		["First byte", milliseconds(figures.firstByte)],
+function drawFigures(list, figures, contract, reason) {
+	const ofText = [
 		["First token", milliseconds(figures.firstToken)],
 		["Tokens", figures.tokens ?? "–"],
 		["Tokens/s", rate(figures.rate)],
 		["Gap, median", milliseconds(figures.median)],
 		["Gap, p99", milliseconds(figures.slow)],
+	];
+	const rows = [
+		["First byte", milliseconds(figures.firstByte)],
+		...(contract.draw ? [["Prompt tokens", figures.prompt ?? "–"]] : ofText),
 		["Total", milliseconds(figures.total)],
-		["Finish reason", reason],
+		...(contract.draw ? [] : [["Finish reason", reason]]),
 	];
 	list.replaceChildren(...rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value)))));
 }

@@ -1,6 +1,6 @@
 // The server: its state, its load over the last minutes, its adapters and its settings.
 
-import { $, fromTemplate, h, rate } from "./dom.js";
+import { $, fromTemplate, h, rate, table } from "./dom.js";
 import { call } from "./key.js";
 
 const SAMPLE_SECONDS = 2;
@@ -119,20 +119,6 @@ const describe = (rows) =>
 	);
 const card = (title, ...content) => h("section", { class: "card" }, h("h2", {}, title), ...content);
 
-function table(head, rows, attributes = {}) {
-	const cells = (row) => row.map((value, place) => (place ? h("td", {}, value) : h("th", { scope: "row" }, value)));
-	return h(
-		"div",
-		{ class: "scroll", tabindex: "0", role: "region", ...attributes },
-		h(
-			"table",
-			{},
-			h("thead", {}, h("tr", {}, ...head.map((text) => h("th", { scope: "col" }, text)))),
-			h("tbody", {}, ...rows.map((row) => h("tr", {}, ...cells(row)))),
-		),
-	);
-}
-
 export class ServerView {
 	constructor(element) {
 		this.element = element;
@@ -206,7 +192,9 @@ function modelCard(model, state) {
 			["/invocations", `LMI ${model.contract}${model.tgi_compat ? ", TGI-compatible" : ""}`],
 			["OpenAI's name", model.names.join(", ")],
 			["Context", model.context == null ? "–" : `${model.context} tokens`],
+			["Kind", words(model.kind)],
 			["Chat template", model.chat ? "yes" : "no"],
+			["Images", model.images ? "yes" : "no"],
 			["Start", startup.join(", ") || "–"],
 			["Slipway", state.version],
 		]),

@@ -6,6 +6,7 @@ import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,7 +23,9 @@ from container.settings import server as server_module
 from container.settings.load import load_startup
 from container.settings.settings import Settings
 from engines.adapters import Adapter
+from engines.pooling import PoolingModel
 from tests.settings import load_settings
+from tests.stand_ins.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.asyncio
 
@@ -34,7 +37,7 @@ SECRETS = {
 }
 FILES = sorted(DIRECTORY.iterdir())
 TEXTS = {path.name: path.read_text() for path in FILES}
-MAX_WEIGHT = 101_000
+MAX_WEIGHT = 115_000
 """Bytes of all files together."""
 
 
@@ -224,6 +227,39 @@ async def test_adapters_are_shown_without_credentials(model_dir: Path, monkeypat
     apart = console(model_dir, SERVING_MANAGEMENT_ADDRESS="http://127.0.0.1:9999")
     (model,) = (await apart.get("/console/state")).json()["models"]
     assert model["adapters"] == [{"name": "red", "src": None, "pinned": True}]
+
+
+def loaded_as(pooling: PoolingModel | None, *, takes_images: bool = False) -> Any:
+    engine = ScriptedEngine()
+    engine.pooling, engine.takes_images = pooling, takes_images
+    engine.texts = SimpleNamespace(has_chat_template=False)
+    return engine
+
+
+LABELS = {0: "good", 1: "bad"}
+EMBEDDING = PoolingModel(kind="embedding", task="embed", tasks=frozenset({"embed"}), vector_size=8, labels=LABELS)
+CLASSIFIER = PoolingModel(
+    kind="classifier", task="classify", tasks=frozenset({"classify"}), vector_size=0, labels=LABELS
+)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "kind", "images", "labels"),
+    [
+        (None, None, False, {}),
+        (loaded_as(None), "generation", False, {}),
+        (loaded_as(None, takes_images=True), "generation", True, {}),
+        (loaded_as(EMBEDDING), "embedding", False, {}),
+        (loaded_as(CLASSIFIER), "classifier", False, {"0": "good", "1": "bad"}),
+    ],
+)
+async def test_the_kind_of_a_model_is_shown(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, loaded: Any, kind: str | None, images: bool, labels: Any
+) -> None:
+    view = Lifecycle.view
+    monkeypatch.setattr(Lifecycle, "view", lambda lifecycle: replace(view(lifecycle), loaded=loaded))
+    (model,) = (await console(model_dir).get("/console/state")).json()["models"]
+    assert (model["kind"], model["images"], model["labels"]) == (kind, images, labels)
 
 
 async def test_a_server_without_a_model_shows_its_own_settings() -> None:
