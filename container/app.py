@@ -264,7 +264,7 @@ class _Description:
         return Response(self._document, media_type=JSON)
 
     def _new_kinds(self) -> dict[str, OpenAIHandler]:
-        found = {}
+        found: dict[str, OpenAIHandler] = {}
         for model in self._models:
             service = model.lifecycle.service
             if service is None or service.openai is None:
