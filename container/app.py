@@ -270,7 +270,7 @@ class _Description:
             if service is None or service.openai is None:
                 continue
             pooling = service.engine.pooling if service.engine is not None else None
-            kind = "generation" if pooling is None else pooling.kind
+            kind: str = "generation" if pooling is None else pooling.kind
             if kind not in self._of_kinds:
                 found[kind] = service.openai
         return found

@@ -38,9 +38,18 @@ export function table(head, rows, attributes = {}) {
 	);
 }
 
-// A text without the most of its long data URLs: a browser would need seconds to lay them out.
+const DATA = ";base64,";
+const MOST_DATA = 4000; // characters
+
+// A text with only the beginnings of its long data URLs: a browser would need seconds to lay them out.
 export function shortened(text) {
-	return text.replace(/(;base64,[\w+/]{60})[\w+/=]{4000,}/g, (all, start) => `${start}… (${bytesText(all.length)})`);
+	const [head, ...parts] = text.split(DATA);
+	const short = parts.map((part) => {
+		const found = part.search(/[^\w+/=]/);
+		const end = found < 0 ? part.length : found;
+		return end <= MOST_DATA ? part : `${part.slice(0, 60)}… (${bytesText(end)})${part.slice(end)}`;
+	});
+	return [head, ...short].join(DATA);
 }
 
 export function milliseconds(value) {

@@ -87,6 +87,7 @@ export class RequestForm {
 			this.written = this.body.value;
 			this.#changed();
 		});
+		$("details.body", this.element).addEventListener("toggle", () => this.preview());
 		$(".unedit", this.element).addEventListener("click", () => {
 			this.written = null;
 			this.#changed();
@@ -284,10 +285,11 @@ export class RequestForm {
 		this.preview();
 	}
 
-	// Shows the body as it would be sent.
+	// Shows the body as it would be sent, if it is open: one with an image is so long that it holds up the page.
 	preview() {
 		const request = this.request();
-		if (this.written == null && request) this.body.value = pretty(request.document);
+		const open = $("details.body", this.element).open;
+		if (this.written == null && request && open) this.body.value = pretty(request.document);
 	}
 
 	// What would be sent now; null where this contract has no such thing.

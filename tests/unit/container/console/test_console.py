@@ -25,7 +25,6 @@ from container.settings.settings import Settings
 from engines.adapters import Adapter
 from engines.pooling import PoolingModel
 from tests.settings import load_settings
-from tests.stand_ins.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.asyncio
 
@@ -230,10 +229,9 @@ async def test_adapters_are_shown_without_credentials(model_dir: Path, monkeypat
 
 
 def loaded_as(pooling: PoolingModel | None, *, takes_images: bool = False) -> Any:
-    engine = ScriptedEngine()
-    engine.pooling, engine.takes_images = pooling, takes_images
-    engine.texts = SimpleNamespace(has_chat_template=False)
-    return engine
+    return SimpleNamespace(
+        pooling=pooling, takes_images=takes_images, max_model_len=8, texts=SimpleNamespace(has_chat_template=False)
+    )
 
 
 LABELS = {0: "good", 1: "bad"}

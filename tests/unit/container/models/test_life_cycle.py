@@ -36,6 +36,8 @@ class SlowToEnd:
 class DeadEngine:
     """An engine that ends with its first request."""
 
+    pooling = None
+
     async def submit(self, *_: object) -> Any:
         raise EngineDead()
 
