@@ -56,7 +56,7 @@ _VARIABLES = frozenset(
         *("TENSOR_PARALLEL_DEGREE", "PIPELINE_PARALLEL_DEGREE", "PREDICT_TIMEOUT", "MODEL_LOADING_TIMEOUT"),
     }
 )
-_LMI, _TGI, _VLLM, _AWS, _HUB = "LMI", "TGI", "vLLM", "AWS's vLLM image", "Hugging Face"
+_LMI, _TGI, _TEI, _VLLM, _AWS, _HUB = "LMI", "TGI", "TEI", "vLLM", "AWS's vLLM image", "Hugging Face"
 
 
 def _inverted(text: str) -> str:
@@ -107,6 +107,9 @@ ALIASES = (
     Alias("KV_CACHE_DTYPE", "OPTION_KV_CACHE_DTYPE", _TGI, _kv_cache_dtype),
     Alias("CORS_ALLOW_ORIGIN", "SERVING_CORS_ALLOWED_ORIGIN", _TGI),
     Alias("PAYLOAD_LIMIT", "SERVING_MAX_REQUEST_SIZE", _TGI),
+    Alias("AUTO_TRUNCATE", "OPTION_AUTO_TRUNCATE", _TEI),
+    Alias("MAX_CLIENT_BATCH_SIZE", "OPTION_MAX_CLIENT_BATCH_SIZE", _TEI),
+    Alias("POOLING", "OPTION_POOLING", _TEI),
     Alias("API_KEY", API_KEYS, _TGI, _one_key),
     Alias("VLLM_API_KEY", API_KEYS, _VLLM, _one_key),
     Alias("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", _HUB),

@@ -278,7 +278,7 @@ SERVED = (
     TASK,
     Option(
         "option.pooling",
-        choice({"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST", "last": "LAST"}),
+        choice({"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST", "last-token": "LAST"}),
         aliases=("pooling",),
         shows_default=False,
     ),

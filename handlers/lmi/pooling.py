@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
 from engines.errors import InvalidRequest, Overloaded, RequestError, UnknownAdapter
@@ -32,8 +33,6 @@ _FIELDS = frozenset(
     {"inputs", "parameters", "adapters", "stream", "text", "text_pair", "key", "value", "query", "texts"}
 )
 
-Scores = Callable[[Any], Any]  # Makes probabilities of a model's raw numbers.
-
 
 def pooling_contract(settings: ModelSettings, model: PoolingModel) -> Contract:
     """Return the contract of `/invocations` for LMI's bodies."""
@@ -50,38 +49,53 @@ def pooling_contract(settings: ModelSettings, model: PoolingModel) -> Contract:
             return NoContract(model)
 
 
-class _Refusals:
+class Refusals:
     """The errors of DJL's engines."""
 
-    def refuse(self, error: RequestError) -> Reply:
+    def reply(self, error: RequestError) -> Reply:
         if isinstance(error, Overloaded):
             return overloaded(error)
         if isinstance(error, UnknownAdapter):
             return unknown_adapter(error)
-        if isinstance(error, InvalidRequest):
-            return front_end_reply(400, "TranslateException", error.message)
-        return front_end_reply(500, "InternalServerException", error.message)
+        return self._reply(error)
 
     def unreadable(self, error: InvalidRequest) -> InvalidRequest:
         """Return the error of a body that is no document."""
         return InvalidRequest("Input is not a valid json.")
 
+    def _reply(self, error: RequestError) -> Reply:
+        if isinstance(error, InvalidRequest):
+            return front_end_reply(400, "TranslateException", error.message)
+        return front_end_reply(500, "InternalServerException", error.message)
 
-class _HandlerRefusals(_Refusals):
+
+class HandlerRefusals(Refusals):
     """The errors of LMI's handlers."""
-
-    def refuse(self, error: RequestError) -> Reply:
-        if isinstance(error, Overloaded):
-            return overloaded(error)
-        status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
-        return Reply(status, "application/json", payload_error(error.message, status))
 
     def unreadable(self, error: InvalidRequest) -> InvalidRequest:
         return InvalidRequest(f"Input parsing failed: {error.message}")
 
+    def _reply(self, error: RequestError) -> Reply:
+        status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
+        return Reply(status, "application/json", payload_error(error.message, status))
 
-class _PoolingContract(_Refusals):
+
+_DJL, _HANDLER = Refusals(), HandlerRefusals()
+
+
+class LmiPooledAnswer(PooledAnswer):
+    """An answer that fails in the form of its contract."""
+
+    refusals: ClassVar[Refusals] = _DJL
+
+    def fail(self, error: RequestError) -> Reply:
+        return self.refusals.reply(error)
+
+
+class PoolingContract:
     """The common part: reads the body, and makes a request for each text or pair."""
+
+    refusals: ClassVar[Refusals] = _DJL
 
     def __init__(self, settings: ModelSettings) -> None:
         self._lora = settings.enable_lora
@@ -91,11 +105,11 @@ class _PoolingContract(_Refusals):
             try:
                 document = decode(call.body, call.content_type)
             except InvalidRequest as error:
-                raise self.unreadable(error) from None
+                raise self.refusals.unreadable(error) from None
             requests, answer, known = self._exchange(document)
             prompts = self._with_adapters(call, document, requests)
         except RequestError as error:
-            raise ContractError(self.refuse(error), error.message) from None
+            raise ContractError(self.refusals.reply(error), error.message) from None
         return Exchange(prompts, answer, known)
 
     def _with_adapters(
@@ -107,7 +121,10 @@ class _PoolingContract(_Refusals):
             names = adapters_of(call, given, len(requests))
         ids = request_ids(call, len(requests))
         return tuple(
-            [_named(request, request_id, name) for request, request_id, name in zip(requests, ids, names, strict=True)]
+            [
+                msgspec.structs.replace(request, request_id=request_id, adapter=name)
+                for request, request_id, name in zip(requests, ids, names, strict=True)
+            ]
         )
 
     @abstractmethod
@@ -117,16 +134,6 @@ class _PoolingContract(_Refusals):
         Raises:
             InvalidRequest: The document is not a request.
         """
-
-
-def _named(request: GenerationRequest, request_id: str, adapter: str | None) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=request_id,
-        prompt=request.prompt,
-        pooling=request.pooling,
-        room=0,
-        adapter=adapter,
-    )
 
 
 def _request(prompt: str | tuple[int, ...], pooling: Pooling) -> GenerationRequest:
@@ -161,7 +168,7 @@ def _djl_text(value: Any) -> str:
 # Vectors
 
 
-class DjlVectorContract(_PoolingContract):
+class DjlVectorContract(PoolingContract):
     """Vectors in the form of DJL's engines."""
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -174,7 +181,7 @@ class DjlVectorContract(_PoolingContract):
         return requests, _DjlVectors(len(texts), is_list), _notes(document)
 
 
-class _DjlVectors(PooledAnswer, _Refusals):
+class _DjlVectors(LmiPooledAnswer):
     def __init__(self, prompts: int, is_list: bool) -> None:
         super().__init__(prompts)
         self._is_list = is_list
@@ -182,18 +189,15 @@ class _DjlVectors(PooledAnswer, _Refusals):
     def document(self, numbers: Sequence[Any]) -> bytes:
         return encode(list(numbers) if self._is_list else numbers[0])
 
-    def fail(self, error: RequestError) -> Reply:
-        return self.refuse(error)
 
-
-class HandlerVectorContract(_PoolingContract, _HandlerRefusals):
+class HandlerVectorContract(PoolingContract):
     """Vectors in the form of LMI's vLLM handler."""
+
+    refusals = _HANDLER
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
         self._pooling = Pooling(task="embed", activation=settings.normalize)
-
-    refuse, unreadable = _HandlerRefusals.refuse, _HandlerRefusals.unreadable
 
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer, tuple[str, ...]]:
         if not isinstance(document, dict):
@@ -219,18 +223,17 @@ def _handler_prompts(inputs: Any) -> Sequence[str | tuple[int, ...]]:
     )
 
 
-class _HandlerVectors(PooledAnswer, _HandlerRefusals):
+class _HandlerVectors(LmiPooledAnswer):
+    refusals = _HANDLER
+
     def document(self, numbers: Sequence[Any]) -> bytes:
         return json.dumps([vector.tolist() for vector in numbers]).encode() + b"\n"
-
-    def fail(self, error: RequestError) -> Reply:
-        return self.refuse(error)
 
 
 # Scores of pairs
 
 
-class PairContract(_PoolingContract):
+class PairContract(PoolingContract):
     """Scores of pairs, in the order of the pairs, in the form of DJL's engines."""
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -272,7 +275,7 @@ def _pair(item: Any) -> tuple[str, str]:
     raise InvalidRequest("Missing text or text_pair in json.")
 
 
-class _PairScores(PooledAnswer, _Refusals):
+class _PairScores(LmiPooledAnswer):
     def __init__(self, prompts: int, is_list: bool, with_sigmoid: bool) -> None:
         super().__init__(prompts)
         self._is_list, self._sigmoid = is_list, with_sigmoid
@@ -281,14 +284,11 @@ class _PairScores(PooledAnswer, _Refusals):
         scores = [sigmoid(one) if self._sigmoid else one for one in numbers]
         return encode(scores if self._is_list else scores[0])
 
-    def fail(self, error: RequestError) -> Reply:
-        return self.refuse(error)
-
 
 # Classes
 
 
-class DjlClassContract(_PoolingContract):
+class DjlClassContract(PoolingContract):
     """The most probable classes of each text, in the form of DJL's engines."""
 
     def __init__(self, settings: ModelSettings, model: PoolingModel) -> None:
@@ -302,7 +302,7 @@ class DjlClassContract(_PoolingContract):
         return requests, _DjlClasses(len(texts), is_list, self._labels), _notes(document)
 
 
-class _DjlClasses(PooledAnswer, _Refusals):
+class _DjlClasses(LmiPooledAnswer):
     def __init__(self, prompts: int, is_list: bool, labels: Mapping[int, str]) -> None:
         super().__init__(prompts)
         self._is_list, self._labels = is_list, labels
@@ -317,19 +317,16 @@ class _DjlClasses(PooledAnswer, _Refusals):
         ]
         return encode(texts if self._is_list else texts[0])
 
-    def fail(self, error: RequestError) -> Reply:
-        return self.refuse(error)
-
 
 def best_first(scores: Any) -> list[int]:
     """Return the numbers of the classes, the most probable one first."""
     return [int(number) for number in np.argsort(-scores, kind="stable")]
 
 
-class PipelineContract(_PoolingContract, _HandlerRefusals):
+class PipelineContract(PoolingContract):
     """Classes of each text, in the form of LMI's Python handler with transformers' pipeline `text-classification`."""
 
-    refuse, unreadable = _HandlerRefusals.refuse, _HandlerRefusals.unreadable
+    refusals = _HANDLER
 
     def __init__(self, settings: ModelSettings, model: PoolingModel) -> None:
         super().__init__(settings)
@@ -367,7 +364,9 @@ def _pipeline_options(parameters: Mapping[str, Any]) -> tuple[bool, int | None, 
     return "top_k" in parameters, top, function
 
 
-class _PipelineClasses(PooledAnswer, _HandlerRefusals):
+class _PipelineClasses(LmiPooledAnswer):
+    refusals = _HANDLER
+
     def __init__(
         self, prompts: int, labels: Mapping[int, str], is_list: bool, top: int | None, function: str | None
     ) -> None:
@@ -386,11 +385,8 @@ class _PipelineClasses(PooledAnswer, _HandlerRefusals):
         numbers = best_first(scores)[: self._top]
         return [{"label": self._labels.get(n, f"LABEL_{n}"), "score": float(scores[n])} for n in numbers]
 
-    def fail(self, error: RequestError) -> Reply:
-        return self.refuse(error)
 
-
-class NoContract(_HandlerRefusals):
+class NoContract:
     """The contract of models for which LMI has no form."""
 
     def __init__(self, model: PoolingModel) -> None:
@@ -398,4 +394,4 @@ class NoContract(_HandlerRefusals):
 
     def parse(self, call: Call) -> Exchange:
         message = f"LMI has no form for a model of the kind {self._kind}; send `input` as to /pooling"
-        raise ContractError(self.refuse(InvalidRequest(message)), message)
+        raise ContractError(_HANDLER.reply(InvalidRequest(message)), message)

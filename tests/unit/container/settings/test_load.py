@@ -273,6 +273,12 @@ def test_lmis_vllm_handler_has_vectors_of_another_form(model_dir: Path) -> None:
     assert (model.vector_format, model.task, model.rolling_batch) == ("vllm", "embed", "auto")
 
 
+def test_teis_variables_are_read(model_dir: Path) -> None:
+    environ = {"AUTO_TRUNCATE": "false", "MAX_CLIENT_BATCH_SIZE": "64", "POOLING": "last-token"}
+    model = load(model_dir, environ=environ).model
+    assert (model.auto_truncate, model.max_client_batch_size, model.pooling) == (False, 64, "LAST")
+
+
 def test_reranking_loads_the_model_for_scores(model_dir: Path) -> None:
     model = load(model_dir, "option.reranking=true").model
     assert (model.task, model.scores_in_order) == ("classify", True)
