@@ -1,4 +1,4 @@
-"""Pooling models of vLLM: what they make, and vLLM's parameters for it."""
+"""Describes the pooling models of vLLM, and makes vLLM's parameters for their requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model_of(config: ModelConfig, tasks: Collection[str], frontend: Mapping[str,
         return None
     task: Any = config.get_pooling_task(tuple(tasks))
     hf_config = config.hf_config
-    # A configuration without labels has two of them, without names of their own.
+    # A configuration that gives no labels has two, `LABEL_0` and `LABEL_1`.
     labels = {int(number): str(name) for number, name in (getattr(hf_config, "id2label", None) or {}).items()}
     pooler = config.pooler_config
     sparse = config.architecture == _SPARSE

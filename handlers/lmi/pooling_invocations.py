@@ -55,7 +55,7 @@ class PoolingInvocations:
         return await self._lmi.handle(call, writer)
 
     def _path(self, fields: Mapping[str, msgspec.Raw]) -> str | None:
-        """Return the path of vLLM's route for a body; None if the body is none of vLLM's."""
+        """Return the path of the route of vLLM that takes a body; None if no such route does."""
         if "inputs" in fields:
             return None
         if "documents" in fields and "query" in fields:
