@@ -11,7 +11,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from tests.live.server import Server
-from tests.live.small_model import ENDLESS
+from tests.live.small_model import ENDLESS_COMPLETION
 from tests.runtime_client import runtime_at
 from tests.waiting import wait_until
 
@@ -175,9 +175,9 @@ def test_the_call_is_counted_and_logged_under_the_route_that_answers(server: Ser
 
 
 def test_a_client_that_leaves_a_stream_ends_the_generation(server: Server, runtime: Any) -> None:
-    body = {"inputs": "Hello", "parameters": {"max_new_tokens": ENDLESS["max_new_tokens"]}}
+    body = {"model": "model", "stream": True, **ENDLESS_COMPLETION}
     aborted = server.metric("slipway_generations_aborted_total")
-    answer = runtime.invoke_endpoint_with_response_stream(**call("/generate_stream", body))
+    answer = runtime.invoke_endpoint_with_response_stream(**call("/v1/completions", body))
     assert next(iter(answer["Body"]))["PayloadPart"]["Bytes"].startswith(b"data:")
     answer["Body"].close()
     wait_until(lambda: server.metric("slipway_generations_aborted_total") > aborted)
