@@ -16,7 +16,7 @@ from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
@@ -62,11 +62,19 @@ WORKLOADS = {
     Model.FRONT_END: ["front-end"],
     Model.VECTORS: ["vectors"],
 }
-# The default of some options: with a model, with the scripted engine, and for vectors.
+
+
+class Defaults(NamedTuple):
+    """The defaults of options that depend on the workload."""
+
+    peers: str = "slipway,vllm,bare"
+    contracts: str = "lmi"
+    concurrency: str = "1,8,32,128"
+
+
 DEFAULTS = {
-    "peers": ("slipway,vllm,bare", "slipway,vllm,rust,triton", "slipway,vllm"),
-    "contracts": ("lmi", "lmi,openai,chat,triton", "lmi,openai"),
-    "concurrency": ("1,8,32,128", "1,8,32,128,256", "1,8,32"),
+    Model.FRONT_END: Defaults("slipway,vllm,rust,triton", "lmi,openai,chat,triton", "1,8,32,128,256"),
+    Model.VECTORS: Defaults("slipway,vllm", "lmi,openai", "1,8,32"),
 }
 SHORT_TEXT = "What is Deep Learning?"
 BATCH = 32  # Texts of a larger request for vectors.
@@ -134,10 +142,10 @@ def main(
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
     scripted = workload is Model.FRONT_END
-    kind = (Model.FRONT_END, Model.VECTORS).index(workload) + 1 if scripted or workload is Model.VECTORS else 0
-    peer_names = _known(peers or DEFAULTS["peers"][kind], PEERS, "--peers")
-    asked = _known(contracts or DEFAULTS["contracts"][kind], CONTRACTS, "--contracts")
-    levels = _levels(concurrency or DEFAULTS["concurrency"][kind])
+    defaults = DEFAULTS.get(workload, Defaults())
+    peer_names = _known(peers or defaults.peers, PEERS, "--peers")
+    asked = _known(contracts or defaults.contracts, CONTRACTS, "--contracts")
+    levels = _levels(concurrency or defaults.concurrency)
     on_gpu = not scripted and (gpu_count() > 0 if device is None else device is Device.GPU)
     samples: list[Sample] = []
     try:
@@ -173,7 +181,7 @@ def main(
 
 
 def _engine(name: str, model: Path | None, on_gpu: bool, kv_cache_gib: int) -> Engine:
-    tiny = name != "sample" and name != "front-end"
+    tiny = name in ("tiny", "vectors")
     model_dir = prepare_tiny_model() if tiny else model or prepare()
     # The tiny model is stored in float32. vLLM chooses the type for other models.
     arguments = {**(GPU_ARGUMENTS if on_gpu else CPU_ARGUMENTS), "dtype": "float32" if tiny else "auto"}

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer
 
 from engines.pooling import PoolingModel, Side
-from engines.prompt_cache import by_segments, encode_all
+from engines.prompt_cache import by_segments, encode_all, special_tokens_around
 from engines.request import Token
 from engines.statistics import EngineStatistics
 
@@ -120,12 +120,13 @@ class ModelTexts:
     @cached_property
     def _around_text(self) -> _Surroundings:
         assert self._fast is not None
-        return _surroundings(self._fast.encode("a"))
+        before, after = special_tokens_around(self._fast)
+        return _Surroundings(before=tuple(before), after=tuple(after))
 
     @cached_property
     def _around_pair(self) -> _Surroundings:
         assert self._fast is not None
-        return _surroundings(self._fast.encode("a", "a"))
+        return _surroundings_of_pair(self._fast.encode("a", "a"))
 
     def _encode_cut_slowly(
         self, text: str, second: str | None, most: int, side: Side, special: bool
@@ -189,17 +190,15 @@ class _Surroundings:
         return len(self.before) + len(self.between) + len(self.after)
 
 
-def _surroundings(encoding: Any) -> _Surroundings:
-    """Return the special tokens of an encoded text or pair."""
-    ids, texts = encoding.ids, encoding.sequence_ids
-    first = [place for place, text in enumerate(texts) if text == 0]
-    second = [place for place, text in enumerate(texts) if text == 1] or [first[-1] + 1]
-    between = ids[first[-1] + 1 : second[0]]
+def _surroundings_of_pair(encoding: Any) -> _Surroundings:
+    """Return the special tokens of an encoded pair."""
+    ids = encoding.ids
+    first, second = ([place for place, text in enumerate(encoding.sequence_ids) if text == which] for which in (0, 1))
     first_of_type = _first_of_second(encoding.type_ids)
     return _Surroundings(
         before=tuple(ids[: first[0]]),
-        between=tuple(between),
-        after=tuple(ids[second[-1] + 1 :] if 1 in texts else ids[first[-1] + 1 :]),
+        between=tuple(ids[first[-1] + 1 : second[0]]),
+        after=tuple(ids[second[-1] + 1 :]),
         of_second=None if first_of_type == len(ids) else first_of_type - first[-1] - 1,
     )
 
@@ -224,7 +223,7 @@ def _shares(first: int, second: int, most: int) -> tuple[int, int]:
 
 
 def _first_of_second(types: Sequence[int]) -> int:
-    """Return the position of the first token of type 1; the number of tokens if there is none."""
+    """Return the position of the first token of type 1, or the number of tokens."""
     return next((place for place, kind in enumerate(types) if kind), len(types))
 
 

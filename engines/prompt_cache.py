@@ -40,7 +40,7 @@ class SegmentTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """The tokenizer must not be changed afterwards, and must be one that `by_segments` accepts."""
         self._tokenizer = tokenizer
-        self._before, self._after = _around(tokenizer)
+        self._before, self._after = special_tokens_around(tokenizer)
         cut = _cutting_tokens(tokenizer)
         self._added = {text: array("I", [token_id]) for text, token_id in cut.items()}
         # At each place the longest, as the tokenizer does.
@@ -100,7 +100,7 @@ def by_segments(tokenizer: Tokenizer) -> SegmentTokenizer | None:
     return found
 
 
-def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def special_tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the tokens before and after a text with special tokens."""
     plain, whole = [tokenizer.encode(_TRIALS[0], add_special_tokens=special).ids for special in (False, True)]
     start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)

@@ -139,6 +139,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.beam_search.width if self.beam_search is not None else self.candidates
 
 
+def pooling_request(prompt: str | tuple[int, ...], pooling: Pooling, **fields: Any) -> GenerationRequest:
+    """Return a request for numbers. The context needs no room for new tokens. `fields`: further ones of the request."""
+    return GenerationRequest(prompt=prompt, pooling=pooling, room=0, **fields)
+
+
 # A loaded model shows with this request that it works. A model that only transcribes hears silence instead.
 WARM_UP = GenerationRequest(
     request_id="warm-up", prompt="Hello", sampling=SamplingParameters(max_tokens=2, ignore_eos=True)

@@ -1,6 +1,6 @@
 """Finds the code that serves a model: a handler, a script of SageMaker's script mode, or none.
 
-If there is none, an engine serves the model.
+An engine serves a model without such code.
 """
 
 from __future__ import annotations

@@ -64,8 +64,6 @@ def model_fields(sources: Sources) -> dict[str, Any]:
 
 # A model that an engine serves
 
-_DJL_ENGINES = frozenset({"Rust", "OnnxRuntime", "PyTorch"})
-
 
 def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     layer, lookup = sources.model, sources.lookup
@@ -115,7 +113,7 @@ def _has_handle_before_engine(sources: Sources, code: Path | None) -> bool:
 
 def _set_pooling(sources: Sources, fields: dict[str, Any]) -> None:
     """Set the fields of models for vectors and scores."""
-    is_djl, reranking = sources.value(ENGINE) in _DJL_ENGINES, sources.value(RERANKING)
+    is_djl, reranking = sources.value(ENGINE) in options.DJL_ENGINES, sources.value(RERANKING)
     if reranking and fields["task"] == "auto":
         fields["task"] = "classify"
     fields["vector_format"] = "vllm" if fields["async_mode"] else "djl"

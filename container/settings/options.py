@@ -203,11 +203,12 @@ TASK = Option(
     "pipelines",
 )
 # DJL's engines other than Python serve embedding, reranking and classification. Slipway answers in their form.
-_ENGINES_OF_DJL = ("Python", "MPI", "Rust", "OnnxRuntime", "PyTorch")
+DJL_ENGINES = ("Rust", "OnnxRuntime", "PyTorch")
+_ALL_ENGINES = ("Python", "MPI", *DJL_ENGINES)
 ENGINE = refused(
     "engine",
-    _one_of({name.lower(): name for name in _ENGINES_OF_DJL}),
-    _ENGINES_OF_DJL,
+    _one_of({name.lower(): name for name in _ALL_ENGINES}),
+    _ALL_ENGINES,
     "give Python or leave it out: vLLM runs the model",
 )
 RERANKING = Option("option.reranking", BOOLEAN, "false", aliases=("reranking",), shows_default=False)

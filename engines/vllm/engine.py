@@ -8,7 +8,7 @@ import copy
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -163,18 +163,11 @@ class VllmEngine:
         target = sink
         if request.candidates > 1:
             target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
-        try:
+        with _cancelled_if_it_fails(generation):
             for index in range(request.candidates):
                 if index % SUBMITS_PER_TURN == SUBMITS_PER_TURN - 1:
                     await asyncio.sleep(0)
                 await self._add(request, sibling(core_request, index), index, target, statistics, generation)
-        except BaseException as error:
-            generation.cancel()  # earlier registrations before the failure
-            if isinstance(error, EngineDeadError):
-                raise EngineDead from None
-            if isinstance(error, VLLMClientError | ValueError):
-                raise InvalidRequest(str(error)) from error
-            raise
         statistics.prompt(len(token_ids))
         return generation
 
@@ -189,17 +182,10 @@ class VllmEngine:
             token_ids = await self.prompt_token_ids(request)
         core_request = self._known_pooling(request, pooling, token_ids, boundary, adapter)
         self._check_alive()  # a long prompt is tokenized in a thread
-        core_request.request_id = f"{next(self._ids)}-{request.request_id}"
-        self._set_steering(core_request, request)
-        generation, llm = VllmGeneration(self.async_llm, 1), self.async_llm
-        state = PooledState(core_request, sink, self.statistics)
-        internals.register(llm, state)
-        generation.states.append(state)
-        try:
-            await internals.send(llm, core_request)
-        except BaseException as error:
-            generation.cancel()
-            raise EngineDead from None if isinstance(error, EngineDeadError) else error
+        generation = VllmGeneration(self.async_llm, 1)
+        with _cancelled_if_it_fails(generation):
+            self._identify(core_request, request)
+            await self._send(core_request, PooledState(core_request, sink, self.statistics), generation)
         self.statistics.prompt(len(token_ids))
         return generation
 
@@ -221,31 +207,18 @@ class VllmEngine:
             raise InvalidRequest(f"Token id {largest} is out of vocabulary")
         known = self._checked.get(key)
         if known is None:
-            try:
-                checked = self.async_llm.input_processor.process_inputs(
-                    request.request_id,
-                    TokensPrompt(type="token", prompt_token_ids=token_ids),
-                    pooling_params(pooling),
-                    supported_tasks=self.tasks,
-                    lora_request=adapter,
-                )
-            except (VLLMClientError, ValueError) as error:
-                raise InvalidRequest(str(error)) from error
-            known = self._checked[key] = msgspec.structs.replace(checked, prompt_token_ids=None, lora_request=None)
+            prompt = TokensPrompt(type="token", prompt_token_ids=token_ids)
+            checked = self._processed(request, prompt, pooling_params(pooling), adapter)
+            known = self._remember(key, checked)
         params: Any = known.pooling_params
         if pooling.second is not None and boundary is not None:
             params = copy.copy(params)
             params.extra_kwargs = {"compressed_token_type_ids": boundary}
-        return msgspec.structs.replace(
-            known,
-            external_req_id=request.request_id,
-            prompt_token_ids=token_ids,
-            pooling_params=params,
-            arrival_time=time.time(),
-            lora_request=adapter,
-        )
+        return _with_prompt(known, request, token_ids, adapter, pooling_params=params)
 
-    def _set_steering(self, core_request: EngineCoreRequest, request: GenerationRequest) -> None:
+    def _identify(self, core_request: EngineCoreRequest, request: GenerationRequest) -> None:
+        """Give vLLM's request an id that no other one has, and the fields that steer the engine."""
+        core_request.request_id = f"{next(self._ids)}-{request.request_id}"
         if self._traced:
             core_request.trace_headers = request.trace_context
         core_request.cache_salt, core_request.priority = request.cache_salt or None, request.priority
@@ -296,29 +269,39 @@ class VllmEngine:
         """
         constraint = await self.constraints.structured_outputs(request.sampling)
         params = self.sampling.sampling_params(request, len(token_ids), constraint)
-        processed = partial(
-            self.async_llm.input_processor.process_inputs,
-            request.request_id,
-            prompt,
-            params,
-            supported_tasks=self.tasks,
-            lora_request=adapter,
-        )
-        try:
-            # vLLM checks a constraint again, which may take tenths of a second.
-            core_request = processed() if constraint is None else await asyncio.to_thread(processed)
-        except (VLLMClientError, ValueError) as error:
-            raise InvalidRequest(str(error)) from error
+        processed = partial(self._processed, request, prompt, params, adapter)
+        # vLLM checks a constraint again, which may take tenths of a second.
+        core_request = processed() if constraint is None else await asyncio.to_thread(processed)
         check_bad_words(core_request.sampling_params)
         # With a reasoning parser, vLLM constrains an answer once its reasoning has ended. These prompts are no chats of
         # such a model, so their answers have no reasoning.
         core_request.reasoning_ended = True
         core_request.external_req_id = request.request_id
         if (key := _repeated(request)) is not None:
-            if len(self._checked) >= REMEMBERED_REQUESTS:
-                self._checked.clear()
-            self._checked[key] = msgspec.structs.replace(core_request, prompt_token_ids=None, lora_request=None)
+            self._remember(key, core_request)
         return core_request
+
+    def _processed(
+        self, request: GenerationRequest, prompt: Any, params: Any, adapter: LoRARequest | None
+    ) -> EngineCoreRequest:
+        """Return vLLM's request, checked by vLLM.
+
+        Raises:
+            InvalidRequest: vLLM refuses it.
+        """
+        try:
+            return self.async_llm.input_processor.process_inputs(
+                request.request_id, prompt, params, supported_tasks=self.tasks, lora_request=adapter
+            )
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
+
+    def _remember(self, key: Hashable, checked: EngineCoreRequest) -> EngineCoreRequest:
+        """Keep a checked request without its prompt, for others that are like it. Returns the kept one."""
+        if len(self._checked) >= REMEMBERED_REQUESTS:
+            self._checked.clear()
+        known = self._checked[key] = msgspec.structs.replace(checked, prompt_token_ids=None, lora_request=None)
+        return known
 
     def _known_request(
         self, request: GenerationRequest, token_ids: list[int], adapter: LoRARequest | None
@@ -336,14 +319,7 @@ class VllmEngine:
         if params.max_tokens != limit:
             params = copy.copy(params)
             params.max_tokens = limit
-        return msgspec.structs.replace(
-            known,
-            external_req_id=request.request_id,
-            prompt_token_ids=token_ids,
-            sampling_params=params,
-            arrival_time=time.time(),
-            lora_request=adapter,
-        )
+        return _with_prompt(known, request, token_ids, adapter, sampling_params=params)
 
     async def _add(
         self,
@@ -354,9 +330,7 @@ class VllmEngine:
         statistics: EngineStatistics,
         generation: VllmGeneration,
     ) -> None:
-        llm = self.async_llm
-        core_request.request_id = f"{next(self._ids)}-{request.request_id}"
-        self._set_steering(core_request, request)
+        self._identify(core_request, request)
         state = PushedState(
             core_request,
             request,
@@ -368,9 +342,12 @@ class VllmEngine:
             siblings=generation.siblings,
             interval=self._stream_interval,
         )
-        internals.register(llm, state)
+        await self._send(core_request, state, generation)
+
+    async def _send(self, core_request: EngineCoreRequest, state: OwnState, generation: VllmGeneration) -> None:
+        internals.register(self.async_llm, state)
         generation.states.append(state)
-        await internals.send(llm, core_request)
+        await internals.send(self.async_llm, core_request)
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         return await self._prompts.token_ids(request)
@@ -439,6 +416,38 @@ class VllmEngine:
         await self.constraints.stop()
         await shut_down(self.async_llm)
         self._thread.end()
+
+
+@contextlib.contextmanager
+def _cancelled_if_it_fails(generation: VllmGeneration) -> Iterator[None]:
+    """Cancel the sequences that were registered before a failure. vLLM's errors become Slipway's."""
+    try:
+        yield
+    except BaseException as error:
+        generation.cancel()
+        if isinstance(error, EngineDeadError):
+            raise EngineDead from None
+        if isinstance(error, VLLMClientError | ValueError):
+            raise InvalidRequest(str(error)) from error
+        raise
+
+
+def _with_prompt(
+    known: EngineCoreRequest,
+    request: GenerationRequest,
+    token_ids: list[int],
+    adapter: LoRARequest | None,
+    **params: Any,
+) -> EngineCoreRequest:
+    """Return a kept request with a prompt."""
+    return msgspec.structs.replace(
+        known,
+        external_req_id=request.request_id,
+        prompt_token_ids=token_ids,
+        arrival_time=time.time(),
+        lora_request=adapter,
+        **params,
+    )
 
 
 def _repeated(request: GenerationRequest) -> Hashable:

@@ -189,7 +189,7 @@ class OwnState(RequestState):
             self.statistics.aborted_requests += 1
 
     def abort(self) -> None:
-        """End the sequence. Its client gets the answer so far, or an error if there is none."""
+        """End the sequence. Its client gets the answer so far, or an error if it has none."""
 
     def fail(self, error: RequestError) -> None:
         if self.ended:
@@ -200,6 +200,12 @@ class OwnState(RequestState):
             self.sink.on_error(error)
         except Exception:  # the other requests are still to be told
             logger.exception("request %s: internal error while handling an error", self.external_req_id)
+
+    def fail_internally(self, part: str) -> None:
+        """Log the exception that is being handled, and fail. `part`: the part of the answer that caused it."""
+        logger.exception("request %s: internal error while handling %s", self.external_req_id, part)
+        self.ended = False  # it may have been set just before the last delta failed
+        self.fail(GenerationFailed(f"internal error while handling {part}"))
 
     def end(self) -> None:
         self.ended = True
@@ -256,9 +262,7 @@ class PooledState(OwnState):
             numbers = pooling_output.float().numpy()
             self.sink.on_delta(TokenDelta("", prompt_token_count=self.prompt_len, last=True, numbers=numbers))
         except Exception:
-            logger.exception("request %s: internal error while handling the numbers", self.external_req_id)
-            self.ended = False
-            self.fail(GenerationFailed("internal error while handling the numbers"))
+            self.fail_internally("the numbers")
 
     def abort(self) -> None:
         self.fail(GenerationFailed("the request was aborted"))
@@ -354,9 +358,7 @@ class PushedState(OwnState):
                     (self._collect if self.apart is None else self._collect_apart)(new_token_ids, logprobs)
             self._advance(finish_reason, stop_reason)
         except Exception:
-            logger.exception("request %s: internal error while handling a token", self.external_req_id)
-            self.ended = False  # it may have been set just before the last delta failed
-            self.fail(GenerationFailed("internal error while handling a token"))
+            self.fail_internally("a token")
 
     def abort(self) -> None:
         """End the sequence with its text so far, like vLLM's abort."""

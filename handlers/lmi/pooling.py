@@ -19,7 +19,7 @@ import numpy as np
 from engines.errors import InvalidRequest, Overloaded, RequestError, UnknownAdapter
 from engines.model_settings import ModelSettings
 from engines.pooling import Pooling, PoolingModel
-from engines.request import GenerationRequest
+from engines.request import GenerationRequest, pooling_request
 from handlers.contract import Answer, Call, Contract, ContractError, Exchange, Reply
 from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, overloaded, payload_error, unknown_adapter
 from handlers.json_fields import json_kind
@@ -106,11 +106,12 @@ class PoolingContract:
                 document = decode(call.body, call.content_type)
             except InvalidRequest as error:
                 raise self.refusals.unreadable(error) from None
-            requests, answer, known = self._exchange(document)
+            requests, answer = self._exchange(document)
             prompts = self._with_adapters(call, document, requests)
         except RequestError as error:
             raise ContractError(self.refusals.reply(error), error.message) from None
-        return Exchange(prompts, answer, known)
+        notes = notes_of(document, _FIELDS, ()) if isinstance(document, dict) else ()
+        return Exchange(prompts, answer, notes)
 
     def _with_adapters(
         self, call: Call, document: Any, requests: Sequence[GenerationRequest]
@@ -128,20 +129,12 @@ class PoolingContract:
         )
 
     @abstractmethod
-    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer, tuple[str, ...]]:
-        """Return the requests without their ids, the answer, and log lines about fields without effect.
+    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
+        """Return the requests, without their ids, and the answer.
 
         Raises:
             InvalidRequest: The document is not a request.
         """
-
-
-def _request(prompt: str | tuple[int, ...], pooling: Pooling) -> GenerationRequest:
-    return GenerationRequest(prompt=prompt, pooling=pooling, room=0)
-
-
-def _notes(document: Any) -> tuple[str, ...]:
-    return notes_of(document, _FIELDS, ()) if isinstance(document, dict) else ()
 
 
 def _djl_texts(document: Any) -> tuple[Sequence[str], bool]:
@@ -175,10 +168,10 @@ class DjlVectorContract(PoolingContract):
         super().__init__(settings)
         self._pooling = Pooling(task="embed", activation=settings.normalize, cut="right")
 
-    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer, tuple[str, ...]]:
+    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
         texts, is_list = _djl_texts(document)
-        requests = [_request(text, self._pooling) for text in texts]
-        return requests, _DjlVectors(len(texts), is_list), _notes(document)
+        requests = [pooling_request(text, self._pooling) for text in texts]
+        return requests, _DjlVectors(len(texts), is_list)
 
 
 class _DjlVectors(LmiPooledAnswer):
@@ -199,11 +192,11 @@ class HandlerVectorContract(PoolingContract):
         super().__init__(settings)
         self._pooling = Pooling(task="embed", activation=settings.normalize)
 
-    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer, tuple[str, ...]]:
+    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
         if not isinstance(document, dict):
             raise InvalidRequest(f"Input parsing failed: the body must be an object, got {json_kind(document)}")
         prompts = _handler_prompts(document.get("inputs", ""))
-        return [_request(prompt, self._pooling) for prompt in prompts], _HandlerVectors(len(prompts)), _notes(document)
+        return [pooling_request(prompt, self._pooling) for prompt in prompts], _HandlerVectors(len(prompts))
 
 
 def _handler_prompts(inputs: Any) -> Sequence[str | tuple[int, ...]]:
@@ -240,13 +233,13 @@ class PairContract(PoolingContract):
         super().__init__(settings)
         self._sigmoid = settings.sigmoid
 
-    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer, tuple[str, ...]]:
+    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
         pairs, is_list = _pairs(document)
         requests = [
-            _request(text, Pooling(task="classify", activation=False, second=second, cut="right"))
+            pooling_request(text, Pooling(task="classify", activation=False, second=second, cut="right"))
             for text, second in pairs
         ]
-        return requests, _PairScores(len(pairs), is_list, self._sigmoid), _notes(document)
+        return requests, _PairScores(len(pairs), is_list, self._sigmoid)
 
 
 def _pairs(document: Any) -> tuple[Sequence[tuple[str, str]], bool]:
@@ -296,10 +289,10 @@ class DjlClassContract(PoolingContract):
         self._labels = model.labels
         self._pooling = Pooling(task="classify", cut="right")
 
-    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer, tuple[str, ...]]:
+    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
         texts, is_list = _djl_texts(document)
-        requests = [_request(text, self._pooling) for text in texts]
-        return requests, _DjlClasses(len(texts), is_list, self._labels), _notes(document)
+        requests = [pooling_request(text, self._pooling) for text in texts]
+        return requests, _DjlClasses(len(texts), is_list, self._labels)
 
 
 class _DjlClasses(LmiPooledAnswer):
@@ -330,9 +323,9 @@ class PipelineContract(PoolingContract):
 
     def __init__(self, settings: ModelSettings, model: PoolingModel) -> None:
         super().__init__(settings)
-        self._labels, self._can_pair = model.labels, not model.pairs_refusal
+        self._labels = model.labels
 
-    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer, tuple[str, ...]]:
+    def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
         inputs = document.get("inputs", document) if isinstance(document, dict) else document
         parameters = document.get("parameters") if isinstance(document, dict) else None
         if parameters is not None and not isinstance(parameters, dict):
@@ -342,7 +335,7 @@ class PipelineContract(PoolingContract):
         if not texts:
             raise InvalidRequest("`inputs` must hold at least one text")
         requests = [self._text(text) for text in texts]
-        return requests, _PipelineClasses(len(requests), self._labels, *options), _notes(document)
+        return requests, _PipelineClasses(len(requests), self._labels, *options)
 
     def _text(self, text: Any) -> GenerationRequest:
         second = None
@@ -350,7 +343,7 @@ class PipelineContract(PoolingContract):
             text, second = text.get("text"), text.get("text_pair")
         if not isinstance(text, str) or not isinstance(second, str | None):
             raise InvalidRequest("`inputs` must be a text, an object with `text` and `text_pair`, or a list of these")
-        return _request(text, Pooling(task="classify", activation=False, second=second, cut="right"))
+        return pooling_request(text, Pooling(task="classify", activation=False, second=second, cut="right"))
 
 
 def _pipeline_options(parameters: Mapping[str, Any]) -> tuple[bool, int | None, str | None]:

@@ -35,7 +35,7 @@ from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.vllm_parameters import GREEDY_BELOW
 
 # Request headers that change the answer of vLLM's serving classes.
-STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority", "endpoint-load-metrics-format"})
+_STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority", "endpoint-load-metrics-format"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +75,7 @@ class OpenAIContract:
         Returns:
             The exchange, or None if the call is left to vLLM's serving classes.
         """
-        if call.content_type.partition(";")[0].lower() != "application/json":
-            return None
-        if any(name.lower() in STEERING for name, _ in call.headers):
+        if not is_common(call):
             return None
         try:
             if path == CHAT:
@@ -138,11 +136,7 @@ class OpenAIContract:
 
     def _adapter(self, body: Body, any_model: bool, adapter: str | None) -> str | None:
         name = body.model if adapter is None else adapter
-        if name and name in self._front_end.adapters:
-            return name
-        if name and not any_model and not self._front_end.accepts(name):
-            raise LeftToVllm("model")
-        return None
+        return named_adapter(name, self._front_end.adapters, self._front_end.accepts, any_model=any_model)
 
     def _request(
         self, body: Body, sequences: int, max_tokens: int | None, adapter: str | None, logprobs: int | None
@@ -191,6 +185,33 @@ class OpenAIContract:
             usage=usage,
             running_usage=usage and asked is not None and bool(asked.continuous_usage_stats),
         )
+
+
+def is_common(call: Call) -> bool:
+    """Return True if content type and headers leave the answer to the body."""
+    is_json = call.content_type.partition(";")[0].lower() == "application/json"
+    return is_json and not any(name.lower() in _STEERING for name, _ in call.headers)
+
+
+def named_adapter(
+    name: str | None, adapters: Collection[str], accepts: Callable[[str], bool], *, any_model: bool
+) -> str | None:
+    """Return the adapter that a call names; None if it names the model.
+
+    Args:
+        name: The name in the call.
+        adapters: The names of the adapters.
+        accepts: Returns True if a name is the model's.
+        any_model: Every other name is the model's.
+
+    Raises:
+        LeftToVllm: The name is unknown.
+    """
+    if name and name in adapters:
+        return name
+    if name and not any_model and not accepts(name):
+        raise LeftToVllm("model")
+    return None
 
 
 def _message(message: Message) -> dict[str, Any]:

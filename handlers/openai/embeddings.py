@@ -16,11 +16,11 @@ import msgspec
 
 from engines.errors import RequestError
 from engines.pooling import Pooling
-from engines.request import GenerationRequest
+from engines.request import pooling_request
 from handlers.contract import Call, Exchange, Reply
 from handlers.json_cost import JsonDecoder
 from handlers.openai.body import LeftToVllm
-from handlers.openai.contract import STEERING
+from handlers.openai.contract import is_common, named_adapter
 from handlers.openai.routes import EMBEDDINGS, refuse
 from handlers.pooled_answer import PooledAnswer, encode
 
@@ -49,23 +49,19 @@ class EmbeddingsContract:
 
     def parse(self, call: Call, path: str, *, any_model: bool = False, adapter: str | None = None) -> Exchange | None:
         """See `OpenAIContract.parse`."""
-        if path != EMBEDDINGS or call.content_type.partition(";")[0].lower() != "application/json":
-            return None
-        if any(name.lower() in STEERING for name, _ in call.headers):
+        if path != EMBEDDINGS or not is_common(call):
             return None
         try:
             body = _decode(call.body)
             prompts = _prompts(body.input)
+            name = body.model if adapter is None else adapter
+            chosen = named_adapter(name, self.adapters, self.accepts, any_model=any_model)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LeftToVllm):
-            return None
-        name = body.model if adapter is None else adapter
-        chosen = name if name and name in self.adapters else None
-        if name and chosen is None and not any_model and not self.accepts(name):
             return None
         pooling = Pooling(task="embed", activation=body.use_activation)
         answer_id = f"embd-{call.request_id}"
         requests = [
-            GenerationRequest(request_id=f"{answer_id}-{place}", prompt=prompt, pooling=pooling, room=0, adapter=chosen)
+            pooling_request(prompt, pooling, request_id=f"{answer_id}-{place}", adapter=chosen)
             for place, prompt in enumerate(prompts)
         ]
         answer = _Embeddings(answer_id, chosen or self.model, len(requests), body.encoding_format == "base64")

@@ -141,12 +141,7 @@ class EngineClient:
             check_parameters(sampling_params, self._engine.sampling, self._engine.tokenizer)
             self._check_length(prompt)
             call.take(sampling_params.n)
-        call.submitted = True
-        if call.media is not None:  # the source of the prompt is dropped
-            call.media.release()
-        if call.cache_salt and not prompt.get("cache_salt") and "encoder_prompt" not in prompt:  # a sound has no cache
-            prompt = {**prompt, "cache_salt": call.cache_salt}
-        return self._generate(call, prompt, sampling_params, request_id, options)
+        return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options)
 
     def encode(self, prompt: Any, pooling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """See `AsyncLLM.encode`.
@@ -161,12 +156,7 @@ class EngineClient:
         with _vllms_errors():
             self._check_length(prompt)
             call.take(1)
-        call.submitted = True
-        if call.media is not None:
-            call.media.release()
-        if call.cache_salt and not prompt.get("cache_salt"):
-            prompt = {**prompt, "cache_salt": call.cache_salt}
-        return self._encode(call, prompt, pooling_params, request_id, options)
+        return self._encode(call, _submitted(call, prompt), pooling_params, request_id, options)
 
     async def _encode(
         self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
@@ -272,6 +262,16 @@ class EngineClient:
         assert self._engine.adapters is not None
         claim = call.adapters.get(name) or call.keep(name, await self._engine.adapters.claim(name))
         return claim.request
+
+
+def _submitted(call: OpenAICall, prompt: Any) -> Any:
+    """Return a prompt of a call with the call's salt. The source of the prompt's media is dropped."""
+    call.submitted = True
+    if call.media is not None:
+        call.media.release()
+    if call.cache_salt and not prompt.get("cache_salt") and "encoder_prompt" not in prompt:  # a sound has no cache
+        return {**prompt, "cache_salt": call.cache_salt}
+    return prompt
 
 
 class _Request:

@@ -6,13 +6,13 @@ and the state that `init_app_state` makes around an engine client.
 
 The module relies on these internals of vLLM, which tests/live/test_openai_internals.py checks:
 
-- Each module of `_ROUTERS` has an APIRouter `router`. Its routes find their serving objects in `app.state`.
+- Each module of a router, named below, has an APIRouter `router`. Its routes find their serving objects in `app.state`.
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects.
 - `create_error_response(error)` gives an exception its status.
 - `OpenAIServingResponses.background_tasks` gets each task of a response in the background, in the context of its call.
   `response_store` has the state of the response.
 - `OpenAIServingModels.is_base_model(name)` says if a request's `model` is served, unless `lora_requests` has the name.
-- The first modules of `_ROUTERS` have a module `protocol` beside them, with Pydantic's models of their requests.
+- A router of JSON bodies has a module `protocol` beside it, with Pydantic's models of its requests.
   Pydantic keeps the schema of a model in `__pydantic_core_schema__`, and its validator in `__pydantic_validator__`.
 - `OnlineRenderer.parser` is the class whose `adjust_request` constrains the calls of tools.
 - The serving objects have the attributes that `front_end` reads. `OnlineRenderer.preprocess_chat` makes a prompt from
@@ -91,23 +91,21 @@ _TRIALS: tuple[list[Any], ...] = (
 )
 
 
-_ROUTERS = (
+# vLLM's routers. The requests of those that take a JSON body are in a module `protocol` beside them.
+_OF_TEXT = (
     "vllm.entrypoints.openai.chat_completion.api_router",
     "vllm.entrypoints.openai.completion.api_router",
     "vllm.entrypoints.openai.responses.api_router",
     "vllm.entrypoints.anthropic.api_router",
-    "vllm.entrypoints.serve.tokenize.api_router",
-    "vllm.entrypoints.openai.models.api_router",
-    "vllm.entrypoints.serve.instrumentator.basic",
 )
+_OF_TOKENS = "vllm.entrypoints.serve.tokenize.api_router"
+_WITHOUT_BODIES = ("vllm.entrypoints.openai.models.api_router", "vllm.entrypoints.serve.instrumentator.basic")
 _OF_SPEECH = tuple(f"vllm.entrypoints.speech_to_text.{name}.api_router" for name in ("transcription", "translation"))
 _OF_POOLING = tuple(
     f"vllm.entrypoints.pooling.{kind}.api_router" for kind in ("pooling", "classify", "embed", "scoring")
 )
-_OF_PROMPTS = 4  # The first routers, for models that answer prompts with text.
 _POOLING = frozenset(POOLING_TASKS)
-_TASKS = frozenset({"generate", "transcription", *POOLING_TASKS})  # That Slipway serves.
-_WITH_BODIES = 5  # The first routers, whose requests are in a module `protocol` beside them.
+_TASKS = _POOLING | {"generate", "transcription"}  # That Slipway serves.
 
 
 def answer_object(path: str, body: bytes) -> Any:
@@ -150,10 +148,10 @@ def routers(tasks: Collection[str] = ("generate",)) -> list[Any]:
     Args:
         tasks: The tasks that the model supports, by vLLM's names.
     """
-    names = _ROUTERS if "generate" in tasks else _ROUTERS[_OF_PROMPTS:]
-    stop_at_first_faults([name for name in names if name in _ROUTERS[:_WITH_BODIES]])
-    names += _OF_SPEECH if "transcription" in tasks else ()
-    return [importlib.import_module(name).router for name in names]
+    with_bodies = (*(_OF_TEXT if "generate" in tasks else ()), _OF_TOKENS)
+    stop_at_first_faults(with_bodies)
+    of_speech = _OF_SPEECH if "transcription" in tasks else ()
+    return [importlib.import_module(name).router for name in (*with_bodies, *_WITHOUT_BODIES, *of_speech)]
 
 
 def stop_at_first_faults(names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from engines.errors import InvalidRequest
 from engines.loaded_model import LoadedModel, ModelTexts
 from engines.model_settings import ModelSettings
 from engines.pooling import Pooling, Side
-from engines.request import GenerationRequest
+from engines.request import GenerationRequest, pooling_request
 from handlers.axum import wrong_shape
 from handlers.tei.errors import TeiRefusal, empty
 
@@ -205,12 +205,7 @@ def request_for(prompt: Prompt, front: str | None, pooling: Pooling, model: Load
         check_length(len(prompt), model)
     is_text = isinstance(prompt, str)
     text = prompt if isinstance(prompt, str) else decoded(prompt, model.texts, skip_special=front is not None)
-    return GenerationRequest(
-        prompt=(front or "") + text,
-        add_special_tokens=is_text or front is not None,
-        pooling=pooling,
-        room=0,
-    )
+    return pooling_request((front or "") + text, pooling, add_special_tokens=is_text or front is not None)
 
 
 def request_for_pair(pair: Pair, pooling: Pooling, model: LoadedModel) -> GenerationRequest:
@@ -224,7 +219,7 @@ def request_for_pair(pair: Pair, pooling: Pooling, model: LoadedModel) -> Genera
         raise empty("inputs")
     if pooling.cut is None:
         check_length(len(first) + len(second or ""), model)
-    return GenerationRequest(prompt=first, pooling=msgspec.structs.replace(pooling, second=second), room=0)
+    return pooling_request(first, msgspec.structs.replace(pooling, second=second))
 
 
 def decoded(ids: Sequence[int], texts: ModelTexts, *, skip_special: bool) -> str:

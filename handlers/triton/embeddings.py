@@ -15,7 +15,7 @@ import numpy as np
 
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.pooling import Pooling
-from engines.request import GenerationRequest, TokenDelta
+from engines.request import TokenDelta, pooling_request
 from handlers.contract import Answer, Call, Exchange, Reply
 from handlers.contract_routes import ContractSetting
 from handlers.json_fields import JsonError, decode_json
@@ -64,13 +64,8 @@ class GeneratedEmbeddingContract:
                 raise InvalidParameter("dimensions", f"must be at most {size}, got {dimensions}")
         prompt = embedding.input if isinstance(embedding.input, str) else tuple(embedding.input)
         counts = [name for name in ("input", "output") if switch(inputs, f"return_num_{name}_tokens")]
-        request = GenerationRequest(
-            request_id=call.request_id,
-            prompt=prompt,
-            pooling=_POOLING,
-            room=0,
-            adapter=self._setting.adapter_of(call, None),
-        )
+        adapter = self._setting.adapter_of(call, None)
+        request = pooling_request(prompt, _POOLING, request_id=call.request_id, adapter=adapter)
         return Exchange((request,), _TextAnswer(name, request_id, dimensions, counts, events=self._events))
 
 
@@ -101,7 +96,7 @@ class _TextAnswer(Answer):
 
         Args:
             model: The name of the model.
-            request_id: The client's id. Empty if there is none.
+            request_id: The client's id. It may be empty.
             dimensions: The numbers that are kept of the vector. None keeps all.
             counts: The counts of tokens that are shown: "input", "output".
             events: The answer is a server-sent event.
@@ -167,9 +162,7 @@ class InferContract:
         texts = _texts(body.inputs)
         adapter = self._setting.adapter_of(call, None)
         requests = [
-            GenerationRequest(
-                request_id=f"{call.request_id}-{place}", prompt=text, pooling=_POOLING, room=0, adapter=adapter
-            )
+            pooling_request(text, _POOLING, request_id=f"{call.request_id}-{place}", adapter=adapter)
             for place, text in enumerate(texts)
         ]
         return Exchange(tuple(requests), _TensorAnswer(len(texts), self._setting.settings.name, body.id, size))

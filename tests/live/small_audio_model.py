@@ -9,22 +9,13 @@ from pathlib import Path
 
 from container.sources.sample_model import make_once, prepare
 from engines.cache_dir import cache_dir
+from tests.live.small_model import chat_template
 
 MARK = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 _FORMAT = 1  # of the files; a change makes older caches unused
 _SEED = 3
 _MELS = 16
 _WEIGHTS = "model.safetensors"
-_TEMPLATE = """\
-{%- for message in messages -%}
-<|im_start|>{{ message['role'] }}
-{% if message['content'] is string %}{{ message['content'] }}{% else %}
-{%- for part in message['content'] -%}
-{{ part['text'] if part['type'] == 'text' else '<|audio_bos|><|AUDIO|><|audio_eos|>' }}
-{%- endfor %}{% endif %}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 
 
 def prepare_small_audio_model() -> Path:
@@ -79,4 +70,4 @@ def _write(directory: Path) -> None:
     }
     save_file(weights, directory / _WEIGHTS, metadata={"format": "pt"})
     sounds = WhisperFeatureExtractor(feature_size=_MELS)
-    Qwen2AudioProcessor(sounds, tokenizer, chat_template=_TEMPLATE).save_pretrained(directory)
+    Qwen2AudioProcessor(sounds, tokenizer, chat_template=chat_template(MARK)).save_pretrained(directory)

@@ -22,6 +22,23 @@ ENDLESS_COMPLETION: dict[str, Any] = {"prompt": "Once", "max_tokens": 65000, "ig
 ENDLESS_STREAM = {"model": "model", "n": 3, "stream": True, **ENDLESS_COMPLETION}
 
 
+_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}
+{%- for part in message['content'] -%}
+{{ part['text'] if part['type'] == 'text' else 'MARK' }}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def chat_template(mark: str) -> str:
+    """Return the sample model's chat template for a model of pictures or sounds. `mark` stands for one of these."""
+    return _CHAT_TEMPLATE.replace("MARK", mark)
+
+
 def prepare_small_model() -> Path:
     """Return the model's directory, which is made first if needed."""
     return make_once(cache_dir() / f"small-llama-v{_FORMAT}", _write)

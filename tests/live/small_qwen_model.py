@@ -6,21 +6,12 @@ from pathlib import Path
 
 from container.sources.sample_model import make_once, prepare
 from engines.cache_dir import cache_dir
+from tests.live.small_model import chat_template
 
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
 _FORMAT = 1  # of the files; a change makes older caches unused
 _SEED = 3
 _MOST_PIXELS = 112 * 112  # That the model sees of an image.
-_TEMPLATE = """\
-{%- for message in messages -%}
-<|im_start|>{{ message['role'] }}
-{% if message['content'] is string %}{{ message['content'] }}{% else %}
-{%- for part in message['content'] -%}
-{{ part['text'] if part['type'] == 'text' else '<|vision_start|><|image_pad|><|vision_end|>' }}
-{%- endfor %}{% endif %}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 
 
 def prepare_small_qwen_model() -> Path:
@@ -68,6 +59,6 @@ def _write(directory: Path) -> None:
     Qwen2VLForConditionalGeneration(config).to(torch.float32).save_pretrained(directory)
     size = {"shortest_edge": 28 * 28, "longest_edge": _MOST_PIXELS}
     processor = Qwen2VLProcessor(
-        Qwen2VLImageProcessor(size=size), tokenizer, Qwen2VLVideoProcessor(size=size), chat_template=_TEMPLATE
+        Qwen2VLImageProcessor(size=size), tokenizer, Qwen2VLVideoProcessor(size=size), chat_template=chat_template(MARK)
     )
     processor.save_pretrained(directory)
