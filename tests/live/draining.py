@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.live.server import Server, records
+from tests.live.server import START_SECONDS, Server, records
 from tests.live.small_model import ENDLESS, ENDLESS_STREAM
 from tests.waiting import wait_until
 
@@ -49,7 +49,7 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
         wait_until(lambda: server.metric("slipway_engine_running") > 1)
         os.killpg(server.process.pid, number)
         wait_until(lambda: server.ping() == 503)
-        with httpx.Client(base_url=server.url) as late:
+        with httpx.Client(base_url=server.url, timeout=START_SECONDS) as late:
             refused = late.post("/invocations", json={"inputs": "x"})
             assert (refused.status_code, late.get("/ping").status_code) == (503, 503)
             assert "retry-after" in refused.headers

@@ -38,6 +38,14 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
+@contextlib.contextmanager
+def unreachable_server() -> Iterator[str]:
+    """Hold a port on which nothing listens, so that no other test's server takes it. Yields its URL."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{holder.getsockname()[1]}"
+
+
 def write_model(directory: Path, **options: object) -> Path:
     """Write a model directory with only a serving.properties, and return it."""
     directory.mkdir(parents=True, exist_ok=True)

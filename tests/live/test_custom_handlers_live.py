@@ -154,7 +154,8 @@ def test_a_client_that_reads_slowly_holds_its_stream_back(echo: Server, tmp_path
     journal = tmp_path / "slow"
     # Without a fixed size, the system enlarges the receive buffer while the client reads.
     buffer = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)]
-    client = httpx.Client(base_url=echo.client.base_url, transport=httpx.HTTPTransport(socket_options=buffer))
+    transport = httpx.HTTPTransport(socket_options=buffer)
+    client = httpx.Client(base_url=echo.client.base_url, transport=transport, timeout=START_SECONDS)
     with client, client.stream("POST", f"/invocations?endless=100000&journal={journal}") as response:
         parts = response.iter_raw()  # httpx closes the connection when this iterator is gone
         next(parts)

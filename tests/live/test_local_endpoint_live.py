@@ -23,7 +23,7 @@ from huggingface_hub import InferenceClient
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from tests.live.lora import make_adapter
-from tests.live.server import START_SECONDS, Server, free_port, records, write_model
+from tests.live.server import START_SECONDS, Server, free_port, records, unreachable_server, write_model
 from tests.live.small_model import ENDLESS
 from tests.runtime_client import runtime_at
 from tests.waiting import wait_until
@@ -326,15 +326,15 @@ def test_openais_client_raises_sagemakers_errors(url: str) -> None:
 
 
 def test_the_containers_own_routes_are_there_too(container: Server, url: str) -> None:
-    with httpx.Client(base_url=url) as client:
+    with httpx.Client(base_url=url, timeout=START_SECONDS) as client:
         assert client.get("/ping").json() == container.client.get("/ping").json()
         assert "slipway_ready 1" in client.get("/metrics").text
         assert client.get("/endpoints/nope").headers["x-amzn-errortype"] == "UnknownOperationException"
 
 
 def test_a_container_that_is_not_there_yet_is_said_to_be_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    with local(f"http://127.0.0.1:{free_port()}") as url:
-        assert httpx.get(f"{url}/ping").status_code == 503
+    with unreachable_server() as container, local(container) as url:
+        assert httpx.get(f"{url}/ping", timeout=START_SECONDS).status_code == 503
         for name, value in environment(url).items():
             monkeypatch.setenv(name, value)
         with contextlib.closing(runtime_client()) as client, pytest.raises(ClientError) as caught:

@@ -21,7 +21,7 @@ from botocore.exceptions import ClientError
 from openai import OpenAI
 
 from tests.engine_arguments import ANY_CORE
-from tests.live.server import START_SECONDS, Server, free_port
+from tests.live.server import START_SECONDS, Server, free_port, unreachable_server
 from tests.live.test_local_endpoint_live import NAME, environment, local
 from tests.runtime_client import runtime_at
 from tests.stand_ins.s3 import BUCKET, CREDENTIALS, moto, put
@@ -213,18 +213,28 @@ def test_calls_of_every_kind_are_captured_with_their_whole_output(endpoint: Endp
 
 def test_a_stop_writes_failure_files_for_calls_that_wait(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{(port := free_port())}"
-    options = ("--container", f"http://127.0.0.1:{free_port()}", "--port", str(port), "--endpoint-name", NAME)
-    command = [sys.executable, "-m", "deploy", "local", *options, "--s3-folder", str(tmp_path)]
-    with subprocess.Popen(command) as process, httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
-        wait_until(lambda: client.get(f"{url}/ping").status_code == 503)
-        endpoint = Endpoint(url, Folder(tmp_path), tmp_path)
-        accepted = [endpoint.invoke(Body=b"{}") for _ in range(3)]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+    options = ("--port", str(port), "--endpoint-name", NAME, "--s3-folder", str(tmp_path))
+    with unreachable_server() as container, httpx.Client(timeout=START_SECONDS) as client:
+        process = subprocess.Popen([sys.executable, "-m", "deploy", "local", "--container", container, *options])
+        try:
+            wait_until(lambda: _status(client, f"{url}/ping") == 503, START_SECONDS)
+            endpoint = Endpoint(url, Folder(tmp_path), tmp_path)
+            accepted = [endpoint.invoke(Body=b"{}") for _ in range(3)]
+        finally:
+            process.terminate()
+            assert process.wait(60) == 0
     for each in accepted:
         answer, failure = endpoint.result(each)
         assert answer is None
         assert "The local endpoint was stopped" in json.loads(failure or b"")["Message"]
+
+
+def _status(client: httpx.Client, url: str) -> int | None:
+    """Return the status of a GET, None while nothing listens."""
+    try:
+        return client.get(url).status_code
+    except httpx.ConnectError:
+        return None
 
 
 def test_batch_transform_finds_its_parameters(server: Server) -> None:
@@ -250,8 +260,8 @@ def test_plain_vllm_answers_behind_the_local_endpoint(sample_model: Path, tmp_pa
         return whole, "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
     try:
-        with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client, local(bare) as url:
-            wait_until(lambda: client.get(f"{url}/ping").status_code == 200, START_SECONDS)
+        with httpx.Client(timeout=START_SECONDS) as client, local(bare) as url:
+            wait_until(lambda: _status(client, f"{url}/ping") == 200, START_SECONDS)
             direct = texts(f"{bare}/v1")
             assert direct[0] == direct[1]
             assert texts(f"{url}/endpoints/{NAME}/openai/v1") == direct

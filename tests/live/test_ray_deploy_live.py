@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.live.server import copy_model, free_port
+from tests.live.server import START_SECONDS, copy_model, free_port
 from tests.waiting import wait_until
 
 pytest.importorskip("ray.serve", reason="Ray is not installed")
@@ -64,7 +64,7 @@ def run(command: list[str], environment: dict[str, str]) -> str:
 def serves(url: str, replicas: int) -> bool:
     """Return True if this number of replicas are ready."""
     try:
-        text = httpx.get(f"{url}/metrics").text
+        text = httpx.get(f"{url}/metrics", timeout=START_SECONDS).text
     except httpx.TransportError:
         return replicas == 0
     return len(re.findall(r'^slipway_ready{replica="\w+"} 1', text, re.MULTILINE)) == replicas
@@ -81,6 +81,6 @@ def test_serve_deploy_takes_what_slipway_ray_prints_and_changes_it_in_place(
         assert yaml.safe_load(file.read_text())["applications"][0]["args"]["replicas"] == count
         run(["serve", "deploy", str(file)], environment)
         wait_until(partial(serves, url, count), SECONDS, about=lambda: run(["serve", "status"], environment))
-        assert httpx.post(f"{url}/invocations", content=b"echo").content == b"echo"
+        assert httpx.post(f"{url}/invocations", content=b"echo", timeout=START_SECONDS).content == b"echo"
     run(["serve", "shutdown", "--yes"], environment)
     wait_until(partial(serves, url, 0), SECONDS)

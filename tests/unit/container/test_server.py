@@ -160,10 +160,8 @@ server.serve(Startup(settings, ()))
 def test_a_step_that_hangs_does_not_put_off_the_end(output: str) -> None:
     port = free_port()
     process = subprocess.Popen([sys.executable, "-c", HANGING, str(port), output], stdout=subprocess.PIPE, text=True)
-    with (
-        process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", transport=httpx.HTTPTransport(retries=10)) as client,
-    ):
+    transport = httpx.HTTPTransport(retries=10)
+    with process, httpx.Client(base_url=f"http://127.0.0.1:{port}", transport=transport, timeout=60) as client:
         client.get("/ping")
         process.terminate()
         assert process.stdout is not None
