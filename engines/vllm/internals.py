@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import envs
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.exceptions import GenerationError
 from vllm.model_executor.models import registry
 from vllm.utils import cpu_resource_utils
@@ -92,6 +93,7 @@ _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (engine_utils, ("get_mp_context",)),
     (coordinator, ("get_mp_context",)),
     (registry, ("_run_in_subprocess",)),
+    (shm_broadcast, ("sched_yield",)),
     (cpu_resource_utils, ("get_cgroup_memory_usage",)),
     (PrometheusStatLogger, ("_counter_cls", "_gauge_cls", "_histogram_cls", "record", *METRICS_PARTS)),
 )
@@ -290,6 +292,11 @@ def patch_worker(wrap_start: Callable[[Callable[..., None]], Callable[..., None]
     """
     cpu_resource_utils.get_cgroup_memory_usage = memory_used
     WorkerProc.__init__ = wrap_start(WorkerProc.__init__)
+
+
+def patch_waiting(pause: Callable[[], None]) -> None:
+    """Replace the pause between two looks of the engine process, or of a worker, for messages from the other."""
+    shm_broadcast.sched_yield = pause
 
 
 def patch_token_ranks(token_ranks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:

@@ -32,6 +32,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -49,6 +50,10 @@ from vllm.plugins import load_general_plugins
 from engines.cpu_memory import page_cache
 from engines.start_failure import StartFailure, failure_of
 from engines.vllm import fork_server, internals
+
+_SPIN_SECONDS = 0.002  # The pause between two steps is shorter, so it costs nothing there.
+_PAUSE_SECONDS = 0.0002
+_NEW_WAIT_SECONDS = 0.0005  # A look takes microseconds, and a step longer than this.
 
 
 class _Tied:
@@ -150,6 +155,8 @@ def prepare_engine(report: Connection) -> None:
         return tied(multiprocessing.get_context("forkserver"), prepare_worker, report)
 
     internals.patch_engine_process(context, _end_workers, _meeting_place)
+    if current_platform.is_cpu():
+        internals.patch_waiting(Pause())
 
 
 def _end_workers(workers: Sequence[BaseProcess]) -> None:
@@ -175,6 +182,7 @@ def prepare_worker(report: Connection) -> None:
         _end_with_engine()
     if current_platform.is_cpu():
         internals.patch_token_ranks(token_ranks)
+        internals.patch_waiting(Pause())
 
     def reporting(start: Callable[..., None]) -> Callable[..., None]:
         def reporting_start(*arguments: Any, **options: Any) -> None:
@@ -184,6 +192,28 @@ def prepare_worker(report: Connection) -> None:
         return reporting_start
 
     internals.patch_worker(reporting, usage_without_page_cache)
+
+
+class Pause:
+    """The pause between two looks for a message, on a CPU.
+
+    The engine process looks for the answer of its workers, and each worker for its next step, until nothing has come
+    for a second. vLLM only yields between two looks, so both keep a processor busy, which the model and the front end
+    need on a CPU.
+    """
+
+    def __init__(self) -> None:
+        self._begun = self._last = 0.0
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._last > _NEW_WAIT_SECONDS:
+            self._begun = now
+        if now - self._begun < _SPIN_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(_PAUSE_SECONDS)
+        self._last = time.monotonic()
 
 
 def token_ranks(logprobs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import os
+import time
 import weakref
 from copy import copy
 from pathlib import Path
@@ -474,3 +476,24 @@ async def test_an_engine_that_ends_is_a_failure_of_the_output_loop_unless_it_was
     llm.engine_core.shutdown()
     await asyncio.wait([llm.output_handler])
     assert said == ([] if orderly else ["AsyncLLM output_handler failed."])
+
+
+def test_a_long_wait_for_a_message_leaves_the_processor_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    from engines.vllm import internals, processes
+
+    monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)  # restores it
+    yields: list[bool] = []
+    sleeps: list[float] = []
+    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(True))
+    monkeypatch.setattr(time, "sleep", sleeps.append)
+    internals.patch_waiting(processes.Pause())
+    reader = object.__new__(shm_broadcast.SpinCondition)
+    reader.is_reader, reader.busy_loop_s = True, 600
+    reader.record_read()
+    reader.wait()
+    assert yields and not sleeps
+    while not sleeps:
+        reader.wait()
+    assert max(sleeps) < 0.001
