@@ -15,6 +15,7 @@ _TEXT = {
     State.STARTING: "PENDING",
     State.READY: "Healthy",
     State.FAILED: "FAILED",
+    State.RESTARTING: "RESTARTING",
     State.DRAINING: "DRAINING",
     State.STOPPED: "STOPPED",
 }
@@ -25,7 +26,9 @@ def ping(models: Models, settings: ServerSettings, error_rates: ErrorRates) -> R
 
     Unlike in LMI, 200 means that all models can serve. With `allow_multi_status` the status is 207 instead of 503 while
     a model loads. Some probes accept 207 as healthy. With `workers_health_check` the status is 500 if a custom handler
-    has too few workers, as in LMI. A stalled engine is `Unhealthy`, because it may recover. `FAILED` is final. A model
+    has too few workers, as in LMI. A stalled engine is `Unhealthy`, because it may recover. `FAILED` is final.
+    While a dead engine is started again and calls wait for it (`RESTARTING`), the status is 200: with 500, SageMaker
+    may replace the instance, and the calls would be lost. A model
     that the management API loads is PENDING, and does not change the status.
     """
     exceeded = error_rates.exceeded
@@ -50,7 +53,7 @@ def _status(models: Models, settings: ServerSettings) -> int:
 def _entry(model: Model, exceeded: str) -> str:
     lifecycle = model.lifecycle
     state = lifecycle.state
-    text, reason = _TEXT[state], lifecycle.reason if state is State.FAILED else ""
+    text, reason = _TEXT[state], lifecycle.reason if state in (State.FAILED, State.RESTARTING) else ""
     if state is State.READY and lifecycle.short_of_workers:
         text = "Unhealthy"
     if stalled := lifecycle.stalled:

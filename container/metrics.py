@@ -56,9 +56,13 @@ class Metrics:
             text = "What each phase of the model's start took."
             values = [([phase], seconds) for phase, seconds in phases.items()]
             yield _each(GaugeMetricFamily, "slipway_startup_seconds", text, ["phase"], values)
-        yield _counter("slipway_engine_restarts", "Restarts of the model's engine.", model.restarts)
+        yield _counter("slipway_engine_restarts", "Restarts of the model's engine.", len(model.restarted_at))
         engine = service.running_engine if service is not None else None
         if engine is not None:
+            text = "Requests that went on after the engine had died."
+            yield _counter("slipway_continued_calls", text, engine.statistics.continued_requests)
+            text = "Seconds in which requests waited for an engine that was started again."
+            yield _counter("slipway_engine_down_seconds", text, engine.statistics.down_seconds)
             status, stalled = engine.status(), bool(model.lifecycle.stalled)
             yield from self._generation(engine.statistics)
             text = "1 while requests run and the engine makes nothing of them."

@@ -241,7 +241,7 @@ class ModelServer:
             for model in self.models:
                 lifecycle = model.lifecycle
                 stalled = lifecycle.stalled  # looked at in any case, for the log
-                failed = lifecycle.state is State.FAILED
+                failed = lifecycle.state in (State.FAILED, State.RESTARTING)
                 if (failed or (stalled and restarts_when_stalled)) and self._registrar.engine_restarts.begin(
                     model, lifecycle.reason or stalled
                 ):

@@ -21,9 +21,9 @@ def in_daemon_thread(function: Callable[[], T]) -> Awaitable[T]:
 
 
 class LastingThread:
-    """A thread that runs one function and then stays until it is told to end.
+    """Threads that run one function each, and then stay until they are told to end.
 
-    It is for starting processes that ask the kernel to end with the thread that started them (PR_SET_PDEATHSIG).
+    They are for starting processes that ask the kernel to end with the thread that started them (PR_SET_PDEATHSIG).
     """
 
     def __init__(self, name: str) -> None:
@@ -31,11 +31,11 @@ class LastingThread:
         self._ended = threading.Event()
 
     def run(self, function: Callable[[], T]) -> Awaitable[T]:
-        """Run `function`, as `in_daemon_thread` does; to be called once."""
+        """Run `function`, as `in_daemon_thread` does."""
         return _begin(function, self._name, self._ended.wait)
 
     def end(self) -> None:
-        """End the thread, and with it the processes that it has started."""
+        """End the threads, and with them the processes that they have started."""
         self._ended.set()
 
 

@@ -193,6 +193,22 @@ class Engine(LoadedModel, Protocol):
     def health(self) -> EngineHealth:
         """Tell whether the engine can serve. Cheap: asks no other process."""
 
+    @property
+    def waits(self) -> bool:
+        """True if requests wait for `restart` when the engine has died. False: they get an error."""
+
+    async def restart(self) -> None:
+        """Start the engine again after it has died or stalled. The requests that wait go on.
+
+        Only for an engine that `waits`.
+
+        Raises:
+            EngineStartError: It cannot be started. The requests still wait.
+        """
+
+    def give_up(self) -> None:
+        """Give an error to the requests that wait for `restart`. It will not be called."""
+
     async def stop(self, why: str = "the server is stopping") -> None:
         """Free everything. Requests that still run end with an error that says why."""
 

@@ -96,6 +96,8 @@ class EngineStatistics:
     finished_requests: int = 0
     aborted_requests: int = 0
     failed_requests: int = 0
+    continued_requests: int = 0  # Times that a request was continued after the engine had died.
+    down_seconds: float = 0.0  # Time in which requests waited for another engine process.
     prompt_tokens: int = 0
     tokens: int = 0
     time_to_first_token: Distribution = field(default_factory=lambda: Distribution(TIME_TO_FIRST_TOKEN_BUCKETS))

@@ -25,7 +25,7 @@ OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions a
 # The kind of models whose calls a route takes. "pooling": models that make vectors or scores in place of text.
 KindsOfModels = Literal["all", "generating", "pooling"]
 # Stalled: the engine has requests and makes no progress. It may recover.
-State = Literal["starting", "ready", "stalled", "failed", "draining", "stopped"]
+State = Literal["starting", "ready", "stalled", "failed", "restarting", "draining", "stopped"]
 
 
 def error_body(message: str, kind: str, code: int, parameter: str | None = None) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from container.models.loads import LoadFailed, Loads
 from container.models.registry import Model, Models
@@ -13,6 +14,7 @@ from engines.interface import EngineStartError
 
 logger = logging.getLogger(__name__)
 
+WINDOW_SECONDS = 600.0  # The setting `engine_restart` limits the restarts within this time.
 LONGEST_PAUSE_SECONDS = 60.0  # Before a restart. The first pause is a second, and each further one twice as long.
 
 
@@ -25,22 +27,27 @@ class EngineRestarts:
     def begin(self, model: Model, reason: str) -> bool:
         """Begin to restart a model's engine.
 
-        The model counts as failed until it is ready.
+        Calls of the model wait for the engine, or get an error, and the model counts as failed until it is ready.
 
         Returns:
-            False if the engine may not be restarted, or not once more.
+            False if the engine may not be restarted, or not now.
         """
         if model in self._loads.running:
             return True
-        most = self._server.engine_restart
-        if model.restarts >= most or self._models.draining or not is_vllm(model.lifecycle.model):
+        most, lifecycle = self._server.engine_restart, model.lifecycle
+        recent = model.recent_restarts(time.monotonic() - WINDOW_SECONDS)
+        if recent >= most or self._models.draining or not is_vllm(lifecycle.model):
+            lifecycle.give_up()
             return False
-        pause = min(2.0**model.restarts, LONGEST_PAUSE_SECONDS)
-        model.restarts += 1
-        model.lifecycle.fail(f"{reason}; it is started again")
+        pause = min(2.0**recent, LONGEST_PAUSE_SECONDS)
+        model.restarted_at.append(time.monotonic())
+        status = "calls wait for it"
+        if not lifecycle.calls_wait():
+            lifecycle.fail(f"{reason}; it is started again")
+            status = "/ping now answers 500"
         logger.error(
-            "model %s: %s; /ping now answers 500; the engine is started again in %g s (%d of %d)",
-            *(model.title, reason, pause, model.restarts, most),
+            "model %s: %s; %s; the engine is started again in %g s (%d of %d within %g minutes)",
+            *(model.title, reason, status, pause, recent + 1, most, WINDOW_SECONDS / 60),
         )
         self._loads.begin(model, self._restart(model, pause))
         return True

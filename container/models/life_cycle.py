@@ -6,6 +6,7 @@ A model is starting, ready, draining or stopped. It is failed if it can no longe
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 import time
@@ -30,7 +31,7 @@ from engines.request import WARM_UP
 from engines.statistics import StartupTimes
 from handlers.contract_routes import ModelView
 from handlers.entry_point import load_service
-from handlers.service import Limits, Service
+from handlers.service import EngineBehindHandler, Limits, Service
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class State(Enum):
     STARTING = "starting"
     READY = "ready"
     FAILED = "failed"
+    RESTARTING = "restarting"  # The engine has died. It is started again, and calls wait for it.
     DRAINING = "draining"
     STOPPED = "stopped"
 
@@ -66,8 +68,19 @@ class Lifecycle:
     def state(self) -> State:
         """The state, from the engine's latest signs of life. No other process is asked."""
         if self.stage is State.READY and self.service is not None and not self._health(self.service).alive:
-            return State.FAILED
+            return State.RESTARTING if self._waiting_engine is not None else State.FAILED
         return self.stage
+
+    @property
+    def _waiting_engine(self) -> Engine | None:
+        """The engine, if its calls wait when it has died."""
+        service = self.service
+        if service is None or (engine := service.running_engine) is None or not engine.waits:
+            return None
+        handler = service.runtime
+        if isinstance(handler, EngineBehindHandler) and not handler.custom.health().alive:
+            return None  # Another engine would not help.
+        return engine
 
     @property
     def reason(self) -> str:
@@ -122,9 +135,10 @@ class Lifecycle:
             self.stage = State.READY
 
     async def restart(self, place: Callable[[ModelSettings], ModelSettings]) -> None:
-        """Stop a model that has failed, and load it again with its adapters.
+        """Start the engine of a model again after it has died or stalled.
 
-        It counts as failed until it is ready.
+        Calls that wait for the engine continue. If none can wait, or if the engine cannot be started as it was, the
+        model is stopped and loaded again with its adapters, and counts as failed until it is ready.
 
         Args:
             place: As in `start`.
@@ -132,6 +146,17 @@ class Lifecycle:
         Raises:
             EngineStartError: The model cannot be loaded, or cannot generate.
         """
+        if (engine := self._waiting_engine) is not None:
+            try:
+                await engine.restart()
+                return
+            except EngineStartError as error:
+                logger.error(
+                    "model %s: %s; it is loaded anew, and calls that wait get an error", self.model.name, error
+                )
+            reason = self.reason
+            engine.give_up()
+            self.fail(reason)
         old = self.service
         assert old is not None, "it was ready once"
         await old.stop(self._failure)
@@ -174,7 +199,9 @@ class Lifecycle:
             await self.fetch()
             if place is not None:
                 self.model = await asyncio.to_thread(place, self.settings.model)
-            self.service = service = await load_service(self.model, limits, self.startup_times)
+            deaths = server.continue_calls if server.engine_restart else 0
+            model = dataclasses.replace(self.model, survived_deaths=deaths)
+            self.service = service = await load_service(model, limits, self.startup_times)
             if service.engine is not None:
                 with self.startup_times.phase("first token"):
                     await _warm_up(service.engine, self.model)
@@ -244,6 +271,15 @@ class Lifecycle:
         """Count the model as failed from now on. Its service still answers calls."""
         if self.stage is State.READY:
             self.stage, self._failure = State.FAILED, reason
+
+    def calls_wait(self) -> bool:
+        """Return True if calls wait for the engine when it has died."""
+        return self._waiting_engine is not None
+
+    def give_up(self) -> None:
+        """Give an error to calls that wait for the engine. It is not started again."""
+        if (engine := self._waiting_engine) is not None:
+            engine.give_up()
 
     def let_go(self) -> None:
         """Drop all references to the stopped service, so that its memory can be released."""

@@ -36,7 +36,7 @@ class Model:
     version: str | None = None
     at_startup: bool = True
     scaled_to_zero: bool = False
-    restarts: int = 0  # Restarts of its engine so far.
+    restarted_at: list[float] = field(default_factory=list)  # The restarts of its engine, by `time.monotonic`.
     registered_at: float = field(default_factory=time.time)  # In seconds since the epoch.
 
     @property
@@ -46,6 +46,10 @@ class Model:
     @property
     def title(self) -> str:
         return f"{self.name}:{self.version}" if self.version else self.name
+
+    def recent_restarts(self, since: float) -> int:
+        """Return the number of restarts of its engine after a time of `time.monotonic`."""
+        return sum(restarted_at > since for restarted_at in self.restarted_at)
 
     def service(self) -> Service:
         """Return the service that answers its calls.

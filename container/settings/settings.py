@@ -33,7 +33,8 @@ class ServerSettings:
     fail_fast: bool = False
     stall_timeout: float | None = None  # None: 60 s, and 300 s for an engine that has worked for less than ten minutes.
     fail_fast_when_stalled: bool = False
-    engine_restart: int = 0
+    engine_restart: int = 3  # Within ten minutes.
+    continue_calls: int = 1  # Deaths of the engine after which a call is continued; 0: it gets an error.
     engine_restart_when_stalled: bool = False
     log_format: Literal["plain", "json"] = "plain"
     log_level: str = "info"

@@ -363,6 +363,15 @@ class BatchEngine:
         running = 0 if self._running is None else sum(not job.ended for job in self._running.jobs)
         return EngineStatus(running, len(self._waiting), 0.0)
 
+    @property
+    def waits(self) -> bool:
+        return False
+
+    async def restart(self) -> None:
+        raise EngineStartError("this engine cannot be started again")
+
+    def give_up(self) -> None: ...
+
     async def stop(self, why: str = "the server is stopping") -> None:
         if self._stopped:
             return

@@ -31,9 +31,10 @@ from engines.vllm import fork_server, internals
 from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from engines.vllm.beam_search import BeamSearchTask
 from engines.vllm.constraints import ConstraintTranslator
+from engines.vllm.continuation import Continuations
 from engines.vllm.internals import AsyncLLM, EngineCoreRequest, EngineDeadError
 from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_tokenizer, shut_down
-from engines.vllm.lora import VllmAdapters
+from engines.vllm.lora import Claim, VllmAdapters
 from engines.vllm.output import OwnState, PooledState, PushedState, Siblings, TokensApart
 from engines.vllm.pooling import cannot_pool, model_of, pooling_params
 from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal, sibling
@@ -59,7 +60,11 @@ class VllmEngine:
         self._thread = LastingThread("engine")
         self._progress = Progress()
         self._watchdog = Watchdog(self._look)
-        self._stopped = False
+        self._stopped = self._gave_up = False
+        self._runs = True  # False while vLLM has no processes: they have died, and no others have started.
+        self._down_since = 0.0
+        self._up = asyncio.Event()  # It takes requests: those that have survived a death are in the engine again.
+        self._returning: asyncio.Task[None] | None = None
         self.adapters: VllmAdapters | None = None
         # Requests that vLLM has checked, without their prompts, by what others may have in common with them.
         self._checked: dict[Hashable, EngineCoreRequest] = {}
@@ -84,7 +89,7 @@ class VllmEngine:
         self.statistics.vllm = loaded.reports
         self._traced = llm.vllm_config.observability_config.otlp_traces_endpoint is not None
         self._stream_interval: int = llm.vllm_config.scheduler_config.stream_interval
-        internals.begin_output(llm, self._reports)
+        internals.begin_output(llm, self._reports, lambda: self.waits)
         internals.keep_eos_token_id(llm)
         self.tasks = await llm.get_supported_tasks()
         self.pooling = model_of(llm.model_config, self.tasks, self.frontend_arguments)
@@ -118,17 +123,17 @@ class VllmEngine:
         if config.lora_config is not None:
             empty_slots = EMPTY_SLOTS_ON_CPU if on_cpu else 0
             self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
+        self._continuations = Continuations(llm, self.statistics, self.adapters, self._settings.survived_deaths)
+        self._up.set()
         self._watchdog.start()
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        self._check_alive()
+        await self.take_requests()
         if not self._answers_prompts and request is not WARM_UP:
             raise NotServed(_ONLY_SPEECH)
         if request.adapter is None:
             return await self._submit(request, sink, self.statistics, None)
-        if self.adapters is None:
-            raise UnknownAdapter(request.adapter)
-        claim = await self.adapters.claim(request.adapter)
+        claim = await self.claim(request.adapter)
         try:
             generation = await self._submit(request, sink, self.statistics, claim.request)
         except BaseException:
@@ -158,7 +163,7 @@ class VllmEngine:
         core_request = self._known_request(request, token_ids, adapter)
         if core_request is None:
             core_request = await self._checked_request(request, prompt, token_ids, adapter)
-        self._check_alive()  # a long prompt is tokenized in a thread, and a constraint is compiled for a trial
+        await self.take_requests()  # a long prompt is tokenized in a thread, and a constraint is compiled for a trial
         generation = VllmGeneration(self.async_llm, request.candidates)
         target = sink
         if request.candidates > 1:
@@ -181,7 +186,7 @@ class VllmEngine:
         else:
             token_ids = await self.prompt_token_ids(request)
         core_request = self._known_pooling(request, pooling, token_ids, boundary, adapter)
-        self._check_alive()  # a long prompt is tokenized in a thread
+        await self.take_requests()  # a long prompt is tokenized in a thread
         generation = VllmGeneration(self.async_llm, 1)
         with _cancelled_if_it_fails(generation):
             self._identify(core_request, request)
@@ -223,9 +228,39 @@ class VllmEngine:
             core_request.trace_headers = request.trace_context
         core_request.cache_salt, core_request.priority = request.cache_salt or None, request.priority
 
-    def _check_alive(self) -> None:
-        if self._stopped or self._watchdog.failure or self.async_llm.errored:
+    async def take_requests(self) -> None:
+        """Return if the engine takes requests, at once or when it has been started again.
+
+        Raises:
+            EngineDead: The engine is gone.
+            GenerationFailed: It was not started again within `predict_timeout`.
+        """
+        if self.async_llm.errored and not self._stopped:
+            self._died()
+        if not self._up.is_set():
+            limit = self._settings.predict_timeout
+            try:
+                async with asyncio.timeout(limit):
+                    while not self._up.is_set():  # it may die again before this task has its turn
+                        await self._up.wait()
+            except TimeoutError:
+                raise GenerationFailed(
+                    f"the engine was not started again within predict_timeout ({limit:g} s)"
+                ) from None
+        if self._stopped or self._gave_up or self._watchdog.failure:
             raise EngineDead
+
+    async def claim(self, adapter: str) -> Claim:
+        """Return a claim on an adapter, as `VllmAdapters.claim`. If the engine dies, the next one loads it."""
+        if self.adapters is None:
+            raise UnknownAdapter(adapter)
+        while True:
+            try:
+                return await self.adapters.claim(adapter)
+            except EngineDead:
+                if not self.waits:
+                    raise
+                await self.take_requests()
 
     async def _prompt(self, request: GenerationRequest) -> Any:
         """Return vLLM's prompt.
@@ -345,6 +380,7 @@ class VllmEngine:
         await self._send(core_request, state, generation)
 
     async def _send(self, core_request: EngineCoreRequest, state: OwnState, generation: VllmGeneration) -> None:
+        state.core_request = internals.kept(core_request)
         internals.register(self.async_llm, state)
         generation.states.append(state)
         await internals.send(self.async_llm, core_request)
@@ -362,11 +398,14 @@ class VllmEngine:
         """End requests that would wait for ever: all when the engine has died, and each that gets no token. vLLM tells
         pending requests of a crash, but not of an engine process that was killed."""
         if self.async_llm.errored:
-            self._reports.engine_died()
-            self._fail_all(EngineDead())
-            if self.adapters is not None:
-                await self.adapters.stop()
-            return False
+            self._died()
+            if not self.waits:
+                self._fail_all(EngineDead())
+                if self.adapters is not None:
+                    await self.adapters.stop()
+                return False
+            await self._end_overdue()
+            return True
         # Whose requests they are does not matter: AsyncLLM's own, of OpenAI's front end, are among them.
         self._progress.look(bool(internals.request_states(self.async_llm)), self._reports.count)
         await self._end_overdue()
@@ -380,8 +419,60 @@ class VllmEngine:
             what = "answer" if isinstance(state, PooledState) else "token"
             state.fail(GenerationFailed(f"no {what} within predict_timeout ({limit:g} s)"))
         if stalled:
-            with contextlib.suppress(EngineDeadError):
-                await self.async_llm.abort([state.request_id for state in stalled], internal=True)
+            await internals.abort(self.async_llm, [state.request_id for state in stalled])
+
+    @property
+    def waits(self) -> bool:
+        over = self._stopped or self._gave_up or bool(self._watchdog.failure)
+        return self._settings.survived_deaths > 0 and not over
+
+    def _died(self) -> None:
+        """Take note of the death, once."""
+        if not self._runs:
+            return
+        self._runs = False
+        self._reports.engine_died()
+        if not self.waits:
+            self._gave_up = True
+            return
+        if self._up.is_set():
+            self._up.clear()
+            self._down_since = time.monotonic()
+        if self._returning is not None:
+            self._returning.cancel()
+        self._continuations.engine_died()
+        if self.adapters is not None:
+            self.adapters.engine_died()
+
+    async def restart(self) -> None:
+        self._died()
+        fork_server.start()
+        await VllmLoader(self._settings, self._thread).load_again(self.async_llm)
+        self._continuations.engine_replaced()
+        internals.begin_output(self.async_llm, self._reports, lambda: self.waits)
+        self._runs = True
+        self._returning = asyncio.create_task(self._go_on())
+
+    async def _go_on(self) -> None:
+        try:
+            if self.async_llm.renderer.mm_processor is not None:
+                await self.async_llm.reset_mm_cache()  # the new process has none of it
+            await self._continuations.go_on()
+        except EngineDeadError:
+            return  # the watchdog sees it
+        except Exception:
+            logger.exception("the requests of the engine that died cannot be continued: internal error")
+            self.give_up()
+            return
+        seconds = time.monotonic() - self._down_since
+        self.statistics.down_seconds += seconds
+        logger.info("the engine takes requests again after %.1f s", seconds)
+        self._up.set()
+
+    def give_up(self) -> None:
+        self._gave_up = True
+        self._fail_all(EngineDead())
+        self._up.set()
 
     def _fail_all(self, error: EngineDead) -> None:
         for state in self._own_states():
@@ -395,7 +486,7 @@ class VllmEngine:
     def health(self) -> EngineHealth:
         if self._stopped:
             return EngineHealth(False, "the engine is stopped")
-        if self.async_llm.errored:
+        if self._gave_up or not self._runs or self.async_llm.errored:
             return EngineHealth(False, "the engine has died")
         if self._watchdog.failure:
             return EngineHealth(False, self._watchdog.failure)
@@ -409,6 +500,9 @@ class VllmEngine:
         if self._stopped:
             return
         self._stopped = True
+        self._up.set()
+        if self._returning is not None:
+            self._returning.cancel()
         self._watchdog.stop()
         if self.adapters is not None:
             await self.adapters.stop()
@@ -490,11 +584,6 @@ class VllmGeneration:
         self.states = []
         for state in running:
             end(state)
-        if running and not self._llm.errored:
-            self._task = asyncio.ensure_future(self._abort([state.request_id for state in running]))
-
-    async def _abort(self, request_ids: list[str]) -> None:
-        try:
-            await self._llm.abort(request_ids, internal=True)
-        except EngineDeadError:
-            logger.debug("nothing to abort: the engine has died")
+        if running:
+            work = internals.abort(self._llm, [state.request_id for state in running])
+            self._task = asyncio.ensure_future(work)

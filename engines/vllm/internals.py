@@ -14,8 +14,9 @@ This module is imported in the server and in all processes of vLLM. The fork ser
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -39,6 +40,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.detokenizer import (
     FastIncrementalDetokenizer,
     IncrementalDetokenizer,
@@ -49,17 +51,19 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.executor import multiproc_executor, uniproc_executor
+from vllm.v1.executor import Executor, multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder
+from vllm.v1.structured_output import StructuredOutputManager
 
 from engines.interface import EngineStartError
 from engines.vllm import RELEASE
 
 __all__ = [
     "AsyncLLM",
+    "EngineCoreClient",
     "EngineCoreEvent",
     "EngineCoreEventType",
     "EngineCoreOutput",
@@ -81,7 +85,8 @@ METRICS_PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls",
 
 _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (AsyncLLM, ("_run_output_handler", "abort", "add_lora", "errored", "from_vllm_config", "remove_lora", "shutdown")),
-    (OutputProcessor, ("_update_stats_from_output", "propagate_error", "process_outputs")),
+    (EngineCoreClient, ("make_async_mp_client",)),
+    (OutputProcessor, ("_update_stats_from_output", "abort_requests", "propagate_error", "process_outputs")),
     (ParentRequest, ("n", "observe_num_generation_tokens")),
     (RequestState, ("make_request_output",)),
     (LogprobsProcessor, ("_correct_decoded_token", "update_from_output")),
@@ -93,6 +98,7 @@ _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (engine_utils, ("get_mp_context",)),
     (coordinator, ("get_mp_context",)),
     (registry, ("_run_in_subprocess",)),
+    (StructuredOutputManager, ("_create_grammar",)),
     (shm_broadcast, ("sched_yield",)),
     (cpu_resource_utils, ("get_cgroup_memory_usage",)),
     (PrometheusStatLogger, ("_counter_cls", "_gauge_cls", "_histogram_cls", "record", *METRICS_PARTS)),
@@ -127,7 +133,21 @@ class LeanDecoder(MsgpackDecoder):
 
 
 class LeanOutputProcessor(OutputProcessor):
-    """vLLM's output processor, with less work for the statistics of a common token, one within an answer."""
+    """vLLM's output processor, with less work for the statistics of a common token, one within an answer.
+
+    Each sequence keeps the request that the engine had, as `core_request`: it is sent again if the engine dies.
+    """
+
+    holds: Callable[[], bool]  # True if the sequences wait for another engine process when theirs has died.
+
+    def add_request(self, request: EngineCoreRequest, *arguments: Any, **options: Any) -> None:
+        super().add_request(request, *arguments, **options)
+        if (state := self.request_states.get(request.request_id)) is not None:
+            state.core_request = kept(request)
+
+    def propagate_error(self, error: Exception) -> None:
+        if not self.holds():
+            super().propagate_error(error)
 
     def _update_stats_from_output(self, state: Any, output: Any, timestamp: float, iteration: Any) -> None:
         if state.is_prefilling or output.events is not None or output.num_nans_in_logits:
@@ -140,16 +160,34 @@ class LeanOutputProcessor(OutputProcessor):
         stats.last_token_ts = timestamp
 
 
-def begin_output(llm: AsyncLLM, reports: PrometheusStatLogger) -> None:
+def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
+    """Return a request as it is kept while it runs; None if it has images or sounds, which take too much memory."""
+    return None if request.mm_features else request
+
+
+def begin_output(llm: AsyncLLM, reports: PrometheusStatLogger, holds: Callable[[], bool]) -> None:
     """Begin to read the engine's messages.
 
     Args:
         reports: Takes the place of vLLM's loggers of statistics, of which it is one.
+        holds: Returns True if sequences wait for another engine process when theirs has died.
     """
     llm.logger_manager = reports
     llm.output_processor.__class__ = LeanOutputProcessor
+    llm.output_processor.holds = holds
     core = llm.engine_core
     core.decoder = LeanDecoder(EngineCoreOutputs, oob_tensor_provider=core.decoder.oob_tensor_provider)
+    add_request = core.add_request_async
+
+    async def add(request: EngineCoreRequest) -> None:
+        try:
+            await add_request(request)
+        except EngineDeadError:
+            if not holds():  # it is registered, and is sent to the next process
+                raise
+
+    core.add_request_async = add
+    llm.output_handler = None
     llm._run_output_handler()
 
 
@@ -195,9 +233,41 @@ async def send(llm: AsyncLLM, request: EngineCoreRequest) -> None:
     await llm.engine_core.add_request_async(request)
 
 
+async def abort(llm: AsyncLLM, ids: Iterable[str], *, internal: bool = True) -> None:
+    """End sequences. Those of an engine that has died are forgotten.
+
+    Args:
+        ids: The ids of the sequences, or of their requests if they are not `internal`.
+    """
+    with contextlib.suppress(EngineDeadError):
+        await llm.abort(ids, internal=internal)
+
+
+def fail(state: RequestState, message: str) -> None:
+    """Give an error to a sequence of vLLM's front end."""
+    state.queue.put(GenerationError(message))
+
+
 def fail_all(llm: AsyncLLM, message: str) -> None:
     """Give an error to each sequence that the engine has."""
-    llm.output_processor.propagate_error(GenerationError(message))
+    OutputProcessor.propagate_error(llm.output_processor, GenerationError(message))
+
+
+def end_processes(llm: AsyncLLM, seconds: float) -> None:
+    """End the engine's processes, within so many seconds. What the server's process has of the engine stays."""
+    llm.engine_core.shutdown(seconds)
+
+
+def start_processes(llm: AsyncLLM) -> EngineCoreClient:
+    """Start the engine's processes once more, and return the client of them. It takes as long as loading the model."""
+    config = llm.vllm_config
+    config.cache_config.num_gpu_blocks = None  # the processes report it, and the client adds it up
+    return EngineCoreClient.make_async_mp_client(
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=llm.log_stats,
+        renderer=llm.renderer,
+    )
 
 
 def engine_process_ids(llm: AsyncLLM) -> list[int]:
@@ -281,6 +351,18 @@ def patch_engine_process(
     MultiprocExecutor._ensure_worker_termination = staticmethod(end_workers)
     for executor in (multiproc_executor, uniproc_executor):
         executor.get_file_store_init_method = meeting_place
+
+
+def patch_grammars(advance: Callable[[Any, Any], None]) -> None:
+    """Patch the engine process: `advance` gets each grammar when it is compiled, and vLLM's request."""
+    create = StructuredOutputManager._create_grammar
+
+    def created(self: StructuredOutputManager, request: Any) -> Any:
+        grammar = create(self, request)
+        advance(grammar, request)
+        return grammar
+
+    StructuredOutputManager._create_grammar = created
 
 
 def patch_worker(wrap_start: Callable[[Callable[..., None]], Callable[..., None]], memory_used: Any) -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import vllm.platforms
 from vllm.config import ModelConfig, VllmConfig
@@ -26,7 +26,16 @@ from engines.parallelism import Layout, ModelMemory, Weights, tensor_parallel_si
 from engines.start_failure import failure_of
 from engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
 from engines.vllm.constraints import choose_backend
-from engines.vllm.internals import AsyncLLM, check_names, end_output, forget_tokenizers, patch_sounds, stat_loggers
+from engines.vllm.internals import (
+    AsyncLLM,
+    EngineCoreClient,
+    check_names,
+    end_output,
+    forget_tokenizers,
+    patch_sounds,
+    start_processes,
+    stat_loggers,
+)
 from engines.vllm.metrics import EngineReports
 from engines.vllm.pooling import pool_as_djl
 from engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
@@ -36,6 +45,7 @@ from engines.weight_files import draft_model, expert_bytes, hub_weight_bytes, is
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 1.0  # The time for vLLM's processes to end before they are killed.
+_T = TypeVar("_T")
 _SWITCH = "TORCH_COMPILE_DISABLE"
 _COMPILER = "g++"
 _INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
@@ -52,7 +62,7 @@ class StartedEngine:
 
 
 class VllmLoader:
-    """Loads one model, once."""
+    """Loads one model, once, or once more in place of the processes that have died."""
 
     def __init__(self, settings: ModelSettings, thread: LastingThread) -> None:
         """Create the vLLM loader.
@@ -73,8 +83,28 @@ class VllmLoader:
         Raises:
             EngineStartError: vLLM cannot load the model, or not within `model_loading_timeout`.
         """
+        return await self._in_time(self._load)
+
+    async def load_again(self, llm: AsyncLLM) -> None:
+        """Load the model in new processes, which take the place of those that have died or stalled.
+
+        Raises:
+            EngineStartError: As in `load`.
+        """
+        await end_output(llm)
+
+        def load() -> EngineCoreClient:
+            end_processes(llm, SHUTDOWN_SECONDS, for_good=False)
+            core = self._start_processes(llm.vllm_config, lambda: start_processes(llm))
+            if self._abandoned:
+                core.shutdown(SHUTDOWN_SECONDS)
+            return core
+
+        llm.engine_core = await self._in_time(load)
+
+    async def _in_time(self, load: Callable[[], _T]) -> _T:
         try:
-            return await asyncio.wait_for(self._thread.run(self._load), self._settings.model_loading_timeout)
+            return await asyncio.wait_for(self._thread.run(load), self._settings.model_loading_timeout)
         except TimeoutError:
             limit = self._settings.model_loading_timeout
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
@@ -116,14 +146,20 @@ class VllmLoader:
         return StartedEngine(llm, reports, frontend, refusal)
 
     def _start(self, config: VllmConfig) -> AsyncLLM:
+        def start() -> AsyncLLM:
+            llm: AsyncLLM = AsyncLLM.from_vllm_config(config, stat_loggers=[EngineReports])
+            return llm
+
+        return self._start_processes(config, start)
+
+    def _start_processes(self, config: VllmConfig, start: Callable[[], _T]) -> _T:
         with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:
             try:
-                llm: AsyncLLM = AsyncLLM.from_vllm_config(config, stat_loggers=[EngineReports])
+                return start()
             except Exception as error:  # vLLM's own says that a process has failed, and not why
                 if (failure := first_failure(reports)) is None:
                     raise
                 raise failure.error(self._cannot) from error
-        return llm
 
     def _start_on_cpu(self, config: VllmConfig) -> AsyncLLM:
         """Choose the size of the KV cache, and choose once more if vLLM refuses it and names its memory."""

@@ -171,6 +171,27 @@ class VllmAdapters:
             raise
         return claim
 
+    def engine_died(self) -> None:
+        """Give up the loads that are under way: the engine's memory is gone."""
+        for held in self._held.values():
+            if held.loading is not None:
+                held.loading.cancel()
+
+    async def load_again(self) -> None:
+        """Load the adapters that a new engine process must have: those that were loaded and are pinned or in use."""
+        lost = [held for held in self._held.values() if held.resident]
+        for held in lost:
+            held.resident = False
+        idle = self._idle(lost)
+        for held in lost:
+            if held.adapter.pin or held.adapter.preload or held not in idle:
+                with contextlib.suppress(AdapterFailed, NoRoomForAdapter):  # the log has it; its requests fail
+                    await self._loaded(held)
+
+    def is_loaded(self, adapter_id: int) -> bool:
+        held = self._held.get(adapter_id)
+        return held is not None and held.resident
+
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()

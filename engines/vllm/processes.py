@@ -36,6 +36,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -50,6 +51,7 @@ from vllm.plugins import load_general_plugins
 from engines.cpu_memory import page_cache
 from engines.start_failure import StartFailure, failure_of
 from engines.vllm import fork_server, internals
+from engines.vllm.continuation import advance
 
 _SPIN_SECONDS = 0.002  # The pause between two steps is shorter, so it costs nothing there.
 _PAUSE_SECONDS = 0.0002
@@ -119,10 +121,14 @@ def first_failure(reports: Connection) -> StartFailure | None:
     return failure
 
 
-def end_processes(llm: Any, seconds: float) -> None:
-    """End vLLM's processes for a model; those that have not ended within `seconds` are killed."""
+def end_processes(llm: Any, seconds: float, *, for_good: bool = True) -> None:
+    """End vLLM's processes for a model; those that have not ended within `seconds` are killed.
+
+    Args:
+        for_good: No others are started in their place: free what the server's process has of the engine, too.
+    """
     engines = internals.engine_process_ids(llm)
-    llm.shutdown(seconds)
+    (llm.shutdown if for_good else partial(internals.end_processes, llm))(seconds)
     for engine in engines:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(engine, signal.SIGKILL)
@@ -155,6 +161,7 @@ def prepare_engine(report: Connection) -> None:
         return tied(multiprocessing.get_context("forkserver"), prepare_worker, report)
 
     internals.patch_engine_process(context, _end_workers, _meeting_place)
+    internals.patch_grammars(advance)
     if current_platform.is_cpu():
         internals.patch_waiting(Pause())
 

@@ -36,7 +36,7 @@ from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
 from engines.vllm.constraints import no_token_left
 from engines.vllm.engine import VllmEngine
-from engines.vllm.internals import EngineDeadError, request_states, sequence_ids
+from engines.vllm.internals import EngineDeadError, abort, request_states, sequence_ids
 from engines.vllm.output import SequenceStatistics
 from engines.vllm.parsers import tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_words
@@ -117,6 +117,11 @@ class EngineClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
 
+    @property
+    def errored(self) -> bool:
+        """See `AsyncLLM.errored`. False while calls wait for an engine that is started again."""
+        return self._llm.errored and not self._engine.waits
+
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Refuse a call before its prompt is rendered if the queue has no place for it.
 
@@ -193,8 +198,7 @@ class EngineClient:
             call.release(1)
 
     async def _abort(self, queue: Any) -> None:
-        if not self._llm.errored:
-            await self._llm.abort(queue.request_id, internal=True)
+        await abort(self._llm, [queue.request_id])
 
     def _check_length(self, prompt: Any) -> None:
         most = self._settings.max_prompt_tokens
@@ -236,6 +240,7 @@ class EngineClient:
 
     async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
         with _vllms_errors():
+            await self._engine.take_requests()
             if getattr(params, "structured_outputs", None) is not None:  # pooling has none
                 params.structured_outputs = await self._engine.constraints.checked(call.form_name, params)
                 if not (options.keys() & _OF_CHATS and tells_end_of_reasoning(self._llm.vllm_config)):
@@ -248,8 +253,7 @@ class EngineClient:
         except BaseException as error:
             # vLLM registers a request before it sends it to the engine, and leaves it there if that fails.
             registered = [sequence for sequence in sequence_ids(self._llm, request_id) if sequence not in known]
-            with contextlib.suppress(EngineDeadError):
-                await self._llm.abort(registered, internal=True)
+            await abort(self._llm, registered)
             if isinstance(error, OverflowError):  # a number that the engine's message cannot hold
                 raise VLLMValidationError(str(error)) from None
             raise
@@ -260,7 +264,7 @@ class EngineClient:
         It is looked up anew: another one may have taken its place since the front end did.
         """
         assert self._engine.adapters is not None
-        claim = call.adapters.get(name) or call.keep(name, await self._engine.adapters.claim(name))
+        claim = call.adapters.get(name) or call.keep(name, await self._engine.claim(name))
         return claim.request
 
 
@@ -330,8 +334,7 @@ class _Request:
 
     async def _abort(self) -> None:
         self._close()
-        if not self._llm.errored:
-            await self._llm.abort(self._queue.request_id, internal=True)
+        await abort(self._llm, [self._queue.request_id])
 
 
 def _check_end(output: Any, params: Any) -> None:

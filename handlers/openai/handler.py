@@ -137,9 +137,11 @@ class OpenAIHandler:
 
         Their clients get the answer so far, with the finish reason `abort`.
         """
+        from engines.vllm.internals import abort  # the OpenAI contract can be described without vLLM
+
         ids = [known for known in self._vllm.llm.output_processor.external_req_ids if _belongs(known, request_id)]
-        if ids and not self._vllm.llm.errored:
-            task = asyncio.create_task(self._vllm.llm.abort(ids))
+        if ids:
+            task = asyncio.create_task(abort(self._vllm.llm, ids, internal=False))
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)
 

@@ -95,8 +95,7 @@ def subject(
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    if engine_restarts:
-        environment["SERVING_ENGINE_RESTART"] = str(engine_restarts)
+    environment |= {"SERVING_ENGINE_RESTART": str(engine_restarts), "SERVING_CONTINUE": "0"}
     return Subject(directory, environment, **options)
 
 

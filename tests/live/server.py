@@ -112,7 +112,7 @@ class Server:
 
     def all_variables(self) -> dict[str, str]:
         """Return the environment of the process."""
-        return _own_environment() | {"HF_HUB_OFFLINE": "1"} | self.environment
+        return _own_environment() | {"HF_HUB_OFFLINE": "1", "SERVING_ENGINE_RESTART": "0"} | self.environment
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS

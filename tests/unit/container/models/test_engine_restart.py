@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -24,6 +25,14 @@ class Failed:
         self.model = ModelSettings(name="m", model_dir=Path(), model_id="m")
         self.reasons: list[str] = []
         self.attempts = 0
+        self.gave_up = False
+        self.waits = False
+
+    def calls_wait(self) -> bool:
+        return self.waits
+
+    def give_up(self) -> None:
+        self.gave_up = True
 
     def fail(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -49,10 +58,28 @@ async def test_an_engine_is_started_again_as_often_as_it_may(
         assert registrar.engine_restarts.begin(model, "the engine has died"), "one at a time"
         await until(lambda: not registrar.loading)
         assert life.attempts == attempt
+    assert not life.gave_up
     assert not registrar.engine_restarts.begin(model, "the engine has died")
+    assert life.gave_up, "no call waits for an engine that is not started again"
     assert life.reasons == ["the engine has died; it is started again"] * 2
     assert "the engine cannot be started again: no memory" in caplog.text
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_model_whose_calls_wait_has_not_failed_and_old_restarts_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_restart, "LONGEST_PAUSE_SECONDS", 0.01)
+    life: Any = Failed()
+    life.waits = True
+    model = Model(life, "m", restarted_at=[time.monotonic() - engine_restart.WINDOW_SECONDS - 1] * 3)
+    registrar = Registrar(Models([model]), ServerSettings(engine_restart=1), Mock())
+    assert registrar.engine_restarts.begin(model, "the engine has died")
+    await until(lambda: not registrar.loading)
+    assert life.reasons == []
+    assert "calls wait for it; the engine is started again in 0.01 s (1 of 1 within 10 minutes)" in caplog.text
+    assert not registrar.engine_restarts.begin(model, "the engine has died")
 
 
 @pytest.mark.asyncio
@@ -70,7 +97,9 @@ async def test_a_server_that_stops_starts_no_engine_again(monkeypatch: pytest.Mo
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("settings", [{}, {"engine_restart": 0, "engine_restart_when_stalled": True}])
+@pytest.mark.parametrize(
+    "settings", [{"engine_restart": 0}, {"engine_restart": 0, "engine_restart_when_stalled": True}]
+)
 async def test_without_the_setting_no_engine_is_started_again(settings: dict[str, Any]) -> None:
     life: Any = Failed()
     model = Model(life, "m")

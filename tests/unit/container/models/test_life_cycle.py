@@ -96,7 +96,7 @@ async def test_a_later_model_that_loads_and_generates_nothing_is_never_a_failure
 class Unknowable:
     """A service with an engine that cannot report its state."""
 
-    custom = engine = None
+    custom = engine = running_engine = None
     runtime: Any
 
     def __init__(self) -> None:

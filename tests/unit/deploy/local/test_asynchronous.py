@@ -352,6 +352,7 @@ async def test_a_stop_gives_up_running_calls_in_the_end(tmp_path: Path) -> None:
 
 
 async def test_a_place_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     (tmp_path / "out").write_bytes(b"a file in place of the folder")
     queue = Queue(ScriptedContainer(answering(200, b"ok", LENGTH)), tmp_path)
     queue.submit()

@@ -385,7 +385,8 @@ async def test_an_abort_ends_all_requests_of_an_answer(request_id: str) -> None:
         errored = False
         output_processor = SimpleNamespace(external_req_ids=["chatcmpl-a-b_0", "chatcmpl-a-b_1", "chatcmpl-a-bc_0"])
 
-        async def abort(self, ids: list[str]) -> None:
+        async def abort(self, ids: list[str], *, internal: bool) -> None:
+            assert not internal
             ended.extend(ids)
 
     ended: list[str] = []
