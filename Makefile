@@ -11,15 +11,17 @@ HOST = 127.0.0.1
 PORT ?= 8080
 # Processes that run tests side by side. 0: pytest's own process runs all tests.
 WORKERS ?= 2
-# The duration and the random seed of `chaos`, `fuzz`, `soak` and `overload`.
+# The duration and the random seed of `chaos`, `fuzz`, `soak`, `overload` and `deaths`.
 MINUTES ?= 2
 SEED ?= 1
+# The calls that run when `deaths` kills an engine.
+CALLS ?= 1000
 # PyTorch's public index of CPU wheels, for machines on which pip does not find torch's CPU build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := $(BIN)/uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit live long chaos fuzz soak overload engine-arguments bench \
+.PHONY: help install install-dev run test lint unit live long chaos fuzz soak overload deaths engine-arguments bench \
 	bench-front-end gpu-proof gpu-needs image image-test lock clean
 
 help: ## Show this list
@@ -86,6 +88,9 @@ soak: install-dev ## Run a steady load, and plot the memory and files of the pro
 
 overload: install-dev ## Run ten times as many clients as can be served (MINUTES)
 	$(BIN)/python -m tests.chaos.overload --minutes $(MINUTES)
+
+deaths: install-dev ## Kill engines under calls, and compare the answers (CALLS, SEED)
+	$(BIN)/python -m tests.chaos.deaths --calls $(CALLS) --seed $(SEED)
 
 engine-arguments: install-dev ## Try all arguments of vLLM, for docs/engine_arguments.md (ARGS="max_logprobs block_size")
 	$(BIN)/python -m tests.engine_arguments $(ARGS)

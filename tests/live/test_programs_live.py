@@ -45,6 +45,12 @@ def test_the_other_attacks_find_nothing(target: str) -> None:
     assert make(target, "MINUTES=0.5")
 
 
+def test_calls_outlive_engines() -> None:
+    printed = make("deaths", "CALLS=30")
+    report = json.loads(printed[printed.index("{\n") :])
+    assert report["right"] >= 30
+
+
 def test_the_benchmark_compares_three_peers() -> None:
     table = make("bench", "ARGS=--workload b --quick")
     assert all(f"| {peer} |" in table for peer in ("slipway", "vllm", "bare"))
