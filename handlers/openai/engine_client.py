@@ -26,6 +26,7 @@ from vllm.outputs import STREAM_FINISHED
 from engines.errors import (
     AdapterUnusable,
     EngineDead,
+    GenerationFailed,
     InvalidParameter,
     InvalidRequest,
     Overloaded,
@@ -387,5 +388,5 @@ def _vllms_errors() -> Iterator[None]:
         raise VLLMValidationError(error.message, parameter="n") from None
     except Overloaded as error:
         raise GracefulHTTPError(error.message, HTTPStatus.SERVICE_UNAVAILABLE) from None
-    except EngineDead as error:
+    except (EngineDead, GenerationFailed) as error:
         raise GenerationError(error.message) from None
