@@ -108,7 +108,7 @@ async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place
     looked_up = adapters.public["a"]  # by vLLM's front end, before it reads the prompt
     await adapters.add(Adapter(name="a", src="", path=source, id=2, preload=True))
     await adapters.remove(1)
-    engine: Any = SimpleNamespace(async_llm=llm, adapters=adapters)
+    engine: Any = SimpleNamespace(async_llm=llm, adapters=adapters, claim=adapters.claim)
     client = EngineClient(engine, ModelSettings(name="model", model_dir=source, model_id="m"))
     call = OpenAICall(EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4))  # type: ignore[arg-type]
     taken = await client._adapter(call, looked_up.lora_name)

@@ -247,12 +247,12 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
         async def add_request(self, request_id: str, prompt: Any, params: Any) -> Any:
             return RequestOutputCollector(RequestOutputKind.DELTA, f"{request_id}-internal")
 
-        async def abort(self, request_id: str, internal: bool = False) -> None:
+        async def abort(self, ids: list[str], internal: bool = False) -> None:
             assert internal
-            self.aborted.append(request_id)
+            self.aborted.extend(ids)
 
     llm: Any = Llm()
-    engine: Any = SimpleNamespace(async_llm=llm, statistics=EngineStatistics(), adapters=None)
+    engine: Any = _engine(llm)
     handler = EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4)  # type: ignore[arg-type]
     call = OpenAICall(handler)
     call.take(1)
@@ -325,7 +325,7 @@ async def test_what_fails_after_vllm_has_registered_it_is_taken_out_again_and_no
 
     llm: Any = Llm()
     llm.register("a", 99)  # another client's, of the same id
-    engine: Any = SimpleNamespace(async_llm=llm, statistics=EngineStatistics(), adapters=None)
+    engine: Any = _engine(llm)
     call = OpenAICall(EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4))  # type: ignore[arg-type]
     call.take(sequences)
     stream = EngineClient(engine, SETTINGS)._generate(call, "x", SamplingParams(n=sequences), "a", {})
@@ -340,6 +340,17 @@ async def test_what_fails_after_vllm_has_registered_it_is_taken_out_again_and_no
 
 async def _note(noted: list[str], ids: list[str]) -> None:
     noted += ids
+
+
+def _engine(llm: Any) -> Any:
+    """Return a stand-in for Slipway's engine that takes requests at once."""
+    from engines.statistics import EngineStatistics
+
+    async def take_requests() -> None: ...
+
+    return SimpleNamespace(
+        async_llm=llm, statistics=EngineStatistics(), adapters=None, take_requests=take_requests, waits=False
+    )
 
 
 def test_a_body_that_vllm_stumbles_over_is_the_clients_fault_until_something_is_generated() -> None:
