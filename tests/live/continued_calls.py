@@ -11,7 +11,7 @@ from typing import Any
 from tests.live.server import START_SECONDS, Server
 from tests.waiting import wait_until
 
-TOKENS = 120
+TOKENS = 240
 HELLO = [{"role": "user", "content": "Say hello."}]
 SCHEMA = {"type": "object", "properties": {"numbers": {"type": "array", "items": {"type": "integer"}}}}
 FORM = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA}}

@@ -43,20 +43,20 @@ def test_each_client_gets_the_answer_that_it_would_have_got(restarting: Server) 
     before = restarting.metric("slipway_continued_calls_total")
     with ThreadPoolExecutor(len(CASES) + 2) as pool:
         calls = {name: pool.submit(answer, restarting, case) for name, case in CASES.items()}
-        kill(restarting, 20)
+        kill(restarting, 8)
         new = pool.submit(answer, restarting, CASES["LMI"])
         pings = pool.submit(lambda: [restarting.ping() for _ in iter(lambda: new.done(), True)])
         assert new.result() == undisturbed["LMI"]
         assert set(pings.result()) <= {200}
         assert {name: call.result() for name, call in calls.items()} == undisturbed
-    assert restarting.metric("slipway_continued_calls_total") - before > 10
+    assert restarting.metric("slipway_continued_calls_total") - before > 4
     assert restarting.metric("slipway_engine_down_seconds_total") > 0
     restarting.wait_for_log(WAITING)
 
 
 def test_a_stop_string_ends_a_continued_answer(restarting: Server) -> None:
     def text(**given: Any) -> dict[str, Any]:
-        body = {"model": "model", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "prompt": "Twice"}
+        body = {"model": "model", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "prompt": "Twice"}
         choice: dict[str, Any] = restarting.client.post("/v1/completions", json=body | given).json()["choices"][0]
         return choice
 
