@@ -26,10 +26,10 @@ def ping(models: Models, settings: ServerSettings, error_rates: ErrorRates) -> R
 
     Unlike in LMI, 200 means that all models can serve. With `allow_multi_status` the status is 207 instead of 503 while
     a model loads. Some probes accept 207 as healthy. With `workers_health_check` the status is 500 if a custom handler
-    has too few workers, as in LMI. A stalled engine is `Unhealthy`, because it may recover. `FAILED` is final.
-    While a dead engine is started again and calls wait for it (`RESTARTING`), the status is 200: with 500, SageMaker
-    may replace the instance, and the calls would be lost. A model
-    that the management API loads is PENDING, and does not change the status.
+    has too few workers, as in LMI. A stalled engine is `Unhealthy`, because it may recover. `FAILED` is final. While a
+    dead engine is started again and calls wait for it (`RESTARTING`), the status is 200: with 500, SageMaker may
+    replace the instance, and the calls would be lost. A model that the management API loads is PENDING, and does not
+    change the status.
     """
     exceeded = error_rates.exceeded
     entries = [_entry(model, exceeded) for model in models]

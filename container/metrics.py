@@ -59,7 +59,7 @@ class Metrics:
         yield _counter("slipway_engine_restarts", "Restarts of the model's engine.", len(model.restarted_at))
         engine = service.running_engine if service is not None else None
         if engine is not None:
-            text = "Requests that went on after the engine had died."
+            text = "Requests that continued after the engine had died."
             yield _counter("slipway_continued_calls", text, engine.statistics.continued_requests)
             text = "Seconds in which requests waited for an engine that was started again."
             yield _counter("slipway_engine_down_seconds", text, engine.statistics.down_seconds)

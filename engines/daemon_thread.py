@@ -20,7 +20,7 @@ def in_daemon_thread(function: Callable[[], T]) -> Awaitable[T]:
     return _begin(function, "loading")
 
 
-class LastingThread:
+class LastingThreads:
     """Threads that run one function each, and then stay until they are told to end.
 
     They are for starting processes that ask the kernel to end with the thread that started them (PR_SET_PDEATHSIG).

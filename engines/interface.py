@@ -198,7 +198,7 @@ class Engine(LoadedModel, Protocol):
         """True if requests wait for `restart` when the engine has died. False: they get an error."""
 
     async def restart(self) -> None:
-        """Start the engine again after it has died or stalled. The requests that wait go on.
+        """Start the engine again after it has died or stalled. The requests that wait continue.
 
         Only for an engine that `waits`.
 

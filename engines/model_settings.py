@@ -127,8 +127,8 @@ class ModelSettings:
     formatter_function: str | None = None
     predict_timeout: float = 240.0  # Seconds without a new token after which a request fails.
     model_loading_timeout: float = 1800.0  # Seconds that loading may take.
-    # Deaths of the engine after which a request is continued; 0: none. After one more, requests go on one by one.
-    survived_deaths: int = 0
+    # Deaths of the engine after which a request continues; 0: none. After one more, requests continue one by one.
+    continue_calls: int = 0
     # Further `option.<name>` values, for the engine to interpret.
     engine_arguments: Mapping[str, str] = field(default_factory=dict)
     # The origin of each engine argument, for error messages.

@@ -199,8 +199,8 @@ class Lifecycle:
             await self.fetch()
             if place is not None:
                 self.model = await asyncio.to_thread(place, self.settings.model)
-            deaths = server.continue_calls if server.engine_restart else 0
-            model = dataclasses.replace(self.model, survived_deaths=deaths)
+            continue_calls = server.continue_calls if server.engine_restart else 0
+            model = dataclasses.replace(self.model, continue_calls=continue_calls)
             self.service = service = await load_service(model, limits, self.startup_times)
             if service.engine is not None:
                 with self.startup_times.phase("first token"):

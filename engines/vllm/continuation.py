@@ -28,7 +28,6 @@ from engines.vllm.output import OwnState
 logger = logging.getLogger(__name__)
 
 _TRIAL_POLL_SECONDS = 0.02
-_SENDS_PER_TURN = 16  # Sequences that are sent before other tasks get their turn on the event loop.
 
 SENT = "slipway_sent_tokens"
 """The name, in vLLM's `extra_args`, of how many of the prompt's last tokens are of the answer."""
@@ -44,7 +43,7 @@ def continued(state: RequestState, config: VllmConfig) -> EngineCoreRequest:
     Raises:
         CannotContinue: The rest may depend on a state that is lost.
     """
-    request: EngineCoreRequest | None = getattr(state, "core_request", None)
+    request: EngineCoreRequest | None = state.core_request
     if request is None:
         raise CannotContinue("its images or sounds are not kept")
     if request.resumable:
@@ -68,7 +67,7 @@ def continued(state: RequestState, config: VllmConfig) -> EngineCoreRequest:
 
 
 def _loss(request: EngineCoreRequest, params: Any, config: VllmConfig) -> str | None:
-    """Return the lost state on which the rest of an answer may depend; None if there is none."""
+    """Return the reason why the rest of an answer may depend on a lost state. None if it does not."""
     if params.presence_penalty or params.frequency_penalty:
         return "presence_penalty and frequency_penalty count the tokens of the answer alone"
     if params.seed is not None and params.temperature:
@@ -103,8 +102,7 @@ def advance(grammar: Any, request: Any) -> None:
     Raises:
         ValueError: The grammar refuses them.
     """
-    params = request.sampling_params
-    sent: int = (params.extra_args or {}).get(SENT, 0) if params is not None else 0
+    sent: int = (request.sampling_params.extra_args or {}).get(SENT, 0)
     if sent and not grammar.accept_tokens(request.request_id, list(request.prompt_token_ids[-sent:])):
         raise ValueError("the constraint does not allow the answer so far")
 
@@ -136,13 +134,13 @@ class Continuations:
             return
         self._on_trial = None
         logger.error("request %s: the engine died with this request alone: it is refused", suspect.external_req_id)
-        fail(suspect)
+        _fail(suspect)
 
     def engine_replaced(self) -> None:
         """Take all sequences as absent. No message has gone to the new process yet."""
         self._absent = set(internals.request_states(self._llm))
 
-    async def go_on(self) -> None:
+    async def send_all(self) -> None:
         """Send the sequences to the new process: the suspects one by one, and then the others."""
         if self._adapters is not None:
             await self._adapters.load_again()
@@ -156,10 +154,9 @@ class Continuations:
             )
             await self._try(state, refusals, requests)
         others = [state for state in states if self._deaths[state.request_id] <= self._allowed]
-        for number, state in enumerate(others, start=1):
+        for state in others:
             await self._send(state, refusals, requests)
-            if number % _SENDS_PER_TURN == 0:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # Other tasks get their turn.
         self._statistics.continued_requests += len(requests)
         lost = "; ".join(f"{count} cannot be: {why}" for why, count in refusals.items())
         logger.info("%d requests are continued%s", len(requests), lost and f"; {lost}")
@@ -184,14 +181,14 @@ class Continuations:
                 raise CannotContinue("its adapter cannot be loaded again")
         except CannotContinue as error:
             refusals[str(error)] += 1
-            fail(state)
+            _fail(state)
             return
         self._absent.discard(known)
         requests.add(state.external_req_id)
         await internals.send(self._llm, request)
 
 
-def fail(state: RequestState) -> None:
+def _fail(state: RequestState) -> None:
     """End a sequence with the error of a dead engine."""
     if isinstance(state, OwnState):
         state.fail(EngineDead())

@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 
-from engines.daemon_thread import LastingThread
+from engines.daemon_thread import LastingThreads
 from engines.errors import EngineDead, GenerationFailed, InvalidRequest, NotServed, UnknownAdapter
 from engines.interface import EngineHealth, Generation, Progress, SequenceGroup, Sink, Watchdog
 from engines.loaded_model import EngineStatus, ModelTexts
@@ -57,7 +57,7 @@ class VllmEngine:
         self._ids = itertools.count()
         self.statistics = EngineStatistics()
         # Starts vLLM's processes; the kernel kills those that are spawned with it.
-        self._thread = LastingThread("engine")
+        self._threads = LastingThreads("engine")
         self._progress = Progress()
         self._watchdog = Watchdog(self._look)
         self._stopped = self._gave_up = False
@@ -72,14 +72,14 @@ class VllmEngine:
     async def start(self) -> None:
         fork_server.start()
         try:
-            loaded = await VllmLoader(self._settings, self._thread).load()
+            loaded = await VllmLoader(self._settings, self._threads).load()
             try:
                 await self._attach(loaded)
             except BaseException:
                 await shut_down(loaded.llm)
                 raise
         except BaseException:
-            self._thread.end()
+            self._threads.end()
             raise
 
     async def _attach(self, loaded: StartedEngine) -> None:
@@ -123,12 +123,12 @@ class VllmEngine:
         if config.lora_config is not None:
             empty_slots = EMPTY_SLOTS_ON_CPU if on_cpu else 0
             self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
-        self._continuations = Continuations(llm, self.statistics, self.adapters, self._settings.survived_deaths)
+        self._continuations = Continuations(llm, self.statistics, self.adapters, self._settings.continue_calls)
         self._up.set()
         self._watchdog.start()
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        await self.take_requests()
+        await self.wait_until_ready()
         if not self._answers_prompts and request is not WARM_UP:
             raise NotServed(_ONLY_SPEECH)
         if request.adapter is None:
@@ -163,7 +163,8 @@ class VllmEngine:
         core_request = self._known_request(request, token_ids, adapter)
         if core_request is None:
             core_request = await self._checked_request(request, prompt, token_ids, adapter)
-        await self.take_requests()  # a long prompt is tokenized in a thread, and a constraint is compiled for a trial
+        # A long prompt was tokenized in a thread, and a constraint was compiled for a trial.
+        await self.wait_until_ready()
         generation = VllmGeneration(self.async_llm, request.candidates)
         target = sink
         if request.candidates > 1:
@@ -186,7 +187,7 @@ class VllmEngine:
         else:
             token_ids = await self.prompt_token_ids(request)
         core_request = self._known_pooling(request, pooling, token_ids, boundary, adapter)
-        await self.take_requests()  # a long prompt is tokenized in a thread
+        await self.wait_until_ready()  # a long prompt is tokenized in a thread
         generation = VllmGeneration(self.async_llm, 1)
         with _cancelled_if_it_fails(generation):
             self._identify(core_request, request)
@@ -228,8 +229,8 @@ class VllmEngine:
             core_request.trace_headers = request.trace_context
         core_request.cache_salt, core_request.priority = request.cache_salt or None, request.priority
 
-    async def take_requests(self) -> None:
-        """Return if the engine takes requests, at once or when it has been started again.
+    async def wait_until_ready(self) -> None:
+        """Wait while the engine is started again. It takes requests after that.
 
         Raises:
             EngineDead: The engine is gone.
@@ -260,7 +261,7 @@ class VllmEngine:
             except EngineDead:
                 if not self.waits:
                     raise
-                await self.take_requests()
+                await self.wait_until_ready()
 
     async def _prompt(self, request: GenerationRequest) -> Any:
         """Return vLLM's prompt.
@@ -424,7 +425,7 @@ class VllmEngine:
     @property
     def waits(self) -> bool:
         over = self._stopped or self._gave_up or bool(self._watchdog.failure)
-        return self._settings.survived_deaths > 0 and not over
+        return self._settings.continue_calls > 0 and not over
 
     def _died(self) -> None:
         """Take note of the death, once."""
@@ -447,17 +448,17 @@ class VllmEngine:
     async def restart(self) -> None:
         self._died()
         fork_server.start()
-        await VllmLoader(self._settings, self._thread).load_again(self.async_llm)
+        await VllmLoader(self._settings, self._threads).load_again(self.async_llm)
         self._continuations.engine_replaced()
         internals.begin_output(self.async_llm, self._reports, lambda: self.waits)
         self._runs = True
-        self._returning = asyncio.create_task(self._go_on())
+        self._returning = asyncio.create_task(self._continue_requests())
 
-    async def _go_on(self) -> None:
+    async def _continue_requests(self) -> None:
         try:
             if self.async_llm.renderer.mm_processor is not None:
                 await self.async_llm.reset_mm_cache()  # the new process has none of it
-            await self._continuations.go_on()
+            await self._continuations.send_all()
         except EngineDeadError:
             return  # the watchdog sees it
         except Exception:
@@ -509,7 +510,7 @@ class VllmEngine:
         self._fail_all(EngineDead(f"{why}; the request was not completed"))
         await self.constraints.stop()
         await shut_down(self.async_llm)
-        self._thread.end()
+        self._threads.end()
 
 
 @contextlib.contextmanager

@@ -161,7 +161,7 @@ class LeanOutputProcessor(OutputProcessor):
 
 
 def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
-    """Return a request as it is kept while it runs; None if it has images or sounds, which take too much memory."""
+    """Return the request to keep while it runs; None if it has images or sounds, which take too much memory."""
     return None if request.mm_features else request
 
 
@@ -254,7 +254,7 @@ def fail_all(llm: AsyncLLM, message: str) -> None:
 
 
 def end_processes(llm: AsyncLLM, seconds: float) -> None:
-    """End the engine's processes, within so many seconds. What the server's process has of the engine stays."""
+    """End the engine's processes within so many seconds. The engine's objects in the server's process stay."""
     llm.engine_core.shutdown(seconds)
 
 

@@ -18,7 +18,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.usage.usage_lib import UsageContext
 
 from engines.cpu_memory import Demand, kv_cache_size, memory_limits, smaller_size
-from engines.daemon_thread import LastingThread
+from engines.daemon_thread import LastingThreads
 from engines.interface import EngineOutOfMemory, EngineStartError
 from engines.loaded_model import copied
 from engines.model_settings import ModelSettings
@@ -62,16 +62,16 @@ class StartedEngine:
 
 
 class VllmLoader:
-    """Loads one model, once, or once more in place of the processes that have died."""
+    """Loads one model, once: for a new engine, or in place of processes that have died."""
 
-    def __init__(self, settings: ModelSettings, thread: LastingThread) -> None:
+    def __init__(self, settings: ModelSettings, threads: LastingThreads) -> None:
         """Create the vLLM loader.
 
         Args:
-            thread: Starts vLLM's processes; the kernel kills those that are spawned with it.
+            threads: Start vLLM's processes; the kernel kills those that are spawned with a thread.
         """
         self._settings = settings
-        self._thread = thread
+        self._threads = threads
         self._abandoned = False  # Nothing waits for it.
         # vLLM's reasons do not always name the argument that they are about.
         given = settings.engine_options
@@ -94,7 +94,7 @@ class VllmLoader:
         await end_output(llm)
 
         def load() -> EngineCoreClient:
-            end_processes(llm, SHUTDOWN_SECONDS, for_good=False)
+            end_processes(llm, SHUTDOWN_SECONDS)
             core = self._start_processes(llm.vllm_config, lambda: start_processes(llm))
             if self._abandoned:
                 core.shutdown(SHUTDOWN_SECONDS)
@@ -104,7 +104,7 @@ class VllmLoader:
 
     async def _in_time(self, load: Callable[[], _T]) -> _T:
         try:
-            return await asyncio.wait_for(self._thread.run(load), self._settings.model_loading_timeout)
+            return await asyncio.wait_for(self._threads.run(load), self._settings.model_loading_timeout)
         except TimeoutError:
             limit = self._settings.model_loading_timeout
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None
@@ -140,17 +140,15 @@ class VllmLoader:
         else:
             llm = self._start(config)
         if self._abandoned:
-            end_processes(llm, SHUTDOWN_SECONDS)
-            forget_tokenizers()
+            free(llm)
         reports = next(one for one in stat_loggers(llm) if isinstance(one, EngineReports))
         return StartedEngine(llm, reports, frontend, refusal)
 
     def _start(self, config: VllmConfig) -> AsyncLLM:
-        def start() -> AsyncLLM:
-            llm: AsyncLLM = AsyncLLM.from_vllm_config(config, stat_loggers=[EngineReports])
-            return llm
-
-        return self._start_processes(config, start)
+        llm: AsyncLLM = self._start_processes(
+            config, lambda: AsyncLLM.from_vllm_config(config, stat_loggers=[EngineReports])
+        )
+        return llm
 
     def _start_processes(self, config: VllmConfig, start: Callable[[], _T]) -> _T:
         with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:
@@ -178,9 +176,15 @@ class VllmLoader:
 
 
 async def shut_down(llm: AsyncLLM) -> None:
-    """End vLLM's processes, and free the model's resources in this process."""
+    """End vLLM's output loop and processes, and free the model's resources in this process."""
     await end_output(llm)
-    await asyncio.to_thread(end_processes, llm, SHUTDOWN_SECONDS)
+    await asyncio.to_thread(free, llm)
+
+
+def free(llm: AsyncLLM) -> None:
+    """End vLLM's processes, and free the model's resources in this process. It blocks."""
+    end_processes(llm, SHUTDOWN_SECONDS)
+    llm.shutdown()
     forget_tokenizers()
 
 

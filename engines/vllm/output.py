@@ -174,7 +174,7 @@ class OwnState(RequestState):
     sink: Sink
     statistics: EngineStatistics
     ended: bool
-    core_request: EngineCoreRequest | None  # What the engine was given, to continue it after a death.
+    core_request: EngineCoreRequest | None  # The engine's request, from which it continues after a death.
 
     def put(self, output: Any) -> None:
         """Take the objects that vLLM puts into the state's `queue`: errors alone, since `make_request_output` returns

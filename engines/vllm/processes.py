@@ -36,7 +36,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -121,14 +120,10 @@ def first_failure(reports: Connection) -> StartFailure | None:
     return failure
 
 
-def end_processes(llm: Any, seconds: float, *, for_good: bool = True) -> None:
-    """End vLLM's processes for a model; those that have not ended within `seconds` are killed.
-
-    Args:
-        for_good: No others are started in their place: free what the server's process has of the engine, too.
-    """
+def end_processes(llm: Any, seconds: float) -> None:
+    """End vLLM's processes for a model; those that have not ended within `seconds` are killed."""
     engines = internals.engine_process_ids(llm)
-    (llm.shutdown if for_good else partial(internals.end_processes, llm))(seconds)
+    internals.end_processes(llm, seconds)
     for engine in engines:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(engine, signal.SIGKILL)

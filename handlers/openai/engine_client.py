@@ -241,7 +241,7 @@ class EngineClient:
 
     async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
         with _vllms_errors():
-            await self._engine.take_requests()
+            await self._engine.wait_until_ready()
             if getattr(params, "structured_outputs", None) is not None:  # pooling has none
                 params.structured_outputs = await self._engine.constraints.checked(call.form_name, params)
                 if not (options.keys() & _OF_CHATS and tells_end_of_reasoning(self._llm.vllm_config)):

@@ -85,7 +85,7 @@ def answer(server: Server, case: Case) -> str:
     return _VARYING.sub("", _DELTA.sub("", response.text)) + "".join(deltas)
 
 
-def kill(server: Server, running: int) -> None:
-    """Kill the engine process when so many sequences run."""
+def kill(server: Server, running: float, process: int | None = None) -> None:
+    """Kill a process of the engine when so many sequences run. None: the engine process."""
     wait_until(lambda: server.metric("slipway_engine_running") >= running)
-    os.kill(server.engine_process(), signal.SIGKILL)
+    os.kill(process or server.engine_process(), signal.SIGKILL)

@@ -155,7 +155,7 @@ async def test_a_request_that_kills_each_engine_is_found_and_gets_the_error_alon
         continuations.engine_died()
         continuations.engine_replaced()
         sent.clear()
-        return asyncio.create_task(continuations.go_on())
+        return asyncio.create_task(continuations.send_all())
 
     await (await restarted())
     assert sent == ["a", "killer", "b"], "after the first death, all go on together"

@@ -19,6 +19,7 @@ from tests.waiting import wait_until
 
 WAITING = "the engine has died; calls wait for it"
 DEAD = "the engine has died; the request was not completed"
+VLLMS_WAY = {"return_token_ids": True}  # A field that leaves the call to vLLM's front end.
 # Calls that are not continued.
 LOST: dict[str, dict[str, Any]] = {
     "presence_penalty and frequency_penalty count the tokens of the answer alone": {"presence_penalty": 0.5},
@@ -71,17 +72,20 @@ def test_a_stop_string_ends_a_continued_answer(restarting: Server) -> None:
 
 
 def test_a_call_whose_rest_may_depend_on_what_is_lost_gets_the_error(restarting: Server) -> None:
-    with ThreadPoolExecutor(8) as pool, ExitStack() as streams:
-        for given in LOST.values():
-            own = restarting.client.stream("POST", "/v1/completions", json=ENDLESS_STREAM | {"n": 1} | given)
-            vllms = {"n": 1, "return_token_ids": True}
-            other = restarting.client.stream("POST", "/v1/completions", json=ENDLESS_STREAM | vllms | given)
-            for stream in (own, other):
-                lines = streams.enter_context(stream).iter_lines()
-                assert next(lines).startswith("data: {")
-                streams.callback(pool.submit(list, lines).result)
-        kill(restarting, 2 * len(LOST))
-        restarting.wait_for_log("1 requests are continued" if False else "0 requests are continued")
+    bodies = [ENDLESS_STREAM | {"n": 1} | given | way for given in LOST.values() for way in ({}, VLLMS_WAY)]
+    with ThreadPoolExecutor(len(bodies)) as pool, ExitStack() as streams:
+        rests = []
+        for body in bodies:
+            stream = streams.enter_context(restarting.client.stream("POST", "/v1/completions", json=body))
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: {")
+            rests.append(pool.submit(list, filter(None, lines)))
+        kill(restarting, len(bodies))
+        for rest in rests:
+            *_, last, done = rest.result()
+            assert json.loads(last.removeprefix("data: "))["error"]["message"] == DEAD
+            assert done == "data: [DONE]"
+    restarting.wait_for_log(": 0 requests are continued")
     for reason in LOST:
         restarting.wait_for_log(f"2 cannot be: {reason}")
 
@@ -90,7 +94,7 @@ def test_clients_may_leave_and_come_while_the_engine_is_started_again(restarting
     aborted = "slipway_generations_aborted_total"
     aborted_before = restarting.metric(aborted)
     leaving = [restarting.send("/invocations", {"inputs": "Once", "parameters": ENDLESS, "stream": True})]
-    leaving.append(restarting.send("/v1/completions", ENDLESS_STREAM | {"return_token_ids": True}))
+    leaving.append(restarting.send("/v1/completions", ENDLESS_STREAM | VLLMS_WAY))
     deaths = restarting.log_text().count(WAITING)
     kill(restarting, 4)
     wait_until(lambda: restarting.log_text().count(WAITING) > deaths)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.cpu_memory import Demand, Limit, memory_limits, smaller_size
-from engines.daemon_thread import LastingThread
+from engines.daemon_thread import LastingThreads
 from engines.interface import EngineOutOfMemory
 from engines.model_settings import ModelSettings
 
@@ -89,7 +89,7 @@ def test_a_machine_that_is_too_small_is_told_before_vllm_starts_a_process(sample
     settings = ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model))
     monkeypatch.setattr(vllm_loading, "memory_limits", lambda *_: [Limit("NUMA node0", 1 << 30, 2 << 30)])
     monkeypatch.setattr(AsyncLLM, "from_vllm_config", nothing_starts)
-    thread = LastingThread("loading")
+    thread = LastingThreads("loading")
     try:
         with pytest.raises(
             EngineOutOfMemory, match=r"too little memory for .* and NUMA node0 has 1\.00 GiB of 2\.00 GiB"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from engines.daemon_thread import LastingThread
+from engines.daemon_thread import LastingThreads
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
 from engines.parallelism import ModelMemory, Weights, tensor_parallel_sizes
@@ -58,7 +58,7 @@ def arguments_seen(settings: ModelSettings, monkeypatch: pytest.MonkeyPatch) -> 
         raise _StoppedHere
 
     monkeypatch.setattr(AsyncEngineArgs, "create_engine_config", create)
-    thread = LastingThread("engine")
+    thread = LastingThreads("engine")
     try:
         with pytest.raises(EngineStartError):
             asyncio.run(VllmLoader(settings, thread).load())
@@ -319,7 +319,7 @@ def test_an_error_of_vllm_names_the_options_that_were_given(settings: ModelSetti
     from engines.vllm.loading import VllmLoader
 
     given = {"enable_sleep_mode": "true", "sleep_preserve_parameter_names": "lm_head.weight"}
-    thread = LastingThread("engine")
+    thread = LastingThreads("engine")
     try:
         with pytest.raises(EngineStartError) as refused:
             asyncio.run(VllmLoader(replace(settings, engine_arguments=given), thread).load())

@@ -346,10 +346,10 @@ def _engine(llm: Any) -> Any:
     """Return a stand-in for Slipway's engine that takes requests at once."""
     from engines.statistics import EngineStatistics
 
-    async def take_requests() -> None: ...
+    async def wait_until_ready() -> None: ...
 
     return SimpleNamespace(
-        async_llm=llm, statistics=EngineStatistics(), adapters=None, take_requests=take_requests, waits=False
+        async_llm=llm, statistics=EngineStatistics(), adapters=None, wait_until_ready=wait_until_ready, waits=False
     )
 
 
