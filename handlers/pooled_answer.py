@@ -33,6 +33,25 @@ def softmax(numbers: Any) -> Any:
     return powers / powers.sum()
 
 
+def normalized(vector: Any) -> Any:
+    """Return the vector with the length 1."""
+    with np.errstate(divide="ignore", invalid="ignore"):  # A vector of zeros becomes one of NaN, as in TEI.
+        return vector * (1.0 / np.linalg.norm(vector.astype(np.float64), axis=-1, keepdims=True)).astype(vector.dtype)
+
+
+def shortened(vectors: Sequence[Any], dimensions: int | None, *, normalize: bool) -> list[Any]:
+    """Return the first numbers of each vector.
+
+    Args:
+        vectors: The vectors.
+        dimensions: The numbers that are kept of each vector. None keeps all.
+        normalize: Scale each vector to the length 1 after the cut.
+    """
+    kept = [vector[..., :dimensions] for vector in vectors]
+    # The encoder takes only arrays without gaps in memory.
+    return [np.ascontiguousarray(normalized(vector) if normalize else vector) for vector in kept]
+
+
 class PooledAnswer(Answer):
     """One document when the numbers of all prompts are there."""
 

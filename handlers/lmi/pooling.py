@@ -25,6 +25,7 @@ from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, overloaded, 
 from handlers.json_fields import json_kind
 from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import decode, notes_of, request_ids
+from handlers.lmi.vector_options import FIELDS, VectorDefaults, VectorOptions
 from handlers.pooled_answer import PooledAnswer, encode, sigmoid, softmax
 
 _MOST_CLASSES = 5  # Classes in DJL's answer for a text.
@@ -32,6 +33,7 @@ _FUNCTIONS = ("sigmoid", "softmax", "none")
 _FIELDS = frozenset(
     {"inputs", "parameters", "adapters", "stream", "text", "text_pair", "key", "value", "query", "texts"}
 )
+_VECTOR_FIELDS = frozenset({"inputs", "parameters", "adapters", "stream"}) | FIELDS
 
 
 def pooling_contract(settings: ModelSettings, model: PoolingModel) -> Contract:
@@ -39,8 +41,8 @@ def pooling_contract(settings: ModelSettings, model: PoolingModel) -> Contract:
     match model.kind:
         case "embedding":
             if settings.vector_format == "vllm":
-                return HandlerVectorContract(settings)
-            return DjlVectorContract(settings)
+                return HandlerVectorContract(settings, model)
+            return DjlVectorContract(settings, model)
         case "reranker":
             return PairContract(settings)
         case "classifier":
@@ -96,6 +98,7 @@ class PoolingContract:
     """The common part: reads the body, and makes a request for each text or pair."""
 
     refusals: ClassVar[Refusals] = _DJL
+    fields: ClassVar[frozenset[str]] = _FIELDS  # The fields of a body that have an effect.
 
     def __init__(self, settings: ModelSettings) -> None:
         self._lora = settings.enable_lora
@@ -110,7 +113,7 @@ class PoolingContract:
             prompts = self._with_adapters(call, document, requests)
         except RequestError as error:
             raise ContractError(self.refusals.reply(error), error.message) from None
-        notes = notes_of(document, _FIELDS, ()) if isinstance(document, dict) else ()
+        notes = notes_of(document, self.fields, ()) if isinstance(document, dict) else ()
         return Exchange(prompts, answer, notes)
 
     def _with_adapters(
@@ -164,39 +167,56 @@ def _djl_text(value: Any) -> str:
 class DjlVectorContract(PoolingContract):
     """Vectors in the form of DJL's engines."""
 
-    def __init__(self, settings: ModelSettings) -> None:
+    fields = _VECTOR_FIELDS
+
+    def __init__(self, settings: ModelSettings, model: PoolingModel) -> None:
         super().__init__(settings)
-        self._pooling = Pooling(task="embed", activation=settings.normalize, cut="right")
+        self._defaults = VectorDefaults(model, normalize=settings.normalize, cut="right")
 
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
         texts, is_list = _djl_texts(document)
-        requests = [pooling_request(text, self._pooling) for text in texts]
-        return requests, _DjlVectors(len(texts), is_list)
+        options = self._defaults.read(document)
+        return [options.request(text) for text in texts], _DjlVectors(len(texts), options, is_list)
 
 
-class _DjlVectors(LmiPooledAnswer):
-    def __init__(self, prompts: int, is_list: bool) -> None:
+class _VectorAnswer(LmiPooledAnswer):
+    def __init__(self, prompts: int, options: VectorOptions) -> None:
         super().__init__(prompts)
-        self._is_list = is_list
+        self._options = options
 
     def document(self, numbers: Sequence[Any]) -> bytes:
-        return encode(list(numbers) if self._is_list else numbers[0])
+        return self._document(self._options.vectors(numbers))
+
+    @abstractmethod
+    def _document(self, vectors: Sequence[Any]) -> bytes:
+        """Return the body of the reply."""
+
+
+class _DjlVectors(_VectorAnswer):
+    def __init__(self, prompts: int, options: VectorOptions, is_list: bool) -> None:
+        super().__init__(prompts, options)
+        self._is_list = is_list
+
+    def _document(self, vectors: Sequence[Any]) -> bytes:
+        return encode(list(vectors) if self._is_list else vectors[0])
 
 
 class HandlerVectorContract(PoolingContract):
     """Vectors in the form of LMI's vLLM handler."""
 
     refusals = _HANDLER
+    fields = _VECTOR_FIELDS
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: ModelSettings, model: PoolingModel) -> None:
         super().__init__(settings)
-        self._pooling = Pooling(task="embed", activation=settings.normalize)
+        self._defaults = VectorDefaults(model, normalize=settings.normalize, cut=None)
 
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
         if not isinstance(document, dict):
             raise InvalidRequest(f"Input parsing failed: the body must be an object, got {json_kind(document)}")
         prompts = _handler_prompts(document.get("inputs", ""))
-        return [pooling_request(prompt, self._pooling) for prompt in prompts], _HandlerVectors(len(prompts))
+        options = self._defaults.read(document)
+        return [options.request(prompt) for prompt in prompts], _HandlerVectors(len(prompts), options)
 
 
 def _handler_prompts(inputs: Any) -> Sequence[str | tuple[int, ...]]:
@@ -216,11 +236,11 @@ def _handler_prompts(inputs: Any) -> Sequence[str | tuple[int, ...]]:
     )
 
 
-class _HandlerVectors(LmiPooledAnswer):
+class _HandlerVectors(_VectorAnswer):
     refusals = _HANDLER
 
-    def document(self, numbers: Sequence[Any]) -> bytes:
-        return json.dumps([vector.tolist() for vector in numbers]).encode() + b"\n"
+    def _document(self, vectors: Sequence[Any]) -> bytes:
+        return json.dumps([vector.tolist() for vector in vectors]).encode() + b"\n"
 
 
 # Scores of pairs

@@ -14,7 +14,7 @@ import numpy as np
 
 from engines.errors import RequestError
 from handlers.contract import Reply
-from handlers.pooled_answer import PooledAnswer, encode, sigmoid, softmax
+from handlers.pooled_answer import PooledAnswer, encode, normalized, shortened, sigmoid, softmax
 from handlers.tei.errors import TeiRefusal, refuse
 
 
@@ -73,9 +73,7 @@ class Vectors(TeiAnswer):
         self._dimensions, self._normalize = dimensions, normalize
 
     def content(self, numbers: Sequence[Any]) -> Any:
-        vectors = [vector[..., : self._dimensions] for vector in numbers]
-        # The encoder takes only arrays without gaps in memory.
-        return [np.ascontiguousarray(normalized(vector) if self._normalize else vector) for vector in vectors]
+        return shortened(numbers, self._dimensions, normalize=self._normalize)
 
 
 class SparseVectors(TeiAnswer):
@@ -166,9 +164,3 @@ def best_first(scores: Any) -> Any:
     if np.isnan(scores).any():
         raise TeiRefusal("Backend", "score is NaN")
     return np.argsort(scores, kind="stable")[::-1]
-
-
-def normalized(vector: Any) -> Any:
-    """Return the vector with the length 1."""
-    with np.errstate(divide="ignore", invalid="ignore"):  # A vector of zeros becomes one of NaN, as in TEI.
-        return vector * (1.0 / np.linalg.norm(vector.astype(np.float64), axis=-1, keepdims=True)).astype(vector.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +104,69 @@ def test_adapters_are_those_of_the_header_and_the_body() -> None:
     assert [request.adapter for request in parsed] == ["one", "two"]
     with pytest.raises(ContractError):
         contract(EMBEDDING, enable_lora=True).parse(call({"inputs": ["a", "b"], "adapters": ["one"]}))
+
+
+# TEI's options beside `inputs`
+
+WITH_PROMPTS = replace(EMBEDDING, prompts={"query": "query: "})
+
+
+@pytest.mark.parametrize(
+    ("options", "pooling"),
+    [
+        ({"normalize": False}, Pooling(task="embed", activation=False, cut="right")),
+        ({"normalize": None, "truncate": None}, DJL),
+        ({"truncate": False}, Pooling(task="embed", activation=True)),
+        ({"truncation_direction": "Left"}, Pooling(task="embed", activation=True, cut="left")),
+        ({"dimensions": 1}, Pooling(task="embed", activation=False, cut="right")),
+    ],
+)
+def test_options_of_tei_have_their_effect(options: dict[str, Any], pooling: Pooling) -> None:
+    assert requests(WITH_PROMPTS, {"inputs": "a", **options}) == [("a", pooling)]
+
+
+def test_the_handlers_texts_are_cut_only_if_a_call_says_so() -> None:
+    given = {"inputs": "a", "truncate": True}
+    assert requests(EMBEDDING, given, vector_format="vllm") == [("a", DJL)]
+    left = {"inputs": "a", "truncation_direction": "left"}
+    assert requests(EMBEDDING, left, vector_format="vllm") == [("a", Pooling(task="embed", activation=True))]
+
+
+def test_a_named_prompt_goes_in_front_of_each_text() -> None:
+    texts = [text for text, _ in requests(WITH_PROMPTS, {"inputs": ["a", "b"], "prompt_name": "query"})]
+    assert texts == ["query: a", "query: b"]
+
+
+def test_vectors_are_cut_and_then_scaled() -> None:
+    given = {"inputs": "a", "dimensions": 1}
+    assert answer(EMBEDDING, given, [4.0, 3.0]) == b"[1.0]"
+    assert answer(EMBEDDING, given | {"normalize": False}, [4.0, 3.0]) == b"[4.0]"
+    assert answer(EMBEDDING, given, [4.0, 3.0], vector_format="vllm") == b"[[1.0]]\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normalize": 1}, "`normalize` must be true or false, got 1"),
+        ({"truncate": "yes"}, '`truncate` must be true or false, got "yes"'),
+        ({"truncation_direction": "up"}, '`truncation_direction` must be left or right, got "up"'),
+        ({"dimensions": 0}, "`dimensions` must be at least 1, got 0"),
+        ({"dimensions": 3}, "`dimensions` must be at most 2, got 3"),
+        ({"prompt_name": "title"}, "`prompt_name` must be one of the model's prompts: query"),
+    ],
+)
+def test_a_wrong_option_is_refused(options: dict[str, Any], message: str) -> None:
+    djl = refusal(WITH_PROMPTS, {"inputs": "a", **options})
+    assert (djl.status, json.loads(djl.body)["message"]) == (400, message)
+    handler = refusal(WITH_PROMPTS, {"inputs": "a", **options}, vector_format="vllm")
+    assert (handler.status, json.loads(handler.body)["error"]) == (424, message)
+
+
+def test_token_ids_have_no_text_in_front() -> None:
+    given = {"inputs": [1, 2], "prompt_name": "query"}
+    assert b"needs texts, got token ids" in refusal(WITH_PROMPTS, given, vector_format="vllm").body
+    nameless = {"inputs": "a", "prompt_name": "query"}
+    assert b"config_sentence_transformers.json" in refusal(EMBEDDING, nameless).body
 
 
 # Scores of pairs

@@ -172,6 +172,23 @@ def test_ids_and_named_prompts(tei: Server, encoder_reference: Reference) -> Non
     assert cosine(vector, encoder_reference.vector("query : deep learning")) > 0.9999
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normalize": False},
+        {"dimensions": 5},
+        {"dimensions": 5, "normalize": False},
+        {"prompt_name": "query"},
+        {"truncate": True, "truncation_direction": "left"},
+    ],
+)
+def test_the_options_of_embed_have_the_same_effect_on_invocations(tei: Server, options: dict[str, Any]) -> None:
+    document = {"inputs": ["deep learning", "word " * (2 * MAX_MODEL_LEN) if "truncate" in options else "a"], **options}
+    expected, vectors = (np.array(post(tei, path, document)) for path in ("/embed", "/invocations"))
+    assert vectors.shape == expected.shape
+    assert vectors == pytest.approx(expected, abs=1e-5)
+
+
 def test_similarity_tokens_and_texts(tei: Server, encoder_reference: Reference) -> None:
     vectors = [encoder_reference.vector(text) for text in TEXTS]
     similar = post(tei, "/similarity", {"inputs": {"source_sentence": TEXTS[0], "sentences": TEXTS[1:]}})
