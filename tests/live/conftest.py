@@ -45,6 +45,12 @@ def memory_of_engines() -> Iterator[None]:
     release_memory()
 
 
+@pytest.fixture
+def own_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start servers as users do. Otherwise they are forked with their modules imported (`preloaded`)."""
+    monkeypatch.setattr(Server, "forked", False)
+
+
 @pytest.fixture(scope="session")
 def sample_model() -> Path:
     return prepare()

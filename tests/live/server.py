@@ -15,11 +15,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, ClassVar
 
 import httpx
 import psutil
 
+from tests.live import preloaded
 from tests.waiting import wait_until
 
 START_SECONDS = 550.0
@@ -87,19 +88,28 @@ class Server:
     """The model's name. None: the server chooses the name, or has several models."""
     working_directory: Path | None = None
     """None: the working directory of the tests."""
+    forked: ClassVar[bool] = True
+    """A server may be forked (`tests.live.preloaded`). False: each is started as users start it."""
 
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=120)
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.command(),
-                cwd=self.working_directory,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.all_variables(),
-                start_new_session=True,
-            )
+            self.process = self._started(log)
+
+    def _started(self, log: IO[bytes]) -> subprocess.Popen[bytes] | preloaded.ForkedServer:
+        command, variables = self.command(), self.all_variables()
+        plain = self.program[0] == "deploy" and self.working_directory is None
+        if self.forked and plain and preloaded.can_start(variables):
+            return preloaded.start(command[3:], variables, log.fileno())
+        return subprocess.Popen(
+            command,
+            cwd=self.working_directory,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            start_new_session=True,
+        )
 
     def command(self) -> list[str]:
         """Return the program and its arguments."""
@@ -203,7 +213,7 @@ class Server:
                 self.process.wait()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.returncode
+        return self.process.wait()
 
 
 class HostedModel(Server):

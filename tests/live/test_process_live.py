@@ -215,6 +215,7 @@ def adapted(server: Server, adapter: str = "red") -> str:
     return text
 
 
+@pytest.mark.usefixtures("own_start")
 def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_quick(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:
@@ -245,6 +246,7 @@ def shared_memory(server: Server) -> set[Path]:
     return {path for path in mapped if path.parent == Path("/dev/shm") and path.exists()}
 
 
+@pytest.mark.usefixtures("own_start")
 def test_a_second_sigterm_ends_the_process_at_once_and_leaves_no_shared_memory(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:
@@ -263,6 +265,7 @@ def test_a_second_sigterm_ends_the_process_at_once_and_leaves_no_shared_memory(
         wait_until(lambda: not [path for path in shared if path.exists()], about=lambda: str(shared))
 
 
+@pytest.mark.usefixtures("own_start")
 @pytest.mark.parametrize(
     ("options", "exit_code", "message"),
     [

@@ -1,0 +1,282 @@
+"""Servers that begin with their modules imported: they are forked from a process that has imported them.
+
+An import of vLLM takes ten seconds of processor time, in the server and once more in its fork server. A live run starts
+about fifty servers. `start` forks a server, with a process in store that becomes its fork server. From there on the
+server runs as `python -m deploy` does.
+
+A server whose environment matters to the imports is started as users start it, and so are those of the tests of starts
+(`tests.live.server.Server.forked`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import util
+from pathlib import Path
+from typing import Any, NoReturn
+
+_MODULES = (
+    "deploy.cli",
+    "container.server",
+    "handlers.entry_point",
+    "handlers.openai.vllm_app",
+    "engines.vllm.engine",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.coordinator",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.llama",
+)
+_FREE = ("SERVING_", "OPTION_", "AWS_", "SAGEMAKER_")  # Begin the variables that no import reads.
+_OWN = {"OPENBLAS_NUM_THREADS": "1", "PYTHONSAFEPATH": ""}  # OpenBLAS starts no threads, which a fork would lose.
+_MOST_BYTES = 1 << 20  # Of a message.
+_FORK_SERVER = "multiprocessing.forkserver"
+
+
+class ForkedServer:
+    """A forked server, with the methods of `subprocess.Popen` that tests use."""
+
+    def __init__(self, source: _Source, pid: int) -> None:
+        self.pid = pid
+        self._source = source
+
+    @property
+    def returncode(self) -> int | None:
+        return self._source.codes.get(self.pid)
+
+    def poll(self) -> int | None:
+        self._source.read()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired("a forked server", timeout or 0.0)
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Source:
+    """The process that forks servers, as the tests' process sees it."""
+
+    def __init__(self) -> None:
+        self.environment = _without_vllms(os.environ) | {"HF_HUB_OFFLINE": "1"}
+        self.codes: dict[int, int] = {}  # Exit codes by process id.
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._reading = threading.Lock()
+        with theirs:
+            os.set_inheritable(theirs.fileno(), True)
+            command = [sys.executable, "-c", f"from tests.live.preloaded import run; run({theirs.fileno()})"]
+            self._process = subprocess.Popen(
+                command, env=self.environment | _OWN, pass_fds=[theirs.fileno()], start_new_session=True
+            )
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedServer:
+        order = json.dumps({"arguments": list(arguments), "environment": dict(environment), "directory": os.getcwd()})
+        with self._reading:
+            socket.send_fds(self._socket, [order.encode()], [log])
+            while "forked" not in (answer := self._receive()):
+                self._note(answer)
+        self.codes.pop(pid := answer["forked"], None)
+        return ForkedServer(self, pid)
+
+    def read(self) -> None:
+        """Read the exit codes that have come."""
+        with self._reading:
+            while select.select([self._socket], [], [], 0)[0]:
+                self._note(self._receive())
+
+    def _receive(self) -> dict[str, int]:
+        message = self._socket.recv(_MOST_BYTES)
+        assert message, "the process that forks servers has ended"
+        answer: dict[str, int] = json.loads(message)
+        return answer
+
+    def _note(self, answer: dict[str, int]) -> None:
+        self.codes[answer["ended"]] = answer["code"]
+
+
+_source: _Source | None = None
+
+
+def can_start(environment: Mapping[str, str]) -> bool:
+    """Return True if no import reads the variables in which an environment differs from that of the imports."""
+    imported = _environment_of_imports()
+    names = imported.keys() | environment.keys()
+    return all(name.startswith(_FREE) for name in names if imported.get(name) != environment.get(name))
+
+
+def _environment_of_imports() -> Mapping[str, str]:
+    return _source.environment if _source is not None else _without_vllms(os.environ) | {"HF_HUB_OFFLINE": "1"}
+
+
+def start(arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedServer:
+    """Start `python -m deploy` in a session of its own.
+
+    Args:
+        arguments: The arguments after `deploy`.
+        environment: All variables.
+        log: The descriptor of the file for its output.
+    """
+    global _source
+    if _source is None:
+        _source = _Source()
+    return _source.start(arguments, environment, log)
+
+
+def _without_vllms(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables that vLLM, and pytest for each test, set in the tests' process."""
+    kept = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
+    kept.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
+    return kept
+
+
+# The process that forks.
+
+
+def run(control: int) -> None:
+    """Import the modules, and fork a server for each order."""
+    orders = socket.socket(fileno=control)
+    _import()
+    children: set[int] = set()
+    while True:
+        if select.select([orders], [], [], 0.05)[0]:
+            message, (*files,), _, _ = socket.recv_fds(orders, _MOST_BYTES, 1)
+            if not message:
+                return
+            order = json.loads(message)
+            if not (pid := os.fork()):
+                orders.close()
+                _serve(order, files[0])
+                return  # The interpreter ends as it does after `python -m deploy`.
+            os.close(files[0])
+            children.add(pid)
+            orders.send(json.dumps({"forked": pid}).encode())
+        for pid in list(children):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                children.discard(pid)
+                with contextlib.suppress(BrokenPipeError):
+                    orders.send(json.dumps({"ended": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def _import() -> None:
+    gc.disable()
+    torch = importlib.import_module("torch")
+    for library in sorted((Path(str(torch.__file__)).parents[1] / "torch.libs").glob("libgomp*.so*")):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # As the fork server does (engines.vllm.preload).
+    for name in _MODULES:
+        importlib.import_module(name)
+    # It finds the room for titles beside the environment that the process was started with, once.
+    importlib.import_module("setproctitle").getproctitle()
+    gc.freeze()
+    gc.enable()
+
+
+def _serve(order: dict[str, Any], log: int) -> None:
+    os.setsid()
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["directory"])
+    _keep_a_fork_server()
+    _configure_vllms_logs_later()
+    sys.argv = ["deploy", *order["arguments"]]
+    runpy.run_module("deploy", run_name="__main__", alter_sys=True)
+
+
+def _keep_a_fork_server() -> None:
+    """Fork the process that becomes the server's fork server, now that nothing runs in this one."""
+    orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = os.getpid()
+    if not (spare := os.fork()):
+        orders.close()
+        _become_fork_server(theirs, server)
+    theirs.close()
+    spawn, unused = util.spawnv_passfds, [spare]
+
+    def start_process(path: Any, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        if _FORK_SERVER not in str(arguments[-1]) or not unused:
+            return int(spawn(path, arguments, descriptors))
+        order = {"command": arguments[-1], "descriptors": list(descriptors), "environment": dict(os.environ)}
+        socket.send_fds(orders, [json.dumps(order).encode()], list(descriptors))
+        orders.close()
+        return unused.pop()
+
+    util.spawnv_passfds = start_process
+
+
+def _become_fork_server(orders: socket.socket, server: int) -> NoReturn:
+    from engines.vllm.fork_server import end_with_parent
+
+    end_with_parent()
+    if os.getppid() != server:
+        os._exit(0)
+    message, received, _, _ = socket.recv_fds(orders, _MOST_BYTES, 8)
+    if not message:
+        os._exit(0)
+    order = json.loads(message)
+    # The numbers of the descriptors are in the command.
+    moved = [os.dup(descriptor) for descriptor in received]
+    for descriptor in (*received, orders.detach()):
+        os.close(descriptor)
+    for descriptor, wanted in zip(moved, order["descriptors"], strict=True):
+        os.dup2(descriptor, wanted)
+    for descriptor in set(moved) - set(order["descriptors"]):
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    _configure_vllms_logs()
+    try:
+        exec(order["command"], {"__name__": "__main__"})
+    finally:
+        os._exit(0)
+
+
+def _configure_vllms_logs_later() -> None:
+    """Have vLLM configure its logs when the server has said how. vLLM does so when it is imported."""
+    from container import logs
+
+    configure = logs.configure_vllm
+
+    def configured(*arguments: Any) -> None:
+        configure(*arguments)
+        _configure_vllms_logs()
+
+    logs.configure_vllm = configured
+
+
+def _configure_vllms_logs() -> None:
+    from vllm import logger
+
+    logger._configure_vllm_root_logger()
