@@ -10,7 +10,7 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
 from typing import Any
 
-from container.http.uvicorn_protocol import Cork
+from container.http.uvicorn_protocol import Cork, chunk_writer
 from handlers.contract import WITHOUT_BODY, Reply
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,7 @@ class HttpReply:
             retry_after: Makes the `retry-after` headers of the server.
             break_off: Drops the connection at once.
         """
+        self._write_chunk = chunk_writer(send)
         self._send, self.headers, self._streams, self._break_off = send, headers, streams, break_off
         self._retry_after = retry_after
         self._held: list[bytes] = []
@@ -150,10 +151,12 @@ class HttpReply:
         if self._broken:
             return
         self.bytes_sent += len(data)
-        if self._resuming is None:
-            self._push({"type": "http.response.body", "body": data, "more_body": not last})
-        else:
+        if self._resuming is not None:
             self._keep(data, last)
+        elif last:
+            self._push({"type": "http.response.body", "body": data, "more_body": False})
+        else:
+            self._send_part(data)
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
         """Add the result of `part` when the client has taken all earlier parts."""
@@ -194,6 +197,10 @@ class HttpReply:
             data = b"".join(self._held)
             self._held.clear()
             self.bytes_sent += len(data)
+            self._send_part(data)
+
+    def _send_part(self, data: bytes) -> None:
+        if self._write_chunk is None or not self._write_chunk(data):
             self._push({"type": "http.response.body", "body": data, "more_body": True})
 
     def _push(self, message: Message) -> None:

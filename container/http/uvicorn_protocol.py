@@ -6,9 +6,9 @@ releases when the server starts. tests/live/test_uvicorn_internals.py fails if o
 - `HttpToolsProtocol`: the callbacks of httptools' parser, of the transport and of the server that are overridden below,
   and its fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`; `scope`
   has a method once the head is complete;
-- `RequestResponseCycle`: `chunked_encoding`, `expected_content_length`, `response_started`, `response_complete`,
-  `more_body`, `disconnected`, `message_event` and `waiting_for_100_continue`; its `send` waits while writing is paused,
-  and at no other time.
+- `RequestResponseCycle`: `flow`, `transport`, `chunked_encoding`, `expected_content_length`, `response_started`,
+  `response_complete`, `more_body`, `disconnected`, `message_event` and `waiting_for_100_continue`; its `send` waits
+  while writing is paused, and at no other time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httptools
@@ -152,6 +153,26 @@ class CorkedTransport:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+
+def chunk_writer(send: Any) -> Callable[[bytes], bool] | None:
+    """Return a function that sends a part of a stream, in less time than uvicorn's `send` takes.
+
+    The function returns False if the part has to go through `send`: the connection takes no more now, or the reply has
+    no chunks.
+
+    Args:
+        send: ASGI's callable. If it is not uvicorn's own, there is no such function, since its owner sees all parts.
+    """
+    cycle = getattr(send, "__self__", None)
+    return partial(_write_chunk, cycle) if isinstance(cycle, RequestResponseCycle) else None
+
+
+def _write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
+    if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or not data:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
 
 
 def _ended_by_close(application: Any, cycle: RequestResponseCycle) -> Any:

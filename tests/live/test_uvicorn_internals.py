@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from container.http.uvicorn_protocol import BREAK_OFF, HttpProtocol, check_uvicorn
+from container.http.uvicorn_protocol import BREAK_OFF, HttpProtocol, check_uvicorn, chunk_writer
 from container.server import http_server, listen
 
 _CONNECTION = ("cycle", "pipeline", "scope", "headers", "url", "parser", "flow", "timeout_keep_alive_task", "transport")
 _REQUEST = (
     *("chunked_encoding", "expected_content_length", "response_started", "response_complete", "more_body"),
-    *("disconnected", "message_event", "waiting_for_100_continue", "keep_alive"),
+    *("disconnected", "message_event", "waiting_for_100_continue", "keep_alive", "flow", "transport"),
 )
 
 
@@ -35,13 +35,16 @@ async def test_a_connection_and_its_request_have_what_is_relied_on() -> None:
         sending = send({"type": "http.response.body", "body": b"part", "more_body": True})
         with pytest.raises(StopIteration):  # a send waits only while writing is paused
             sending.send(None)
+        write = chunk_writer(send)
+        assert (write is None) is (scope["http_version"] == "1.0")  # `send` is no longer uvicorn's then
+        assert write is None or write(b"new")
         await send({"type": "http.response.body", "body": b"end"})
 
     listener = listen("127.0.0.1", 0)
     server = http_server(application)
     serving = asyncio.create_task(server.serve([listener]))
     try:
-        for version, end in ((b"1.0", b"partend"), (b"1.1", b"4\r\npart\r\n3\r\nend\r\n0\r\n\r\n")):
+        for version, end in ((b"1.0", b"partend"), (b"1.1", b"4\r\npart\r\n3\r\nnew\r\n3\r\nend\r\n0\r\n\r\n")):
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             writer.write(b"GET / HTTP/%s\r\nHost: x\r\nConnection: close\r\n\r\n" % version)
             assert (await asyncio.wait_for(reader.read(), 60)).endswith(b"\r\n\r\n" + end)
