@@ -1,4 +1,4 @@
-"""The links between the pages of the documentation."""
+"""The links between the pages of the documentation, and its length."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+MOST_WORDS = 30_000
 
 
 def prose(page: Path) -> str:
@@ -34,3 +35,8 @@ def test_every_page_and_heading_that_a_page_links_to_is_there(page: Path) -> Non
 
 def test_the_readme_links_to_pages() -> None:
     assert len(LINK.findall(PAGES[0].read_text())) > 10
+
+
+def test_docs_are_short() -> None:
+    words = [word for page in (ROOT / "docs").rglob("*.md") for word in page.read_text().split()]
+    assert sum(any(character.isalnum() for character in word) for word in words) <= MOST_WORDS
