@@ -88,7 +88,7 @@ class _Source:
     """The process that forks servers, as the tests' process sees it."""
 
     def __init__(self) -> None:
-        self.environment = _without_vllms(os.environ) | {"HF_HUB_OFFLINE": "1"}
+        self.environment = plain_environment() | {"HF_HUB_OFFLINE": "1"}
         self.codes: dict[int, int] = {}  # Exit codes by process id.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._reading = threading.Lock()
@@ -135,7 +135,7 @@ def can_start(environment: Mapping[str, str]) -> bool:
 
 
 def _environment_of_imports() -> Mapping[str, str]:
-    return _source.environment if _source is not None else _without_vllms(os.environ) | {"HF_HUB_OFFLINE": "1"}
+    return _source.environment if _source is not None else plain_environment() | {"HF_HUB_OFFLINE": "1"}
 
 
 def start(arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedServer:
@@ -152,9 +152,9 @@ def start(arguments: Sequence[str], environment: Mapping[str, str], log: int) ->
     return _source.start(arguments, environment, log)
 
 
-def _without_vllms(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables that vLLM, and pytest for each test, set in the tests' process."""
-    kept = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
+def plain_environment() -> dict[str, str]:
+    """Return this process's environment without pytest's variables, and without the one that vLLM sets everywhere."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     kept.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
     return kept
 

@@ -64,14 +64,6 @@ def copy_model(fixture: Path, directory: Path, properties: str = "", **options: 
     return directory
 
 
-def _own_environment() -> dict[str, str]:
-    """Return this process's environment without the variable that vLLM sets when it is configured here.
-
-    A server sets the variable too.
-    """
-    return {name: value for name, value in os.environ.items() if name != "VLLM_WORKER_MULTIPROC_METHOD"}
-
-
 @dataclass
 class Server:
     """A `slipway serve` process."""
@@ -122,7 +114,7 @@ class Server:
 
     def all_variables(self) -> dict[str, str]:
         """Return the environment of the process."""
-        return _own_environment() | {"HF_HUB_OFFLINE": "1", "SERVING_ENGINE_RESTART": "0"} | self.environment
+        return preloaded.plain_environment() | {"HF_HUB_OFFLINE": "1", "SERVING_ENGINE_RESTART": "0"} | self.environment
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
