@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
@@ -77,6 +78,7 @@ __all__ = [
     "RequestState",
     "SchedulerStats",
     "SlowIncrementalDetokenizer",
+    "TokenTaker",
     "uses_fast_detokenizer",
 ]
 
@@ -132,13 +134,55 @@ class LeanDecoder(MsgpackDecoder):
         return np.ndarray(shape, dtype, self.aux_buffers[data] if isinstance(data, int) else data)
 
 
+class TokenTaker(RequestState):
+    """A sequence that can take a common token itself: a single token within an answer, with nothing beside it."""
+
+    takes_tokens: bool  # False: vLLM's output processor handles all its tokens.
+
+    def take(self, token_id: int, logprobs: Any, now: float) -> None:
+        """Take a token.
+
+        Args:
+            token_id: The token.
+            logprobs: vLLM's arrays of log probabilities. None if the request wants none.
+            now: The time of the step, by the monotonic clock.
+        """
+        raise NotImplementedError
+
+
 class LeanOutputProcessor(OutputProcessor):
-    """vLLM's output processor, with less work for the statistics of a common token, one within an answer.
+    """vLLM's output processor, with a short way for common tokens (`TokenTaker`).
 
     Each sequence keeps the request that the engine had, as `core_request`: it is sent again if the engine dies.
     """
 
     holds: Callable[[], bool]  # True if the sequences wait for another engine process when theirs has died.
+
+    def process_outputs(
+        self,
+        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: Any = None,
+        weight_version: str | None = None,
+    ) -> Any:
+        """Give common tokens to their sequences, and leave the other outputs of the step to vLLM."""
+        states, now, others = self.request_states, time.monotonic(), []
+        for output in engine_core_outputs:
+            state = states.get(output.request_id)
+            if (
+                isinstance(state, TokenTaker)
+                and state.takes_tokens
+                and output.finish_reason is None
+                and len(output.new_token_ids) == 1
+                and not state.is_prefilling
+                and output.events is None
+                and not output.num_nans_in_logits
+            ):
+                self._count(state, 1, engine_core_timestamp, iteration_stats)
+                state.take(output.new_token_ids[0], output.new_logprobs, now)
+            else:
+                others.append(output)
+        return super().process_outputs(others, engine_core_timestamp, iteration_stats, weight_version)
 
     def add_request(self, request: EngineCoreRequest, *arguments: Any, **options: Any) -> None:
         super().add_request(request, *arguments, **options)
@@ -153,7 +197,11 @@ class LeanOutputProcessor(OutputProcessor):
         if state.is_prefilling or output.events is not None or output.num_nans_in_logits:
             super()._update_stats_from_output(state, output, timestamp, iteration)
             return
-        stats, count = state.stats, len(output.new_token_ids)
+        self._count(state, len(output.new_token_ids), timestamp, iteration)
+
+    def _count(self, state: Any, count: int, timestamp: Any, iteration: Any) -> None:
+        """Count tokens within an answer, as vLLM does, with less work."""
+        stats = state.stats
         iteration.num_generation_tokens += count
         stats.num_generation_tokens += count
         iteration.inter_token_latencies_iter.append(timestamp - stats.last_token_ts)

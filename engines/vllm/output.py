@@ -4,7 +4,8 @@ vLLM's `OutputProcessor` keeps a `RequestState` for each sequence and calls it f
 `detokenizer.update`, `logprobs_processor.update_from_output`, `make_request_output`. Slipway registers its own state,
 `PushedState`, which gives the step's tokens directly to the request's sink: no queue, no task switch and no
 `RequestOutput` for each token, and log probabilities read from the raw arrays. Stop strings, detokenizing and aborts
-stay vLLM's.
+stay vLLM's. A common token, one within an answer without stop strings, skips these calls: `LeanOutputProcessor` gives
+it to `PushedState.take`, which does the same in one go.
 
 Each row of `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors` holds the chosen token's log probability
 first and then those of the most probable tokens; the chosen token's rank, from 1, stands beside it.
@@ -36,8 +37,8 @@ from engines.vllm.internals import (
     FastIncrementalDetokenizer,
     IncrementalDetokenizer,
     ParentRequest,
-    RequestState,
     SlowIncrementalDetokenizer,
+    TokenTaker,
     text_corrector,
     uses_fast_detokenizer,
 )
@@ -103,7 +104,11 @@ class SequenceStatistics:
             self._read(output.events)
         if not output.new_token_ids:
             return
-        now, count, statistics = time.monotonic(), len(output.new_token_ids), self._statistics
+        self.tokens(len(output.new_token_ids), time.monotonic())
+
+    def tokens(self, count: int, now: float) -> None:
+        """Count tokens that came together. `now` is the time by the monotonic clock."""
+        statistics = self._statistics
         statistics.tokens += count
         if self.token_count:
             statistics.inter_token.observe((now - self.last_at) / count)
@@ -167,9 +172,10 @@ class Siblings(ParentRequest):
         return self.sequences
 
 
-class OwnState(RequestState):
+class OwnState(TokenTaker):
     """One sequence or one pooled prompt of Slipway. vLLM's output processor keeps it until it has ended."""
 
+    takes_tokens = False
     reader: SequenceStatistics
     sink: Sink
     statistics: EngineStatistics
@@ -338,6 +344,28 @@ class PushedState(OwnState):
         self.prompt_tokens_due = generation.want_prompt_tokens
         self.cumulative_logprob: float | None = None
         self.ended = False
+        # The engine's output has nothing for this sequence but tokens and their log probabilities.
+        plain = not (self.top_tokens or self.want_ranks or self.prompt_tokens_due or self.apart)
+        self.takes_tokens = plain and isinstance(detokenizer, FastIncrementalDetokenizer) and not detokenizer.stop
+
+    def take(self, token_id: int, logprobs: Any, now: float) -> None:
+        if self.ended:
+            return
+        try:
+            self.reader.tokens(1, now)
+            detokenizer, logprob = self.detokenizer, None
+            detokenizer.token_ids.append(token_id)
+            piece = detokenizer.decode_next(token_id)
+            detokenizer.output_text += piece
+            if logprobs is not None:
+                logprob = logprobs.logprobs[0, 0].item()
+                self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprob
+            if self.pieces is not None:
+                self.pieces.clear()
+                self.pending.add(Token(token_id, piece, logprob, token_id in self.special_ids))
+            self._advance(None, None)
+        except Exception:  # It would end vLLM's output loop and with it every other request.
+            self.fail_internally("a token")
 
     def make_request_output(
         self,

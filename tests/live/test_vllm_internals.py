@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines.choice import check_release
 from engines.errors import EngineDead, InvalidParameter, InvalidRequest, RequestError
@@ -30,13 +32,16 @@ class Failing(Recorder):
 
 
 class Processor:
-    """vLLM's OutputProcessor with one of Slipway's states for each request."""
+    """An OutputProcessor with one of Slipway's states for each request: vLLM's own, or the lean one."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, lean: bool) -> None:
         from vllm.v1.engine.output_processor import OutputProcessor
 
+        from engines.vllm.internals import LeanOutputProcessor
+
         self.tokenizer = tokenizer
-        self.processor = OutputProcessor(tokenizer, log_stats=False)
+        self.processor = (LeanOutputProcessor if lean else OutputProcessor)(tokenizer, log_stats=True)
+        self.processor.holds = lambda: False
         self.statistics = EngineStatistics()
 
     def add(self, name: str, sink: Recorder, **fields: Any) -> None:
@@ -73,7 +78,9 @@ class Processor:
 
     def step(self, *outputs: Any) -> list[str]:
         """Do one engine step. Return the requests that vLLM would abort in its engine."""
-        aborted: list[str] = self.processor.process_outputs(list(outputs)).reqs_to_abort
+        from vllm.v1.metrics.stats import IterationStats
+
+        aborted: list[str] = self.processor.process_outputs(list(outputs), 1.0, IterationStats()).reqs_to_abort
         return aborted
 
 
@@ -97,9 +104,9 @@ def tokenizer(sample_model: Path) -> Any:
     return AutoTokenizer.from_pretrained(sample_model)
 
 
-@pytest.fixture
-def processor(tokenizer: Any) -> Processor:
-    return Processor(tokenizer)
+@pytest.fixture(params=["every token is vLLM's", "common tokens go the short way"])
+def processor(request: pytest.FixtureRequest, tokenizer: Any) -> Processor:
+    return Processor(tokenizer, lean=request.param.startswith("common"))
 
 
 def test_the_installed_vllm_is_the_one_that_slipway_was_run_with() -> None:
@@ -138,6 +145,28 @@ def test_each_step_is_pushed_at_once_with_the_tokens_own_text(processor: Process
     assert (last.finish_reason, last.last, last.token_count) == (FinishReason.LENGTH, True, 3)
     assert last.cumulative_logprob == -1.25
     assert processor.processor.request_states == {}
+
+
+@given(
+    text=st.text(min_size=1, max_size=30),
+    want_tokens=st.booleans(),
+    with_logprobs=st.booleans(),
+    interval=st.sampled_from([1, 3]),
+)
+def test_the_short_way_gives_what_vllms_way_gives(
+    tokenizer: Any, text: str, want_tokens: bool, with_logprobs: bool, interval: int
+) -> None:
+    seen = []
+    for lean in (False, True):
+        processor, sink = Processor(tokenizer, lean=lean), Recorder()
+        processor.add("a", sink, want_tokens=want_tokens, interval=interval)
+        ids = tokenizer.encode(text)
+        for place, token_id in enumerate(ids, start=1):
+            logprobs = [[-0.5 * place]] if with_logprobs else None
+            processor.step(output("a", [token_id], "LENGTH" if place == len(ids) else None, logprobs))
+        statistics = processor.statistics
+        seen.append((sink.deltas, statistics.tokens, statistics.finished_requests, sum(statistics.inter_token.counts)))
+    assert seen[0] == seen[1]
 
 
 def test_with_an_interval_the_parts_after_the_first_have_so_many_tokens_and_the_last_what_is_left(

@@ -181,7 +181,7 @@ def test_the_sequences_of_a_request_count_as_one_request(sample_model: Path) -> 
 
     from engines.vllm.output import Siblings
 
-    processor, siblings = Processor(AutoTokenizer.from_pretrained(sample_model)), Siblings(2)
+    processor, siblings = Processor(AutoTokenizer.from_pretrained(sample_model), lean=True), Siblings(2)
     for place, name in enumerate("ab"):
         processor.add(name, Recorder(), siblings=siblings, place=place)
     iteration = IterationStats()
