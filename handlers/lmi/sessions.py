@@ -62,6 +62,7 @@ class Sessions:
         self._manager, self._overload_status, self._most = manager, overload_status, most
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sessions")
         self._open = 0
+        self._stopped = False
         self._created: set[str] = set()
 
     async def check(self, call: Call) -> None:
@@ -95,6 +96,7 @@ class Sessions:
 
     async def stop(self) -> None:
         """End the threads, and wait a few seconds for sessions to be saved to S3."""
+        self._stopped = True
         self._threads.shutdown(wait=False)
         if self._manager is None:
             return
@@ -133,6 +135,8 @@ class Sessions:
             os.rmdir(path)
 
     async def _run(self, work: Callable[[], T]) -> T:
+        if self._stopped:  # The model is loaded anew, and calls still come.
+            raise self._full("the model is not ready; try again later")
         if self._open >= _MOST_WAITING:
             raise self._full(f"{self._open} calls wait for their sessions; try again later")
         self._open += 1

@@ -175,6 +175,19 @@ async def test_nothing_is_left_of_them_when_the_model_goes(tmp_path: Path, save:
     assert Path(save.call_args.args[0]).parent.name == name  # The new session was saved.
 
 
+async def test_calls_that_come_while_the_model_is_loaded_anew_are_told_to_try_again(tmp_path: Path) -> None:
+    sessions = kept_in(tmp_path)
+    session = await begun(sessions)
+    await sessions.stop()
+    for refused in (
+        sessions.answer(given(NEW)),
+        sessions.answer(given(CLOSE, session)),
+        sessions.check(given({}, session)),
+    ):
+        reply = await refusal(refused)
+        assert (reply.status, json.loads(reply.body)["message"]) == (503, "the model is not ready; try again later")
+
+
 async def test_a_model_that_cannot_be_loaded_leaves_no_threads_of_its_sessions(tmp_path: Path, save: Mock) -> None:
     given = settings(
         sessions_path=str(tmp_path / "s"), sessions_s3url="s3://bucket/x", enable_lora=True, rolling_batch="disable"
