@@ -35,6 +35,9 @@ LOST: dict[str, dict[str, Any]] = {
 }
 
 
+SHOWN = "document.querySelector('#view-server').textContent.includes('{}')"
+
+
 @pytest.fixture(scope="module")
 def restarting(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
     """Start a server whose engine may be killed many times."""
@@ -125,13 +128,13 @@ def test_the_console_shows_the_restart_and_the_calls_that_continued(restarting: 
         page.wait_for("document.querySelector('#status').dataset.state === 'restarting'")
         assert page.text("#status") == "model · restarting"
         assert page.text("#notice") == "The engine has died and is started again. Calls wait for it."
-        assert "restarting (/ping: 200, RESTARTING)" in page.text("#view-server")
+        page.wait_for(SHOWN.format("restarting (/ping: 200, RESTARTING)"))
         call.result()
         names = ("engine_restarts_total", "continued_calls_total", "engine_down_seconds_total")
         restarts, continued, seconds = (restarting.metric(f"slipway_{name}") for name in names)
         calls = f"{continued:.0f} calls continued, {seconds:.1f} s without an engine"
         row = f"{restarts:.0f} of 1000 in 10 minutes; {calls}"
-        page.wait_for(f"document.querySelector('#view-server').textContent.includes('{row}')")
+        page.wait_for(SHOWN.format(row))
         assert page.text("#status").startswith("model · ready")
         assert not page.complaints
 
