@@ -27,10 +27,10 @@ from tests.live.continued_calls import OPTIONS, Case, add_adapters, cases, essen
 from tests.live.server import START_SECONDS, Server, serving
 from tests.live.small_model import prepare_small_model
 
-_DEATHS_OF_A_SERVER = 4
+_DEATHS_OF_A_SERVER = 5
 """The pause before a restart doubles with each death."""
 _TEXTS = ("Once", "Twice", "A lamp", "The sea", "Rain", "Seven boats", "Morning", "Under the bridge")
-_TOKENS = 60
+_TOKENS = 20
 _TOGETHER = 32
 """Calls at a time whose engine lives. Those that run at a death are many more, so that batches differ as well."""
 
@@ -102,7 +102,7 @@ class Attack:
         options = {"dtype": "fp32", "max_model_len": 2048, "kv_cache_memory_bytes": 512 << 20, **OPTIONS}
         options["max_rolling_batch_size"] = 2 * self._clients
         environment = {"SERVING_ENGINE_RESTART": "1000", "SERVING_JOB_QUEUE_SIZE": str(2 * self._clients)}
-        with serving(directory, environment, model_id=model, **options) as server:
+        with serving(directory, environment, gives_way=False, model_id=model, **options) as server:
             if not self._right:
                 self._right = asyncio.run(_ask_all(server.port, CALLS.values()))
             for _ in range(_DEATHS_OF_A_SERVER):
