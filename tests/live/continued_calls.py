@@ -144,7 +144,7 @@ def essence(text: str) -> str:
     return _VARYING.sub("", _DELTA.sub("", text)) + "".join(deltas)
 
 
-def kill(server: Server, running: float, process: int | None = None) -> None:
+def kill(server: Server, running: float, process: int | None = None, by: int = signal.SIGKILL) -> None:
     """Kill a process of the engine when so many sequences run. None: the engine process."""
     wait_until(lambda: server.metric("slipway_engine_running") >= running)
-    os.kill(process or server.engine_process(), signal.SIGKILL)
+    os.kill(process or server.engine_process(), by)
