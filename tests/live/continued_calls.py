@@ -108,7 +108,7 @@ CASES = cases()
 PLAIN = {name: case for name, case in CASES.items() if "adapters" not in case.body and case.body.get("model") != "red"}
 """Those that need no adapter."""
 _VARYING = re.compile(
-    r'"(created|created_at|completed_at)":\s?\d+(\.\d+)?|(resp|msg|rs)_[0-9a-f]{16,}|"id":\s?"(chatcmpl|cmpl)-[^"]+"'
+    r'"(created|created_at|completed_at)":\s?\d+(\.\d+)?|(resp|msg|rs)_[0-9a-f]{16,}|"id":\s?"(chatcmpl|cmpl|embd|pooling)-[^"]+"'
     r'|"(request_id|total_time|queue_time|inference_time)":\s?"?[\w.-]+"?|^:\n\n',
     re.MULTILINE,
 )
