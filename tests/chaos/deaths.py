@@ -36,7 +36,7 @@ _TOGETHER = 32
 
 _BATCH = 384
 """Sequences in a step: with more, the engine's memory grows beyond 3 GB. Other calls wait in the engine."""
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.02
 
 Call = tuple[str, str]
 """The name of a case, and its text."""
@@ -71,11 +71,11 @@ CALLS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--answers", type=int, default=1000, help="answers that have to outlive an engine, in all")
+    parser.add_argument("--answers", type=int, default=1000, help="calls that have to run at a death, in all")
     parser.add_argument("--clients", type=int, default=512, help="calls at a time")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    attack = Attack(given.answers, min(given.clients, given.answers), Random(given.seed))
+    attack = Attack(given.answers, min(given.clients, max(given.answers, 64)), Random(given.seed))
     began = time.monotonic()
     while not attack.done:
         with tempfile.TemporaryDirectory() as directory:
@@ -95,7 +95,7 @@ class Attack:
 
     @property
     def done(self) -> bool:
-        return self.outcomes["continued"] >= self._answers
+        return self.outcomes["ran"] >= self._answers
 
     def on_new_server(self, directory: Path) -> None:
         """Kill the engine of a new server some times."""
@@ -124,6 +124,7 @@ class Attack:
             if await asyncio.to_thread(server.metric, "slipway_generated_tokens_total") >= tokens:
                 break
             await asyncio.sleep(_POLL_SECONDS)
+        outcomes["ran"] += sum(not call.done() for call in running)
         if random.random() < 0.5:
             os.kill(server.worker_process().pid, signal.SIGKILL)
         else:  # Asked to end, vLLM's process aborts all calls.
