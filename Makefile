@@ -14,8 +14,6 @@ WORKERS ?= 2
 # The duration and the random seed of `chaos`, `fuzz`, `soak`, `overload` and `deaths`.
 MINUTES ?= 2
 SEED ?= 1
-# The calls that run when `deaths` kills an engine.
-CALLS ?= 1000
 # PyTorch's public index of CPU wheels, for machines on which pip does not find torch's CPU build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := $(BIN)/uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
@@ -89,8 +87,8 @@ soak: install-dev ## Run a steady load, and plot the memory and files of the pro
 overload: install-dev ## Run ten times as many clients as can be served (MINUTES)
 	$(BIN)/python -m tests.chaos.overload --minutes $(MINUTES)
 
-deaths: install-dev ## Kill engines under calls, and compare the answers (CALLS, SEED)
-	$(BIN)/python -m tests.chaos.deaths --calls $(CALLS) --seed $(SEED)
+deaths: install-dev ## Kill engines under calls, and compare the answers (SEED; ANSWERS=N: until N have outlived an engine)
+	$(BIN)/python -m tests.chaos.deaths $(if $(ANSWERS),--answers $(ANSWERS)) --seed $(SEED)
 
 engine-arguments: install-dev ## Try all arguments of vLLM, for docs/engine_arguments.md (ARGS="max_logprobs block_size")
 	$(BIN)/python -m tests.engine_arguments $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.metadata import version
 from typing import Any
 
@@ -11,10 +12,12 @@ from starlette.responses import Response
 from container.console.page import HEADERS
 from container.health import ping
 from container.http.route import AppState
+from container.models.engine_restart import WINDOW_SECONDS
 from container.models.registry import Model
 from container.settings.report import report_object
 from container.settings.settings import ServerReport
 from container.settings.values import masked
+from engines.choice import is_vllm
 from engines.loaded_model import LoadedModel
 from engines.model_settings import ModelSettings
 from handlers.djl_errors import JSON
@@ -36,7 +39,10 @@ def console_state(
         # The page reads the health here and does not call /ping, because a browser logs an error for each reply
         # of /ping that is not 2xx.
         "health": {"status": health.status, "models": msgspec.json.decode(health.body)},
-        "models": [_model(model, management) for model in state.models],
+        "models": [
+            _model(model, management) | {"restarts": _restarts(model, state.settings.engine_restart)}
+            for model in state.models
+        ],
         "single": state.models.single,
         # If the server has exactly one model, the model's report has the server's settings.
         "settings": report_object(report) if report is not None and management else None,
@@ -70,6 +76,27 @@ def _model(model: Model, management: bool) -> dict[str, Any]:
             for adapter in view.adapters
         ],
         "settings": report_object(model.lifecycle.settings) if management else None,
+    }
+
+
+def _restarts(model: Model, most: int) -> dict[str, float] | None:
+    """Return how often the engine was started again, and what became of its calls.
+
+    None if it would not be started again.
+
+    Args:
+        most: The restarts that the settings allow within the window.
+    """
+    service = model.lifecycle.service
+    engine = service.running_engine if service is not None else None
+    if not most or engine is None or not is_vllm(model.lifecycle.model):
+        return None
+    return {
+        "recent": model.recent_restarts(time.monotonic() - WINDOW_SECONDS),
+        "most": most,
+        "window_seconds": WINDOW_SECONDS,
+        "continued_calls": engine.statistics.continued_requests,
+        "down_seconds": engine.statistics.down_seconds,
     }
 
 

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.exceptions import GenerationError
 from vllm.model_executor.models import registry
@@ -234,9 +235,24 @@ def begin_output(llm: AsyncLLM, reports: PrometheusStatLogger, holds: Callable[[
             if not holds():  # it is registered, and is sent to the next process
                 raise
 
-    core.add_request_async = add
+    get_output = core.get_output_async
+
+    async def output() -> EngineCoreOutputs:
+        while _of_an_ending_process(outputs := await get_output()):
+            pass  # It would end the sequences, and no error would say that the engine is gone.
+        return outputs
+
+    core.add_request_async, core.get_output_async = add, output
     llm.output_handler = None
     llm._run_output_handler()
+
+
+def _of_an_ending_process(outputs: EngineCoreOutputs) -> bool:
+    """Return True for the message in which a process that was asked to end aborts all sequences.
+
+    If one data-parallel rank dies, vLLM asks the others to end. Of a sequence that the server aborts, no message comes.
+    """
+    return bool(outputs.outputs) and outputs.outputs[0].finish_reason == FinishReason.ABORT
 
 
 async def end_output(llm: AsyncLLM) -> None:
@@ -304,6 +320,20 @@ def fail_all(llm: AsyncLLM, message: str) -> None:
 def end_processes(llm: AsyncLLM, seconds: float) -> None:
     """End the engine's processes within so many seconds. The engine's objects in the server's process stay."""
     llm.engine_core.shutdown(seconds)
+
+
+@contextlib.contextmanager
+def devices_kept(config: VllmConfig) -> Iterator[None]:
+    """Keep the devices of a configuration while processes start with it.
+
+    vLLM writes each data-parallel rank's devices into it, and would take the last rank's for all at the next start.
+    """
+    parallel = config.parallel_config
+    devices = parallel.assigned_physical_gpu_ids
+    try:
+        yield
+    finally:
+        parallel.assigned_physical_gpu_ids = devices
 
 
 def start_processes(llm: AsyncLLM) -> EngineCoreClient:

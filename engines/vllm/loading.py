@@ -30,6 +30,7 @@ from engines.vllm.internals import (
     AsyncLLM,
     EngineCoreClient,
     check_names,
+    devices_kept,
     end_output,
     forget_tokenizers,
     patch_sounds,
@@ -151,7 +152,7 @@ class VllmLoader:
         return llm
 
     def _start_processes(self, config: VllmConfig, start: Callable[[], _T]) -> _T:
-        with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports:
+        with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports, devices_kept(config):
             try:
                 return start()
             except Exception as error:  # vLLM's own says that a process has failed, and not why

@@ -1,6 +1,6 @@
 """Deaths: kills the engine, and compares the answers of the calls that ran with those of an engine that lived.
 
-    python -m tests.chaos.deaths --calls 10000 --clients 128 --seed 7
+    python -m tests.chaos.deaths --answers 10000 --clients 512 --seed 7
 
 Prints JSON. The exit code is 1 if an answer was wrong or an error.
 """
@@ -8,72 +8,152 @@ Prints JSON. The exit code is 1 if an answer was wrong or an error.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from tests.live.continued_calls import CASES, answer, kill
-from tests.live.lora import make_adapter
-from tests.live.server import Server, serving
+from tests.chaos.client import Broken, Hung, ask, request_bytes
+from tests.chaos.contracts import Answer
+from tests.live.continued_calls import OPTIONS, Case, add_adapters, cases, essence
+from tests.live.server import START_SECONDS, Server, serving
 from tests.live.small_model import prepare_small_model
 
-_DEATHS_OF_A_SERVER = 4
+_DEATHS_OF_A_SERVER = 5
 """The pause before a restart doubles with each death."""
+_TEXTS = ("Once", "Twice", "A lamp", "The sea", "Rain", "Seven boats", "Morning", "Under the bridge")
+_TOKENS = 12
+_TOGETHER = 32
+"""Calls at a time whose engine lives. Those that run at a death are many more, so that batches differ as well."""
+
+_BATCH = 384
+"""Sequences in a step: with more, the engine's memory grows beyond 3 GB. Other calls wait in the engine."""
+_POLL_SECONDS = 0.02
+
+Call = tuple[str, str]
+"""The name of a case, and its text."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call, as it is sent."""
+
+    call: Call
+    case: Case
+
+    async def answer(self, port: int) -> str:
+        """Return the answer without the parts that differ between equal calls, or the error."""
+        request = request_bytes(self.case.path, json.dumps(self.case.body).encode())
+        try:
+            reply = await ask(port, request, START_SECONDS)
+        except (Broken, Hung) as error:
+            return f"error: {error}"
+        assert isinstance(reply, Answer)
+        text = reply.body.decode()
+        return essence(text) if reply.status == 200 else f"error: {reply.status} {text}"
+
+
+CALLS = {
+    (name, text): Asked((name, text), case)
+    for text in _TEXTS
+    for name, case in cases(text, _TOKENS).items()
+    if not case.session
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--calls", type=int, default=1000, help="calls that have to run at a death, in all")
-    parser.add_argument("--clients", type=int, default=64, help="calls at a time")
+    parser.add_argument("--answers", type=int, default=1000, help="calls that have to run at a death, in all")
+    parser.add_argument("--clients", type=int, default=512, help="calls at a time")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    random, outcomes = Random(given.seed), Counter[str]()
+    attack = Attack(given.answers, min(given.clients, max(given.answers, 64)), Random(given.seed))
     began = time.monotonic()
-    while outcomes["continued"] + outcomes["error"] < given.calls:
+    while not attack.done:
         with tempfile.TemporaryDirectory() as directory:
-            attack(Path(directory), given.calls, given.clients, random, outcomes)
+            attack.on_new_server(Path(directory))
+    outcomes = attack.outcomes
     print(json.dumps({**outcomes, "seed": given.seed, "seconds": round(time.monotonic() - began)}, indent=2))
     return int(bool(outcomes["wrong"] or outcomes["error"]))
 
 
-def attack(directory: Path, calls: int, clients: int, random: Random, outcomes: Counter[str]) -> None:
-    """Kill the engine of a new server some times."""
-    model = prepare_small_model()
-    make_adapter(directory / "model" / "adapters" / "red", model, 1)
-    options = {"dtype": "fp32", "max_model_len": 2048, "kv_cache_memory_bytes": 512 << 20, "enable_lora": "true"}
-    environment = {"SERVING_ENGINE_RESTART": "1000"}
-    with serving(directory, environment, model_id=model, max_rolling_batch_size=256, **options) as server:
-        right = {name: answer(server, case) for name, case in CASES.items()}
-        for _ in range(_DEATHS_OF_A_SERVER):
-            if outcomes["continued"] + outcomes["error"] < calls:
-                kill_once(server, right, random.choices(list(CASES), k=clients), random, outcomes)
-                print(dict(outcomes), file=sys.stderr, flush=True)
+class Attack:
+    """Kills engines until so many answers have outlived theirs."""
 
+    def __init__(self, answers: int, clients: int, random: Random) -> None:
+        self._answers, self._clients, self._random = answers, clients, random
+        self._right: dict[Call, str] = {}  # The answers of an engine that lived. They are the same on each server.
+        self.outcomes = Counter[str]()
 
-def kill_once(server: Server, right: dict[str, str], names: list[str], random: Random, outcomes: Counter[str]) -> None:
-    """Kill the engine or its worker under calls, and compare their answers."""
-    victim = server.engine_process() if random.random() < 0.5 else server.worker_process().pid
-    before = server.metric("slipway_continued_calls_total")
-    with ThreadPoolExecutor(len(names)) as pool:
-        running = [pool.submit(answer, server, CASES[name]) for name in names]
-        kill(server, len(names) * random.uniform(0.3, 0.9), victim)
-        for name, call in zip(names, running, strict=True):
-            outcome, got = "right", ""
-            try:
-                if (got := call.result()) != right[name]:
-                    outcome = "wrong"
-            except AssertionError as error:
-                outcome, got = "error", str(error)
+    @property
+    def done(self) -> bool:
+        return self.outcomes["ran"] >= self._answers
+
+    def on_new_server(self, directory: Path) -> None:
+        """Kill the engine of a new server some times."""
+        model = prepare_small_model()
+        add_adapters(directory / "model", model)
+        options = {"dtype": "fp32", "max_model_len": 2048, "kv_cache_memory_bytes": 512 << 20, **OPTIONS}
+        options["max_rolling_batch_size"] = _BATCH
+        environment = {"SERVING_ENGINE_RESTART": "1000", "SERVING_JOB_QUEUE_SIZE": str(2 * self._clients)}
+        with serving(directory, environment, gives_way=False, model_id=model, **options) as server:
+            if not self._right:
+                self._right = asyncio.run(_ask_all(server.port, CALLS.values()))
+            for _ in range(_DEATHS_OF_A_SERVER):
+                if not self.done:
+                    asyncio.run(self._kill_once(server))
+                    print(dict(self.outcomes), file=sys.stderr, flush=True)
+
+    async def _kill_once(self, server: Server) -> None:
+        """Kill the engine or its worker under calls, and compare their answers."""
+        random, outcomes = self._random, self.outcomes
+        names = ("generated_tokens", "continued_calls", "engine_restarts")
+        generated, continued, restarts = (server.metric(f"slipway_{name}_total") for name in names)
+        asked = random.choices(list(CALLS.values()), k=self._clients)
+        running = [asyncio.create_task(one.answer(server.port)) for one in asked]
+        tokens = generated + self._clients * _TOKENS * random.uniform(0.1, 0.6)
+        while not all(call.done() for call in running):
+            if await asyncio.to_thread(server.metric, "slipway_generated_tokens_total") >= tokens:
+                break
+            await asyncio.sleep(_POLL_SECONDS)
+        outcomes["ran"] += sum(not call.done() for call in running)
+        if random.random() < 0.5:
+            os.kill(server.worker_process().pid, signal.SIGKILL)
+        else:  # Asked to end, vLLM's process aborts all calls.
+            os.kill(server.engine_process(), random.choice((signal.SIGKILL, signal.SIGTERM)))
+        for one, got in zip(asked, await asyncio.gather(*running), strict=True):
+            right = self._right[one.call]
+            outcome = "right" if got == right else "error" if got.startswith("error: ") else "wrong"
             outcomes[outcome] += 1
             if outcome != "right":
-                print(f"{name}: {got}\ninstead of {right[name]}", file=sys.stderr)
-    outcomes["continued"] += int(server.metric("slipway_continued_calls_total") - before)
-    outcomes["deaths"] += 1
+                print(f"{one.call}: {got}\ninstead of {right}", file=sys.stderr)
+        outcomes["continued"] += int(server.metric("slipway_continued_calls_total") - continued)
+        outcomes["deaths"] += int(server.metric("slipway_engine_restarts_total") - restarts)
+
+
+async def _ask_all(port: int, calls: Iterable[Asked]) -> dict[Call, str]:
+    """Return the answers of calls whose engine lives.
+
+    Raises:
+        AssertionError: One of them is an error.
+    """
+    places = asyncio.Semaphore(_TOGETHER)
+
+    async def one(asked: Asked) -> tuple[Call, str]:
+        async with places:
+            got = await asked.answer(port)
+        assert not got.startswith("error: "), (asked.call, got)
+        return asked.call, got
+
+    return dict(await asyncio.gather(*map(one, calls)))
 
 
 if __name__ == "__main__":

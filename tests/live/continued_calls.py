@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server
 from tests.waiting import wait_until
 
 TOKENS = 240
-HELLO = [{"role": "user", "content": "Say hello."}]
 SCHEMA = {"type": "object", "properties": {"numbers": {"type": "array", "items": {"type": "integer"}}}}
 FORM = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA}}
+FORMATTERS = Path(__file__).parents[1] / "fixtures" / "formatters"
+SESSION = "X-Amzn-SageMaker-Session-Id"
+OPTIONS = {"enable_lora": "true", "max_loras": 3}
+"""Options of a server for these calls. The adapters of `add_adapters` fit into one step."""
 
 
 @dataclass(frozen=True)
@@ -23,69 +31,120 @@ class Case:
 
     path: str
     body: dict[str, Any]
+    session: bool = False
+    """The call belongs to a session."""
 
 
-def _lmi(inputs: str = "Once", stream: bool = False, adapter: str | None = None, **given: Any) -> Case:
-    parameters = {"max_new_tokens": TOKENS, "ignore_eos_token": True, "details": True} | given
-    named = {"adapters": adapter} if adapter else {}
-    return Case("/invocations", {"inputs": inputs, "parameters": parameters, "stream": stream, **named})
+def add_adapters(model_dir: Path, model: Path) -> None:
+    """Add the adapters that the calls name. Two of them have formatters."""
+    for name in ("red", "newer", "older"):
+        directory = make_adapter(model_dir / "adapters" / name, model, 1)
+        if name != "red":
+            shutil.copy(FORMATTERS / name / "model.py", directory)
 
 
-def _openai(path: str, **given: Any) -> Case:
-    return Case(path, {"model": "model", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0} | given)
+def cases(text: str = "Once", tokens: int = TOKENS) -> dict[str, Case]:
+    """Return calls of every contract, by name.
+
+    Args:
+        text: The prompt, or a part of it.
+        tokens: The length of the answers.
+    """
+
+    def lmi(inputs: str = text, adapter: str | None = None, session: bool = False, **given: Any) -> Case:
+        stream = given.pop("stream", False)
+        parameters = {"max_new_tokens": tokens, "ignore_eos_token": True, "details": True} | given
+        named = {"adapters": adapter} if adapter else {}
+        return Case("/invocations", {"inputs": inputs, "parameters": parameters, "stream": stream, **named}, session)
+
+    def openai(path: str, **given: Any) -> Case:
+        return Case(path, {"model": "model", "max_tokens": tokens, "ignore_eos": True, "temperature": 0} | given)
+
+    def completion(**given: Any) -> Case:
+        return openai("/v1/completions", **{"prompt": text} | given)
+
+    chat = {"messages": [{"role": "user", "content": text}]}
+    tgi = {"inputs": text, "parameters": {"max_new_tokens": tokens, "details": True, "top_n_tokens": 2}}
+    triton = {"text_input": text, "parameters": {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}}
+    happy = {"prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    response = {"model": "model", "input": text, "max_output_tokens": tokens, "temperature": 0, "store": False}
+    two = {"n": 2, "temperature": 1, "top_k": 1}  # Sampling that has one result.
+    return {
+        "LMI": lmi(),
+        "LMI, stream": lmi(stream=True),
+        "LMI, another text": lmi(f"Repeat after me: 你好，世界。😀 😃 {text}", stream=True),
+        "LMI, at least so many": lmi(min_new_tokens=tokens - 10, ignore_eos_token=False),
+        "LMI, repetition penalty": lmi(repetition_penalty=1.3),
+        "LMI, constraint": lmi(stream=True, ignore_eos_token=False, response_format=FORM),
+        "LMI, beam search": lmi(num_beams=2, max_new_tokens=tokens // 6),
+        "LMI, adapter": lmi(adapter="red"),
+        "LMI, chat": Case("/invocations", {**chat, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}),
+        "LMI, session": lmi(session=True),
+        "LMI, formatter": lmi(adapter="newer"),
+        "LMI, formatter, stream": lmi(adapter="newer", stream=True),
+        "LMI, older formatter": lmi(adapter="older"),
+        "LMI, older formatter, stream": lmi(adapter="older", stream=True),
+        "TGI": Case("/generate", tgi),
+        "TGI, stream": Case("/generate_stream", tgi),
+        "Triton": Case("/v2/models/model/generate", triton),
+        "Triton, stream": Case("/v2/models/model/generate_stream", triton | {"stream": True}),
+        "happy_vllm": Case("/v1/generate", happy),
+        "happy_vllm, stream": Case("/v1/generate_stream", happy),
+        "completion": completion(),
+        "completion, stream": completion(stream=True),
+        "completion, log probabilities": completion(logprobs=2),
+        "completions of several prompts": completion(prompt=[text, f"{text} more"], **two),
+        "completions, vLLM's way": completion(**two, return_token_ids=True),
+        "chat": openai("/v1/chat/completions", **chat, logprobs=True, top_logprobs=2),
+        "chat, stream": openai("/v1/chat/completions", **chat, stream=True),
+        "chat, adapter": openai("/v1/chat/completions", **chat, model="red"),
+        "response": Case("/v1/responses", response),
+        "message": openai("/v1/messages", **chat),
+        "message, stream": openai("/v1/messages", **chat, stream=True),
+    }
 
 
-_TGI = {"inputs": "Once", "parameters": {"max_new_tokens": TOKENS, "details": True, "top_n_tokens": 2}}
-_TRITON = {"text_input": "Once", "parameters": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}}
-_HAPPY = {"prompt": "Once", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-_RESPONSE = {"model": "model", "input": "Hello", "max_output_tokens": TOKENS, "temperature": 0, "store": False}
-_COMPLETION = {"prompt": "Once"}
-TWO = {"n": 2, "temperature": 1, "top_k": 1}
-"""Sampling that has one result."""
-CASES = {
-    "LMI": _lmi(),
-    "LMI, stream": _lmi(stream=True),
-    "LMI, another text": _lmi("Repeat after me: 你好，世界。😀 😃", stream=True),
-    "LMI, at least so many": _lmi(min_new_tokens=TOKENS - 10, ignore_eos_token=False),
-    "LMI, repetition penalty": _lmi(repetition_penalty=1.3),
-    "LMI, constraint": _lmi(stream=True, ignore_eos_token=False, response_format=FORM),
-    "LMI, beam search": _lmi(num_beams=2, max_new_tokens=40),
-    "LMI, adapter": _lmi(adapter="red"),
-    "LMI, chat": Case("/invocations", {"messages": HELLO, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}),
-    "TGI": Case("/generate", _TGI),
-    "TGI, stream": Case("/generate_stream", _TGI),
-    "Triton": Case("/v2/models/model/generate", _TRITON),
-    "Triton, stream": Case("/v2/models/model/generate_stream", _TRITON | {"stream": True}),
-    "happy_vllm": Case("/v1/generate", _HAPPY),
-    "happy_vllm, stream": Case("/v1/generate_stream", _HAPPY),
-    "completion": _openai("/v1/completions", **_COMPLETION),
-    "completion, stream": _openai("/v1/completions", **_COMPLETION, stream=True),
-    "completion, log probabilities": _openai("/v1/completions", **_COMPLETION, logprobs=2),
-    "completions of several prompts": _openai("/v1/completions", prompt=["Once", "Twice"], **TWO),
-    "completions, vLLM's way": _openai("/v1/completions", **_COMPLETION, **TWO, return_token_ids=True),
-    "chat": _openai("/v1/chat/completions", messages=HELLO, logprobs=True, top_logprobs=2),
-    "chat, stream": _openai("/v1/chat/completions", messages=HELLO, stream=True),
-    "chat, adapter": _openai("/v1/chat/completions", messages=HELLO, model="red"),
-    "response": Case("/v1/responses", _RESPONSE),
-    "message": _openai("/v1/messages", messages=HELLO),
-    "message, stream": _openai("/v1/messages", messages=HELLO, stream=True),
-}
+CASES = cases()
+PLAIN = {name: case for name, case in CASES.items() if "adapters" not in case.body and case.body.get("model") != "red"}
+"""Those that need no adapter."""
 _VARYING = re.compile(
-    r'"(created|created_at|completed_at)":\s?\d+(\.\d+)?|(resp|msg|rs)_[0-9a-f]{16,}|"id":\s?"(chatcmpl|cmpl)-[^"]+"'
-    r'|"(request_id|total_time|queue_time|inference_time)":\s?"?[\w.-]+"?'
+    r'"(created|created_at|completed_at)":\s?\d+(\.\d+)?|(resp|msg|rs)_[0-9a-f]{16,}|"id":\s?"(chatcmpl|cmpl|embd|pooling)-[^"]+"'
+    r'|"(request_id|total_time|queue_time|inference_time)":\s?"?[\w.-]+"?|^:\n\n',
+    re.MULTILINE,
 )
+"""Times, ids, and the comments of an idle stream."""
 _DELTA = re.compile(r'event: content_block_delta\ndata: .*?"text":"(.*?)"\}.*\n\n')
 
 
 def answer(server: Server, case: Case) -> str:
     """Return a call's answer without the parts that differ between equal calls."""
-    response = server.client.post(case.path, json=case.body, timeout=START_SECONDS)
+    headers = {SESSION: new_session(server)} if case.session else {}
+    response = server.client.post(case.path, json=case.body, headers=headers, timeout=START_SECONDS)
     assert response.status_code == 200, response.text
-    deltas = _DELTA.findall(response.text)  # vLLM joins those of a busy moment
-    return _VARYING.sub("", _DELTA.sub("", response.text)) + "".join(deltas)
+    return essence(response.text)
 
 
-def kill(server: Server, running: float, process: int | None = None) -> None:
+def answers(server: Server, calls: Mapping[str, Case], disturb: Callable[[], object] = bool) -> dict[str, str]:
+    """Return the answers of calls that run together. `disturb` is called meanwhile."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        running = {name: pool.submit(answer, server, case) for name, case in calls.items()}
+        disturb()
+        return {name: call.result() for name, call in running.items()}
+
+
+def new_session(server: Server) -> str:
+    """Create a session, and return its id."""
+    value = server.client.post("/invocations", json={"requestType": "NEW_SESSION"}).headers[SESSION]
+    return value.partition(";")[0]
+
+
+def essence(text: str) -> str:
+    """Return an answer without the parts that differ between equal calls."""
+    deltas = _DELTA.findall(text)  # vLLM joins those of a busy moment
+    return _VARYING.sub("", _DELTA.sub("", text)) + "".join(deltas)
+
+
+def kill(server: Server, running: float, process: int | None = None, by: int = signal.SIGKILL) -> None:
     """Kill a process of the engine when so many sequences run. None: the engine process."""
     wait_until(lambda: server.metric("slipway_engine_running") >= running)
-    os.kill(process or server.engine_process(), signal.SIGKILL)
+    os.kill(process or server.engine_process(), by)

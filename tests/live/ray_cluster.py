@@ -104,6 +104,7 @@ def ray_cluster(model: Path, log: Path, *arguments: str) -> Iterator[Cluster]:
         "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
+        "SERVING_ENGINE_RESTART": "3",
         # Two engines on the same cores.
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

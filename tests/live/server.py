@@ -82,6 +82,8 @@ class Server:
     """None: the working directory of the tests."""
     forked: ClassVar[bool] = True
     """A server may be forked (`tests.live.preloaded`). False: each is started as users start it."""
+    gives_way: bool = True
+    """The engine gives way to other processes."""
 
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:{self.port}"
@@ -122,7 +124,8 @@ class Server:
             if self.process.poll() is not None:
                 raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log_text()[-4000:]}")
             if self.ping() == 200:
-                self.give_way()
+                if self.gives_way:
+                    self.give_way()
                 return
             time.sleep(0.25)
         raise AssertionError(f"the server was not ready in {START_SECONDS:g} s:\n{self.log_text()[-4000:]}")
@@ -274,10 +277,12 @@ def start_copy(
 
 
 @contextlib.contextmanager
-def serving(directory: Path, environment: dict[str, str] | None = None, **options: object) -> Iterator[Server]:
+def serving(
+    directory: Path, environment: dict[str, str] | None = None, *, gives_way: bool = True, **options: object
+) -> Iterator[Server]:
     """Start a server, and wait until it is ready. It ends after the test."""
     model_dir = write_model(directory / "model", **options)
-    server = Server(model_dir, directory / "server.log", environment or {})
+    server = Server(model_dir, directory / "server.log", environment or {}, gives_way=gives_way)
     try:
         server.wait_until_ready()
         yield server

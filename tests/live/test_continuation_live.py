@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.live.continued_calls import CASES, answer, kill
-from tests.live.lora import make_adapter
-from tests.live.server import Server, serving
+from tests.live.chromium import MISSING, PROGRAM, chromium
+from tests.live.continued_calls import CASES, OPTIONS, PLAIN, Case, add_adapters, answer, answers, kill
+from tests.live.deadly_prompts import IS_KILLED, RAISES
+from tests.live.server import START_SECONDS, Server, serving, stopped
 from tests.live.small_model import ENDLESS, ENDLESS_STREAM
+from tests.live.small_pooling_models import prepare_small_encoder
 from tests.waiting import wait_until
 
 WAITING = "the engine has died; calls wait for it"
@@ -25,31 +29,38 @@ LOST: dict[str, dict[str, Any]] = {
     "presence_penalty and frequency_penalty count the tokens of the answer alone": {"presence_penalty": 0.5},
     "the place in the random numbers of its seed is lost": {"seed": 3, "temperature": 1.0},
     "bad_words of several tokens are looked for in the answer alone": {"bad_words": ["one of the many"]},
+    "repetition_detection looks at the answer alone": {
+        "repetition_detection": {"max_pattern_size": 2, "min_count": 1000}
+    },
 }
+
+
+SHOWN = "document.querySelector('#view-server').textContent.includes('{}')"
 
 
 @pytest.fixture(scope="module")
 def restarting(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
     """Start a server whose engine may be killed many times."""
     directory = tmp_path_factory.mktemp("restarting")
-    make_adapter(directory / "model" / "adapters" / "red", Path(str(small_options["model_id"])), 1)
+    add_adapters(directory / "model", Path(str(small_options["model_id"])))
     environment = {"SERVING_ENGINE_RESTART": "1000", "SERVING_JOB_QUEUE_SIZE": "100"}
-    with serving(directory, environment, enable_lora="true", **small_options) as server:
+    with serving(directory, environment, **OPTIONS, **small_options) as server:
         yield server
 
 
 def test_each_client_gets_the_answer_that_it_would_have_got(restarting: Server) -> None:
-    with ThreadPoolExecutor(len(CASES)) as pool:
-        undisturbed = dict(zip(CASES, pool.map(lambda case: answer(restarting, case), CASES.values()), strict=True))
+    undisturbed = answers(restarting, CASES)
     before = restarting.metric("slipway_continued_calls_total")
-    with ThreadPoolExecutor(len(CASES) + 2) as pool:
-        calls = {name: pool.submit(answer, restarting, case) for name, case in CASES.items()}
-        kill(restarting, 8)
-        new = pool.submit(answer, restarting, CASES["LMI"])
-        pings = pool.submit(lambda: [restarting.ping() for _ in iter(lambda: new.done(), True)])
-        assert new.result() == undisturbed["LMI"]
-        assert set(pings.result()) <= {200}
-        assert {name: call.result() for name, call in calls.items()} == undisturbed
+    with ThreadPoolExecutor(2) as pool:
+
+        def disturb() -> None:
+            kill(restarting, 8)
+            new = pool.submit(answer, restarting, CASES["LMI"])
+            pings = pool.submit(lambda: [restarting.ping() for _ in iter(lambda: new.done(), True)])
+            assert new.result() == undisturbed["LMI"]
+            assert set(pings.result()) <= {200}
+
+        assert answers(restarting, CASES, disturb) == undisturbed
     assert restarting.metric("slipway_continued_calls_total") - before > 4
     assert restarting.metric("slipway_engine_down_seconds_total") > 0
     restarting.wait_for_log(WAITING)
@@ -67,7 +78,7 @@ def test_a_stop_string_ends_a_continued_answer(restarting: Server) -> None:
     assert len(expected["text"]) <= whole.index(stop)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(text, stop=stop)
-        kill(restarting, 1)
+        kill(restarting, 1, by=signal.SIGTERM)  # vLLM's process aborts its sequences.
         assert call.result() == expected
 
 
@@ -106,18 +117,87 @@ def test_clients_may_leave_and_come_while_the_engine_is_started_again(restarting
     restarting.wait_for_metric("slipway_open_requests", 0)
 
 
-def test_a_call_that_gets_no_engine_in_time_gets_an_error(tmp_path: Path, small_options: dict[str, object]) -> None:
-    environment = {"SERVING_ENGINE_RESTART": "1"}
-    with serving(tmp_path, environment, **small_options) as server, ThreadPoolExecutor(2) as pool:
-        calls = [
+@pytest.mark.skipif(PROGRAM is None, reason=MISSING)
+def test_the_console_shows_the_restart_and_the_calls_that_continued(restarting: Server, tmp_path: Path) -> None:
+    with chromium(tmp_path) as browser, ThreadPoolExecutor(1) as pool:
+        page = browser.new_page()
+        page.open(f"{restarting.url}/console#server")
+        page.wait_for("document.querySelector('#status')?.dataset.state === 'ready'")
+        call = pool.submit(answer, restarting, CASES["LMI, stream"])
+        kill(restarting, 1)
+        page.wait_for("document.querySelector('#status').dataset.state === 'restarting'")
+        assert page.text("#status") == "model · restarting"
+        assert page.text("#notice") == "The engine has died and is started again. Calls wait for it."
+        page.wait_for(SHOWN.format("restarting (/ping: 200, RESTARTING)"))
+        call.result()
+        names = ("engine_restarts_total", "continued_calls_total", "engine_down_seconds_total")
+        restarts, continued, seconds = (restarting.metric(f"slipway_{name}") for name in names)
+        calls = f"{continued:.0f} calls continued, {seconds:.1f} s without an engine"
+        row = f"{restarts:.0f} of 1000 in 10 minutes; {calls}"
+        page.wait_for(SHOWN.format(row))
+        assert page.text("#status").startswith("model · ready")
+        assert not page.complaints
+
+
+def test_calls_that_kill_each_engine_get_the_error_alone_and_the_others_too_when_no_restart_is_left(
+    tmp_path: Path, small_options: dict[str, object]
+) -> None:
+    """The engine dies twice under all calls, and once under each killer alone."""
+    environment = {"SERVING_ENGINE_RESTART": "4"}
+    worker = "tests.live.deadly_worker.DeadlyWorker"
+    with serving(tmp_path, environment, worker_cls=worker, **small_options) as server, ThreadPoolExecutor(2) as pool:
+
+        def disturb() -> None:
+            wait_until(lambda: server.metric("slipway_engine_running") >= len(PLAIN) / 2)
+            before = server.metric("slipway_generations_total")
+            killers = []
+            with stopped(server.worker_process().pid):  # Both come in one step.
+                for prompt in (RAISES, IS_KILLED):
+                    body = {"model": "model", "prompt": prompt, "max_tokens": 5}
+                    killers.append(pool.submit(server.client.post, "/v1/completions", json=body, timeout=START_SECONDS))
+                wait_until(lambda: server.metric("slipway_generations_total") >= before + 2)
+            for killer in killers:
+                response = killer.result()
+                assert (response.status_code, response.json()["error"]["message"]) == (500, DEAD)
+
+        undisturbed = answers(server, PLAIN)
+        assert answers(server, PLAIN, disturb) == undisturbed
+        assert server.metric("slipway_engine_restarts_total") == 4
+        assert server.ping() == 200
+        assert answer(server, PLAIN["chat"]) == undisturbed["chat"]
+
+        late = [
             pool.submit(server.client.post, "/v1/completions", json=ENDLESS_STREAM),
             pool.submit(server.invoke, "Once", **ENDLESS),
         ]
         kill(server, 4)
-        server.wait_for_metric("slipway_continued_calls_total", 2)
-        kill(server, 4)
-        stream, whole = (call.result() for call in calls)
+        stream, whole = (call.result() for call in late)
         *_, last, _ = stream.text.strip().split("\n\n")
         assert json.loads(last.removeprefix("data: "))["error"]["message"] == DEAD
         assert (whole.status_code, whole.json()["error"]) == (500, DEAD)
         assert server.ping() == 500
+
+
+VECTORS = {
+    "LMI": Case("/invocations", {"inputs": ["the capital of france", "a dog runs"]}),
+    "OpenAI": Case("/v1/embeddings", {"model": "model", "input": "the capital of france"}),
+    "TEI": Case("/embed", {"inputs": "a dog runs"}),
+    "vLLM": Case("/pooling", {"model": "model", "input": "a dog runs"}),
+}
+
+
+@pytest.mark.long
+def test_vectors_of_prompts_that_the_engine_had_come_from_the_next_one(tmp_path: Path) -> None:
+    options = {"rolling_batch": "vllm", "dtype": "fp32", "kv_cache_memory_bytes": 64 << 20}
+    environment = {"SERVING_ENGINE_RESTART": "3"}
+    with serving(tmp_path, environment, model_id=prepare_small_encoder(), **options) as server:
+        undisturbed = answers(server, VECTORS)
+        worker = server.worker_process().pid
+
+        def disturb() -> None:
+            server.wait_for_metric("slipway_open_requests", len(VECTORS))
+            os.kill(worker, signal.SIGKILL)
+
+        os.kill(worker, signal.SIGSTOP)  # It would be done before it is killed.
+        assert answers(server, VECTORS, disturb) == undisturbed
+        assert server.metric("slipway_continued_calls_total") >= len(VECTORS)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests.live.continued_calls import PLAIN, answers, kill
 from tests.live.draining import lives, open_stream
 from tests.live.server import METRIC_SECONDS, Server, serving
 from tests.waiting import wait_until
@@ -24,7 +25,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, 
     directory = tmp_path_factory.mktemp("replicas")
     options = small_options | {"max_rolling_batch_size": BATCH, "data_parallel_size": 2}
     # The two replicas share the machine's cores.
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "SERVING_ENGINE_RESTART": "3"}
     with serving(directory, environment, **options) as server:
         yield server
 
@@ -46,6 +47,17 @@ def test_the_gauges_are_those_of_all_replicas_together(replicas: Server) -> None
         assert [(engine, 0 < float(count) <= BATCH) for engine, count in running] == [("0", True), ("1", True)]
     for gauge in ("slipway_engine_running", "slipway_engine_waiting"):
         replicas.wait_for_metric(gauge, 0)
+
+
+@pytest.mark.long
+def test_the_calls_of_all_replicas_continue_when_one_of_them_dies(replicas: Server) -> None:
+    undisturbed = answers(replicas, PLAIN)
+    before = replicas.metric("slipway_continued_calls_total")
+    second = replicas.engine_processes()[1].pid
+    assert answers(replicas, PLAIN, lambda: kill(replicas, BATCH + 1, second)) == undisturbed
+    assert replicas.metric("slipway_continued_calls_total") - before > BATCH
+    assert replicas.metric("slipway_engine_restarts_total") == 1
+    assert answers(replicas, PLAIN) == undisturbed
 
 
 def test_neither_replicas_nor_their_coordinator_outlive_a_server_that_is_killed(replicas: Server) -> None:

@@ -46,7 +46,7 @@ def test_the_other_attacks_find_nothing(target: str) -> None:
 
 
 def test_calls_outlive_engines() -> None:
-    printed = make("deaths", "CALLS=30")
+    printed = make("deaths", "ANSWERS=30")
     report = json.loads(printed[printed.index("{\n") :])
     assert report["right"] >= 30
 

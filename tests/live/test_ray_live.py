@@ -15,11 +15,13 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from huggingface_hub import InferenceClient
 
 from tests.chaos.client import ask, request_bytes
 from tests.chaos.contracts import Answer
+from tests.live.continued_calls import PLAIN, answers
 from tests.live.lora import make_adapter
 from tests.live.ray_cluster import START, Cluster, ray_cluster
 from tests.live.server import copy_model, records, write_model
@@ -241,6 +243,33 @@ async def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next
     before = cluster.requests("/v1/completions")
     assert {completion(cluster, "loud") for _ in range(6)} == {wanted}
     assert len(cluster.requests("/v1/completions")) == 2 >= len(before)
+
+
+@pytest.mark.long
+def test_the_calls_of_a_replica_outlive_its_engine(cluster: Cluster) -> None:
+    calls = {name: case for name, case in PLAIN.items() if not case.session}
+    replicas = cluster.replicas()
+    undisturbed = answers(cluster, calls)
+    before = cluster.each("slipway_continued_calls_total")
+    killed = []
+
+    def disturb() -> None:
+        running: dict[str, float] = {}
+
+        def enough() -> bool:
+            running.update(cluster.each("slipway_engine_running"))
+            return max(running.values()) >= 4
+
+        wait_until(enough)
+        name = max(running, key=running.__getitem__)
+        children = psutil.Process(cluster.processes()[name]).children(recursive=True)
+        os.kill(next(child.pid for child in children if "EngineCore" in child.name()), 9)
+        killed.append(name)
+
+    assert answers(cluster, calls, disturb) == undisturbed
+    continued = cluster.each("slipway_continued_calls_total")
+    assert [name for name in replicas if continued[name] > before[name]] == killed
+    assert cluster.replicas() == replicas, "it is the same replica with another engine"
 
 
 class Load:

@@ -322,7 +322,9 @@ async function observed() {
 		? ""
 		: kind === "starting"
 			? "The model is loading. Requests are refused until it is ready."
-			: reasons.join("; ");
+			: kind === "restarting"
+				? "The engine has died and is started again. Calls wait for it."
+				: reasons.join("; ");
 	if (notice.textContent !== trouble) notice.textContent = trouble;
 	notice.hidden = !trouble;
 	if (watch.state && watch.state !== page.state) {

@@ -18,6 +18,8 @@ export function sums(text) {
 	return found;
 }
 
+const isIn = ({ models }, wanted) => models.some(({ state }) => state === wanted);
+
 // Asks the server how it is, for as long as the page is seen.
 export class Watch {
 	constructor(base, onchange) {
@@ -40,7 +42,7 @@ export class Watch {
 		this.looking = true;
 		try {
 			// The state in full now and then, and each time while something is not as it should be.
-			if (this.turn++ % STATE_EVERY === 0 || this.state?.health.status !== 200)
+			if (this.turn++ % STATE_EVERY === 0 || this.state?.health.status !== 200 || isIn(this.state, "restarting"))
 				this.state = await (await this.#get("console/state")).json();
 			this.#sample(sums(await (await this.#get("metrics")).text()));
 			if ((this.latest.ready === 1) !== (this.state.health.status === 200)) this.turn = 0;
@@ -101,8 +103,9 @@ export function statusLine({ reachable, locked, state, latest, rates }) {
 	const { status } = state.health;
 	const model = state.models[0];
 	const names = state.models.length === 1 ? model.name : `${state.models.length} models`;
-	const kind = status === 200 ? "ready" : state.models.some((one) => one.state === "starting") ? "starting" : "failed";
-	const said = kind === "ready" ? "ready" : kind === "starting" ? "starting" : `unhealthy (${status})`;
+	const good = isIn(state, "restarting") ? "restarting" : "ready";
+	const kind = status === 200 ? good : isIn(state, "starting") ? "starting" : "failed";
+	const said = kind === "failed" ? `unhealthy (${status})` : kind;
 	const load =
 		latest.running == null
 			? []
@@ -173,6 +176,9 @@ export class ServerView {
 	}
 }
 
+const restarts = ({ recent, most, window_seconds, continued_calls, down_seconds }) =>
+	`${recent} of ${most} in ${window_seconds / 60} minutes; ${continued_calls} calls continued, ${down_seconds.toFixed(1)} s without an engine`;
+
 function modelCard(model, state) {
 	const title = [model.name, model.version].filter(Boolean).join(":");
 	const health = state.health.models[title];
@@ -196,6 +202,7 @@ function modelCard(model, state) {
 			["Chat template", model.chat ? "yes" : "no"],
 			["Images", model.images ? "yes" : "no"],
 			["Start", startup.join(", ") || "–"],
+			...(model.restarts ? [["Engine restarts", restarts(model.restarts)]] : []),
 			["Slipway", state.version],
 		]),
 	);

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +25,10 @@ from container.settings import server as server_module
 from container.settings.load import load_startup
 from container.settings.settings import Settings
 from engines.adapters import Adapter
+from engines.interface import EngineHealth
 from engines.pooling import PoolingModel
+from engines.statistics import EngineStatistics
+from handlers.service import Service
 from tests.settings import load_settings
 
 pytestmark = pytest.mark.asyncio
@@ -277,3 +282,39 @@ async def test_the_local_endpoints_names_are_shown(model_dir: Path) -> None:
 
     client = console(model_dir, Mount("/endpoints/", nothing, ("my-endpoint",)))
     assert (await client.get("/console/state")).json()["endpoints"] == ["my-endpoint"]
+
+
+def console_of(model_dir: Path, restarts: str, restarted_at: Sequence[float] = ()) -> httpx.AsyncClient:
+    """Return a client of a server whose engine has died and whose calls wait for it."""
+    settings = settings_of(model_dir, {"SERVING_ENGINE_RESTART": restarts})
+    lifecycle = Lifecycle(settings)
+    lifecycle.stage = State.READY
+    engine: Any = SimpleNamespace(
+        **vars(loaded_as(None)),
+        statistics=EngineStatistics(continued_requests=24, down_seconds=3.5),
+        health=lambda: EngineHealth(alive=False, reason="the engine has died"),
+        waits=restarts != "0",
+    )
+    lifecycle.service = Service(lifecycle.model, Mock(), engine, engine=engine)
+    models = Models([Model(lifecycle, str(lifecycle.model.model_dir), restarted_at=list(restarted_at))])
+    return client_of(create_app(models, settings.server, Registrar(models, settings.server, Mock())).main)
+
+
+async def test_an_engine_that_is_started_again_is_shown_with_its_restarts_and_calls(model_dir: Path) -> None:
+    now = time.monotonic()
+    state = (await console_of(model_dir, "3", (now - 601, now - 60, now)).get("/console/state")).json()
+    (model,) = state["models"]
+    assert (state["health"]["status"], model["state"], model["reason"]) == (200, "restarting", "the engine has died")
+    assert model["restarts"] == {
+        "recent": 2,
+        "most": 3,
+        "window_seconds": 600,
+        "continued_calls": 24,
+        "down_seconds": 3.5,
+    }
+
+
+async def test_an_engine_that_is_not_started_again_is_shown_as_failed_and_without_restarts(model_dir: Path) -> None:
+    state = (await console_of(model_dir, "0").get("/console/state")).json()
+    assert (state["health"]["status"], state["models"][0]["state"]) == (500, "failed")
+    assert state["models"][0]["restarts"] is None

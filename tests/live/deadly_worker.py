@@ -1,0 +1,27 @@
+"""A worker process of vLLM with two faults: an error as CUDA has them, and an end without a word.
+
+Its class is a value of `option.worker_cls`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from tests.live.deadly_prompts import IS_KILLED, RAISES
+
+
+class DeadlyWorker(CPUWorker):
+    """vLLM's worker, with the faults."""
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        for request in scheduler_output.scheduled_new_reqs:
+            beginning = (request.prompt_token_ids or [])[: len(RAISES)]
+            if beginning == RAISES:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if beginning == IS_KILLED:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().execute_model(scheduler_output)
