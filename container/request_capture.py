@@ -1,4 +1,4 @@
-"""Records inference requests and their answers in files, as JSON lines that `slipway replay` reads (`SERVING_CAPTURE`)."""
+"""Records inference requests and their answers as JSON lines, which `slipway replay` reads (`SERVING_CAPTURE`)."""
 
 from __future__ import annotations
 

@@ -150,7 +150,8 @@ def _events(text: str) -> tuple[Events, list[str]]:
             continue
         name, _, value = line.partition(":")
         if name == "data":
-            events.spaced |= value.startswith(" ")
+            if value.strip() != _DONE:
+                events.spaced |= value.startswith(" ")
             found.append(value.removeprefix(" "))
         elif name == "event" and (given := value.strip()) not in events.names:
             events.names.append(given)
@@ -163,10 +164,12 @@ def _events(text: str) -> tuple[Events, list[str]]:
 
 
 def _values(texts: Iterable[str]) -> tuple[list[Any], int]:
+    """Return the JSON values, and the number of texts that are none."""
     records, broken = [], 0
     for text in texts:
         found, value = _value(text)
-        records.append(value if found else text)
+        if found:
+            records.append(value)
         broken += not found
     return records, broken
 

@@ -297,9 +297,9 @@ class _Comparing:
             self._add(kind, where, *pair, is_text=is_text and example != "present")
 
     def _kinds(self, where: str, old: Field, new: Field) -> None:
-        if old.kinds.keys() & new.kinds.keys() or (is_masked(where) and "null" in {*old.kinds, *new.kinds}):
-            if new.kinds.keys() <= old.kinds.keys() or not self._texts_equal:
-                return
+        alike = old.kinds.keys() & new.kinds.keys() or (is_masked(where) and "null" in {*old.kinds, *new.kinds})
+        if alike and (new.kinds.keys() <= old.kinds.keys() or not self._texts_equal):
+            return
         kind = Kind.PROBABILITIES if has_any(where, PROBABILITIES) else Kind.TYPE
         self._add(kind, where, " or ".join(sorted(old.kinds)), " or ".join(sorted(new.kinds)))
 
@@ -399,6 +399,8 @@ class _Comparing:
             self._count(where, name, old, new)
         elif has_any(where, PROBABILITIES) or _is_token(where):
             return
+        elif where == "last.index" and not self._texts_equal:
+            return  # TGI counts its records.
         elif self._is_message(where):
             self._add(Kind.ERROR_MESSAGE, where, str(old), str(new), is_text=True)
         elif isinstance(old, str) and key_of(where) in TEXTS:

@@ -16,7 +16,7 @@ ROUTE = re.compile(r"(?:^|[,;\s])route=(/[^,;\s]*)")
 
 _JSON = "application/json"
 _STREAMING_PATH = re.compile(r"/(generate_stream|invocations-response-stream)$")
-# Headers of one connection. Each target gets new ones. A client that sends `accept-encoding` would get compressed bytes.
+# Headers of one connection. Each target gets new ones. `accept-encoding` could lead to compressed bytes.
 _OF_CONNECTION = frozenset(
     (
         *("host", "connection", "keep-alive", "transfer-encoding", "content-length", "expect", "te", "upgrade"),

@@ -164,10 +164,10 @@ class ResultFile:
         now = json.loads(json.dumps(options))
         for name in sorted(now.keys() | before.keys()):
             if now.get(name) != before.get(name):
-                raise CannotResume(
-                    f"{name} is {json.dumps(now.get(name))}, and was {json.dumps(before.get(name))} in the earlier run; "
-                    "--resume continues a run with the same options"
+                both = (
+                    f"{name} is {json.dumps(now.get(name))}, and was {json.dumps(before.get(name))} in the earlier run"
                 )
+                raise CannotResume(f"{both}; --resume continues a run with the same options")
 
     def add(self, result: Result) -> None:
         """Write a result."""

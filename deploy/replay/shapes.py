@@ -86,7 +86,9 @@ def kind_of(value: Any) -> str:
 
 def inner(where: str, key: str) -> str:
     """Return the JSON path of a field. Keys that are numbers or tokens of a text are all `*`."""
-    if (key_of(where) in _BY_TEXT and not (key_of(where) == "logprobs" and key in _LOGPROB_FIELDS)) or _NUMBERED.fullmatch(key):
+    name = key_of(where)
+    is_token = name in _BY_TEXT and not (name == "logprobs" and key in _LOGPROB_FIELDS)
+    if is_token or _NUMBERED.fullmatch(key):
         key = "*"
     return f"{where}.{key}" if where else key
 

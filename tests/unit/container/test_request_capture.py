@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import stat
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 
 from container.request_capture import RecordFiles, RequestCapture, recorded_headers
 from deploy.replay.record_formats import read_line
+from engines.interface import Generation, Sink
+from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from tests.stand_ins.scripted_engine import ScriptedGeneration
 from tests.unit.container.one_model import make, with_engine
 from tests.waiting import until
 
@@ -30,9 +34,18 @@ async def records(directory: Path, count: int = 1) -> list[dict[str, Any]]:
     return lines(directory)
 
 
-def server(directory: Path, **settings: Any) -> httpx.AsyncClient:
-    lifecycle, client = make(capture=str(directory), **settings)
-    with_engine(lifecycle)
+def server(directory: Path) -> httpx.AsyncClient:
+    """Return a client of a server whose engine answers each request with two tokens."""
+    lifecycle, client = make(capture=str(directory))
+    engine = with_engine(lifecycle)
+
+    async def submit(request: GenerationRequest, sink: Sink) -> Generation:
+        end = TokenDelta("b", [Token(9, "b", -0.5)], finish_reason=FinishReason.LENGTH, token_count=2, last=True)
+        for delta in (TokenDelta("a", [Token(7, "a", -0.5)], token_count=1), end):
+            asyncio.get_running_loop().call_soon(sink.on_delta, delta)
+        return ScriptedGeneration(request, sink)
+
+    engine.submit = submit
     return client
 
 
@@ -77,7 +90,7 @@ async def test_only_inference_is_recorded_and_the_route_of_an_attribute_stays_an
     for path in ("/ping", "/v1/models", "/metrics", "/models"):
         await client.get(path)
     await client.post("/models")
-    attribute = {"x-amzn-sagemaker-custom-attributes": "route=/generate"}
+    attribute = {"x-amzn-sagemaker-custom-attributes": "route=/predictions/model"}
     await client.post("/invocations", json=BODY, headers=attribute)
     (record,) = await records(tmp_path)
     assert record["path"] == "/invocations"

@@ -116,7 +116,7 @@ PLANTED = (
         "broken-record",
         STREAM,
         reply(events(tgi_records()) + "data:{broken\n\n", content_type=EVENTS),
-        ((Kind.FRAMING, "records"), (Kind.TYPE, "last")),
+        ((Kind.FRAMING, "records"),),
         body=SAMPLED,
     ),
     Planted("done", stream(tgi_records(), last=_DONE), STREAM, ((Kind.EVENTS, "[DONE]"),), body=GREEDY),
@@ -146,12 +146,12 @@ PLANTED = (
     whole(
         "finish-reason", Kind.FINISH_REASON, "details.finish_reason", changed(WHOLE, "details.finish_reason", "stop")
     ),
-    whole(
+    Planted(
         "vocabulary-of-reasons",
-        Kind.FINISH_REASON,
-        "details.finish_reason",
-        changed(_OTHER_WORD, "details.finish_reason", "stop"),
-        SAMPLED,
+        reply(changed(WHOLE, "details.finish_reason", "eos_token")),
+        reply(changed(_OTHER_WORD, "details.finish_reason", "stop")),
+        ((Kind.FINISH_REASON, "details.finish_reason"),),
+        body=SAMPLED,
     ),
     whole("tokens", Kind.TOKENS, "details.generated_tokens", changed(WHOLE, "details.generated_tokens", 6)),
     Planted(

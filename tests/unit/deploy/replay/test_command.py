@@ -265,7 +265,8 @@ def test_a_folder_is_read_with_its_compressed_files(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     write_source(folder / "a.jsonl", [record("a", **recorded())])
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps(record("b", **recorded())).encode()))
-    whole = gzip.compress("".join(json.dumps(record(number)) + "\n" for number in range(9000)).encode())
+    noise = os.urandom(20_000).hex()
+    whole = gzip.compress("".join(json.dumps(record(number, body=noise)) + "\n" for number in range(40)).encode(), 1)
     (folder / "c.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     (folder / "d.txt").write_text("no request")
     with serving(reply(ANSWER)) as server:

@@ -11,7 +11,14 @@ import pytest
 
 from tests.unit.deploy.replay.stand_in import reply, serving
 
-_PEAK = "import resource, sys; from deploy.cli import main\ntry:\n main()\nfinally:\n print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+_PEAK = """
+import resource
+from deploy.cli import main
+try:
+    main()
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
 _TEXT = "word " * 2000
 
 
