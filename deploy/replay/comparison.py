@@ -127,14 +127,14 @@ class _Comparing:
         old, new = self._old, self._new
         if old.status != new.status:
             self._add(Kind.STATUS, "", str(old.status), str(new.status))
-        self._content_type()
-        self._headers()
         both_failed = old.error is not None and new.error is not None
         if (old.error is None) != (new.error is None):
             # The bodies are of two kinds. Their fields would only repeat that.
             if old.status == new.status:
                 self._add(Kind.ERROR_BODY, "", _said(old.error), _said(new.error), is_text=True)
             return Comparison(tuple(self._found.values()))
+        self._content_type()
+        self._headers()
         self._framing()
         similarity = None
         if not both_failed:
@@ -286,8 +286,10 @@ class _Comparing:
                 self._order(f"middle.{where}" if where else "middle", keys, new.orders[where])
 
     def _missing(self, where: str, found: Field, *, extra: bool) -> None:
-        if set(found.kinds) == {"null"}:
-            self._add(Kind.NULL, where, *(("absent", "null") if extra else ("null", "absent")))
+        is_empty = found.example == [] and set(found.kinds) == {"array"}
+        if set(found.kinds) == {"null"} or is_empty:
+            value = "an empty array" if is_empty else "null"
+            self._add(Kind.NULL, where, *(("absent", value) if extra else (value, "absent")))
         elif has_any(where, PROBABILITIES):
             self._add(Kind.PROBABILITIES, where, *(("absent", "present") if extra else ("present", "absent")))
         else:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from deploy.replay.report import summary
+from deploy.replay.report import rows, summary
 
 _TEMPLATE = "page.html"
 
@@ -24,7 +24,9 @@ def page(report: Mapping[str, Any], written: str) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters["seconds"] = _seconds
-    return environment.get_template(_TEMPLATE).render(report=report, sentences=summary(report), written=written)
+    return environment.get_template(_TEMPLATE).render(
+        report=report, rows=rows(report["differences"]), sentences=summary(report), written=written
+    )
 
 
 def _seconds(points: Mapping[str, float] | None, at: str) -> str:

@@ -19,6 +19,7 @@ from deploy.replay.sources import MalformedLine
 
 MOST_GROUPS = 500  # Groups with an example. More differences are only counted.
 _SHOWN_LINES = 20  # Malformed lines that the report names.
+_SHOWN_PLACES = 3  # Places of a row on the terminal.
 _PERCENTILES = (50, 90, 99)
 
 
@@ -214,17 +215,33 @@ def summary(report: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def rows(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups for people: those with one explanation, kind and route are one row, with all their places."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for group in groups:
+        explanation = group["explanation"]
+        key: tuple[Any, ...] = (group["kind"], group["route"], group["where"])
+        if explanation is not None:
+            key = (group["kind"], group["route"], None, explanation["page"], explanation["statement"])
+        row = found.setdefault(key, {**group, "places": [], "count": 0})
+        row["count"] += group["count"]
+        row["places"].append(group["where"])
+    return [row | {"places": [place for place in row["places"] if place]} for row in found.values()]
+
+
 def _differences(groups: Iterable[Mapping[str, Any]]) -> Table:
     table = Table(title="Differences", title_justify="left", header_style="bold")
     for name in ("count", "kind", "route", "where", "old", "new", "explanation"):
         table.add_column(name, justify="right" if name == "count" else "left", overflow="fold")
-    for group in groups:
+    for group in rows(groups):
         explanation = group["explanation"]
         said = "[red]none[/red]"
         if explanation is not None:
             said = escape(explanation["setting"] or "documented") + f"\n[dim]{escape(explanation['page'])}[/dim]"
         example = group["example"]
-        cells = (str(group["count"]), group["kind"], group["route"], group["where"], example["old"], example["new"])
+        places, more = group["places"][:_SHOWN_PLACES], len(group["places"]) - _SHOWN_PLACES
+        where = "\n".join(places) + (f"\nand {more} more" if more > 0 else "")
+        cells = (str(group["count"]), group["kind"], group["route"], where, example["old"], example["new"])
         table.add_row(*(escape(_printable(cell)) for cell in cells), said)
     return table
 
@@ -248,4 +265,6 @@ def _latencies(latency: Mapping[str, Any]) -> Table:
 
 
 def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    return "".join(
+        character if character.isprintable() or character == "\n" else repr(character)[1:-1] for character in text
+    )

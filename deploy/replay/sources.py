@@ -82,7 +82,7 @@ class Source:
     def _of_file(self, file: _File) -> Iterator[RecordedRequest | MalformedLine]:
         before, number = self.bytes_read, 0
         with file.open() as stored:
-            counted = _Counted(stored)
+            counted = _Counted(stored, file.size)
             compressed = file.name.endswith(".gz")
             lines: IO[bytes] = gzip.GzipFile(fileobj=counted) if compressed else counted  # type: ignore[assignment]
             lines = io.BufferedReader(lines, 1 << 16)  # type: ignore[type-var,arg-type,assignment]
@@ -108,16 +108,19 @@ def _read(line: bytes, place: str, path: str) -> RecordedRequest | MalformedLine
 
 
 class _Counted(io.RawIOBase):
-    """Counts the bytes that are read from a file."""
+    """The beginning of a file, with a count of the bytes that were read.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.count = file, 0
+    A capture may grow by the very requests that are sent. So only the bytes are read that it had at the start.
+    """
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self._file, self._size, self.count = file, size, 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._file.read(len(buffer))
+        data = self._file.read(min(len(buffer), self._size - self.count))
         buffer[: len(data)] = data
         self.count += len(data)
         return len(data)
