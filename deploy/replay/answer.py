@@ -38,7 +38,7 @@ class Events:
     comments: bool = False  # There is a comment with text. Empty comments keep a connection open, and mean nothing.
     done: bool = False  # The last event is `[DONE]`.
     spaced: bool = False  # A space follows `data:`.
-    fields: set[str] = field(default_factory=set)  # Those of `id` and `retry` that there are.
+    fields: set[str] = field(default_factory=set)  # `id` and `retry`, if they occur.
     line_end: str = ""
 
 
@@ -136,7 +136,9 @@ def _begins_with_event(text: str) -> bool:
 
 def _events(text: str) -> tuple[Events, list[str]]:
     """Return the properties of the events, and the data of each one."""
-    events, data, found = Events(), [], []
+    events = Events()
+    data: list[str] = []
+    found: list[str] = []  # The lines of the data of the current event.
     first = _LINE_END.search(text)
     events.line_end = first[0] if first else ""
     for line in [*_LINE_END.split(text), ""]:

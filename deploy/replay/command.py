@@ -226,12 +226,15 @@ async def _run(
         report.ended = "too many requests in a row had no answer; --resume continues it"
     _write(report.as_json(), directory)
     report.show(console)
-    console.print(f"The report is in {directory}/report.html", soft_wrap=True)
+    console.print(f"The report is in {directory / 'report.html'}", soft_wrap=True, markup=False)
     return 0 if report.passed else code
 
 
 def _prepare(directory: Path, resume: bool) -> None:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotResume(f"--output {directory} cannot be made: {error.strerror}") from None
     if not resume and (directory / FILE).exists():
         raise CannotResume(f"{directory / FILE} exists; give --resume to continue its run, or another --output")
 

@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from deploy.replay.answer import Answer, Framing, is_error
+from deploy.replay.request import encodable
 from deploy.replay.shapes import (
     ABSENT,
     FINISH_REASONS,
@@ -154,6 +155,7 @@ class _Comparing:
     def _add(self, kind: Kind, where: str, old: str, new: str, *, is_text: bool = False) -> None:
         if self._in_error and kind in _OF_ERRORS:
             kind = Kind.ERROR_BODY
+        where = encodable(where)
         self._found.setdefault((kind, where), Difference(kind, where, _short(old), _short(new), is_text))
 
     # The head of a reply, and its form.
@@ -467,8 +469,8 @@ def _has_token(record: dict[str, Any]) -> bool:
 
 def similarity(old: str, new: str) -> float:
     """Return how similar two texts are, from 0 to 1. Only their beginnings count."""
-    words = [_WORD.findall(text[: _WORDS * 12])[:_WORDS] for text in (old, new)]
-    return difflib.SequenceMatcher(None, *words, autojunk=False).ratio()
+    one, other = (_WORD.findall(text[: _WORDS * 12])[:_WORDS] for text in (old, new))
+    return difflib.SequenceMatcher[str](None, one, other, autojunk=False).ratio()
 
 
 def _apart(old: str, new: str) -> tuple[str, str]:
@@ -531,6 +533,7 @@ def _said(value: Any) -> str:
 
 
 def _short(text: str) -> str:
+    text = encodable(text)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 

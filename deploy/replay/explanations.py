@@ -119,6 +119,15 @@ EXPLANATIONS = (
         asked=("prompt",),
     ),
     Explanation(
+        "vllm-objects-on-invocations",
+        "lmi_async.md",
+        "answers",
+        "`prompt` and `messages` get vLLM's objects unchanged.",
+        (Kind.EXTRA, Kind.NULL, Kind.ORDER),
+        _INVOCATIONS,
+        asked=("messages",),
+    ),
+    Explanation(
         "aws-chat-stream",
         "openai.md",
         "chat-and-completions-on-invocations",

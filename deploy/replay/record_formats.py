@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from deploy.replay.request import CUSTOM_ATTRIBUTES, Headers, RecordedRequest, Reply, with_content_type
+from deploy.replay.request import CUSTOM_ATTRIBUTES, Headers, RecordedRequest, Reply, encodable, with_content_type
 
 _INFERENCE_ID = "x-amzn-sagemaker-inference-id"
 _METHOD = re.compile(r"[A-Z]{1,20}")
@@ -243,7 +243,7 @@ def _id(given: Any, place: str) -> str:
         return place
     if not isinstance(given, str | int) or isinstance(given, bool):
         raise Malformed(f"the id must be a string, got {_kind(given)}")
-    return str(given)
+    return encodable(str(given))
 
 
 def _time(given: Any, name: str) -> float:

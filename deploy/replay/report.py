@@ -95,7 +95,8 @@ class Report:
         self._options = dict(options)
         self._groups: dict[tuple[str, str, str, str | None], Group] = {}
         self._beyond: Counter[bool] = Counter()  # Differences without a group: explained or not.
-        self._requests = self._compared = self._equal = self._unexplained = 0
+        self._requests = self._compared = self._equal = self._explained = self._unexplained = 0
+        self._without_answer = 0
         self._malformed: list[MalformedLine] = []
         self._malformed_count = 0
         self._new, self._old = Times(), Times()
@@ -106,8 +107,14 @@ class Report:
         """Add the result of a request."""
         self._requests += 1
         self._compared += result.compared
-        self._equal += result.compared and not result.differences
-        self._unexplained += any(found.explanation is None for found in result.differences)
+        if result.failed:
+            self._without_answer += 1
+        elif any(found.explanation is None for found in result.differences):
+            self._unexplained += 1
+        elif result.differences:
+            self._explained += 1
+        else:
+            self._equal += result.compared
         self._new.add(result.new)
         if result.old is not None:
             self._old.add(result.old)
@@ -136,8 +143,8 @@ class Report:
 
     @property
     def unexplained(self) -> int:
-        """The number of requests with a difference that nothing explains."""
-        return self._unexplained
+        """The number of requests with a difference that nothing explains, or without an answer."""
+        return self._unexplained + self._without_answer
 
     @property
     def malformed(self) -> int:
@@ -145,8 +152,8 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """True if every request was compared or has no recorded answer, and every difference is explained."""
-        return bool(self._compared) and not (self._unexplained or self._malformed_count or self.ended)
+        """True if answers were compared, every difference is explained, and nothing failed."""
+        return bool(self._compared) and not (self.unexplained or self._malformed_count or self.ended)
 
     @property
     def groups(self) -> list[Group]:
@@ -168,7 +175,10 @@ class Report:
             "requests": self._requests,
             "compared": self._compared,
             "equal": self._equal,
+            "with_explained_differences": self._explained,
             "with_unexplained_differences": self._unexplained,
+            "without_answer": self._without_answer,
+            "without_recorded_answer": self._requests - self._compared - self._without_answer,
             "malformed_lines": {
                 "count": self._malformed_count,
                 "first": [{"place": line.place, "message": line.message} for line in self._malformed],
@@ -196,16 +206,20 @@ class Report:
 
 def summary(report: Mapping[str, Any]) -> list[str]:
     """Return the sentences that sum a report up."""
-    explained = report["compared"] - report["equal"] - report["with_unexplained_differences"]
-    lost = report["requests"] - report["compared"]
-    found = [
-        f"{report['requests']} requests: {report['equal']} answers are equal, {max(0, explained)} have only explained "
-        f"differences, {report['with_unexplained_differences']} have unexplained ones."
-    ]
-    if lost:
-        found.append(f"{lost} requests were not compared, because an answer is missing.")
+    if not report["requests"]:
+        found = ["The source has no request."]
+    else:
+        found = [
+            f"{_count(report['requests'], 'request')}: {report['equal']} with equal answers, "
+            f"{report['with_explained_differences']} with explained differences only, "
+            f"{report['with_unexplained_differences']} with unexplained differences."
+        ]
+    if count := report["without_answer"]:
+        found.append(f"{_count(count, 'request')} without an answer.")
+    if count := report["without_recorded_answer"]:
+        found.append(f"{_count(count, 'request')} without a recorded answer, so nothing was compared.")
     if count := report["malformed_lines"]["count"]:
-        found.append(f"{count} lines of the source are no requests.")
+        found.append(f"{_count(count, 'malformed line')} in the source.")
     if similarity := report["text_similarity"]:
         found.append(
             f"Similarity of the texts: {similarity['mean']:.0%} on average, {similarity['least']:.0%} at least."
@@ -213,6 +227,10 @@ def summary(report: Mapping[str, Any]) -> list[str]:
     if report["ended"]:
         found.append(f"The replay ended early: {report['ended']}.")
     return found
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def rows(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

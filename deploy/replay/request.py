@@ -114,6 +114,11 @@ class RecordedRequest:
         return replace(self, path=path, headers=(*kept, *more), reply=None)
 
 
+def encodable(text: str) -> str:
+    """Return a text without halves of surrogate pairs, which JSON may have and UTF-8 may not."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def objects_in(value: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the objects in a JSON value, at any depth."""
     level = [value]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from deploy.replay.answer import parse
 from deploy.replay.comparison import Difference, Kind, compare
@@ -21,7 +22,7 @@ from deploy.replay.targets import NoAnswer, Target
 _AHEAD = 2  # Requests that are read ahead, for each that runs.
 MOST_FAILURES = 20  # Requests in a row without an answer, after which the replay ends.
 _READER_SECONDS = 3.0  # The time in which the thread that reads the source has to end.
-_LONG = 1 << 18  # Bytes. Longer answers are compared in a thread, so that others go on.
+_LONG = 1 << 18  # Bytes. Longer answers are compared in a thread, so that they hold up no others.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +84,15 @@ class Replay:
         """
         queue: asyncio.Queue[RecordedRequest | None] = asyncio.Queue(self._plan.concurrency * _AHEAD)
         loop = asyncio.get_running_loop()
-        reading = loop.create_future()
+        reading: asyncio.Future[None] = loop.create_future()
         # A thread that waits for S3 must not keep the process from ending.
         threading.Thread(target=self._read, args=(loop, queue, reading), daemon=True, name="replay-source").start()
         workers = [asyncio.create_task(self._work(queue)) for _ in range(self._plan.concurrency)]
         working = asyncio.gather(*workers)
         stopping = asyncio.create_task(self._stopped.wait())
         try:
-            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {working, stopping}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._stopped.set()
             stopping.cancel()
@@ -229,7 +231,11 @@ def _judge(
 ) -> tuple[float | None, list[tuple[Difference, str | None]]]:
     """Return the similarity of the texts, and the differences with the names of their explanations."""
     before, after = (parse(reply, streams=request.streams) for reply in (old, new))
-    comparison = compare(before, after, greedy=request.greedy, other_model=other_model)
+    try:
+        comparison = compare(before, after, greedy=request.greedy, other_model=other_model)
+    except RecursionError:
+        too_deep = Difference(Kind.FRAMING, "", "JSON", "one of the answers is nested too deeply to be compared")
+        return None, [(too_deep, None)]
     return comparison.similarity, [(one, explanation_of(request, before, after, one)) for one in comparison.differences]
 
 

@@ -20,7 +20,7 @@ _S3 = "s3://"
 
 
 class SourceError(Exception):
-    """A source cannot be read. The message says what was expected."""
+    """A source cannot be read. The message has the expected value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class Source:
         with file.open() as stored:
             counted = _Counted(stored, file.size)
             compressed = file.name.endswith(".gz")
-            lines: IO[bytes] = gzip.GzipFile(fileobj=counted) if compressed else counted  # type: ignore[assignment]
-            lines = io.BufferedReader(lines, 1 << 16)  # type: ignore[type-var,arg-type,assignment]
+            raw: Any = gzip.GzipFile(fileobj=counted) if compressed else counted
+            lines = io.BufferedReader(raw, 1 << 16)
             while line := lines.readline(MAX_LINE + 1):
                 number += 1
                 place = f"{file.name}:{number}"

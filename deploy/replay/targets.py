@@ -91,7 +91,7 @@ class HttpTarget:
         first: float | None = None
         parts, size = [], 0
         async with self._http.stream(sent.method, self._url + sent.path, headers=headers, content=sent.body) as reply:
-            async for part in reply.aiter_raw():
+            async for part in reply.aiter_bytes():
                 if first is None:
                     first = time.perf_counter() - began
                 size += len(part)
