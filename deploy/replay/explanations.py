@@ -26,6 +26,9 @@ _ANY = r".*"
 # Fields in which TGI's answers differ from LMI's.
 _TGI_FIELDS = "log_?prob|special|special_token|index|seed|prefill|inputs|input_length|top_tokens|best_of_sequences"
 
+# Fields in which the answers of LMI's rolling batch and of its asynchronous handler differ.
+_ASYNC_FIELDS = r"(^|\.)(log_?prob|index|seed|prefill|input_length|inputs)(\[\])?$|^(first|middle|last)$|details$"
+
 _FIELDS = (Kind.MISSING, Kind.EXTRA, Kind.NULL, Kind.TYPE, Kind.ORDER, Kind.PROBABILITIES, Kind.VALUE)
 _FORM = (Kind.CONTENT_TYPE, Kind.FRAMING, Kind.EVENTS, Kind.RECORDS)
 _ERRORS = (Kind.ERROR_BODY, Kind.ERROR_MESSAGE)
@@ -48,6 +51,8 @@ class Explanation:
     has_null: bool = False  # The request has a field that is null.
     framings: tuple[Framing, ...] = ()  # Forms of the old answer.
     old_has: tuple[str, ...] = ()  # Fields of the old answer.
+    old_lacks: tuple[str, ...] = ()  # Fields that it does not have.
+    new_has: tuple[str, ...] = ()  # The new answer has one of these fields.
     new_lacks: tuple[str, ...] = ()  # Fields that the new answer would have if the setting were in effect already.
     setting: str | None = None  # Gives the old behaviour.
 
@@ -71,6 +76,10 @@ class Explanation:
         if difference.kind not in self.kinds or (self.framings and old.framing not in self.framings):
             return False
         if not all(old.has(name) for name in self.old_has) or any(new.has(name) for name in self.new_lacks):
+            return False
+        if any(old.has(name) for name in self.old_lacks):
+            return False
+        if self.new_has and not any(new.has(name) for name in self.new_has):
             return False
         routes, where, before, after = self._patterns
         if routes.fullmatch(request.route) is None or where.search(difference.where) is None:
@@ -283,11 +292,25 @@ EXPLANATIONS = (
         "It is on with `option.async_mode=true`",
         _FIELDS,
         _INVOCATIONS,
-        where=r"(^|\.)(log_?prob|index|seed|prefill|input_length|inputs)(\[\])?$|^(first|middle|last)$|^details$",
+        where=_ASYNC_FIELDS,
         asked=("inputs",),
         framings=(Framing.OBJECT, Framing.LINES),
         new_lacks=("logprob", "index"),
         setting="option.async_mode=true",
+    ),
+    Explanation(
+        "lmi-rolling-batch",
+        "lmi_async.md",
+        "lmis-asynchronous-handler",
+        "It is on with `option.async_mode=true`",
+        _FIELDS,
+        _INVOCATIONS,
+        where=rf"{_ASYNC_FIELDS}|^(first|middle|last)\.(generated_text|details)$",
+        asked=("inputs",),
+        framings=(Framing.OBJECT, Framing.LINES),
+        old_lacks=("logprob", "index"),
+        new_has=("logprob", "index"),
+        setting="option.async_mode=false",
     ),
     Explanation(
         "lmi-async-nulls",

@@ -21,9 +21,14 @@ from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SUITES = sorted((ROOT / "examples" / "replay").glob("*.jsonl"))
-GREEDY = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 5, "do_sample": False}}
-CHAT = {"model": "model", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, "temperature": 0}
-COMPLETION = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0}
+GREEDY: dict[str, Any] = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 5, "do_sample": False}}
+CHAT: dict[str, Any] = {
+    "model": "model",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 5,
+    "temperature": 0,
+}
+COMPLETION: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0}
 # A request of each contract, whole and streamed.
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/invocations", GREEDY),

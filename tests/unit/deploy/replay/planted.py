@@ -24,16 +24,18 @@ class Planted:
     body: Any = None
 
 
-TOKENS = [{"id": number, "text": f" w{number}", "logprob": -0.5, "special": False} for number in range(1, 6)]
+TOKENS: list[dict[str, Any]] = [
+    {"id": number, "text": f" w{number}", "logprob": -0.5, "special": False} for number in range(1, 6)
+]
 TEXT = "".join(token["text"] for token in TOKENS)
-WHOLE = {
+WHOLE: dict[str, Any] = {
     "generated_text": TEXT,
     "details": {"finish_reason": "length", "generated_tokens": 5, "seed": None, "prefill": [], "tokens": TOKENS},
 }
-GREEDY = {"inputs": "Hi", "parameters": {"do_sample": False, "details": True}}
-SAMPLED = {"inputs": "Hi", "parameters": {"do_sample": True, "details": True}}
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-CHAT_ANSWER = {
+GREEDY: dict[str, Any] = {"inputs": "Hi", "parameters": {"do_sample": False, "details": True}}
+SAMPLED: dict[str, Any] = {"inputs": "Hi", "parameters": {"do_sample": True, "details": True}}
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+CHAT_ANSWER: dict[str, Any] = {
     "id": "chatcmpl-1",
     "object": "chat.completion",
     "created": 1,
@@ -42,7 +44,7 @@ CHAT_ANSWER = {
     "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10},
 }
 EVENTS = "text/event-stream"
-ERROR = {"error": "Input validation error: wrong", "error_type": "validation"}
+ERROR: dict[str, Any] = {"error": "Input validation error: wrong", "error_type": "validation"}
 
 
 def changed(value: Any, path: str, new: Any = None, *, remove: bool = False) -> Any:
@@ -86,7 +88,7 @@ _WITHOUT_SPECIAL = [
     changed(record, "token.special", remove=True) if 0 < number < 4 else record
     for number, record in enumerate(tgi_records())
 ]
-_REORDERED = {"details": WHOLE["details"], "generated_text": TEXT}
+_REORDERED: dict[str, Any] = {"details": WHOLE["details"], "generated_text": TEXT}
 _VECTOR = [0.1] * 20
 _OTHER_WORD = changed(changed(WHOLE, "generated_text", " w1 w2 other"), "details.generated_tokens", 4)
 _DONE = "data: [DONE]\n\n"
