@@ -207,7 +207,7 @@ class Report:
 def summary(report: Mapping[str, Any]) -> list[str]:
     """Return the sentences that sum a report up."""
     if not report["requests"]:
-        found = ["The source has no request."]
+        found = ["No request was sent."]
     else:
         found = [
             f"{_count(report['requests'], 'request')}: {report['equal']} with equal answers, "

@@ -29,6 +29,23 @@ CHAT: dict[str, Any] = {
     "temperature": 0,
 }
 COMPLETION: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0}
+SAMPLED: dict[str, Any] = {"do_sample": True, "max_new_tokens": 8, "details": True}
+# Each call of one of these has another text, and may have another number of tokens.
+SAMPLED_REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/invocations", {"inputs": "Once", "parameters": SAMPLED}),
+    ("/invocations", {"inputs": "Once", "parameters": SAMPLED, "stream": True}),
+    ("/invocations", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "stream": True}),
+    ("/generate", {"inputs": "Once", "parameters": SAMPLED | {"top_n_tokens": 2, "decoder_input_details": True}}),
+    ("/generate", {"inputs": "Once", "parameters": SAMPLED | {"best_of": 2}}),
+    ("/generate_stream", {"inputs": "Once", "parameters": SAMPLED}),
+    ("/v1/completions", {"model": "model", "prompt": "Once", "max_tokens": 8, "logprobs": 2}),
+    ("/v1/completions", {"model": "model", "prompt": "Once", "max_tokens": 8, "logprobs": 2, "stream": True, "n": 2}),
+    ("/v1/chat/completions", {"model": "model", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}),
+    ("/v1/messages", {"model": "model", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}),
+    ("/v1/responses", {"model": "model", "input": "Hi", "max_output_tokens": 8, "stream": True}),
+    ("/v2/models/model/generate_stream", {"text_input": "Once", "max_tokens": 8, "temperature": 1, "stream": True}),
+    ("/v1/generate_stream", {"prompt": "Once", "max_tokens": 8, "temperature": 1}),
+]
 # A request of each contract, whole and streamed.
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/invocations", GREEDY),
@@ -136,6 +153,18 @@ def test_a_capture_against_two_equal_servers_and_its_own_answers_has_no_differen
         code, output, report = replay(capture, tmp_path / name, "--to", url, *one_by_one, *arguments)
         assert report["differences"] == [], output
         assert (code, report["equal"]) == (0, len(REQUESTS))
+
+
+def test_sampled_answers_of_two_equal_servers_have_no_difference_but_their_texts(
+    recording: Recording, tmp_path: Path
+) -> None:
+    source = tmp_path / "sampled.jsonl"
+    source.write_text("".join(json.dumps({"path": path, "body": body}) + "\n" for path, body in SAMPLED_REQUESTS * 3))
+    url = recording.server.url
+    code, output, report = replay(source, tmp_path / "out", "--to", url, "--against", url)
+    assert report["differences"] == [], output
+    assert (code, report["equal"]) == (0, 3 * len(SAMPLED_REQUESTS))
+    assert report["text_similarity"]["mean"] < 0.9
 
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.stem)

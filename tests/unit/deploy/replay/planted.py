@@ -62,7 +62,7 @@ def changed(value: Any, path: str, new: Any = None, *, remove: bool = False) -> 
 
 
 def tgi_records(tokens: list[dict[str, Any]] = TOKENS) -> list[dict[str, Any]]:
-    records = [
+    records: list[dict[str, Any]] = [
         {"index": number, "token": token, "generated_text": None, "details": None}
         for number, token in enumerate(tokens, 1)
     ]
