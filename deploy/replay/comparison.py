@@ -54,7 +54,8 @@ _IRRELEVANT = re.compile(
     r"frame|xss|slipway-container|accel)"
 )
 _RELEVANT = ("retry-after", "www-authenticate", "location", "access-control-allow-origin", "allow")
-FROM_THE_START = " from the first character"  # Marks texts that have no common beginning.
+FROM_THE_START = " from the start"  # Marks texts that have no common beginning.
+_ALIKE = 3  # Characters of a common beginning.
 _CUMULATIVE = "responses"  # Each record of happy_vllm's stream has the whole text.
 
 
@@ -213,24 +214,24 @@ class _Comparing:
     # Texts.
 
     def _texts(self) -> float | None:
+        """Compare the texts of both answers, and return how similar they are."""
         old, new = texts(self._old.records), texts(self._new.records)
-        if not old or not new:
-            self._texts_equal = old == new
+        # Forms that differ have their texts at other places.
+        pairs = [(name, old[name], new[name]) for name in old if name in new] or [("", _longest(old), _longest(new))]
+        apart = [(name, one, other) for name, one, other in pairs if one != other]
+        self._texts_equal = not apart
+        if apart and self._greedy:
+            name, one, other = apart[0]
+            begins_alike = len(one[: _common(one, other)].strip()) >= _ALIKE
+            self._add(
+                Kind.TEXT,
+                name if begins_alike else f"{name}{FROM_THE_START}".strip(),
+                *_apart(one, other),
+                is_text=True,
+            )
+        if self._other_model or not (old or new):
             return None
-        self._texts_equal = old == new
-        if self._other_model:
-            return None
-        if self._texts_equal:
-            return 1.0
-        ratio = similarity(" ".join(old.values()), " ".join(new.values()))
-        if self._greedy:
-            for name in old.keys() & new.keys():
-                if old[name] != new[name]:
-                    apart = _apart(old[name], new[name])
-                    where = f"{name}{FROM_THE_START}" if old[name][:1] != new[name][:1] else name
-                    self._add(Kind.TEXT, where, *apart, is_text=True)
-                    break
-        return ratio
+        return similarity(" ".join(old.values()), " ".join(new.values())) if apart else 1.0
 
     # Errors.
 
@@ -445,6 +446,10 @@ def texts(records: Sequence[Any]) -> dict[str, str]:
     return {where: text for where, text in joined.items() if text}
 
 
+def _longest(found: dict[str, str]) -> str:
+    return max(found.values(), key=len, default="")
+
+
 def _texts_of(value: Any, where: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         for key, part in value.items():
@@ -473,11 +478,15 @@ def similarity(old: str, new: str) -> float:
     return difflib.SequenceMatcher[str](None, one, other, autojunk=False).ratio()
 
 
+def _common(old: str, new: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    pairs = enumerate(zip(old, new, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(old), len(new)))
+
+
 def _apart(old: str, new: str) -> tuple[str, str]:
     """Return two texts from the place where they begin to differ, with some characters before it."""
-    same = next((at for at, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), None)
-    at = min(len(old), len(new)) if same is None else same
-    begin = max(0, at - 20)
+    begin = max(0, _common(old, new) - 20)
     mark = "..." if begin else ""
     return mark + old[begin : begin + _SHOWN], mark + new[begin : begin + _SHOWN]
 

@@ -659,7 +659,7 @@ EXPLANATIONS = (
         "the-same-request-twice",
         "Even greedy answers to the same prompt may differ, because rounding depends on the requests",
         (Kind.TEXT,),
-        where=f"^(?!.*{FROM_THE_START})",
+        where=f"^(?!.*{FROM_THE_START.strip()})",
         setting="option.dtype=fp32",
     ),
     Explanation(

@@ -188,6 +188,20 @@ PLANTED = (
     ),
     whole("text", Kind.TEXT, "generated_text", _OTHER_WORD),
     Planted(
+        "empty-text",
+        reply({"generated_text": TEXT}),
+        reply({"generated_text": ""}),
+        ((Kind.TEXT, "from the start"),),
+        body=GREEDY,
+    ),
+    Planted(
+        "another-text",
+        reply({"generated_text": " Paris"}),
+        reply({"generated_text": " London"}),
+        ((Kind.TEXT, "generated_text from the start"),),
+        body=GREEDY,
+    ),
+    Planted(
         "records",
         STREAM,
         stream([*tgi_records()[:2], {"index": 0}, *tgi_records()[2:]]),
@@ -275,6 +289,7 @@ EQUAL = (
         body=GREEDY,
     ),
     Planted("a-sampled-stream", STREAM, stream(tgi_records(_SAMPLED_TOKENS)), (), body=SAMPLED),
+    Planted("an-empty-sampled-text", reply({"generated_text": "a"}), reply({"generated_text": ""}), (), body=SAMPLED),
     Planted("a-sampled-text", reply(WHOLE), reply(_OTHER_WORD), (), body=SAMPLED),
     Planted("empty-comments", STREAM, stream(tgi_records(), last=":\n\n"), (), body=GREEDY),
     Planted("another-header", reply(WHOLE, x_envoy_time="5"), reply(WHOLE, x_more="1"), (), body=GREEDY),
