@@ -29,6 +29,15 @@ _TGI_FIELDS = "log_?prob|special|special_token|index|seed|prefill|inputs|input_l
 # Fields in which the answers of LMI's rolling batch and of its asynchronous handler differ.
 _ASYNC_FIELDS = r"(^|\.)(log_?prob|index|seed|prefill|input_length|inputs)(\[\])?$|^(first|middle|last)$|details$"
 
+_LIKE_VLLM = (
+    "For clients of `vllm serve`, such as OpenAI's and Anthropic's libraries. The routes have its fields, answers and "
+    "errors."
+)
+_TWO_SCHEMAS = (
+    "For clients of the newer schema of LMI, the default of its images since v17. It is on with "
+    "`option.async_mode=true`"
+)
+
 _FIELDS = (Kind.MISSING, Kind.EXTRA, Kind.NULL, Kind.TYPE, Kind.ORDER, Kind.PROBABILITIES, Kind.VALUE)
 _FORM = (Kind.CONTENT_TYPE, Kind.FRAMING, Kind.EVENTS, Kind.RECORDS)
 _ERRORS = (Kind.ERROR_BODY, Kind.ERROR_MESSAGE)
@@ -289,7 +298,7 @@ EXPLANATIONS = (
         "lmi-async-mode",
         "lmi_async.md",
         "lmis-asynchronous-handler",
-        "It is on with `option.async_mode=true`",
+        _TWO_SCHEMAS,
         _FIELDS,
         _INVOCATIONS,
         where=_ASYNC_FIELDS,
@@ -302,7 +311,7 @@ EXPLANATIONS = (
         "lmi-rolling-batch",
         "lmi_async.md",
         "lmis-asynchronous-handler",
-        "It is on with `option.async_mode=true`",
+        _TWO_SCHEMAS,
         _FIELDS,
         _INVOCATIONS,
         where=rf"{_ASYNC_FIELDS}|^(first|middle|last)\.(generated_text|details)$",
@@ -523,7 +532,8 @@ EXPLANATIONS = (
         "openai-constraints",
         "openai.md",
         "constraints-on-the-text",
-        "Every constraint in a body [is enforced or refused](constraints.md), including those that `vllm serve`",
+        "Every constraint in a body [is enforced or refused](constraints.md), including those that `vllm serve` "
+        "ignores.",
         (Kind.STATUS,),
         _OPENAI,
         old="^200$",
@@ -558,7 +568,7 @@ EXPLANATIONS = (
         "openai-fields-of-vllm",
         "openai.md",
         "openai",
-        "The routes have its fields, answers and errors.",
+        _LIKE_VLLM,
         (Kind.EXTRA, Kind.NULL, Kind.ORDER),
         _OPENAI,
     ),
@@ -566,7 +576,7 @@ EXPLANATIONS = (
         "openai-charset",
         "openai.md",
         "openai",
-        "The routes have its fields, answers and errors.",
+        _LIKE_VLLM,
         (Kind.CONTENT_TYPE,),
         _OPENAI,
         where="^parameters$",
@@ -657,7 +667,8 @@ EXPLANATIONS = (
         "greedy-text",
         "lmi.md",
         "the-same-request-twice",
-        "Even greedy answers to the same prompt may differ, because rounding depends on the requests",
+        "Even greedy answers to the same prompt may differ, because rounding depends on the requests that run "
+        "together.",
         (Kind.TEXT,),
         where=f"^(?!.*{FROM_THE_START.strip()})",
         setting="option.dtype=fp32",
