@@ -16,7 +16,6 @@ from typing import Any
 
 from deploy.replay.request import CUSTOM_ATTRIBUTES, Headers, RecordedRequest, Reply, encodable, with_content_type
 
-_INFERENCE_ID = "x-amzn-sagemaker-inference-id"
 _METHOD = re.compile(r"[A-Z]{1,20}")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _FORMATS = "`captureData` (SageMaker), `custom_id` (OpenAI's batches) or `path`"
@@ -70,8 +69,6 @@ def _of_sagemaker(record: Mapping[str, Any], place: str, path: str) -> RecordedR
         raise Malformed("`eventMetadata.customAttributes` must be a string or an array of strings")
     if attributes:
         headers.append((CUSTOM_ATTRIBUTES, attributes))
-    if isinstance(inference_id := metadata.get("inferenceId"), str):
-        headers.append((_INFERENCE_ID, inference_id))
     reply = None
     if captured.get("endpointOutput") is not None:
         answer, kind = _captured(_object(captured, "endpointOutput", "captureData."), "captureData.endpointOutput")
@@ -80,7 +77,7 @@ def _of_sagemaker(record: Mapping[str, Any], place: str, path: str) -> RecordedR
     own_path = metadata.get("path")
     at = metadata.get("inferenceTime")
     return RecordedRequest(
-        id=_id(metadata.get("eventId") or inference_id, place),
+        id=_id(metadata.get("eventId") or metadata.get("inferenceId"), place),
         place=place,
         method="POST",
         path=_path(own_path, "eventMetadata.path") if own_path is not None else path,

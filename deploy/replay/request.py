@@ -23,6 +23,10 @@ _OF_CONNECTION = frozenset(
         *("accept-encoding", "proxy-connection"),
     )
 )
+# Headers that name one call. A server may know the call under this id already, and traces would have it twice.
+_OF_CALL = frozenset(
+    ("x-request-id", "x-amzn-sagemaker-inference-id", "x-amzn-trace-id", "traceparent", "tracestate", "baggage")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,8 @@ class RecordedRequest:
         """Return the request for a target, with a path and further headers. They replace headers of the same name."""
         more = tuple((name.lower(), value) for name, value in headers)
         names = {name for name, _ in more}
-        kept = tuple(pair for pair in self.headers if pair[0] not in names and pair[0] not in _OF_CONNECTION)
+        dropped = names | _OF_CONNECTION | _OF_CALL
+        kept = tuple(pair for pair in self.headers if pair[0] not in dropped)
         return replace(self, path=path, headers=(*kept, *more), reply=None)
 
 

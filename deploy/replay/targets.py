@@ -17,7 +17,6 @@ _CONNECT_SECONDS = 10.0
 _INVOCATIONS = "/invocations"
 # The headers that are parameters of a call of SageMaker's runtime.
 _PARAMETERS = {
-    "x-amzn-sagemaker-inference-id": "InferenceId",
     "x-amzn-sagemaker-session-id": "SessionId",
     "x-amzn-sagemaker-target-model": "TargetModel",
 }

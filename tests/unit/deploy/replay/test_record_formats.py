@@ -72,7 +72,6 @@ def test_a_capture_of_sagemaker_is_read() -> None:
     )
     assert (found.id, found.method, found.path, found.body) == ("e", "POST", "/invocations", body.encode())
     assert found.header("x-amzn-sagemaker-custom-attributes") == "route=/generate"
-    assert found.header("x-amzn-sagemaker-inference-id") == "i"
     assert found.time == 1767225601.0
     assert found.reply is not None
     assert (found.reply.body, found.reply.content_type) == (b'{"a": 1}\n', "application/jsonlines")
