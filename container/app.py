@@ -31,6 +31,7 @@ from container.models.registration import Registrar
 from container.models.registry import Models
 from container.openapi import openapi_document, swagger_assets, swagger_page
 from container.prometheus_text import CONTENT_TYPE
+from container.request_capture import RequestCapture
 from container.settings.settings import ServerReport, ServerSettings
 from engines.errors import CrossSite
 from engines.model_settings import ModelSettings
@@ -55,6 +56,7 @@ class Applications:
     management_router: Router | None  # None if the main listener serves the management API as well.
     keys: ApiKeys | None
     refusal: HttpRoute  # Refuses calls without a key to paths that are not served.
+    capture: Path | None = None  # The directory for the records of inference requests.
 
     @property
     def main(self) -> Application:
@@ -66,8 +68,20 @@ class Applications:
         return None if router is None else self._guarded(router, router)
 
     def guarded(self, application: Application) -> Application:
-        """Return an application in front of the main routes that asks for an API key if the server has keys."""
+        """Return an application in front of the main routes that asks for an API key if the server has keys.
+
+        It records inference requests if the server has a directory for them.
+        """
+        if self.capture is not None:
+            application = RequestCapture(application, self._infers, self.capture)
         return self._guarded(application, self.router)
+
+    def _infers(self, scope: Any) -> bool:
+        """Return True if a request is for a route that infers or tokenizes."""
+        if scope["method"] in ("HEAD", "OPTIONS"):
+            return False
+        route = self.router.find({**scope})  # A copy: the search adds the parameters of the path.
+        return isinstance(route, InvocationsRoute) or (isinstance(route, HttpRoute) and route.by_attribute)
 
     def _guarded(self, application: Application, router: Router) -> Application:
         return application if self.keys is None else _Guarded(application, router, self.keys, self.refusal)
@@ -193,7 +207,11 @@ def create_app(
     _add_contracts(router, state, contract_routes)
     _add_management(management, state, registrar)
     return Applications(
-        router, None if management is router else management, settings.api_keys, not_found.unauthorized()
+        router,
+        None if management is router else management,
+        settings.api_keys,
+        not_found.unauthorized(),
+        None if settings.capture is None else Path(settings.capture),
     )
 
 

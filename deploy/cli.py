@@ -1,4 +1,4 @@
-"""The command line: `slipway serve | config | sample-model | local | ray | deploy | ...`."""
+"""The command line: `slipway serve | config | sample-model | local | ray | replay | deploy | ...`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from deploy.local.command import local
 from deploy.ray.command import ray
+from deploy.replay.command import replay
 from deploy.sagemaker import commands as sagemaker
 from deploy.serve import config, serve
 
@@ -32,6 +33,7 @@ def sample_model() -> None:
 
 app.command()(local)
 app.command()(ray)
+app.command()(replay)
 sagemaker.register(app)
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -27,6 +28,7 @@ from deploy.local.command import (
     LocalOptions,
     S3Folder,
     local_endpoint_of,
+    make_directory,
 )
 
 ModelDir = Annotated[
@@ -56,14 +58,18 @@ def serve(
     capture: Capture = None,
 ) -> None:
     """Serve a model until told to stop."""
-    startup = read_startup(model_dir, port, host, model_name, api_key)
+    # With a local endpoint `--capture` records the calls of the endpoint.
+    of_server = None if local_endpoint or capture is None else str(capture)
+    startup = read_startup(model_dir, port, host, model_name, api_key, of_server)
+    if startup.server.capture is not None:
+        make_directory("--capture", Path(startup.server.capture))
     options = LocalOptions(
         component=component,
         adapter=adapter,
         async_output=async_output,
         async_failures=async_failures,
         s3_folder=s3_folder,
-        capture=capture,
+        capture=capture if local_endpoint else None,
     )
     if local_endpoint:
         mount, greeting = local_endpoint_of(startup.server, local_endpoint, options)
@@ -116,9 +122,10 @@ def read_startup(
     host: str | None,
     model_name: str | None,
     api_keys: Sequence[str] | None = None,
+    capture: str | None = None,
 ) -> Startup:
     """Read the settings of the server and its models. If they are wrong, print the faults and exit with code 2."""
-    given = {"port": port, "host": host, "model_name": model_name}
+    given = {"port": port, "host": host, "model_name": model_name, "capture": capture}
     if api_keys:
         given["api_keys"] = json.dumps(list(api_keys))
     command_line = {name: str(value) for name, value in given.items() if value is not None}

@@ -83,6 +83,7 @@ SERVED = (
     Option("log_format", choice(("plain", "json")), "plain"),
     Option("log_level", LOG_LEVEL, "info"),
     Option("log_prompts", BOOLEAN, "false"),
+    Option("capture", TEXT),
     Option("request_id_header_key", HEADER_NAME, "x-request-id", field_name="request_id_header"),
     Option("allow_multi_status", BOOLEAN, "false"),
     Option("health_check_override", BOOLEAN, "false"),

@@ -39,6 +39,7 @@ class ServerSettings:
     log_format: Literal["plain", "json"] = "plain"
     log_level: str = "info"
     log_prompts: bool = False
+    capture: str | None = None  # The directory for the records of inference requests.
     request_id_header: str = "x-request-id"
     allow_multi_status: bool = False
     health_check_override: bool = False

@@ -150,12 +150,12 @@ class AsyncCalls:
         A call that is given up gets a failure file.
         """
         self._stopping = True
-        if self._tasks:
-            logger.info("stopping: %d asynchronous calls wait, %d in all", len(self._waiting), len(self._tasks))
+        if tasks := set(self._tasks):  # A copy: calls that end leave the set.
+            logger.info("stopping: %d asynchronous calls wait, %d in all", len(self._waiting), len(tasks))
             await asyncio.sleep(0)  # A task that is cancelled before its first step would write no failure file.
             for task in self._waiting:
                 task.cancel()
-            _, late = await asyncio.wait(self._tasks, timeout=seconds)
+            _, late = await asyncio.wait(tasks, timeout=seconds)
             for task in late:
                 task.cancel()
             lost = late and (await asyncio.wait(late, timeout=_LAST_SECONDS))[1]

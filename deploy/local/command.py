@@ -44,7 +44,10 @@ AsyncFailures = Annotated[str | None, typer.Option(help="s3:// folder for their 
 S3Folder = Annotated[
     Path | None, typer.Option(help="Directory that stands for S3: s3://bucket/key is its file bucket/key.")
 ]
-Capture = Annotated[Path | None, typer.Option(help="Directory for data capture, in SageMaker's form.")]
+Capture = Annotated[
+    Path | None,
+    typer.Option(help="Directory for the requests and answers. Of a local endpoint they are in SageMaker's form."),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +80,8 @@ class LocalOptions:
         places: dict[str, Any] = {
             "async_output": _s3_folder("--async-output", self.async_output),
             "async_failures": _s3_folder("--async-failures", self.async_failures),
-            "s3_folder": _directory("--s3-folder", self.s3_folder),
-            "capture": _directory("--capture", self.capture),
+            "s3_folder": make_directory("--s3-folder", self.s3_folder),
+            "capture": make_directory("--capture", self.capture),
         }
         return LocalSettings(
             endpoints=_checked(option, endpoints),
@@ -196,7 +199,12 @@ def _s3_folder(option: str, text: str | None) -> S3Url | None:
         raise typer.BadParameter(f"is {text!r}: {error}", param_hint=option) from None
 
 
-def _directory(option: str, path: Path | None) -> Path | None:
+def make_directory(option: str, path: Path | None) -> Path | None:
+    """Make the directory that an option names, and return its absolute path.
+
+    Raises:
+        typer.BadParameter: It cannot be made.
+    """
     if path is None:
         return None
     try:

@@ -41,12 +41,20 @@ class Aws:
     def has_credentials(self) -> bool:
         return self._session.get_credentials() is not None
 
-    def client(self, service: str) -> Any:
+    def client(self, service: str, *, attempts: int = 8, connections: int = 10) -> Any:
+        """Return a client.
+
+        Args:
+            service: The service.
+            attempts: The number of times that a call is sent.
+            connections: The number of calls that run together.
+        """
         from botocore.config import Config
 
         config = Config(
-            retries={"mode": "standard", "max_attempts": 8},
+            retries={"mode": "standard", "max_attempts": attempts},
             connect_timeout=10,
+            max_pool_connections=connections,
             read_timeout=70,  # SageMaker ends an invocation after 60 s.
             user_agent_extra="slipway",
         )

@@ -1,4 +1,4 @@
-"""The commands of the pages in docs/tasks run, and their output is the one on the pages.
+"""The commands of the pages in docs/tasks and of docs/migrating.md run, and their output is the one on the pages.
 
 tests/live/page_commands.py says which blocks are commands and which are outputs.
 """
@@ -16,7 +16,7 @@ from tests.live.server import Server, write_model
 from tests.live.small_model import prepare_small_model
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "tasks").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs" / "tasks").glob("*.md")), ROOT / "docs" / "migrating.md"]
 VECTORS = ROOT / "docs" / "tasks" / "vectors.md"  # Its server has a model for vectors.
 MOST_WORDS = 900
 AWS = {

@@ -19,7 +19,7 @@ from deploy.cli import app
         (["--local-endpoint", "e", "--s3-folder", "/dev/null/a"], "cannot be made: "),
         (["--local-endpoint", "e", "--capture", "/dev/null/a"], "cannot be made: "),
         (["--adapter", "fr"], "has no meaning without --local-endpoint"),
-        (["--capture", "captured"], "--capture: has no meaning without --local-endpoint"),
+        (["--capture", "/dev/null/a"], "cannot be made: "),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(arguments: list[str], message: str) -> None:

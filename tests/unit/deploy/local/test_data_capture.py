@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,18 @@ async def test_streams_the_openai_path_and_asynchronous_calls_are_captured_whole
     assert record["captureData"]["endpointInput"]["data"] == "[1]"
     assert record["captureData"]["endpointOutput"]["data"] == "ok"
     assert record["eventMetadata"]["inferenceId"] == accepted.json()["InferenceId"]
+
+
+async def test_attributes_and_another_path_are_recorded_and_only_the_owner_can_read_them(tmp_path: Path) -> None:
+    async with local_endpoint(ScriptedContainer(), capture=tmp_path) as client:
+        await client.post(INVOKE, content=b"x", headers={"x-amzn-sagemaker-custom-attributes": "route=/generate,a=b"})
+        (first,) = await records(tmp_path)
+        await client.post("/endpoints/e/openai/v1/chat/completions", content=b"{}")
+        _, second = await records(tmp_path, 2)
+    assert first["eventMetadata"]["customAttributes"] == ["route=/generate,a=b"]
+    assert "path" not in first["eventMetadata"]
+    assert second["eventMetadata"]["path"] == "/v1/chat/completions"
+    assert {stat.S_IMODE(file.stat().st_mode) for file in _files(tmp_path)} == {0o600}
 
 
 async def test_calls_that_fail_or_send_nothing_are_not_captured(

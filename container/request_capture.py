@@ -1,0 +1,237 @@
+"""Records inference requests and their answers as JSON lines, which `slipway replay` reads (`SERVING_CAPTURE`)."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from container.http.router import Application
+
+logger = logging.getLogger(__name__)
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+MAX_PENDING = 256 << 20  # Bytes of records that are collected, or wait to be written.
+_REQUEST_ID = b"x-request-id"
+# Headers that may hold a credential. No file gets them.
+_SECRET = re.compile(
+    rb"authorization|api[-_]?key|access[-_]?key|secret|password|credential|cookie|security-token|signature|salt"
+)
+# Headers of one connection. A request that is sent again gets new ones.
+_OF_CONNECTION = frozenset(
+    (b"host", b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect", b"te", b"upgrade")
+)
+
+
+def recorded_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """Return the headers without those that may hold a credential and those of the connection."""
+    return [(name, value) for name, value in headers if name not in _OF_CONNECTION and _SECRET.search(name) is None]
+
+
+class RecordFiles:
+    """Files of records, one for each hour and folder. A thread writes them. A call never waits for its record.
+
+    Only the server's user can read the files, because they have prompts.
+    """
+
+    def __init__(self, directory: Path, max_pending: int = MAX_PENDING) -> None:
+        self._directory, self._max_pending = directory, max_pending
+        self._thread = ThreadPoolExecutor(1, "capture")  # The interpreter waits for it when it ends.
+        self._files: dict[str, Path] = {}  # The current file of each folder.
+        self._pending, self._counting = 0, threading.Lock()
+
+    def take(self, size: int) -> bool:
+        """Reserve memory for a part of a record. Returns False if too much waits already."""
+        with self._counting:
+            if self._pending + size > self._max_pending:
+                return False
+            self._pending += size
+            return True
+
+    def give_back(self, size: int) -> None:
+        """Release memory."""
+        with self._counting:
+            self._pending -= size
+
+    def write(self, name: str, folder: str, at: datetime, size: int, line: Callable[[], bytes]) -> None:
+        """Write a record. Its memory has to be reserved, and is released when it is written.
+
+        Args:
+            name: The call, for the log.
+            folder: The folder below the directory.
+            at: The time of the record.
+            size: The reserved memory.
+            line: Returns the record. The thread calls it.
+        """
+
+        def written(future: Future[None]) -> None:
+            self.give_back(size)
+            if (error := future.exception()) is not None:
+                logger.error("call %s is not captured: %s", name, error)
+
+        self._thread.submit(self._write, folder, at, line).add_done_callback(written)
+
+    def _write(self, folder: str, at: datetime, line: Callable[[], bytes]) -> None:
+        hour = self._directory / folder / f"{at:%Y/%m/%d/%H}"
+        file = self._files.get(folder)
+        if file is None or file.parent != hour:
+            # `parents` would make the upper folders readable for others.
+            for missing in reversed([path for path in (hour, *hour.parents) if not path.exists()]):
+                missing.mkdir(mode=0o700, exist_ok=True)
+            file = hour / f"{at:%M-%S}-{at.microsecond // 1000:03d}-{uuid.uuid4()}.jsonl"
+        self._files.pop(folder, None)  # After a failed write the next record goes to another file.
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as lines:
+            lines.write(line())
+        self._files[folder] = file
+
+
+@dataclass(slots=True)
+class _Record:
+    """A call that is being served."""
+
+    scope: Any
+    files: RecordFiles
+    at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    began: float = field(default_factory=time.perf_counter)
+    request: list[bytes] = field(default_factory=list)
+    reply: list[bytes] = field(default_factory=list)
+    status: int = 0
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    first_byte: float | None = None
+    seconds: float = 0.0
+    complete: bool = False
+    size: int = 0  # Reserved bytes.
+    too_large: bool = False
+
+    def keep(self, parts: list[bytes], data: bytes) -> None:
+        if self.too_large or not data:
+            return
+        if self.files.take(len(data)):
+            self.size += len(data)
+            parts.append(data)
+        else:
+            self.too_large = True
+            self.request.clear()
+            self.reply.clear()
+
+    def take(self, message: Any) -> None:
+        """Keep a message of the reply."""
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], list(message["headers"])
+        elif message["type"] == "http.response.body":
+            body = message.get("body", b"")
+            if body and self.first_byte is None:
+                self.first_byte = time.perf_counter() - self.began
+            self.keep(self.reply, bytes(body))
+            if not message.get("more_body", False):
+                self.complete = True
+                self.seconds = time.perf_counter() - self.began
+
+    @property
+    def request_id(self) -> str:
+        found = next((value for name, value in self.headers if name == _REQUEST_ID), b"")
+        return found.decode("latin-1") or str(uuid.uuid4())
+
+    def line(self, request_id: str) -> bytes:
+        scope = self.scope
+        query: bytes = scope["query_string"]
+        target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
+        answer: dict[str, Any] = {
+            "status": self.status,
+            "headers": _as_object(self.headers),
+            **_body(b"".join(self.reply)),
+            "complete": self.complete,
+            "seconds": round(self.seconds, 6),
+        }
+        if self.first_byte is not None:
+            answer["first_byte_seconds"] = round(self.first_byte, 6)
+        record = {
+            "id": request_id,
+            "time": f"{self.at:%Y-%m-%dT%H:%M:%S}.{self.at.microsecond // 1000:03d}Z",
+            "method": scope["method"],
+            "path": target.decode("latin-1"),
+            "headers": _as_object(scope["headers"]),
+            **_body(b"".join(self.request)),
+            "answer": answer,
+        }
+        return msgspec.json.encode(record) + b"\n"
+
+
+def _as_object(headers: Headers) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in recorded_headers(headers)}
+
+
+def _body(body: bytes) -> dict[str, str]:
+    """Return the field for a body. Text stays text, so that people can read the file."""
+    try:
+        return {"body": body.decode()}
+    except UnicodeDecodeError:
+        return {"body_base64": base64.b64encode(body).decode()}
+
+
+class RequestCapture:
+    """An ASGI application that records the requests of another one. Replies pass through it at once."""
+
+    def __init__(
+        self,
+        application: Application,
+        infers: Callable[[Any], bool],
+        directory: Path,
+        files: RecordFiles | None = None,
+    ) -> None:
+        """Wrap an application.
+
+        Args:
+            application: Serves the requests.
+            infers: Returns True for the ASGI scope of a request that is recorded.
+            directory: Gets the files.
+            files: Writes them. Default: new ones.
+        """
+        self._application, self._infers = application, infers
+        self._files = files or RecordFiles(directory)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not self._infers(scope):
+            await self._application(scope, receive, send)
+            return
+        # The routes change the scope's path if an attribute names another route.
+        record = _Record({**scope}, self._files)
+
+        async def receive_and_keep() -> Any:
+            message = await receive()
+            if message["type"] == "http.request":
+                record.keep(record.request, message.get("body", b""))
+            return message
+
+        async def send_and_keep(message: Any) -> None:
+            record.take(message)
+            await send(message)
+
+        try:
+            await self._application(scope, receive_and_keep, send_and_keep)
+        finally:
+            self._finish(record)
+
+    def _finish(self, record: _Record) -> None:
+        request_id = record.request_id
+        if record.too_large or not record.status:
+            self._files.give_back(record.size)
+            if record.too_large:
+                logger.error("call %s is not captured: too many bytes wait to be written", request_id)
+            return
+        if not record.complete:
+            record.seconds = time.perf_counter() - record.began
+        self._files.write(request_id, "", record.at, record.size, lambda: record.line(request_id))

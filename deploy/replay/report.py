@@ -1,0 +1,288 @@
+"""The report of a replay: groups of equal differences, and the latencies of both sides."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from deploy.replay.explanations import BY_NAME
+from deploy.replay.results import Found, Result, Side
+from deploy.replay.sources import MalformedLine
+
+MOST_GROUPS = 500  # Groups with an example. More differences are only counted.
+_SHOWN_LINES = 20  # Malformed lines that the report names.
+_SHOWN_PLACES = 3  # Places of a row on the terminal.
+_PERCENTILES = (50, 90, 99)
+
+
+@dataclass(slots=True)
+class Group:
+    """Equal differences of several requests."""
+
+    kind: str
+    route: str
+    where: str
+    explanation: str | None
+    example: Found
+    request_id: str
+    place: str
+    count: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "kind": self.kind,
+            "route": self.route,
+            "where": self.where,
+            "count": self.count,
+            "example": {
+                "id": self.request_id,
+                "place": self.place,
+                "old": self.example.old,
+                "new": self.example.new,
+            },
+            "explanation": None,
+        }
+        if (explained := BY_NAME.get(self.explanation or "")) is not None:
+            found["explanation"] = {
+                "statement": explained.statement,
+                "page": explained.link,
+                "setting": explained.setting,
+            }
+        return found
+
+
+@dataclass(slots=True)
+class Times:
+    """The latencies of one side, in seconds."""
+
+    answers: int = 0
+    failures: int = 0
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    first_bytes: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, side: Side) -> None:
+        if side.failure:
+            self.failures += 1
+            return
+        self.answers += 1
+        if side.seconds is not None:
+            self.seconds.append(side.seconds)
+        if side.first_byte is not None:
+            self.first_bytes.append(side.first_byte)
+
+    def as_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"answers": self.answers, "without_answer": self.failures}
+        for name, times in (("seconds", self.seconds), ("first_byte_seconds", self.first_bytes)):
+            if times:
+                points = np.percentile(np.frombuffer(times), _PERCENTILES)
+                found[name] = {f"p{at}": round(float(point), 6) for at, point in zip(_PERCENTILES, points, strict=True)}
+        return found
+
+
+class Report:
+    """The figures of a replay. Its size does not depend on the number of requests, except for their latencies."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Begin a report. `options` are those of the replay."""
+        self._options = dict(options)
+        self._groups: dict[tuple[str, str, str, str | None], Group] = {}
+        self._beyond: Counter[bool] = Counter()  # Differences without a group: explained or not.
+        self._requests = self._compared = self._equal = self._explained = self._unexplained = 0
+        self._without_answer = 0
+        self._malformed: list[MalformedLine] = []
+        self._malformed_count = 0
+        self._new, self._old = Times(), Times()
+        self._similarities = array("d")
+        self.ended = ""  # The reason for an early end.
+
+    def add(self, result: Result) -> None:
+        """Add the result of a request."""
+        self._requests += 1
+        self._compared += result.compared
+        if result.failed:
+            self._without_answer += 1
+        elif any(found.explanation is None for found in result.differences):
+            self._unexplained += 1
+        elif result.differences:
+            self._explained += 1
+        else:
+            self._equal += result.compared
+        self._new.add(result.new)
+        if result.old is not None:
+            self._old.add(result.old)
+        if result.similarity is not None:
+            self._similarities.append(result.similarity)
+        for found in result.differences:
+            key = (found.kind, result.route, found.where, found.explanation)
+            group = self._groups.get(key)
+            if group is None:
+                if len(self._groups) >= MOST_GROUPS:
+                    self._beyond[found.explanation is not None] += 1
+                    continue
+                group = Group(found.kind, result.route, found.where, found.explanation, found, result.id, result.place)
+                self._groups[key] = group
+            group.count += 1
+
+    def add_malformed(self, line: MalformedLine) -> None:
+        """Add a line that is no request."""
+        self._malformed_count += 1
+        if len(self._malformed) < _SHOWN_LINES:
+            self._malformed.append(line)
+
+    @property
+    def requests(self) -> int:
+        return self._requests
+
+    @property
+    def unexplained(self) -> int:
+        """The number of requests with a difference that nothing explains, or without an answer."""
+        return self._unexplained + self._without_answer
+
+    @property
+    def malformed(self) -> int:
+        return self._malformed_count
+
+    @property
+    def passed(self) -> bool:
+        """True if answers were compared, every difference is explained, and nothing failed."""
+        return bool(self._compared) and not (self.unexplained or self._malformed_count or self.ended)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups: first those without an explanation, then by their counts."""
+        found = self._groups.values()
+        return sorted(found, key=lambda group: (group.explanation is not None, -group.count, group.kind, group.where))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as a JSON value."""
+        groups = [group.as_json() for group in self.groups]
+        similarity = None
+        if self._similarities:
+            values = np.frombuffer(self._similarities)
+            similarity = {"mean": round(float(values.mean()), 4), "least": round(float(values.min()), 4)}
+        return {
+            "passed": self.passed,
+            "ended": self.ended or None,
+            "options": self._options,
+            "requests": self._requests,
+            "compared": self._compared,
+            "equal": self._equal,
+            "with_explained_differences": self._explained,
+            "with_unexplained_differences": self._unexplained,
+            "without_answer": self._without_answer,
+            "without_recorded_answer": self._requests - self._compared - self._without_answer,
+            "malformed_lines": {
+                "count": self._malformed_count,
+                "first": [{"place": line.place, "message": line.message} for line in self._malformed],
+            },
+            "text_similarity": similarity,
+            "differences": groups,
+            "differences_without_group": {
+                "explained": self._beyond[True],
+                "unexplained": self._beyond[False],
+            },
+            "latency": {"old": self._old.as_json(), "new": self._new.as_json()},
+        }
+
+    def show(self, console: Console) -> None:
+        """Print the report as tables."""
+        report = self.as_json()
+        for line in report["malformed_lines"]["first"]:
+            console.print(escape(f"{line['place']}: {line['message']}"), style="red", soft_wrap=True)
+        if report["differences"]:
+            console.print(_differences(report["differences"]))
+        console.print(_latencies(report["latency"]))
+        for line in summary(report):
+            console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def summary(report: Mapping[str, Any]) -> list[str]:
+    """Return the sentences that sum a report up."""
+    if not report["requests"]:
+        found = ["No request was sent."]
+    else:
+        found = [
+            f"{_count(report['requests'], 'request')}: {report['equal']} with equal answers, "
+            f"{report['with_explained_differences']} with explained differences only, "
+            f"{report['with_unexplained_differences']} with unexplained differences."
+        ]
+    if count := report["without_answer"]:
+        found.append(f"{_count(count, 'request')} without an answer.")
+    if count := report["without_recorded_answer"]:
+        found.append(f"{_count(count, 'request')} without a recorded answer, so nothing was compared.")
+    if count := report["malformed_lines"]["count"]:
+        found.append(f"{_count(count, 'malformed line')} in the source.")
+    if similarity := report["text_similarity"]:
+        found.append(
+            f"Similarity of the texts: {similarity['mean']:.0%} on average, {similarity['least']:.0%} at least."
+        )
+    if report["ended"]:
+        found.append(f"The replay ended early: {report['ended']}.")
+    return found
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def rows(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups for people: those with one explanation, kind and route are one row, with all their places."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for group in groups:
+        explanation = group["explanation"]
+        key: tuple[Any, ...] = (group["kind"], group["route"], group["where"])
+        if explanation is not None:
+            key = (group["kind"], group["route"], None, explanation["page"], explanation["statement"])
+        row = found.setdefault(key, {**group, "places": [], "count": 0})
+        row["count"] += group["count"]
+        row["places"].append(group["where"])
+    return [row | {"places": [place for place in row["places"] if place]} for row in found.values()]
+
+
+def _differences(groups: Iterable[Mapping[str, Any]]) -> Table:
+    table = Table(title="Differences", title_justify="left", header_style="bold")
+    for name in ("count", "kind", "route", "where", "old", "new", "explanation"):
+        table.add_column(name, justify="right" if name == "count" else "left", overflow="fold")
+    for group in rows(groups):
+        explanation = group["explanation"]
+        said = "[red]none[/red]"
+        if explanation is not None:
+            said = escape(explanation["setting"] or "documented") + f"\n[dim]{escape(explanation['page'])}[/dim]"
+        example = group["example"]
+        places, more = group["places"][:_SHOWN_PLACES], len(group["places"]) - _SHOWN_PLACES
+        where = "\n".join(places) + (f"\nand {more} more" if more > 0 else "")
+        cells = (str(group["count"]), group["kind"], group["route"], where, example["old"], example["new"])
+        table.add_row(*(escape(_printable(cell)) for cell in cells), said)
+    return table
+
+
+def _latencies(latency: Mapping[str, Any]) -> Table:
+    table = Table(title="Seconds", title_justify="left", header_style="bold")
+    table.add_column("side")
+    for name in ("answers", "without answer"):
+        table.add_column(name, justify="right")
+    for name in ("first byte", "whole"):
+        for at in _PERCENTILES:
+            table.add_column(f"{name} p{at}", justify="right")
+    for side in ("old", "new"):
+        times = latency[side]
+        cells = [str(times["answers"]), str(times["without_answer"])]
+        for name in ("first_byte_seconds", "seconds"):
+            points = times.get(name, {})
+            cells += [f"{points[f'p{at}']:.3f}" if points else "-" for at in _PERCENTILES]
+        table.add_row(side, *cells)
+    return table
+
+
+def _printable(text: str) -> str:
+    return "".join(
+        character if character.isprintable() or character == "\n" else repr(character)[1:-1] for character in text
+    )

@@ -1,0 +1,244 @@
+"""Runs a replay: reads requests, asks both sides within the limits, compares the answers, and hands on the results."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from deploy.replay.answer import parse
+from deploy.replay.comparison import Difference, Kind, compare
+from deploy.replay.explanations import explanation_of
+from deploy.replay.request import RecordedRequest, Reply
+from deploy.replay.results import Result, bodies, shown, side_of
+from deploy.replay.sources import MalformedLine, Sample, Source
+from deploy.replay.targets import NoAnswer, Target
+
+_AHEAD = 2  # Requests that are read ahead, for each that runs.
+MOST_FAILURES = 20  # Requests in a row without an answer, after which the replay ends.
+_READER_SECONDS = 3.0  # The time in which the thread that reads the source has to end.
+_LONG = 1 << 18  # Bytes. Longer answers are compared in a thread, so that they hold up no others.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a replay runs."""
+
+    concurrency: int = 4
+    rate: float | None = None  # Requests a second, at most.
+    as_recorded: bool = False  # With the recorded distances in time.
+    limit: int | None = None
+    sample: Sample = field(default_factory=Sample)
+    redact: bool = False
+    other_model: bool = False
+
+
+class NoTimes(Exception):
+    """The source has no times, and the replay needs them."""
+
+
+class Replay:
+    """A replay of one source. `stop` ends it early."""
+
+    def __init__(
+        self,
+        source: Source,
+        new: Target,
+        old: Target | None,
+        plan: Plan,
+        on_result: Callable[[Result], None],
+        on_malformed: Callable[[MalformedLine], None],
+        done: Collection[bytes] = frozenset(),
+    ) -> None:
+        """Prepare the replay.
+
+        Args:
+            source: The requests.
+            new: The server that is judged.
+            old: The server with which it is compared. None: the recorded answers.
+            plan: How it runs.
+            on_result: Gets each result.
+            on_malformed: Gets each line that is no request.
+            done: `digest` of the requests whose results are known.
+        """
+        self._source, self._new, self._old, self._plan = source, new, old, plan
+        self._on_result, self._on_malformed, self._done = on_result, on_malformed, done
+        self._stopped = asyncio.Event()
+        self._pace, self._failures = _Pace(plan), 0
+        self.gave_up = False  # Too many requests in a row had no answer.
+
+    def stop(self) -> None:
+        """Send no further request, and break off those that run."""
+        self._stopped.set()
+
+    async def run(self) -> None:
+        """Send all requests.
+
+        Raises:
+            NoTimes: The source has no times, and the plan needs them.
+        """
+        queue: asyncio.Queue[RecordedRequest | None] = asyncio.Queue(self._plan.concurrency * _AHEAD)
+        loop = asyncio.get_running_loop()
+        reading: asyncio.Future[None] = loop.create_future()
+        # A thread that waits for S3 must not keep the process from ending.
+        threading.Thread(target=self._read, args=(loop, queue, reading), daemon=True, name="replay-source").start()
+        workers = [asyncio.create_task(self._work(queue)) for _ in range(self._plan.concurrency)]
+        working = asyncio.gather(*workers)
+        stopping = asyncio.create_task(self._stopped.wait())
+        try:
+            ends: set[asyncio.Future[Any]] = {working, stopping}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._stopped.set()
+            stopping.cancel()
+            for worker in workers:
+                worker.cancel()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_READER_SECONDS):
+                    while not reading.done():  # The reader may wait for a place in the queue.
+                        with contextlib.suppress(asyncio.QueueEmpty):
+                            queue.get_nowait()
+                        await asyncio.sleep(0.01)
+            with contextlib.suppress(asyncio.CancelledError):
+                await working
+            if reading.done():
+                reading.result()
+
+    def _read(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        queue: asyncio.Queue[RecordedRequest | None],
+        reading: asyncio.Future[None],
+    ) -> None:
+        """Put the requests into the queue. Runs in a thread, because a file or S3 may be slow."""
+        error: BaseException | None = None
+        try:
+            self._put_all(loop, queue)
+        except BaseException as caught:
+            error = caught
+
+        def end() -> None:
+            if error is None:
+                reading.set_result(None)
+            else:
+                reading.set_exception(error)
+
+        with contextlib.suppress(RuntimeError):  # The loop may be closed.
+            loop.call_soon_threadsafe(end)
+
+    def _put_all(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[RecordedRequest | None]) -> None:
+        def put(item: RecordedRequest | None) -> None:
+            asyncio.run_coroutine_threadsafe(queue.put(item), loop).result()
+
+        count = 0
+        try:
+            for item in self._source:
+                if self._stopped.is_set() or (self._plan.limit is not None and count >= self._plan.limit):
+                    break
+                if isinstance(item, MalformedLine):
+                    loop.call_soon_threadsafe(self._on_malformed, item)
+                elif self._plan.sample.has(item):
+                    count += 1
+                    if digest(item) not in self._done:
+                        put(item)
+        finally:
+            for _ in range(self._plan.concurrency):
+                put(None)
+
+    async def _work(self, queue: asyncio.Queue[RecordedRequest | None]) -> None:
+        while (request := await queue.get()) is not None:
+            await self._pace.wait(request)
+            result = await self._result(request)
+            self._on_result(result)
+            self._failures = self._failures + 1 if result.failed else 0
+            if self._failures >= MOST_FAILURES:
+                self.gave_up = True
+                self.stop()
+
+    async def _result(self, request: RecordedRequest) -> Result:
+        asked = [_ask(self._new, request)]
+        if self._old is not None:
+            asked.append(_ask(self._old, request))
+        (new, failure), *others = await asyncio.gather(*asked)
+        old, old_failure = others[0] if others else (request.reply, "")
+        if old is not None and not old.complete:
+            old = None  # The recorded client left before the end.
+        differences: list[tuple[Difference, str | None]] = []
+        similarity = None
+        if old is not None and new is not None:
+            long = len(old.body) + len(new.body) > _LONG
+            judged = (request, old, new, self._plan.other_model)
+            similarity, differences = await asyncio.to_thread(_judge, *judged) if long else _judge(*judged)
+        elif failure or old_failure:
+            lost = Difference(Kind.NO_ANSWER, "", old_failure or "an answer", failure or "an answer")
+            differences.append((lost, None))
+        redact = self._plan.redact
+        return Result(
+            key=digest(request).hex(),
+            id=request.id,
+            place=request.place,
+            route=request.route,
+            new=side_of(new, failure),
+            old=side_of(old, old_failure) if old is not None or old_failure else None,
+            differences=tuple(shown(one, name, redact=redact) for one, name in differences),
+            similarity=similarity,
+            greedy=request.greedy,
+            compared=old is not None and new is not None,
+            bodies=bodies(request, old, new) if differences and not redact else None,
+        )
+
+
+class _Pace:
+    """The times at which requests are sent."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._next = 0.0
+        self._began = self._first = 0.0
+
+    async def wait(self, request: RecordedRequest) -> None:
+        """Wait until a request is due."""
+        now = time.monotonic()
+        if self._plan.as_recorded:
+            if request.time is None:
+                raise NoTimes(f"{request.place} has no time; --as-recorded needs a source with times")
+            if not self._began:
+                self._began, self._first = now, request.time
+            due = self._began + request.time - self._first
+        elif self._plan.rate is not None:
+            due = max(now, self._next)
+            self._next = due + 1 / self._plan.rate
+        else:
+            return
+        if due > now:
+            await asyncio.sleep(due - now)
+
+
+async def _ask(target: Target, request: RecordedRequest) -> tuple[Reply | None, str]:
+    try:
+        return await target.ask(request), ""
+    except NoAnswer as error:
+        return None, str(error)
+
+
+def _judge(
+    request: RecordedRequest, old: Reply, new: Reply, other_model: bool
+) -> tuple[float | None, list[tuple[Difference, str | None]]]:
+    """Return the similarity of the texts, and the differences with the names of their explanations."""
+    before, after = (parse(reply, streams=request.streams) for reply in (old, new))
+    try:
+        comparison = compare(before, after, greedy=request.greedy, other_model=other_model)
+    except RecursionError:
+        too_deep = Difference(Kind.FRAMING, "", "JSON", "one of the answers is nested too deeply to be compared")
+        return None, [(too_deep, None)]
+    return comparison.similarity, [(one, explanation_of(request, before, after, one)) for one in comparison.differences]
+
+
+def digest(request: RecordedRequest) -> bytes:
+    """Return a short name of a request that no other request of the source has."""
+    return hashlib.blake2b(request.key.encode(errors="replace"), digest_size=12).digest()

@@ -1,0 +1,167 @@
+"""The records of inference requests (`SERVING_CAPTURE`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from container.request_capture import RecordFiles, RequestCapture, recorded_headers
+from deploy.replay.record_formats import read_line
+from engines.interface import Generation, Sink
+from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from tests.stand_ins.scripted_engine import ScriptedGeneration
+from tests.unit.container.one_model import make, with_engine
+from tests.waiting import until
+
+pytestmark = pytest.mark.asyncio
+BODY = {"inputs": "Hi", "parameters": {"max_new_tokens": 2}}
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    found = [line for file in sorted(directory.rglob("*.jsonl")) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in found]
+
+
+async def records(directory: Path, count: int = 1) -> list[dict[str, Any]]:
+    """Return the records, which a thread writes."""
+    await until(lambda: len(lines(directory)) == count)
+    return lines(directory)
+
+
+def server(directory: Path) -> httpx.AsyncClient:
+    """Return a client of a server whose engine answers each request with two tokens."""
+    lifecycle, client = make(capture=str(directory))
+    engine = with_engine(lifecycle)
+
+    async def submit(request: GenerationRequest, sink: Sink) -> Generation:
+        end = TokenDelta("b", [Token(9, "b", -0.5)], finish_reason=FinishReason.LENGTH, token_count=2, last=True)
+        for delta in (TokenDelta("a", [Token(7, "a", -0.5)], token_count=1), end):
+            asyncio.get_running_loop().call_soon(sink.on_delta, delta)
+        return ScriptedGeneration(request, sink)
+
+    engine.submit = submit
+    return client
+
+
+async def test_a_record_has_the_request_and_the_whole_answer(tmp_path: Path) -> None:
+    client = server(tmp_path)
+    headers = {"x-request-id": "id-1", "x-mine": "1", "authorization": "Bearer k", "x-api-key": "k", "cookie": "k"}
+    reply = await client.post("/invocations?a=b", json=BODY, headers=headers)
+    (record,) = await records(tmp_path)
+    assert (record["id"], record["method"], record["path"]) == ("id-1", "POST", "/invocations?a=b")
+    assert json.loads(record["body"]) == BODY
+    assert record["headers"]["x-mine"] == "1"
+    assert not record["headers"].keys() & {"authorization", "x-api-key", "cookie", "host", "content-length"}
+    answer = record["answer"]
+    assert (answer["status"], answer["body"], answer["complete"]) == (reply.status_code, reply.text, True)
+    assert answer["headers"]["content-type"] == reply.headers["content-type"]
+    assert 0 <= answer["first_byte_seconds"] <= answer["seconds"]
+    found = read_line(json.dumps(record).encode(), "a:1", "/")
+    assert found.reply is not None
+    assert (found.path, found.reply.body) == ("/invocations?a=b", reply.content)
+    assert found.time is not None
+
+
+async def test_streams_and_refusals_are_recorded_whole(tmp_path: Path) -> None:
+    client = server(tmp_path)
+    streamed = await client.post("/invocations", json=BODY | {"stream": True})
+    refused = await client.post("/invocations", json={"inputs": 5})
+    first, second = await records(tmp_path, 2)
+    assert first["answer"]["body"] == streamed.text
+    assert len(streamed.text.splitlines()) > 1
+    assert (second["answer"]["status"], second["answer"]["body"]) == (424, refused.text)
+
+
+async def test_bytes_that_are_no_text_are_in_base64(tmp_path: Path) -> None:
+    await server(tmp_path).post("/invocations", content=b"\xff\x00")
+    (record,) = await records(tmp_path)
+    assert record["body_base64"] == "/wA="
+    assert "body" not in record
+
+
+async def test_only_inference_is_recorded_and_the_route_of_an_attribute_stays_an_attribute(tmp_path: Path) -> None:
+    client = server(tmp_path)
+    for path in ("/ping", "/v1/models", "/metrics", "/models"):
+        await client.get(path)
+    await client.post("/models")
+    attribute = {"x-amzn-sagemaker-custom-attributes": "route=/predictions/model"}
+    await client.post("/invocations", json=BODY, headers=attribute)
+    (record,) = await records(tmp_path)
+    assert record["path"] == "/invocations"
+    assert record["headers"] | attribute == record["headers"]
+
+
+async def test_only_the_owner_can_read_the_files(tmp_path: Path) -> None:
+    directory = tmp_path / "captured"
+    await server(directory).post("/invocations", json=BODY)
+    await records(directory)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in directory.rglob("*.jsonl")} == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in directory.rglob("*") if path.is_dir()} == {0o700}
+
+
+async def test_a_directory_that_cannot_be_written_breaks_no_call(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "file"
+    place.write_bytes(b"")
+    assert (await server(place).post("/invocations", json=BODY)).status_code == 200
+    await until(lambda: "is not captured: " in caplog.text)
+
+
+async def test_a_record_that_memory_has_no_room_for_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = RecordFiles(tmp_path, max_pending=10)
+    assert files.take(10)
+    assert not files.take(1)
+    files.give_back(10)
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"more than ten bytes"})
+
+    capture = RequestCapture(application, lambda _: True, tmp_path, files)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(capture), base_url="http://x") as client:
+        assert (await client.post("/a", content=b"123")).text == "more than ten bytes"
+        assert "is not captured: too many bytes wait to be written" in caplog.text
+        assert files.take(10)  # Nothing stays reserved.
+    assert lines(tmp_path) == []
+
+
+async def test_a_reply_that_breaks_off_is_recorded_as_incomplete(tmp_path: Path) -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"part", "more_body": True})
+        raise ConnectionError
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": "POST", "path": "/a", "raw_path": b"/a", "query_string": b"", "headers": []}
+    with pytest.raises(ConnectionError):
+        await RequestCapture(application, lambda _: True, tmp_path)(scope, receive, send)
+    (record,) = await records(tmp_path)
+    assert (record["answer"]["complete"], record["answer"]["body"]) == (False, "part")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("authorization", "proxy-authorization", "x-api-key", "api-key", "cookie", "set-cookie", "x-cache-salt"),
+        *("x-amz-security-token", "x-goog-api-key", "x-client-secret", "host", "content-length"),
+    ],
+)
+async def test_no_file_gets_credentials_and_the_connections_headers(name: str) -> None:
+    assert recorded_headers([(name.encode(), b"x"), (b"x-kept", b"y")]) == [(b"x-kept", b"y")]

@@ -1,0 +1,88 @@
+"""The target that is a SageMaker endpoint."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError, EndpointConnectionError
+
+from deploy.replay.request import RecordedRequest
+from deploy.replay.targets import NoAnswer, SageMakerTarget
+
+pytestmark = pytest.mark.asyncio
+
+
+class Stream(list[Any]):
+    def close(self) -> None: ...
+
+
+class Runtime:
+    """Stands for boto3's client."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self._error = error
+
+    def invoke_endpoint(self, **parameters: Any) -> dict[str, Any]:
+        self.calls.append(parameters)
+        if self._error is not None:
+            raise self._error
+        return {"Body": io.BytesIO(b"{}"), "ContentType": "application/json"}
+
+    def invoke_endpoint_with_response_stream(self, **parameters: Any) -> dict[str, Any]:
+        self.calls.append(parameters)
+        parts = [{"PayloadPart": {"Bytes": part}} for part in (b"a\n", b"b\n")]
+        return {"Body": Stream(parts), "ContentType": "application/jsonlines"}
+
+
+def request(path: str = "/invocations", body: bytes = b"{}", **headers: str) -> RecordedRequest:
+    pairs = tuple((name.replace("_", "-"), value) for name, value in headers.items())
+    return RecordedRequest("1", "a:1", "POST", path, pairs, body)
+
+
+def target(runtime: Runtime, **paths: str) -> SageMakerTarget:
+    return SageMakerTarget(runtime, "my-endpoint", 10, 1, paths, None)
+
+
+async def test_headers_become_parameters_and_other_paths_a_route() -> None:
+    runtime = Runtime()
+    asked = target(runtime)
+    reply = await asked.ask(request(content_type="application/json", x_amzn_sagemaker_session_id="s"))
+    assert (reply.status, reply.body, reply.content_type, reply.headers_known) == (
+        200,
+        b"{}",
+        "application/json",
+        False,
+    )
+    await asked.ask(request("/generate", x_amzn_sagemaker_custom_attributes="model_name=a"))
+    await asked.ask(request("/invocations", x_amzn_sagemaker_custom_attributes="route=/embed"))
+    await asked.close()
+    first, second, third = runtime.calls
+    assert first == {
+        "EndpointName": "my-endpoint",
+        "Body": b"{}",
+        "ContentType": "application/json",
+        "SessionId": "s",
+    }
+    assert second["CustomAttributes"] == "route=/generate,model_name=a"
+    assert third["CustomAttributes"] == "route=/embed"
+
+
+async def test_a_request_for_a_stream_is_sent_as_one() -> None:
+    runtime = Runtime()
+    reply = await target(runtime).ask(request(body=b'{"stream": true}'))
+    assert (reply.body, reply.content_type) == (b"a\nb\n", "application/jsonlines")
+    assert reply.first_byte is not None
+
+
+async def test_an_error_of_the_model_is_its_reply_and_others_are_no_answer() -> None:
+    failed = {"Error": {"Code": "ModelError"}, "OriginalStatusCode": 424, "OriginalMessage": '{"error":"x"}'}
+    reply = await target(Runtime(ClientError(failed, "InvokeEndpoint"))).ask(request())
+    assert (reply.status, reply.body) == (424, b'{"error":"x"}')
+    refused = ClientError({"Error": {"Code": "ThrottlingException", "Message": "slow down"}}, "InvokeEndpoint")
+    with pytest.raises(NoAnswer, match=r"SageMaker refuses the call: .*slow down"):
+        await target(Runtime(refused)).ask(request())
+    with pytest.raises(NoAnswer, match="the connection failed: "):
+        await target(Runtime(EndpointConnectionError(endpoint_url="http://x"))).ask(request())
