@@ -33,10 +33,7 @@ _LIKE_VLLM = (
     "For clients of `vllm serve`, such as OpenAI's and Anthropic's libraries. The routes have its fields, answers and "
     "errors."
 )
-_TWO_SCHEMAS = (
-    "For clients of the newer schema of LMI, the default of its images since v17. It is on with "
-    "`option.async_mode=true`"
-)
+_TWO_SCHEMAS = "For clients of the default schema of LMI's images since v17. It is on with `option.async_mode=true`"
 
 _FIELDS = (Kind.MISSING, Kind.EXTRA, Kind.NULL, Kind.TYPE, Kind.ORDER, Kind.PROBABILITIES, Kind.VALUE)
 _FORM = (Kind.CONTENT_TYPE, Kind.FRAMING, Kind.EVENTS, Kind.RECORDS)
@@ -106,7 +103,7 @@ EXPLANATIONS = (
         "aws-chat-format",
         "tasks/from_aws_vllm.md",
         "2-keep-the-answers",
-        "OpenAI's answers to `messages` on `/invocations` | `OPTION_CHAT_FORMAT=openai`",
+        "With `OPTION_CHAT_FORMAT=openai`, `messages` on `/invocations` get OpenAI's answers",
         (*_FIELDS, Kind.FINISH_REASON),
         _INVOCATIONS,
         where=r"^(?!(\w+\.)?(choices|usage)(\[\])?$|.*\.(message|delta|content)$)",
@@ -119,7 +116,7 @@ EXPLANATIONS = (
         "aws-chat-order",
         "tasks/from_aws_vllm.md",
         "2-keep-the-answers",
-        "OpenAI's answers to `messages` on `/invocations` | `OPTION_CHAT_FORMAT=openai`",
+        "With `OPTION_CHAT_FORMAT=openai`, `messages` on `/invocations` get OpenAI's answers",
         (Kind.ORDER,),
         _INVOCATIONS,
         asked=("messages",),
@@ -432,8 +429,9 @@ EXPLANATIONS = (
     Explanation(
         "tgi-constraints",
         "tgi.md",
-        "differences-from-tgi",
-        "unknown fields that constrain the text | ignored | refused",
+        "fields",
+        "Unknown fields cause a log line. They are refused with `option.strict_parameters=true`, or if they would "
+        "[constrain the text](constraints.md).",
         (Kind.STATUS,),
         _TGI,
         old="^200$",
