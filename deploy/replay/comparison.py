@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -544,8 +543,3 @@ def _said(value: Any) -> str:
 def _short(text: str) -> str:
     text = encodable(text)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def counted(differences: Sequence[Difference]) -> Counter[Kind]:
-    """Return the number of differences of each kind."""
-    return Counter(difference.kind for difference in differences)

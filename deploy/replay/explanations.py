@@ -26,7 +26,7 @@ _ANY = r".*"
 # Fields in which TGI's answers differ from LMI's.
 _TGI_FIELDS = "log_?prob|special|special_token|index|seed|prefill|inputs|input_length|top_tokens|best_of_sequences"
 
-# Fields in which the answers of LMI's rolling batch and of its asynchronous handler differ.
+# Fields that differ between LMI's rolling batch and its asynchronous handler.
 _ASYNC_FIELDS = r"(^|\.)(log_?prob|index|seed|prefill|input_length|inputs)(\[\])?$|^(first|middle|last)$|details$"
 
 _LIKE_VLLM = (
@@ -37,7 +37,6 @@ _TWO_SCHEMAS = "For clients of the default schema of LMI's images since v17. It 
 
 _FIELDS = (Kind.MISSING, Kind.EXTRA, Kind.NULL, Kind.TYPE, Kind.ORDER, Kind.PROBABILITIES, Kind.VALUE)
 _FORM = (Kind.CONTENT_TYPE, Kind.FRAMING, Kind.EVENTS, Kind.RECORDS)
-_ERRORS = (Kind.ERROR_BODY, Kind.ERROR_MESSAGE)
 
 
 @dataclass(frozen=True)

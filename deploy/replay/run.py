@@ -20,7 +20,7 @@ from deploy.replay.sources import MalformedLine, Sample, Source
 from deploy.replay.targets import NoAnswer, Target
 
 _AHEAD = 2  # Requests that are read ahead, for each that runs.
-MOST_FAILURES = 20  # Requests in a row without an answer, after which the replay ends.
+MOST_FAILURES = 20  # Requests in a row without an answer, beside those that run, after which the replay ends.
 _READER_SECONDS = 3.0  # The time in which the thread that reads the source has to end.
 _LONG = 1 << 18  # Bytes. Longer answers are compared in a thread, so that they hold up no others.
 
@@ -156,7 +156,7 @@ class Replay:
             result = await self._result(request)
             self._on_result(result)
             self._failures = self._failures + 1 if result.failed else 0
-            if self._failures >= MOST_FAILURES:
+            if self._failures >= MOST_FAILURES + self._plan.concurrency:
                 self.gave_up = True
                 self.stop()
 
