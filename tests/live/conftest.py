@@ -18,6 +18,7 @@ from engines.choice import running_engine
 from engines.memory_release import release_memory
 from engines.model_settings import ModelSettings
 from tests.live.bare_vllm import texts_of_bare_vllm
+from tests.live.preloaded import plain_environment
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import START_SECONDS, Server, write_model
 from tests.live.small_model import MAX_MODEL_LEN, prepare_small_model
@@ -28,6 +29,7 @@ ENGINE = {"dtype": "fp32", "max_model_len": 1024, "kv_cache_memory_bytes": 512 <
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     # Tests run beside each other: each engine has one thread, on any free core.
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+plain_environment()  # Before a test imports vLLM.
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

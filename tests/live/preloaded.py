@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
@@ -152,11 +153,14 @@ def start(arguments: Sequence[str], environment: Mapping[str, str], log: int) ->
     return _source.start(arguments, environment, log)
 
 
+@cache
 def plain_environment() -> dict[str, str]:
-    """Return this process's environment without pytest's variables, and without the one that vLLM sets everywhere."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    kept.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
-    return kept
+    """Return this process's environment at the first call, without pytest's variables.
+
+    An import of vLLM sets variables. They are not those of a user.
+    """
+    left_out = ("PYTEST_", "VLLM_WORKER_MULTIPROC_METHOD")
+    return {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
 
 
 # The process that forks.
