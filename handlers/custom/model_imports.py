@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
+from engines.interface import EngineStartError
 from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.custom.requirements import needs_packages, prepare_interpreter
 
@@ -24,20 +26,28 @@ class ModelImports:
     def __init__(self) -> None:
         self._places: list[str] = []
         self._own: str | None = None
+        # A load that is given up is removed while its thread may still add the directory.
+        self._changing, self._removed = threading.Lock(), False
 
     def add_own(self, directory: Path) -> None:
         """Put the model's directory first on `sys.path`.
 
         Modules beside `model.py` may have the same names in several models. So modules of other models with such names
         are removed from `sys.modules`. Code that has imported them already keeps them.
+
+        Raises:
+            EngineStartError: The load of the model was given up.
         """
-        self._own = str(directory)
-        for name, module in list(sys.modules.items()):
-            if _own_directory_of(module) not in (None, self._own) and _is_there(name, directory):
-                sys.modules.pop(name, None)
-        sys.path.insert(0, self._own)
-        _own_directories.append(self._own)
-        self._places.append(self._own)
+        with self._changing:
+            if self._removed:
+                raise EngineStartError("the load of the model was given up")
+            self._own = str(directory)
+            for name, module in list(sys.modules.items()):
+                if _own_directory_of(module) not in (None, self._own) and _is_there(name, directory):
+                    sys.modules.pop(name, None)
+            sys.path.insert(0, self._own)
+            _own_directories.append(self._own)
+            self._places.append(self._own)
 
     def add_packages(self, directory: Path) -> None:
         """Put a directory of packages last on `sys.path`, so that the server's packages keep their versions."""
@@ -49,17 +59,19 @@ class ModelImports:
 
         Packages stay imported, because many of them cannot be imported a second time.
         """
-        for place in self._places:
-            with contextlib.suppress(ValueError):  # The model's code may have removed the entry.
-                sys.path.remove(place)
-        if self._own is not None:
-            if _own_directories.count(self._own) == 1:
-                sys.path_importer_cache.pop(self._own, None)
-                for name, module in list(sys.modules.items()):
-                    if _own_directory_of(module) == self._own:
-                        sys.modules.pop(name, None)
-            _own_directories.remove(self._own)
-        self._places, self._own = [], None
+        with self._changing:
+            for place in self._places:
+                with contextlib.suppress(ValueError):  # The model's code may have removed the entry.
+                    sys.path.remove(place)
+            if self._own is not None:
+                if _own_directories.count(self._own) == 1:
+                    sys.path_importer_cache.pop(self._own, None)
+                    for name, module in list(sys.modules.items()):
+                        if _own_directory_of(module) == self._own:
+                            sys.modules.pop(name, None)
+                _own_directories.remove(self._own)
+            self._places, self._own = [], None
+            self._removed = True
 
 
 def _own_directory_of(module: ModuleType | None) -> str | None:

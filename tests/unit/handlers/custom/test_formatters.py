@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from engines.interface import EngineStartError
+from handlers.custom import model_imports
 from handlers.custom.formatters import Formatters, load_formatters, signature_fault
 from handlers.custom.model_imports import ModelImports, add_packages
 from tests.contracts.exchange import MODEL
 from tests.stand_ins.wheel import make_wheel
+from tests.waiting import wait_until
 
 OUTPUT = """
 from djl_python.output_formatter import output_formatter
@@ -284,3 +289,32 @@ def test_packages_and_the_servers_own_modules_are_never_forgotten(tmp_path: Path
     imports.add_own(Path(__file__).parents[4])  # The server's code may be in this directory.
     imports.remove()
     assert dict(sys.modules) == before
+
+
+def test_a_load_that_was_given_up_adds_nothing(tmp_path: Path) -> None:
+    imports = ModelImports()
+    imports.remove()
+    with pytest.raises(EngineStartError, match="the load of the model was given up"):
+        imports.add_own(tmp_path)
+
+
+def test_a_load_that_is_given_up_while_its_directory_is_added_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adding, removing = threading.Event(), threading.Event()
+
+    def slow(module: ModuleType | None) -> None:
+        adding.set()
+        removing.wait(60)
+
+    imports = ModelImports()
+    with ThreadPoolExecutor(2) as threads, monkeypatch.context() as patch:
+        patch.setattr(model_imports, "_own_directory_of", slow)
+        added = threads.submit(imports.add_own, tmp_path)
+        assert adding.wait(60)
+        removed = threads.submit(imports.remove)
+        wait_until(lambda: removed.running() or removed.done())
+        removing.set()
+        added.result(60)
+        removed.result(60)
+    assert str(tmp_path) not in sys.path
