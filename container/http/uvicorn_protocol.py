@@ -162,7 +162,7 @@ def chunk_writer(send: Any) -> Callable[[bytes], bool] | None:
     no chunks.
 
     Args:
-        send: ASGI's callable. If it is not uvicorn's own, there is no such function, since its owner sees all parts.
+        send: ASGI's callable. The result is None if it is not that of uvicorn: code that wraps it has to see all parts.
     """
     cycle = getattr(send, "__self__", None)
     return partial(_write_chunk, cycle) if isinstance(cycle, RequestResponseCycle) else None

@@ -89,7 +89,6 @@ class _Source:
     """The process that forks servers, as the tests' process sees it."""
 
     def __init__(self) -> None:
-        self.environment = plain_environment() | {"HF_HUB_OFFLINE": "1"}
         self.codes: dict[int, int] = {}  # Exit codes by process id.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._reading = threading.Lock()
@@ -97,7 +96,7 @@ class _Source:
             os.set_inheritable(theirs.fileno(), True)
             command = [sys.executable, "-c", f"from tests.live.preloaded import run; run({theirs.fileno()})"]
             self._process = subprocess.Popen(
-                command, env=self.environment | _OWN, pass_fds=[theirs.fileno()], start_new_session=True
+                command, env=_environment_of_imports() | _OWN, pass_fds=[theirs.fileno()], start_new_session=True
             )
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedServer:
@@ -135,8 +134,8 @@ def can_start(environment: Mapping[str, str]) -> bool:
     return all(name.startswith(_FREE) for name in names if imported.get(name) != environment.get(name))
 
 
-def _environment_of_imports() -> Mapping[str, str]:
-    return _source.environment if _source is not None else plain_environment() | {"HF_HUB_OFFLINE": "1"}
+def _environment_of_imports() -> dict[str, str]:
+    return plain_environment() | {"HF_HUB_OFFLINE": "1"}
 
 
 def start(arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedServer:
