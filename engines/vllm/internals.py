@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from vllm import envs
@@ -57,6 +59,7 @@ from vllm.v1.executor import Executor, multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -125,14 +128,63 @@ def check_names() -> None:
 # The state of an engine's client, in the server's process.
 
 
+class SentLogprobs:
+    """The log probabilities of one output, as the engine sent them.
+
+    They are three arrays. A common token shows one number of them, and needs no array.
+    """
+
+    __slots__ = ("_buffers", "_parts")
+
+    def __init__(self, parts: Sequence[Any], buffers: Sequence[Any]) -> None:
+        """Keep the parts.
+
+        Args:
+            parts: The fields of `LogprobsLists`. An array has its data type, its shape, and its data or their index.
+            buffers: The data of large arrays.
+        """
+        self._parts, self._buffers = parts, buffers
+
+    def chosen(self) -> float:
+        """Return the log probability of the first chosen token."""
+        dtype, _, data = self._parts[1]
+        if dtype == "<f4" and not isinstance(data, int):
+            number: float = _FLOAT32.unpack_from(data)[0]
+            return number
+        return float(self.arrays().logprobs[0, 0])
+
+    def arrays(self) -> LogprobsLists:
+        """Return vLLM's own object."""
+        ids, logprobs, ranks, *rest = self._parts
+        return LogprobsLists(self._array(ids), self._array(logprobs), self._array(ranks), *rest)
+
+    def _array(self, part: Any) -> np.ndarray:
+        dtype, shape, data = part
+        return np.ndarray(shape, dtype, self._buffers[data] if isinstance(data, int) else data)
+
+
+_FLOAT32 = struct.Struct("<f")
+
+
+class SentOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
+    """An output as the engine sent it."""
+
+    new_logprobs: SentLogprobs | None = None
+
+
+class SentOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
+    """The outputs of one step, as the engine sent them."""
+
+    outputs: list[SentOutput] = msgspec.field(default_factory=list)
+
+
 class LeanDecoder(MsgpackDecoder):
-    """vLLM's decoder of engine messages, with arrays made in one step: three small ones come with each token."""
+    """vLLM's decoder of engine messages. It makes no arrays of log probabilities (`SentLogprobs`)."""
 
     def dec_hook(self, t: type, obj: Any) -> Any:
-        if t is not np.ndarray:
-            return super().dec_hook(t, obj)
-        dtype, shape, data = obj
-        return np.ndarray(shape, dtype, self.aux_buffers[data] if isinstance(data, int) else data)
+        if t is SentLogprobs:
+            return SentLogprobs(obj, self.aux_buffers)
+        return super().dec_hook(t, obj)
 
 
 class TokenTaker(RequestState):
@@ -140,12 +192,12 @@ class TokenTaker(RequestState):
 
     takes_tokens: bool  # False: vLLM's output processor handles all its tokens.
 
-    def take(self, token_id: int, logprobs: Any, now: float) -> None:
+    def take(self, token_id: int, logprob: float | None, now: float) -> None:
         """Take a token.
 
         Args:
             token_id: The token.
-            logprobs: vLLM's arrays of log probabilities. None if the request wants none.
+            logprob: Its log probability. None if the request wants none.
             now: The time of the step, by the monotonic clock.
         """
         raise NotImplementedError
@@ -161,7 +213,7 @@ class LeanOutputProcessor(OutputProcessor):
 
     def process_outputs(
         self,
-        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_outputs: list[Any],
         engine_core_timestamp: float | None = None,
         iteration_stats: Any = None,
         weight_version: str | None = None,
@@ -169,7 +221,7 @@ class LeanOutputProcessor(OutputProcessor):
         """Give common tokens to their sequences, and leave the other outputs of the step to vLLM."""
         states, now, others = self.request_states, time.monotonic(), []
         for output in engine_core_outputs:
-            state = states.get(output.request_id)
+            state, logprobs = states.get(output.request_id), output.new_logprobs
             if (
                 isinstance(state, TokenTaker)
                 and state.takes_tokens
@@ -180,9 +232,11 @@ class LeanOutputProcessor(OutputProcessor):
                 and not output.num_nans_in_logits
             ):
                 self._count(state, 1, engine_core_timestamp, iteration_stats)
-                state.take(output.new_token_ids[0], output.new_logprobs, now)
-            else:
-                others.append(output)
+                state.take(output.new_token_ids[0], None if logprobs is None else logprobs.chosen(), now)
+                continue
+            if logprobs is not None:
+                output.new_logprobs = logprobs.arrays()
+            others.append(output)
         return super().process_outputs(others, engine_core_timestamp, iteration_stats, weight_version)
 
     def add_request(self, request: EngineCoreRequest, *arguments: Any, **options: Any) -> None:
@@ -225,7 +279,7 @@ def begin_output(llm: AsyncLLM, reports: PrometheusStatLogger, holds: Callable[[
     llm.output_processor.__class__ = LeanOutputProcessor
     llm.output_processor.holds = holds
     core = llm.engine_core
-    core.decoder = LeanDecoder(EngineCoreOutputs, oob_tensor_provider=core.decoder.oob_tensor_provider)
+    core.decoder = LeanDecoder(SentOutputs, oob_tensor_provider=core.decoder.oob_tensor_provider)
     add_request = core.add_request_async
 
     async def add(request: EngineCoreRequest) -> None:

@@ -345,24 +345,26 @@ class PushedState(OwnState):
         self.cumulative_logprob: float | None = None
         self.ended = False
         # The engine's output has nothing for this sequence but tokens and their log probabilities.
-        plain = not (self.top_tokens or self.want_ranks or self.prompt_tokens_due or self.apart)
+        plain = not (self.top_tokens or self.want_ranks or self.prompt_tokens_due)
         self.takes_tokens = plain and isinstance(detokenizer, FastIncrementalDetokenizer) and not detokenizer.stop
 
-    def take(self, token_id: int, logprobs: Any, now: float) -> None:
+    def take(self, token_id: int, logprob: float | None, now: float) -> None:
         if self.ended:
             return
         try:
             self.reader.tokens(1, now)
-            detokenizer, logprob = self.detokenizer, None
+            detokenizer = self.detokenizer
             detokenizer.token_ids.append(token_id)
             piece = detokenizer.decode_next(token_id)
             detokenizer.output_text += piece
-            if logprobs is not None:
-                logprob = logprobs.logprobs[0, 0].item()
+            if logprob is not None:
                 self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprob
             if self.pieces is not None:
                 self.pieces.clear()
                 self.pending.add(Token(token_id, piece, logprob, token_id in self.special_ids))
+            elif self.apart is not None:
+                before = detokenizer.output_token_ids[-1 - _CHARACTER_TOKENS : -1]
+                self.pending.add(Token(token_id, self.apart.text(token_id, before), logprob))
             self._advance(None, None)
         except Exception:  # It would end vLLM's output loop and with it every other request.
             self.fail_internally("a token")

@@ -320,6 +320,13 @@ def _spelled(text: str) -> tuple[str, str]:
 
 def _completion_logprobs(tokens: Sequence[Token], number: Callable[[Token], str], offset: int) -> tuple[str, int]:
     """Return the log probabilities of tokens whose text begins at `offset`, and the offset of the next."""
+    if len(tokens) == 1 and not tokens[0].top:  # The hot path.
+        token = tokens[0]
+        value, text = number(token), quote(token.text)
+        return (
+            f'{{"text_offset":[{offset}],"token_logprobs":[{value}],"tokens":[{text}],"top_logprobs":[{{{text}:{value}}}]}}',
+            offset + len(token.text),
+        )
     offsets, numbers, texts, tops = [], [], [], []
     for token in tokens:
         offsets.append(str(offset))

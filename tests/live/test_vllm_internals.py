@@ -8,6 +8,7 @@ import inspect
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +43,7 @@ class Processor:
         self.tokenizer = tokenizer
         self.processor = (LeanOutputProcessor if lean else OutputProcessor)(tokenizer, log_stats=True)
         self.processor.holds = lambda: False
+        self.lean = lean
         self.statistics = EngineStatistics()
 
     def add(self, name: str, sink: Recorder, **fields: Any) -> None:
@@ -80,8 +82,22 @@ class Processor:
         """Do one engine step. Return the requests that vLLM would abort in its engine."""
         from vllm.v1.metrics.stats import IterationStats
 
-        aborted: list[str] = self.processor.process_outputs(list(outputs), 1.0, IterationStats()).reqs_to_abort
+        sent = sent_outputs(outputs, lean=self.lean)
+        aborted: list[str] = self.processor.process_outputs(sent, 1.0, IterationStats()).reqs_to_abort
         return aborted
+
+
+def sent_outputs(outputs: Sequence[Any], *, lean: bool) -> list[Any]:
+    """Send outputs as the engine's process does. Return them as vLLM's decoder reads them, or as the lean one does."""
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    from engines.vllm.internals import LeanDecoder, SentOutputs
+
+    frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=list(outputs)))
+    decoder = LeanDecoder(SentOutputs) if lean else MsgpackDecoder(EngineCoreOutputs)
+    read: list[Any] = decoder.decode(frames).outputs
+    return read
 
 
 def output(name: str, ids: list[int], finish: str | None = None, logprobs: list[list[float]] | None = None) -> Any:
@@ -151,15 +167,19 @@ def test_each_step_is_pushed_at_once_with_the_tokens_own_text(processor: Process
     text=st.text(min_size=1, max_size=30),
     want_tokens=st.booleans(),
     with_logprobs=st.booleans(),
+    apart=st.booleans(),
     interval=st.sampled_from([1, 3]),
 )
 def test_the_short_way_gives_what_vllms_way_gives(
-    tokenizer: Any, text: str, want_tokens: bool, with_logprobs: bool, interval: int
+    tokenizer: Any, text: str, want_tokens: bool, with_logprobs: bool, apart: bool, interval: int
 ) -> None:
+    apart = (
+        apart and want_tokens and with_logprobs
+    )  # OpenAI's spelling of tokens, which stands beside log probabilities
     seen = []
     for lean in (False, True):
         processor, sink = Processor(tokenizer, lean=lean), Recorder()
-        processor.add("a", sink, want_tokens=want_tokens, interval=interval)
+        processor.add("a", sink, want_tokens=want_tokens, tokens_apart=apart, interval=interval)
         ids = tokenizer.encode(text)
         for place, token_id in enumerate(ids, start=1):
             logprobs = [[-0.5 * place]] if with_logprobs else None
@@ -167,6 +187,20 @@ def test_the_short_way_gives_what_vllms_way_gives(
         statistics = processor.statistics
         seen.append((sink.deltas, statistics.tokens, statistics.finished_requests, sum(statistics.inter_token.counts)))
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("alternatives", [0, 1, 200])
+def test_the_lean_decoder_reads_the_log_probabilities_that_vllms_reads(alternatives: int) -> None:
+    """With many alternatives, vLLM sends the arrays beside the message."""
+    step = output("a", [7], logprobs=[[-0.1, *(-1.0 - place for place in range(alternatives))]])
+    (vllms,), (lean,) = sent_outputs([step], lean=False), sent_outputs([step], lean=True)
+    assert lean.new_logprobs.chosen() == vllms.new_logprobs.logprobs[0, 0]
+    for ours, theirs in zip(lean.new_logprobs.arrays()[:3], vllms.new_logprobs[:3], strict=True):
+        assert (ours.dtype, ours.tolist()) == (theirs.dtype, theirs.tolist())
+    lean.new_logprobs = vllms.new_logprobs
+    assert [getattr(lean, name) for name in lean.__struct_fields__] == [
+        getattr(vllms, name) for name in vllms.__struct_fields__
+    ]
 
 
 def test_with_an_interval_the_parts_after_the_first_have_so_many_tokens_and_the_last_what_is_left(
