@@ -73,7 +73,7 @@ class Defaults(NamedTuple):
 
 
 DEFAULTS = {
-    Model.FRONT_END: Defaults("slipway,vllm,rust,triton", "lmi,openai,chat,triton", "1,8,32,128,256"),
+    Model.FRONT_END: Defaults("slipway,vllm,rust,floor,triton", "lmi,openai,chat,triton", "1,8,32,128,256"),
     Model.VECTORS: Defaults("slipway,vllm", "lmi,openai", "1,8,32"),
 }
 SHORT_TEXT = "What is Deep Learning?"

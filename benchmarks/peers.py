@@ -1,5 +1,5 @@
 """The servers that are compared: Slipway, also on Ray Serve, vLLM's servers in Python and in Rust, Triton, the bare
-engine.
+engine, and the floor of a front end in Python.
 
 All get the same engine arguments, or the same script (`benchmarks.scripted_engine`) in place of a model. Each is a
 server in a separate process group, so that all its processes can be paused, stopped and measured.
@@ -542,6 +542,22 @@ class Rust(HttpPeer):
         return module(engine, work_dir, "rust", str(self._program()), str(self.port))
 
 
+class Floor(HttpPeer):
+    """The least that a front end in Python does: see `benchmarks.floor`."""
+
+    name = "floor"
+    ready_path = "/health"
+
+    def missing(self, engine: Engine) -> str:
+        return "it is measured on the scripted engine only" if engine.step_ms is None else ""
+
+    def argv(self, engine: Engine, work_dir: Path) -> list[str]:
+        return module(engine, work_dir, "benchmarks.floor", str(work_dir), str(self.port))
+
+    def variants(self, stream: bool) -> list[str]:
+        return [self.name, self.name + LOGPROBS] if stream else [self.name]  # Completions alone.
+
+
 class Triton(HttpPeer):
     """NVIDIA's Triton from the wheel nvidia-pytriton, with `benchmarks.triton_model` in its Python backend."""
 
@@ -611,7 +627,7 @@ class Bare(Peer):
         return line
 
 
-PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Slipway, Ray, Vllm, Rust, Triton, Bare)}
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Slipway, Ray, Vllm, Rust, Floor, Triton, Bare)}
 
 
 def command_line(arguments: EngineArguments) -> list[str]:
