@@ -268,6 +268,10 @@ def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
     return None if request.mm_features else request
 
 
+_ENVIRONMENT = ("VLLM_COMPUTE_NANS_IN_LOGITS",)
+"""Variables that vLLM's output loop reads anew for each request. The server's environment does not change."""
+
+
 def begin_output(llm: AsyncLLM, reports: PrometheusStatLogger, holds: Callable[[], bool]) -> None:
     """Begin to read the engine's messages.
 
@@ -275,6 +279,8 @@ def begin_output(llm: AsyncLLM, reports: PrometheusStatLogger, holds: Callable[[
         reports: Takes the place of vLLM's loggers of statistics, of which it is one.
         holds: Returns True if sequences wait for another engine process when theirs has died.
     """
+    for name in _ENVIRONMENT:
+        setattr(envs, name, getattr(envs, name))
     llm.logger_manager = reports
     llm.output_processor.__class__ = LeanOutputProcessor
     llm.output_processor.holds = holds

@@ -17,6 +17,22 @@ from engines.loaded_model import EngineStatus
 from engines.vllm.internals import METRICS_PARTS, PrometheusStatLogger, SchedulerStats
 
 
+class _ReportCounter(Counter):
+    """A counter that passes over zeros, which a report has for most counters."""
+
+    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
+        if amount:
+            super().inc(amount, exemplar)
+
+
+class _ReportHistogram(Histogram):
+    """A histogram that finds its bucket by bisection. An answer of one token is observed by thirteen histograms."""
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
+        self._sum.inc(amount)
+
+
 class EngineReports(PrometheusStatLogger, Collector):
     """The place to which vLLM's output loop reports each message of the engine's process.
 
@@ -26,7 +42,7 @@ class EngineReports(PrometheusStatLogger, Collector):
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         self._registry = CollectorRegistry()
-        kinds = {"_gauge_cls": Gauge, "_counter_cls": Counter, "_histogram_cls": Histogram}
+        kinds = {"_gauge_cls": Gauge, "_counter_cls": _ReportCounter, "_histogram_cls": _ReportHistogram}
         makers = {name: partial(kind, registry=self._registry) for name, kind in kinds.items()}
         for name, make in makers.items():
             setattr(self, name, make)
