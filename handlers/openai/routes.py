@@ -63,13 +63,13 @@ def _cards(view: ModelView, created: int) -> list[dict[str, Any]]:
     max_model_len = view.loaded.max_model_len if view.loaded is not None else None
     base = view.settings.public_names[0]
     return [
-        *(_card(name, created, max_model_len) for name in view.settings.public_names),
+        *(_card(name, created, max_model_len, view.settings.model_id) for name in view.settings.public_names),
         *(_card(adapter.name, created, None, adapter.src, base) for adapter in view.adapters),
     ]
 
 
 def _card(
-    name: str, created: int, max_model_len: int | None, root: str | None = None, parent: str | None = None
+    name: str, created: int, max_model_len: int | None, root: str, parent: str | None = None
 ) -> dict[str, object]:
     permission = {
         "id": f"modelperm-{uuid.uuid4().hex}",
@@ -90,7 +90,7 @@ def _card(
         "object": "model",
         "created": created,
         "owned_by": "vllm",
-        "root": name if root is None else root,
+        "root": root,
         "parent": parent,
         "max_model_len": max_model_len,
         "permission": [permission],

@@ -147,7 +147,8 @@ def test_the_list_of_models_has_the_adapters_with_their_parent() -> None:
     view = replace(triton_exchange.view(served_model_names=("base", "other")), adapters=(adapter,))
     cards = msgspec.json.decode(models(Call(body=b"", request_id="r"), (view,)).body)["data"]
     shown = [(card["id"], card["root"], card["parent"]) for card in cards]
-    assert shown == [("base", "base", None), ("other", "other", None), ("a", "/x", "base")]
+    model = view.settings.model_id
+    assert shown == [("base", model, None), ("other", model, None), ("a", "/x", "base")]
 
 
 @pytest.mark.parametrize("name", ["base", "org/other", "a"])
