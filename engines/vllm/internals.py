@@ -58,7 +58,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor import Executor, multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.metrics.loggers import PrometheusStatLogger
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import CacheHitSource, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder
 from vllm.v1.structured_output import StructuredOutputManager
@@ -68,6 +68,7 @@ from engines.vllm import RELEASE
 
 __all__ = [
     "AsyncLLM",
+    "CacheHitSource",
     "EngineCoreClient",
     "EngineCoreEvent",
     "EngineCoreEventType",
