@@ -2,6 +2,7 @@
 
 `__main__` reads the options. `rounds` starts the servers (`peers`) and measures them in turns. `load` is the load
 client. `report` writes tables and plots. Without a model, `scripted_front_end` runs a front end on a `scripted_engine`.
+`floor` is the least that a front end does.
 """
 
 from __future__ import annotations

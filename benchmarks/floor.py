@@ -1,8 +1,8 @@
-"""The floor of a front end in Python: requests, the engine's messages and the bytes of answers, with nothing between.
+"""The floor: a front end that does nothing except the work that each one in Python has.
 
-It reads HTTP with httptools on uvloop, as Slipway does. It sends one message for a request, decodes those of the
-scripted engine, and writes the same record for each token. It makes no text, no JSON and no metrics, and it checks
-nothing. A front end on these libraries cannot cost less.
+It reads HTTP with httptools on uvloop, as Slipway does. It sends a message to the scripted engine for each request,
+decodes the engine's messages, and writes the same bytes for each token. It makes no text, no JSON and no metrics, and
+it checks nothing.
 
     python -m benchmarks.scripted_front_end DIRECTORY MODEL STEP_MS benchmarks.floor DIRECTORY PORT
 """
@@ -27,10 +27,9 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from benchmarks.scripted_front_end import addresses
 from engines.vllm.internals import LeanDecoder, SentOutput, SentOutputs
 
-PROMPT_TOKEN_IDS = list(range(20))
-RECORD = b'data: {"choices":[{"index":0,"text":" token","logprobs":null,"finish_reason":null}]}\n\n'
-LAST_RECORD = b'data: {"choices":[{"index":0,"text":" token","logprobs":null,"finish_reason":"length"}]}\n\n'
-DOCUMENT = b'{"choices":[{"index":0,"text":" token","logprobs":null,"finish_reason":"length"}]}'
+_PROMPT_TOKEN_IDS = list(range(20))
+_DOCUMENT = b'{"choices":[{"index":0,"text":" token","logprobs":null,"finish_reason":%b}]}'
+_LAST_DOCUMENT = _DOCUMENT % b'"length"'
 
 
 class Completion(msgspec.Struct):
@@ -45,13 +44,17 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
+def _record(document: bytes) -> bytes:
+    return _chunk(b"data: %b\n\n" % document)
+
+
 _READY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 _STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-_CHUNK, _LAST_CHUNK = _chunk(RECORD), _chunk(LAST_RECORD) + _chunk(b"")
-_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(DOCUMENT), DOCUMENT)
+_RECORD, _LAST_RECORD = _record(_DOCUMENT % b"null"), _record(_LAST_DOCUMENT) + _chunk(b"")
+_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(_LAST_DOCUMENT), _LAST_DOCUMENT)
 
 
-class Engine:
+class EngineSockets:
     """The front end's side of the engine's protocol."""
 
     def __init__(self, directory: Path) -> None:
@@ -73,7 +76,7 @@ class Engine:
         self.connections[request_id] = connection
         request = EngineCoreRequest(
             request_id=request_id,
-            prompt_token_ids=PROMPT_TOKEN_IDS,
+            prompt_token_ids=_PROMPT_TOKEN_IDS,
             mm_features=None,
             sampling_params=SamplingParams(max_tokens=completion.max_tokens, logprobs=completion.logprobs),
             pooling_params=None,
@@ -98,7 +101,7 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineSockets) -> None:
         self._engine, self._parser, self._body = engine, httptools.HttpRequestParser(self), b""
         self._stream = False
 
@@ -126,12 +129,12 @@ class Connection(asyncio.Protocol):
         ended = output.finish_reason is not None
         if ended:
             del self._engine.connections[output.request_id]
-        self.transport.write((_LAST_CHUNK if ended else _CHUNK) if self._stream else _ANSWER)
+        self.transport.write((_LAST_RECORD if ended else _RECORD) if self._stream else _ANSWER)
 
 
 async def serve(directory: Path, port: int) -> None:
     """Serve for ever."""
-    engine = Engine(directory)
+    engine = EngineSockets(directory)
     await engine.connected()
     await asyncio.get_running_loop().create_server(lambda: Connection(engine), "127.0.0.1", port, backlog=1024)
     await engine.run()

@@ -214,7 +214,7 @@ class LeanOutputProcessor(OutputProcessor):
 
     def process_outputs(
         self,
-        engine_core_outputs: list[Any],
+        engine_core_outputs: list[SentOutput],
         engine_core_timestamp: float | None = None,
         iteration_stats: Any = None,
         weight_version: str | None = None,
@@ -269,19 +269,15 @@ def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
     return None if request.mm_features else request
 
 
-_ENVIRONMENT = ("VLLM_COMPUTE_NANS_IN_LOGITS",)
-"""Variables that vLLM's output loop reads anew for each request. The server's environment does not change."""
-
-
 def begin_output(llm: AsyncLLM, reports: PrometheusStatLogger, holds: Callable[[], bool]) -> None:
     """Begin to read the engine's messages.
 
     Args:
-        reports: Takes the place of vLLM's loggers of statistics, of which it is one.
+        reports: The logger of statistics that replaces those of vLLM.
         holds: Returns True if sequences wait for another engine process when theirs has died.
     """
-    for name in _ENVIRONMENT:
-        setattr(envs, name, getattr(envs, name))
+    # The output loop reads this variable for each request, and vLLM asks the environment each time.
+    envs.VLLM_COMPUTE_NANS_IN_LOGITS = envs.VLLM_COMPUTE_NANS_IN_LOGITS
     llm.logger_manager = reports
     llm.output_processor.__class__ = LeanOutputProcessor
     llm.output_processor.holds = holds
@@ -336,7 +332,7 @@ def keep_eos_token_id(llm: AsyncLLM) -> None:
 
 
 def request_states(llm: AsyncLLM) -> dict[str, RequestState]:
-    """Return the sequences that the engine has, by their ids: Slipway's and those of vLLM's front end."""
+    """Return the sequences that the engine has, by their ids. vLLM's front end has some of them."""
     states: dict[str, RequestState] = llm.output_processor.request_states
     return states
 
@@ -369,7 +365,7 @@ async def abort(llm: AsyncLLM, ids: Iterable[str], *, internal: bool = True) -> 
 
 
 def fail(state: RequestState, message: str) -> None:
-    """Give an error to a sequence of vLLM's front end."""
+    """Give an error to a sequence that vLLM's front end has."""
     state.queue.put(GenerationError(message))
 
 
@@ -437,7 +433,7 @@ def text_corrector(tokenizer: Any) -> Callable[[int, list[int]], str]:
     return correct
 
 
-# Patches of the start and the end of vLLM's processes. Each keeps vLLM's own function for its replacement.
+# Patches for the start and the end of vLLM's processes. Each keeps vLLM's own function for its replacement.
 
 default_context: Callable[[], BaseContext] = engine_utils.get_mp_context
 run_in_subprocess: Callable[[Callable[[], Any]], Any] = registry._run_in_subprocess
@@ -528,12 +524,12 @@ def patch_token_ranks(token_ranks: Callable[[torch.Tensor, torch.Tensor], torch.
 
 
 def socket_directory() -> str:
-    """Return the directory of vLLM's sockets."""
+    """Return the directory in which vLLM makes sockets."""
     directory: str = envs.VLLM_RPC_BASE_PATH
     return directory
 
 
-# Patches of vLLM's parsers of tool calls.
+# Patches for parsers of tool calls.
 
 
 def patch_parsers(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

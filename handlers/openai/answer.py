@@ -320,24 +320,22 @@ def _spelled(text: str) -> tuple[str, str]:
 
 def _completion_logprobs(tokens: Sequence[Token], number: Callable[[Token], str], offset: int) -> tuple[str, int]:
     """Return the log probabilities of tokens whose text begins at `offset`, and the offset of the next."""
-    if len(tokens) == 1 and not tokens[0].top:  # The hot path.
-        token = tokens[0]
-        value, text = number(token), quote(token.text)
-        return (
-            f'{{"text_offset":[{offset}],"token_logprobs":[{value}],"tokens":[{text}],"top_logprobs":[{{{text}:{value}}}]}}',
-            offset + len(token.text),
-        )
     offsets, numbers, texts, tops = [], [], [], []
     for token in tokens:
+        value, text = number(token), quote(token.text)
         offsets.append(str(offset))
         offset += len(token.text)
-        numbers.append(number(token))
-        texts.append(quote(token.text))
-        # Alternatives with the same text are one member, with the number of the last.
-        top = {other.text: other for other in alternatives(token)}
-        tops.append("{" + ",".join([f"{quote(text)}:{number(other)}" for text, other in top.items()]) + "}")
+        numbers.append(value)
+        texts.append(text)
+        tops.append(_completion_top(token, number) if token.top else f"{{{text}:{value}}}")
     return (
         f'{{"text_offset":[{",".join(offsets)}],"token_logprobs":[{",".join(numbers)}],'
         f'"tokens":[{",".join(texts)}],"top_logprobs":[{",".join(tops)}]}}',
         offset,
     )
+
+
+def _completion_top(token: Token, number: Callable[[Token], str]) -> str:
+    """Return a token's alternatives. Those with the same text are one member, with the number of the last."""
+    top = {other.text: other for other in alternatives(token)}
+    return "{" + ",".join([f"{quote(text)}:{number(other)}" for text, other in top.items()]) + "}"

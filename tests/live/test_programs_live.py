@@ -57,8 +57,8 @@ def test_the_benchmark_compares_three_peers() -> None:
 
 
 def test_the_benchmark_of_front_ends_compares_contracts() -> None:
-    table = make("bench-front-end", "ARGS=--peers slipway,vllm --contracts lmi,triton --quick")
-    assert all(f"| {peer} |" in table for peer in ("slipway", "slipway:triton", "vllm"))
+    table = make("bench-front-end", "ARGS=--peers slipway,vllm,floor --contracts lmi,triton --quick")
+    assert all(f"| {peer} |" in table for peer in ("slipway", "slipway:triton", "vllm", "floor"))
 
 
 def test_the_proof_for_gpus_runs_on_a_cpu() -> None:

@@ -173,9 +173,8 @@ def test_each_step_is_pushed_at_once_with_the_tokens_own_text(processor: Process
 def test_the_short_way_gives_what_vllms_way_gives(
     tokenizer: Any, text: str, want_tokens: bool, with_logprobs: bool, apart: bool, interval: int
 ) -> None:
-    apart = (
-        apart and want_tokens and with_logprobs
-    )  # OpenAI's spelling of tokens, which stands beside log probabilities
+    # OpenAI's answers spell tokens apart, and only beside log probabilities.
+    apart = apart and want_tokens and with_logprobs
     seen = []
     for lean in (False, True):
         processor, sink = Processor(tokenizer, lean=lean), Recorder()
