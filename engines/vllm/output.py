@@ -301,7 +301,7 @@ class PushedState(OwnState):
         """
         self.want_tokens = generation.want_tokens
         # A part goes out when there are so many tokens, or at the end.
-        self.due, self.interval = (0, interval) if generation.stream else (sys.maxsize, 0)
+        self.due, self.interval = (1, interval) if generation.stream else (sys.maxsize, 0)
         self.tokenizer = texts.tokenizer
         self.reader = _StepReader(statistics)
         self.pieces: list[str] | None = None
@@ -362,7 +362,7 @@ class PushedState(OwnState):
             if self.pieces is not None:
                 self.pieces.clear()
                 self.pending.add(Token(token_id, piece, logprob, token_id in self.special_ids))
-            elif self.apart is not None:
+            elif self.want_tokens and self.apart is not None:
                 before = detokenizer.output_token_ids[-1 - _CHARACTER_TOKENS : -1]
                 self.pending.add(Token(token_id, self.apart.text(token_id, before), logprob))
             self._advance(None, None)
@@ -449,7 +449,8 @@ class PushedState(OwnState):
         text = detokenizer.get_next_output_text(finished, True)
         pending = self.pending
         tokens = pending.release(len(text), finished) if self.may_clip else pending.take_all()
-        if not (text or tokens or finished or self.prompt_tokens_due):
+        # vLLM's contracts have a part for each token, also for one within a character.
+        if not (text or tokens or finished or self.prompt_tokens_due or self.apart is not None):
             return
         count = self.reader.token_count
         self.due = count + self.interval

@@ -12,7 +12,9 @@ import os
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, given, settings
+from tokenizers import Tokenizer
 
 from tests.live.server import Server
 from tests.live.small_model import MAX_MODEL_LEN
@@ -163,6 +165,23 @@ def test_completions_are_the_same_on_both_ways(server: Server, body: dict[str, A
 @given(body=chats())
 def test_chats_are_the_same_on_both_ways(server: Server, body: dict[str, Any]) -> None:
     _compare(server, CHAT, body)
+
+
+@pytest.mark.parametrize("stop", [[], ["zz"]], ids=["no stop", "stop"])
+@pytest.mark.parametrize(
+    ("path", "prompt"), [(CHAT, {"messages": [{"role": "user", "content": "a"}]}), (COMPLETIONS, {"prompt": "a"})]
+)
+def test_a_token_within_a_character_has_a_record(
+    server: Server, small_options: dict[str, Any], path: str, prompt: dict[str, Any], stop: list[str]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(small_options["model_id"] / "tokenizer.json"))
+    begins_a_character = tokenizer.token_to_id("Ã")  # The byte C3.
+    body = {"model": "model", "max_tokens": 1, "allowed_token_ids": [begins_a_character], "stream": True, "stop": stop}
+    ours, vllms = (_answer(server, path, prompt | body | more) for more in ({}, {"echo": False}))
+    assert ours == vllms
+    text = server.client.post(path, json=prompt | body | {"max_tokens": 3}).text
+    field, count = ("text", 3) if path == COMPLETIONS else ("content", 4)  # A chat begins with the role.
+    assert text.count(f'"{field}":""') == text.count("data: {") == count
 
 
 def _compare(server: Server, path: str, body: dict[str, Any]) -> None:
