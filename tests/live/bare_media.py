@@ -1,24 +1,20 @@
-"""Prints the texts that bare vLLM, without any of Slipway, generates for prompts with images or sounds."""
+"""The texts of bare vLLM, without Slipway, for prompts with images or sounds. As a program, it makes them."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from container.sources.sample_model import make_once
 from engines.cache_dir import cache_dir
 from engines.vllm import RELEASE
+from tests.live.preloaded import answer_order, result_of
 
 
 @dataclass(frozen=True)
@@ -44,37 +40,21 @@ def bare_texts(model: Path, prompts: list[MediaPrompt], **arguments: Any) -> lis
     made_by = json.dumps([order, Path(__file__).read_text(), version("torch"), RELEASE])
 
     def write(directory: Path) -> None:
-        (directory / "texts.json").write_text(json.dumps(_texts(order)))
+        made = result_of(__name__, order, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        (directory / "texts.json").write_text(json.dumps(made))
 
     kept = make_once(cache_dir() / f"bare-media-{sha256(made_by.encode()).hexdigest()[:16]}", write)
     texts: list[str] = json.loads((kept / "texts.json").read_text())
     return texts
 
 
-def _texts(order: dict[str, Any]) -> Any:
-    # One process, which imports vLLM once.
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-    finished = subprocess.run(
-        [sys.executable, __file__],
-        input=json.dumps(order),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-        env=environment,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return json.loads(finished.stdout.splitlines()[-1])
-
-
-def main() -> None:
+def _texts(order: dict[str, Any]) -> list[str]:
     from PIL import Image
     from vllm import LLM, SamplingParams
 
     def file(text: str) -> io.BytesIO:
         return io.BytesIO(base64.b64decode(text))
 
-    order = json.loads(sys.stdin.read())
     engine = LLM(**order["arguments"], dtype="float32", enforce_eager=True, distributed_executor_backend="uni")
     prompts: list[Any] = []
     for each in order["prompts"]:
@@ -88,8 +68,8 @@ def main() -> None:
             prompt = {"encoder_prompt": {**prompt, "prompt": ""}, "decoder_prompt": each["prompt"]}
         prompts.append(prompt)
     params = [SamplingParams(temperature=0.0, max_tokens=each["max_tokens"]) for each in order["prompts"]]
-    print(json.dumps([output.outputs[0].text for output in engine.generate(prompts, params)]))
+    return [output.outputs[0].text for output in engine.generate(prompts, params)]
 
 
 if __name__ == "__main__":
-    main()
+    answer_order(_texts)

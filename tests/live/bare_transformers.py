@@ -1,12 +1,11 @@
-"""Prints the numbers that transformers, without vLLM and Slipway, makes of texts."""
+"""The numbers that transformers, without vLLM and Slipway, makes of texts. As a program, it makes them."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.live.preloaded import answer_order, result_of
 
 
 class Job(NamedTuple):
@@ -19,13 +18,14 @@ class Job(NamedTuple):
 
 
 def numbers_of_transformers(**jobs: Job) -> dict[str, list[list[float]]]:
-    """Return the numbers for each text of each job. All come from one new process, whose imports take long."""
+    """Return the numbers for each text of each job. All come from one new process."""
     given = {name: (str(job.model), job.pooling, job.texts) for name, job in jobs.items()}
-    command = [sys.executable, __file__, json.dumps(given)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    numbers: dict[str, list[list[float]]] = json.loads(finished.stdout.splitlines()[-1])
+    numbers: dict[str, list[list[float]]] = result_of(__name__, given)
     return numbers
+
+
+def _numbers(jobs: dict[str, tuple[str, str, list[Any]]]) -> dict[str, list[list[float]]]:
+    return {name: numbers_of(*job) for name, job in jobs.items()}
 
 
 def numbers_of(model: str, pooling: str, texts: list[Any]) -> list[list[float]]:
@@ -50,4 +50,4 @@ def numbers_of(model: str, pooling: str, texts: list[Any]) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: numbers_of(*job) for name, job in json.loads(sys.argv[1]).items()}))
+    answer_order(_numbers)

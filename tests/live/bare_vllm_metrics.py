@@ -1,11 +1,10 @@
-"""Prints the metrics that vLLM without Slipway has for a model before its first request."""
+"""The metrics that vLLM, without Slipway, has for a model before its first request. As a program, it makes them."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
+
+from tests.live.preloaded import answer_order, result_of
 
 
 def metrics_of_bare_vllm(**arguments: object) -> str:
@@ -14,13 +13,11 @@ def metrics_of_bare_vllm(**arguments: object) -> str:
     Args:
         arguments: vLLM's engine arguments.
     """
-    command = [sys.executable, __file__, json.dumps(arguments)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return finished.stdout[finished.stdout.index("# HELP") :]  # The log comes first.
+    text: str = result_of(__name__, arguments)
+    return text
 
 
-def main(arguments: dict[str, Any]) -> None:
+def _metrics(arguments: dict[str, Any]) -> str:
     from prometheus_client import generate_latest
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -29,8 +26,8 @@ def main(arguments: dict[str, Any]) -> None:
 
     config = AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
     PrometheusStatLogger(config, [0]).log_engine_initialized()
-    print(generate_latest(get_prometheus_registry()).decode())
+    return generate_latest(get_prometheus_registry()).decode()
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    answer_order(_metrics)

@@ -29,6 +29,8 @@ ENGINE = {"dtype": "fp32", "max_model_len": 1024, "kv_cache_memory_bytes": 512 <
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     # Tests run beside each other: each engine has one thread, on any free core.
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    # transformers keeps the code of models there, and two processes that write it disturb each other.
+    os.environ["HF_MODULES_CACHE"] = str(cache_dir() / f"modules-{worker}")
 plain_environment()  # Before a test imports vLLM.
 
 
@@ -126,8 +128,7 @@ def _local_endpoint(directory: Path, options: dict[str, object]) -> Iterator[Ser
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Start a server without a model, for tests that bring models (`hosted`). A parameter, as `engine` is."""
     directory = tmp_path_factory.mktemp("host")
-    environment = {"SAGEMAKER_MULTI_MODEL": "true", "HF_MODULES_CACHE": str(directory / "modules")}
-    environment["VLLM_ENABLE_RESPONSES_API_STORE"] = "1"
+    environment = {"SAGEMAKER_MULTI_MODEL": "true", "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     if worker:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = str(max(os.sched_getaffinity(0)))
     server = Server(None, directory / "server.log", environment, name=None)

@@ -1,25 +1,27 @@
-"""Runs the vLLM engine, and prints its answers to constraints. Some of these would harm the engine."""
+"""The vLLM engine's answers to constraints. Some of these would harm the engine, so a program runs it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from engines.choice import begin_import, engine_factory
 from engines.errors import RequestError
 from engines.model_settings import ModelSettings
 from engines.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 from tests.generation import generate
+from tests.live.preloaded import answer_order, result_of
 
 PROMPT = "The answer is"
 PAUSE = 0.05
+
+
+def constrained_answers(model: Path, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the answers to the cases, by name, from a new process. "others": those of requests beside them."""
+    answers: dict[str, dict[str, Any]] = result_of(__name__, [str(model), cases])
+    return answers
 
 
 def settings_for(directory: str) -> ModelSettings:
@@ -81,7 +83,7 @@ async def longest_wait(engine: Any, stop: asyncio.Event) -> float:
     return longest
 
 
-async def main(directory: str, cases: dict[str, dict[str, Any]]) -> None:
+async def answers_of(directory: str, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     settings = settings_for(directory)
     begin_import(settings)
     engine = engine_factory(settings)(settings)
@@ -94,9 +96,8 @@ async def main(directory: str, cases: dict[str, dict[str, Any]]) -> None:
         results["others"] = {"longest_wait": await other, "alive": engine.health().alive}
     finally:
         await engine.stop()
-    with contextlib.suppress(BrokenPipeError):
-        print("\n" + json.dumps(results))
+    return results
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], json.load(sys.stdin)))
+    answer_order(lambda order: asyncio.run(answers_of(*order)))

@@ -16,7 +16,7 @@ from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server
 from tests.waiting import wait_until
 
-TOKENS = 240
+TOKENS = 96
 SCHEMA = {"type": "object", "properties": {"numbers": {"type": "array", "items": {"type": "integer"}}}}
 FORM = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": SCHEMA}}
 FORMATTERS = Path(__file__).parents[1] / "fixtures" / "formatters"

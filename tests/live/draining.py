@@ -18,6 +18,7 @@ from tests.live.small_model import ENDLESS, ENDLESS_STREAM
 from tests.waiting import wait_until
 
 STOPPING = "the server is stopping; the request was not completed"
+_TOKENS = 100  # Of an answer that has time to finish.
 
 
 def open_stream(server: Server, parameters: dict[str, Any] = ENDLESS) -> socket.socket:
@@ -37,10 +38,9 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
     """Stop the server with a signal, and assert that it drains.
 
     Running requests finish or end with the reason, new requests are refused, and the process ends without a complaint.
-    The
-    signal goes to the whole process group, as Ctrl-C in a terminal does.
+    The signal goes to the whole process group, as Ctrl-C in a terminal does.
     """
-    parameters = {"max_new_tokens": 300, "ignore_eos_token": True}
+    parameters = {"max_new_tokens": _TOKENS, "ignore_eos_token": True}
     body = {"inputs": "Once", "stream": True, "parameters": parameters}
     with ThreadPoolExecutor(1) as pool, server.client.stream("POST", "/invocations", json=body) as running:
         lines = running.iter_lines()
@@ -54,7 +54,7 @@ def drain(server: Server, number: signal.Signals = signal.SIGTERM) -> None:
             assert (refused.status_code, late.get("/ping").status_code) == (503, 503)
             assert "retry-after" in refused.headers
         stream = records("\n".join([first, *lines]))
-        assert len(stream) == 300
+        assert len(stream) == _TOKENS
         assert "generated_text" in stream[-1]
         *_, last, done = endless.result().text.strip().split("\n\n")
         assert (json.loads(last.removeprefix("data: "))["error"]["message"], done) == (STOPPING, "data: [DONE]")

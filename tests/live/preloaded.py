@@ -1,8 +1,8 @@
-"""Servers that begin with their modules imported: they are forked from a process that has imported them.
+"""Programs that begin with their modules imported: they are forked from a process that has imported them.
 
-An import of vLLM takes ten seconds of processor time, in the server and once more in its fork server. A live run starts
-about fifty servers. `start` forks a server, with a process in store that becomes its fork server. From there on the
-server runs as `python -m deploy` does.
+An import of vLLM takes ten seconds of processor time, in a server and once more in its fork server. A live run starts
+about fifty servers, and ten programs that use vLLM or transformers without Slipway. `start` forks a program, with a
+process in store that becomes its fork server. From there on it runs as `python -m` does.
 
 A server whose environment matters to the imports is started as users start it, and so are those of the tests of starts
 (`tests.live.server.Server.forked`).
@@ -22,9 +22,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing import util
 from pathlib import Path
@@ -45,14 +46,19 @@ _MODULES = (
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.models.llama",
 )
-_FREE = ("SERVING_", "OPTION_", "AWS_", "SAGEMAKER_")  # Begin the variables that no import reads.
+_FREE = (
+    *("SERVING_", "OPTION_", "AWS_", "SAGEMAKER_", "TMPDIR"),
+    *("VLLM_API_KEY", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_RESPONSES_API_STORE"),
+)
+"""Begin the names of the variables that no import reads, or whose value `_serve` takes over."""
+_PROGRAM_SECONDS = 400.0
 _OWN = {"OPENBLAS_NUM_THREADS": "1", "PYTHONSAFEPATH": ""}  # OpenBLAS starts no threads, which a fork would lose.
 _MOST_BYTES = 1 << 20  # Of a message.
 _FORK_SERVER = "multiprocessing.forkserver"
 
 
 class ForkedServer:
-    """A forked server, with the methods of `subprocess.Popen` that tests use."""
+    """A forked program, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, source: _Source, pid: int) -> None:
         self.pid = pid
@@ -99,10 +105,10 @@ class _Source:
                 command, env=_environment_of_imports() | _OWN, pass_fds=[theirs.fileno()], start_new_session=True
             )
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedServer:
-        order = json.dumps({"arguments": list(arguments), "environment": dict(environment), "directory": os.getcwd()})
+    def start(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedServer:
+        order = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
         with self._reading:
-            socket.send_fds(self._socket, [order.encode()], [log])
+            socket.send_fds(self._socket, [json.dumps(order | {"directory": os.getcwd()}).encode()], [log])
             while "forked" not in (answer := self._receive()):
                 self._note(answer)
         self.codes.pop(pid := answer["forked"], None)
@@ -138,18 +144,46 @@ def _environment_of_imports() -> dict[str, str]:
     return plain_environment() | {"HF_HUB_OFFLINE": "1"}
 
 
-def start(arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedServer:
-    """Start `python -m deploy` in a session of its own.
+def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedServer:
+    """Start `python -m module` in a new session.
 
     Args:
-        arguments: The arguments after `deploy`.
+        module: The name of the module.
+        arguments: The arguments after the module.
         environment: All variables.
         log: The descriptor of the file for its output.
     """
     global _source
     if _source is None:
         _source = _Source()
-    return _source.start(arguments, environment, log)
+    return _source.start(module, arguments, environment, log)
+
+
+def result_of(module: str, order: Any, **variables: str) -> Any:
+    """Return the result of a program that answers an order (`answer_order`).
+
+    Args:
+        module: The program.
+        order: Its order, as JSON takes it.
+        variables: Variables that no import reads.
+    """
+    with tempfile.TemporaryDirectory(prefix="slipway-test-") as name:
+        directory = Path(name)
+        (directory / "order").write_text(json.dumps(order))
+        with (directory / "log").open("wb") as log:
+            program = start(module, [name], _environment_of_imports() | variables, log.fileno())
+        try:
+            code = program.wait(_PROGRAM_SECONDS)
+        finally:
+            program.kill()
+        assert code == 0, (directory / "log").read_text(errors="replace")[-4000:]
+        return json.loads((directory / "result").read_text())
+
+
+def answer_order(answer: Callable[[Any], Any]) -> None:
+    """Run a program: read the order from the directory that is its argument, and write the result there."""
+    directory = Path(sys.argv[1])
+    (directory / "result").write_text(json.dumps(answer(json.loads((directory / "order").read_text()))))
 
 
 @cache
@@ -166,7 +200,7 @@ def plain_environment() -> dict[str, str]:
 
 
 def run(control: int) -> None:
-    """Import the modules, and fork a server for each order."""
+    """Import the modules, and fork a program for each order."""
     orders = socket.socket(fileno=control)
     _import()
     children: set[int] = set()
@@ -179,7 +213,7 @@ def run(control: int) -> None:
             if not (pid := os.fork()):
                 orders.close()
                 _serve(order, files[0])
-                return  # The interpreter ends as it does after `python -m deploy`.
+                return  # The interpreter ends as it does after `python -m`.
             os.close(files[0])
             children.add(pid)
             orders.send(json.dumps({"forked": pid}).encode())
@@ -212,10 +246,11 @@ def _serve(order: dict[str, Any], log: int) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["directory"])
+    tempfile.tempdir = None  # It is that of the first import that asked for it.
     _keep_a_fork_server()
     _configure_vllms_logs_later()
-    sys.argv = ["deploy", *order["arguments"]]
-    runpy.run_module("deploy", run_name="__main__", alter_sys=True)
+    sys.argv = [order["module"], *order["arguments"]]
+    runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
 
 
 def _keep_a_fork_server() -> None:

@@ -95,7 +95,7 @@ class Server:
         command, variables = self.command(), self.all_variables()
         plain = self.program[0] == "deploy" and self.working_directory is None
         if self.forked and plain and preloaded.can_start(variables):
-            return preloaded.start(command[3:], variables, log.fileno())
+            return preloaded.start(self.program[0], command[3:], variables, log.fileno())
         return subprocess.Popen(
             command,
             cwd=self.working_directory,

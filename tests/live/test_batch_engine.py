@@ -1,4 +1,4 @@
-"""Dynamic batching with the sample model: the engine against `model.generate`, and the server over HTTP."""
+"""Dynamic batching: the engine against `model.generate`, and the server over HTTP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import pytest_asyncio
+from msgspec import structs
 
 from engines.errors import InvalidParameter
 from engines.interface import Engine
@@ -30,7 +32,7 @@ from tests.live.constrained import DYNAMIC, FORMS, NAMES, TOKENWISE, accepted, b
 from tests.live.constrained import answer as answer_of
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
 from tests.live.server import METRIC_SECONDS, Server, hosted, serving, write_model
-from tests.live.small_model import prepare_small_model
+from tests.live.small_model import prepare_small_model, stop_within
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.recorder import Recorder
 from tests.waiting import until, wait_until
@@ -39,23 +41,27 @@ GREEDY = SamplingParameters(max_tokens=MAX_NEW_TOKENS)
 
 
 def settings(model: Path, **fields: Any) -> ModelSettings:
-    fields = {"batch_size": 8, "max_batch_delay": 0.1, **fields}
-    arguments = {"max_model_len": "1024"}
-    return ModelSettings(
-        name="m", model_dir=model, model_id=str(model), dtype="fp32", engine_arguments=arguments, **fields
-    )
+    fields = {"batch_size": 8, "max_batch_delay": 0.1, "engine_arguments": {"max_model_len": "1024"}, **fields}
+    return ModelSettings(name="m", model_dir=model, model_id=str(model), dtype="fp32", **fields)
 
 
 @asynccontextmanager
-async def engine_with(model: Path, **fields: Any) -> AsyncIterator[Engine]:
+async def engine_with(model: Path) -> AsyncIterator[Engine]:
     from engines.transformers.engine import BatchEngine
 
-    engine = BatchEngine(settings(model, **fields))
+    engine = BatchEngine(settings(model))
     await engine.start()
     try:
         yield engine
     finally:
         await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[Engine]:
+    """Start an engine of the small model."""
+    async with engine_with(prepare_small_model()) as started:
+        yield started
 
 
 def request_for(prompt: str, sampling: SamplingParameters = GREEDY, **fields: Any) -> GenerationRequest:
@@ -72,12 +78,13 @@ async def texts(engine: Engine, *requests: GenerationRequest) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def generated(sample_model: Path) -> dict[str, list[int]]:
+def generated() -> dict[str, list[int]]:
     """Return the tokens that `model.generate` gives greedily for each of PROMPTS, without the end token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(sample_model)
-    model = AutoModelForCausalLM.from_pretrained(sample_model, dtype="float32")
+    directory = prepare_small_model()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32")
     ids = {}
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt")
@@ -88,60 +95,59 @@ def generated(sample_model: Path) -> dict[str, list[int]]:
     return ids
 
 
-@pytest.mark.asyncio
+@pytest.mark.asyncio(loop_scope="module")
 async def test_greedy_tokens_in_a_batch_and_alone_are_those_of_generate(
-    sample_model: Path, generated: dict[str, list[int]]
+    engine: Engine, generated: dict[str, list[int]]
 ) -> None:
-    async with engine_with(sample_model) as engine:
-        requests = [request_for(prompt, want_tokens=True, stream=True) for prompt in PROMPTS]
-        together = await asyncio.gather(*(answer(engine, request) for request in requests))
-        alone = [await answer(engine, request) for request in requests]
-        for prompt, *answers in zip(PROMPTS, together, alone, strict=True):
-            for deltas in answers:
-                ids = [token.id for delta in deltas for token in delta.tokens]
-                assert [i for i in ids if i not in engine.eos_token_ids] == generated[prompt]
-                assert [delta.last for delta in deltas] == [False] * (len(deltas) - 1) + [True]
-                assert [delta.token_count for delta in deltas] == sorted(delta.token_count for delta in deltas)
+    requests = [request_for(prompt, want_tokens=True, stream=True) for prompt in PROMPTS]
+    together = await asyncio.gather(*(answer(engine, request) for request in requests))
+    alone = [await answer(engine, request) for request in requests]
+    for prompt, *answers in zip(PROMPTS, together, alone, strict=True):
+        for deltas in answers:
+            ids = [token.id for delta in deltas for token in delta.tokens]
+            assert [i for i in ids if i not in engine.eos_token_ids] == generated[prompt]
+            assert [delta.last for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+            assert [delta.token_count for delta in deltas] == sorted(delta.token_count for delta in deltas)
 
 
-@pytest.mark.asyncio
-async def test_a_seed_gives_the_same_text_alone_and_in_a_batch(sample_model: Path) -> None:
-    sampling = SamplingParameters(max_tokens=16, temperature=0.9, top_p=0.95, seed=7)
-    requests = [request_for(prompt, sampling) for prompt in PROMPTS]
-    async with engine_with(sample_model) as engine:
-        together = await texts(engine, *requests)
-        assert together == [(await texts(engine, request))[0] for request in requests]
-        assert len(set(together)) == len(PROMPTS)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_seed_gives_the_same_text_alone_and_in_a_batch(engine: Engine) -> None:
+    sampling = SamplingParameters(max_tokens=16, temperature=0.9, top_p=0.95)
+    requests = [request_for(prompt, structs.replace(sampling, seed=seed)) for seed, prompt in enumerate(PROMPTS)]
+    together = await texts(engine, *requests)
+    assert together == [(await texts(engine, request))[0] for request in requests]
+    assert len(set(together)) == len(PROMPTS)
 
 
-@pytest.mark.asyncio
-async def test_a_stop_string_ends_its_own_sequence_only(sample_model: Path) -> None:
-    sampling = SamplingParameters(max_tokens=16, stop=("Paris",))
-    async with engine_with(sample_model) as engine:
-        stopped, other = await asyncio.gather(
-            answer(engine, request_for(PROMPTS[0], sampling)), answer(engine, request_for(PROMPTS[1], sampling))
-        )
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_stop_string_ends_its_own_sequence_only(engine: Engine) -> None:
+    sampling = SamplingParameters(max_tokens=16)
+    stop = stop_within((await texts(engine, request_for(PROMPTS[0], sampling)))[0])
+    stopping = structs.replace(sampling, stop=(stop,))
+    stopped, other = await asyncio.gather(
+        answer(engine, request_for(PROMPTS[0], stopping)), answer(engine, request_for(PROMPTS[1], sampling))
+    )
     assert stopped[-1].finish_reason is FinishReason.STOP
-    assert "Paris" not in stopped[-1].text
+    assert stop not in stopped[-1].text
     assert (other[-1].finish_reason, other[-1].token_count) == (FinishReason.LENGTH, 16)
 
 
-@pytest.mark.asyncio
-async def test_a_bad_request_and_a_cancelled_one_do_not_touch_their_neighbours(sample_model: Path) -> None:
-    async with engine_with(sample_model) as engine:
-        alone = await texts(engine, request_for(PROMPTS[0]))
-        kept, gone = Recorder(), Recorder()
-        await engine.submit(request_for(PROMPTS[0], stream=True), kept)
-        leaving = await engine.submit(request_for(PROMPTS[1], stream=True), gone)
-        with pytest.raises(InvalidParameter):
-            await engine.submit(request_for(PROMPTS[2], SamplingParameters(stop_token_ids=(10**6,))), Recorder())
-        await until(lambda: gone.deltas, 60)
-        leaving.cancel()
-        seen = len(gone.deltas)
-        await until(lambda: kept.deltas and kept.deltas[-1].last, 60)
-        assert ["".join(delta.text for delta in kept.deltas)] == alone
-        assert len(gone.deltas) == seen < MAX_NEW_TOKENS
-        assert engine.statistics.aborted_requests == 1
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_bad_request_and_a_cancelled_one_do_not_touch_their_neighbours(engine: Engine) -> None:
+    alone = await texts(engine, request_for(PROMPTS[0]))
+    aborted = engine.statistics.aborted_requests
+    kept, gone = Recorder(), Recorder()
+    await engine.submit(request_for(PROMPTS[0], stream=True), kept)
+    leaving = await engine.submit(request_for(PROMPTS[1], stream=True), gone)
+    with pytest.raises(InvalidParameter):
+        await engine.submit(request_for(PROMPTS[2], SamplingParameters(stop_token_ids=(10**6,))), Recorder())
+    await until(lambda: gone.deltas, 60)
+    leaving.cancel()
+    seen = len(gone.deltas)
+    await until(lambda: kept.deltas and kept.deltas[-1].last, 60)
+    assert ["".join(delta.text for delta in kept.deltas)] == alone
+    assert len(gone.deltas) == seen < MAX_NEW_TOKENS
+    assert engine.statistics.aborted_requests == aborted + 1
 
 
 @pytest.mark.asyncio
@@ -237,22 +243,28 @@ def test_over_http_what_needs_vllm_is_refused_by_name(server: Server) -> None:
         assert reply.json()["detail"][0]["loc"] == ["body", name]
 
 
-def test_over_http_a_stream_has_a_record_for_each_step(host: Server, tmp_path: Path, sample_model: Path) -> None:
+def test_over_http_a_stream_has_a_record_for_each_step(host: Server, tmp_path: Path) -> None:
     options: dict[str, Any] = {
-        "model_id": sample_model,
+        "model_id": prepare_small_model(),
         "rolling_batch": "disable",
         "dtype": "fp32",
         "max_model_len": 1024,
     }
+
     with hosted(host, write_model(tmp_path / "model", enable_streaming="true", **options)) as model:
-        prompts = list(PROMPTS[:2])
-        document = {"inputs": prompts, "parameters": {"max_new_tokens": 8}}
-        with model.client.stream("POST", "/invocations", json=document) as reply:
-            lines = list(reply.iter_lines())
-            assert (reply.status_code, reply.headers["content-type"]) == (200, "application/jsonlines")
-        records = [json.loads(line)["outputs"] for line in lines]
-        assert [len(record) for record in records] == [2] * 8
-        assert "".join(record[0] for record in records).startswith(" Paris")
+
+        def steps(*prompts: str) -> list[list[str]]:
+            document = {"inputs": prompts, "parameters": {"max_new_tokens": 8}}
+            with model.client.stream("POST", "/invocations", json=document) as reply:
+                lines = list(reply.iter_lines())
+                assert (reply.status_code, reply.headers["content-type"]) == (200, "application/jsonlines")
+            return [json.loads(line)["outputs"] for line in lines]
+
+        together = steps(*PROMPTS[:2])
+        assert [len(record) for record in together] == [2] * 8
+        assert [*map(list, zip(*together, strict=True))] == [
+            [text for [text] in steps(prompt)] for prompt in PROMPTS[:2]
+        ]
 
 
 @pytest.mark.asyncio

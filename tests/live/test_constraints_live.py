@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.live.constrained_answers import constrained_answers
 from tests.live.small_model import prepare_small_model
 
 POOL = [
@@ -98,19 +96,8 @@ ANSWERED: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
     """Return the answers to all cases."""
-    script = Path(__file__).with_name("constrained_answers.py")
     cases = {name: case for name, (case, _) in REFUSED.items()} | ANSWERED
-    finished = subprocess.run(
-        [sys.executable, str(script), str(prepare_small_model())],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    answers: dict[str, dict[str, Any]] = json.loads(finished.stdout.splitlines()[-1])
-    return answers
+    return constrained_answers(prepare_small_model(), cases)
 
 
 @pytest.mark.parametrize("name", REFUSED)

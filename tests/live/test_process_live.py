@@ -96,7 +96,7 @@ def small(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, obj
             "SERVING_MAX_REQUEST_SIZE": "2000",
             "SERVING_JOB_QUEUE_SIZE": "2",
             "SERVING_LOG_FORMAT": "json",
-            "SERVING_DRAIN_TIMEOUT": "20",
+            "SERVING_DRAIN_TIMEOUT": "10",
             "TMPDIR": temporary,
         }
         options = small_options | {"max_rolling_batch_size": 2}
@@ -163,7 +163,6 @@ def test_an_engine_that_dies_or_stalls_is_started_again_as_often_as_it_may_and_t
         "SERVING_ENGINE_RESTART_WHEN_STALLED": "true",
         "SERVING_STALL_TIMEOUT": "10",
         "SERVING_FAIL_FAST": "true",
-        "TORCH_COMPILE_DISABLE": "1",  # else the first log probability may take longer than the stall timeout
     }
     adapter = make_adapter(tmp_path / "red", small_options["model_id"], 1)
     with serving(tmp_path, environment, enable_lora="true", **small_options) as server:
@@ -246,7 +245,6 @@ def shared_memory(server: Server) -> set[Path]:
     return {path for path in mapped if path.parent == Path("/dev/shm") and path.exists()}
 
 
-@pytest.mark.usefixtures("own_start")
 def test_a_second_sigterm_ends_the_process_at_once_and_leaves_no_shared_memory(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:
@@ -265,7 +263,6 @@ def test_a_second_sigterm_ends_the_process_at_once_and_leaves_no_shared_memory(
         wait_until(lambda: not [path for path in shared if path.exists()], about=lambda: str(shared))
 
 
-@pytest.mark.usefixtures("own_start")
 @pytest.mark.parametrize(
     ("options", "exit_code", "message"),
     [
