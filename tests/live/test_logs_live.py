@@ -9,6 +9,8 @@ import signal
 import threading
 from pathlib import Path
 
+import pytest
+
 from tests.live.server import METRIC_SECONDS, Server, write_model
 from tests.waiting import wait_until
 
@@ -25,6 +27,7 @@ def _log_much(server: Server) -> None:
             assert server.client.get(path).status_code == 404
 
 
+@pytest.mark.usefixtures("own_start")
 def test_a_server_whose_log_nobody_reads_serves_and_stops_and_each_line_is_json(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:
