@@ -53,7 +53,8 @@ from engines.vllm import fork_server, internals
 from engines.vllm.continuation import advance
 
 _SPIN_SECONDS = 0.002  # The pause between two steps is shorter, so it costs nothing there.
-_PAUSE_SECONDS = 0.0002
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.002  # Seconds.
+_PAUSE_SHARE = 1 / 64  # Of the time that the message has taken so far: the share by which it may be seen too late.
 _NEW_WAIT_SECONDS = 0.0005  # A look takes microseconds, and a step longer than this.
 
 
@@ -211,10 +212,10 @@ class Pause:
         now = time.monotonic()
         if now - self._last > _NEW_WAIT_SECONDS:
             self._begun = now
-        if now - self._begun < _SPIN_SECONDS:
+        if (waited := now - self._begun) < _SPIN_SECONDS:
             os.sched_yield()
         else:
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE))
         self._last = time.monotonic()
 
 
