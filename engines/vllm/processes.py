@@ -14,8 +14,9 @@ process only between two steps, and a process that is stopped notices nothing. W
 are killed, so that the engine process reports its death at once. tests/live/test_health_live.py kills a server and
 finds nothing left.
 
-Failures: the engine process reports the errors of vLLM's function for it, and its workers those of `WorkerProc()`; vLLM
-writes both to the log alone. tests/live/test_management_live.py has an engine fail for want of memory.
+Failures: vLLM writes the errors of its processes to the log alone. Here the engine process reports an error of the
+function that vLLM runs in it, and each worker reports an error of `WorkerProc()`. tests/live/test_management_live.py
+has an engine fail for want of memory.
 
 Each engine process is a separate process group: Ctrl-C in a terminal goes to a whole group, and would end the engine
 while the server lets its requests finish. tests/live/test_process_live.py does that. They stay in the server's session:
@@ -202,7 +203,7 @@ class Pause:
 
     The engine process looks for the answer of its workers, and each worker for its next step, until nothing has come
     for a second. vLLM only yields between two looks, so both keep a processor busy, which the model and the front end
-    need on a CPU.
+    need on a CPU. Here the pause grows with the wait.
     """
 
     def __init__(self) -> None:

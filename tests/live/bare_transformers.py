@@ -24,11 +24,11 @@ def numbers_of_transformers(**jobs: Job) -> dict[str, list[list[float]]]:
     return numbers
 
 
-def _numbers(jobs: dict[str, tuple[str, str, list[Any]]]) -> dict[str, list[list[float]]]:
-    return {name: numbers_of(*job) for name, job in jobs.items()}
+def _numbers_of_all(jobs: dict[str, tuple[str, str, list[Any]]]) -> dict[str, list[list[float]]]:
+    return {name: _numbers_of(*job) for name, job in jobs.items()}
 
 
-def numbers_of(model: str, pooling: str, texts: list[Any]) -> list[list[float]]:
+def _numbers_of(model: str, pooling: str, texts: list[Any]) -> list[list[float]]:
     import torch
     from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -50,4 +50,4 @@ def numbers_of(model: str, pooling: str, texts: list[Any]) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    answer_order(_numbers)
+    answer_order(_numbers_of_all)

@@ -57,7 +57,7 @@ _MOST_BYTES = 1 << 20  # Of a message.
 _FORK_SERVER = "multiprocessing.forkserver"
 
 
-class ForkedServer:
+class ForkedProgram:
     """A forked program, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, source: _Source, pid: int) -> None:
@@ -105,14 +105,14 @@ class _Source:
                 command, env=_environment_of_imports() | _OWN, pass_fds=[theirs.fileno()], start_new_session=True
             )
 
-    def start(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedServer:
+    def start(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedProgram:
         order = {"module": module, "arguments": list(arguments), "environment": dict(environment)}
         with self._reading:
             socket.send_fds(self._socket, [json.dumps(order | {"directory": os.getcwd()}).encode()], [log])
             while "forked" not in (answer := self._receive()):
                 self._note(answer)
         self.codes.pop(pid := answer["forked"], None)
-        return ForkedServer(self, pid)
+        return ForkedProgram(self, pid)
 
     def read(self) -> None:
         """Read the exit codes that have come."""
@@ -144,7 +144,7 @@ def _environment_of_imports() -> dict[str, str]:
     return plain_environment() | {"HF_HUB_OFFLINE": "1"}
 
 
-def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedServer:
+def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedProgram:
     """Start `python -m module` in a new session.
 
     Args:

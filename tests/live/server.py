@@ -91,7 +91,7 @@ class Server:
         with self.log.open("wb") as log:
             self.process = self._started(log)
 
-    def _started(self, log: IO[bytes]) -> subprocess.Popen[bytes] | preloaded.ForkedServer:
+    def _started(self, log: IO[bytes]) -> subprocess.Popen[bytes] | preloaded.ForkedProgram:
         command, variables = self.command(), self.all_variables()
         plain = self.program[0] == "deploy" and self.working_directory is None
         if self.forked and plain and preloaded.can_start(variables):

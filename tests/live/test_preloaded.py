@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.preloaded import ForkedServer
+from tests.live.preloaded import ForkedProgram
 from tests.live.server import Server
 
 _NO_MODEL = {"SAGEMAKER_MULTI_MODEL": "true"}
@@ -19,7 +19,7 @@ def test_a_forked_server_serves_and_ends_with_its_exit_code(tmp_path: Path, numb
     server = Server(None, tmp_path / "log", _NO_MODEL, name=None)
     try:
         server.wait_until_ready()
-        assert isinstance(server.process, ForkedServer)
+        assert isinstance(server.process, ForkedProgram)
         with pytest.raises(subprocess.TimeoutExpired):
             server.process.wait(0.1)
         server.process.send_signal(number)
