@@ -116,10 +116,11 @@ class EngineStatistics:
         self.prompt_tokens += tokens
         self.prompt_lengths.observe(tokens)
 
-    def pooled(self, seconds: float) -> None:
-        """Count a prompt whose numbers came after so long."""
+    def pooled(self, seconds: float, queued: float) -> None:
+        """Count a prompt whose numbers came after `seconds`, of which it waited `queued` for its first step."""
         self.finished_requests += 1
         self.inference.observe(seconds)
+        self.queue_time.observe(queued)
 
     def ended(self, tokens: int, seconds: float) -> None:
         """Keep the length and the time of a sequence that came to its end."""

@@ -343,6 +343,13 @@ def sequence_ids(llm: AsyncLLM, request_id: str) -> Sequence[str]:
     return ids
 
 
+def seconds_in_queue(state: RequestState) -> float:
+    """Return the time between a sequence's arrival in the engine and its first step."""
+    assert state.stats is not None  # The states of Slipway and of `AsyncLLM` have `log_stats`.
+    seconds: float = state.stats.scheduled_ts - state.stats.queued_ts
+    return max(seconds, 0.0)
+
+
 def register(llm: AsyncLLM, state: RequestState) -> None:
     """Register a sequence. It has to be done before the engine gets the request, so that no output comes earlier."""
     llm.output_processor.request_states[state.request_id] = state

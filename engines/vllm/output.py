@@ -39,6 +39,7 @@ from engines.vllm.internals import (
     ParentRequest,
     SlowIncrementalDetokenizer,
     TokenTaker,
+    seconds_in_queue,
     text_corrector,
     uses_fast_detokenizer,
 )
@@ -263,11 +264,21 @@ class PooledState(OwnState):
             self.fail(GenerationFailed("the request was aborted"))
             return
         self.end()
-        self.statistics.pooled(time.monotonic() - self.reader.last_at)
+        submitted_at, queued = self.reader.last_at, seconds_in_queue(self)
+        self.statistics.pooled(time.monotonic() - submitted_at, queued)
         # An exception here would end vLLM's output loop and with it every other request.
         try:
             numbers = pooling_output.float().numpy()
-            self.sink.on_delta(TokenDelta("", prompt_token_count=self.prompt_len, last=True, numbers=numbers))
+            self.sink.on_delta(
+                TokenDelta(
+                    "",
+                    prompt_token_count=self.prompt_len,
+                    last=True,
+                    numbers=numbers,
+                    submitted_at=submitted_at,
+                    queued_seconds=queued,
+                )
+            )
         except Exception:
             self.fail_internally("the numbers")
 

@@ -37,7 +37,7 @@ from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
 from engines.vllm.constraints import no_token_left
 from engines.vllm.engine import VllmEngine
-from engines.vllm.internals import EngineDeadError, abort, request_states, sequence_ids
+from engines.vllm.internals import EngineDeadError, abort, request_states, seconds_in_queue, sequence_ids
 from engines.vllm.output import SequenceStatistics
 from engines.vllm.parsers import tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_words
@@ -173,12 +173,13 @@ class EngineClient:
         has_ended = False
         try:
             queue = await self._added(call, prompt, params, request_id, options)
+            states = _states(self._llm, request_id, queue)
             statistics.prompt(len(prompt["prompt_token_ids"]))
             late = GenerationError(f"no answer within predict_timeout ({limit:g} s)")
             timer = asyncio.get_running_loop().call_later(limit, queue.put, late)
             output = queue.get_nowait() or await queue.get()
             has_ended = True
-            statistics.pooled(time.monotonic() - began)
+            statistics.pooled(time.monotonic() - began, sum(map(seconds_in_queue, states)))
             yield output
         except (asyncio.CancelledError, GeneratorExit):
             if queue is not None and not has_ended:
@@ -279,6 +280,13 @@ def _submitted(call: OpenAICall, prompt: Any) -> Any:
     return prompt
 
 
+def _states(llm: Any, request_id: str, queue: Any) -> list[Any]:
+    """Return the states of the sequences of the request with this queue that have not ended."""
+    known = request_states(llm)
+    states: list[Any] = [known[sequence] for sequence in sequence_ids(llm, request_id)]
+    return [state for state in states if state.queue is queue]  # ids are the clients', who may use one twice
+
+
 class _Request:
     """One request in the engine: counts its tokens, and ends it when none comes for too long."""
 
@@ -294,9 +302,7 @@ class _Request:
         Raises:
             RuntimeError: vLLM keeps them elsewhere than it did.
         """
-        known = request_states(self._llm)
-        states: list[Any] = [known[i] for i in sequence_ids(self._llm, request_id)]
-        own = [state for state in states if state.queue is self._queue]  # ids are the clients', who may use one twice
+        own = _states(self._llm, request_id, self._queue)
         if not own and not _ended(self._queue.output):
             raise RuntimeError("vLLM's output processor does not know a request that it was given just now")
         self._statistics.prompt(own[0].prompt_len if own else 0)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from engines.errors import RequestError
+from engines.request import TokenDelta
 from handlers.contract import Reply
 from handlers.pooled_answer import PooledAnswer, encode, normalized, shortened, sigmoid, softmax
 from handlers.tei.errors import TeiRefusal, refuse
@@ -29,22 +30,30 @@ class TeiAnswer(PooledAnswer):
             characters: The length of all prompts. Each token id counts as one.
         """
         super().__init__(prompts)
-        self._characters, self._begun_at = characters, time.monotonic()
+        self._prompts, self._characters, self._begun_at = prompts, characters, time.monotonic()
+        # Of all prompts, in seconds.
+        self._tokenization = self._queue = 0.0
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """Counts, and times in milliseconds. The engine does not tell the times of tokenizing and waiting."""
-        total = str(int((time.monotonic() - self._begun_at) * 1000))
+        """Counts, and times in milliseconds. Those of tokenizing and waiting are means of the prompts, as in TEI."""
+        total = time.monotonic() - self._begun_at
+        tokenization, queue = self._tokenization / self._prompts, self._queue / self._prompts
         return (
             ("x-compute-type", "gpu+optimized"),
-            ("x-compute-time", total),
+            ("x-compute-time", _milliseconds(total)),
             ("x-compute-characters", str(self._characters)),
             ("x-compute-tokens", str(self.prompt_tokens)),
-            ("x-total-time", total),
-            ("x-tokenization-time", "0"),
-            ("x-queue-time", "0"),
-            ("x-inference-time", total),
+            ("x-total-time", _milliseconds(total)),
+            ("x-tokenization-time", _milliseconds(tokenization)),
+            ("x-queue-time", _milliseconds(queue)),
+            ("x-inference-time", _milliseconds(total - tokenization - queue)),
         )
+
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        self._tokenization += delta.submitted_at - self._begun_at
+        self._queue += delta.queued_seconds
+        return super().feed(prompt, delta)
 
     def document(self, numbers: Sequence[Any]) -> bytes:
         return encode(self.content(numbers))
@@ -141,6 +150,10 @@ class Predictions(TeiAnswer):
             {"score": scores[number], "label": self._labels.get(int(number), f"LABEL_{number}")}
             for number in best_first(scores)
         ]
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(int(seconds * 1000))
 
 
 def probabilities(raw: Any, *, keep: bool) -> Any:

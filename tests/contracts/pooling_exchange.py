@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -125,7 +126,8 @@ class PoolingEngine(ScriptedEngine):
             raise ContextExceeded(len(ids), 0, CONTEXT)
         numbers = np.array(self.numbers[min(len(self.seen), len(self.numbers) - 1)], np.float32)
         self.seen.append(request)
-        sink.on_delta(TokenDelta("", prompt_token_count=len(ids), last=True, numbers=numbers))
+        now = time.monotonic()
+        sink.on_delta(TokenDelta("", prompt_token_count=len(ids), last=True, numbers=numbers, submitted_at=now))
         return ScriptedGeneration(request, sink)
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engines.pooling import Pooling
+from engines.request import TokenDelta
+from handlers.tei.answer import Vectors
 from tests.contracts.pooling_exchange import ask
 
 pytestmark = pytest.mark.asyncio
@@ -24,6 +28,22 @@ async def test_each_text_gets_a_vector_in_order() -> None:
     answer = await ask("/embed", {"inputs": ["deep", "日本"]}, numbers=[(1, 0, 0, 0), (0, 1, 0, 0)])
     assert answer.body == b"[[1.0,0.0,0.0,0.0],[0.0,1.0,0.0,0.0]]"
     assert answer.prompts == ["deep", "日本"]
+
+
+async def test_headers_have_the_means_of_the_times_of_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    answer = Vectors(2, 16)
+    for prompt, (submitted_at, queued) in enumerate([(100.25, 0.125), (100.75, 0.25)]):
+        numbers = np.array(QUARTER, np.float32)
+        answer.feed(
+            prompt, TokenDelta("", last=True, numbers=numbers, submitted_at=submitted_at, queued_seconds=queued)
+        )
+    now = 102.0
+    headers = dict(answer.headers)
+    assert [headers[f"x-{name}-time"] for name in ("total", "tokenization", "queue", "inference")] == [
+        *("2000", "500", "187", "1312"),
+    ]
 
 
 async def test_headers_have_counts_and_whole_milliseconds() -> None:

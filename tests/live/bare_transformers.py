@@ -13,28 +13,33 @@ class Job(NamedTuple):
 
     model: Path  # The directory of the model.
     texts: list[Any]
-    # The way from the tokens' vectors to one: "cls" or "mean". "head": the model's own logits.
+    # The way from the tokens' vectors to one: "cls" or "mean". "tokens": all of them, as ColBERT projects them.
+    # "head": the model's own logits.
     pooling: str = "cls"
 
 
-def numbers_of_transformers(**jobs: Job) -> dict[str, list[list[float]]]:
+def numbers_of_transformers(**jobs: Job) -> dict[str, list[Any]]:
     """Return the numbers for each text of each job. All come from one new process."""
     given = {name: (str(job.model), job.pooling, job.texts) for name, job in jobs.items()}
-    numbers: dict[str, list[list[float]]] = result_of(__name__, given)
+    numbers: dict[str, list[Any]] = result_of(__name__, given)
     return numbers
 
 
-def _numbers_of_all(jobs: dict[str, tuple[str, str, list[Any]]]) -> dict[str, list[list[float]]]:
+def _numbers_of_all(jobs: dict[str, tuple[str, str, list[Any]]]) -> dict[str, list[Any]]:
     return {name: _numbers_of(*job) for name, job in jobs.items()}
 
 
-def _numbers_of(model: str, pooling: str, texts: list[Any]) -> list[list[float]]:
+def _numbers_of(model: str, pooling: str, texts: list[Any]) -> list[Any]:
     import torch
+    from safetensors import safe_open
     from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     kind = AutoModelForSequenceClassification if pooling == "head" else AutoModel
     network = kind.from_pretrained(model, dtype=torch.float32).eval()
+    if pooling == "tokens":
+        with safe_open(f"{model}/model.safetensors", "pt") as file:
+            projection = file.get_tensor("linear.weight").T
     numbers = []
     with torch.inference_mode():
         for text in texts:
@@ -44,8 +49,14 @@ def _numbers_of(model: str, pooling: str, texts: list[Any]) -> list[list[float]]
                 numbers.append(output.logits[0].tolist())
                 continue
             states = output.last_hidden_state[0]
-            vector = states[0] if pooling == "cls" else states.mean(0)
-            numbers.append((vector / vector.norm()).tolist())
+            match pooling:
+                case "cls":
+                    vectors = states[0]
+                case "mean":
+                    vectors = states.mean(0)
+                case "tokens":
+                    vectors = states @ projection
+            numbers.append((vectors / vectors.norm(dim=-1, keepdim=True)).tolist())
     return numbers
 
 

@@ -12,6 +12,7 @@ _FORMAT = 4  # Of the files. A change makes older caches unused.
 _SEED = 5
 MAX_MODEL_LEN = 128
 VECTOR_SIZE = 64
+TOKEN_VECTOR_SIZE = 32
 LABELS = ("negative", "neutral", "positive")
 _WORDS = (
     "the a of in is and to capital france paris berlin germany large city river dog cat runs fast slow "
@@ -19,20 +20,21 @@ _WORDS = (
     ", !"
 )
 
-Kind = Literal["encoder", "reranker", "classifier"]
+Kind = Literal["encoder", "reranker", "classifier", "colbert"]
 
 
 def prepare_small_encoder(kind: Kind = "encoder") -> Path:
     """Return the directory of a BERT model, which is made first if needed.
 
     Args:
-        kind: The model without a head, with one label, or with LABELS.
+        kind: The model without a head, with one label, with LABELS, or with a vector for each token.
     """
     return make_once(cache_dir() / f"small-bert-{kind}-v{_FORMAT}", lambda directory: _write(directory, kind))
 
 
 def _write(directory: Path, kind: Kind) -> None:
     import torch
+    from safetensors.torch import save_file
     from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 
     letters = [chr(code) for code in range(33, 127)]
@@ -55,9 +57,16 @@ def _write(directory: Path, kind: Kind) -> None:
         **labels,
     )
     torch.manual_seed(_SEED)
-    model = BertModel(config) if kind == "encoder" else BertForSequenceClassification(config)
+    with_head = kind in ("reranker", "classifier")
+    model = BertForSequenceClassification(config) if with_head else BertModel(config)
     for name, parameter in model.named_parameters():
         if any(part in name for part in ("encoder", "word_embeddings", "classifier.weight")):
             parameter.data.mul_(8)  # The initial weights are so small that all texts have nearly the same vector.
     model.to(torch.float32).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    if kind == "colbert":
+        weights = {f"bert.{name}": weight for name, weight in model.state_dict().items()}
+        weights["linear.weight"] = torch.randn(TOKEN_VECTOR_SIZE, VECTOR_SIZE)
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        config.architectures = ["HF_ColBERT"]
+        config.save_pretrained(directory)

@@ -77,7 +77,13 @@ def classifier(host: Server, directory: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, list[list[float]]]:
+def colbert(host: Server, directory: Path) -> Iterator[Server]:
+    with load(host, directory, "colbert", prepare_small_encoder("colbert")) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[Any]]:
     """The numbers of all models, made by transformers."""
     encoder, classifier = prepare_small_encoder(), prepare_small_encoder("classifier")
     return numbers_of_transformers(
@@ -86,6 +92,7 @@ def expected() -> dict[str, list[list[float]]]:
         decoder=Job(prepare_small_model(), TEXTS, "mean"),
         pairs=Job(prepare_small_encoder("reranker"), PAIRS, "head"),
         classes=Job(classifier, TEXTS, "head"),
+        tokens=Job(prepare_small_encoder("colbert"), TEXTS, "tokens"),
     )
 
 
@@ -307,6 +314,28 @@ def test_vectors_can_keep_their_lengths(host: Server, directory: Path, expected:
         assert_close(vector / np.linalg.norm(vector), expected["means"][0])
 
 
+# A vector for each token
+
+
+def test_late_interaction_scores_by_the_sum_of_the_best_matches(
+    colbert: Server, expected: dict[str, list[Any]]
+) -> None:
+    pooled = post(colbert, "/pooling", {"input": TEXTS})["data"]
+    for item, tokens in zip(pooled, expected["tokens"], strict=True):
+        assert_close(item["data"], tokens)
+    query, *documents = (np.array(tokens) for tokens in expected["tokens"])
+    right = [(query @ document.T).max(-1).sum() for document in documents]
+    scores = post(colbert, "/score", {"text_1": TEXTS[0], "text_2": TEXTS[1:]})["data"]
+    assert np.allclose([item["score"] for item in scores], right, atol=1e-3)
+    asked = {"query": TEXTS[0], "documents": TEXTS[1:]}
+    for path in ("/rerank", "/invocations"):
+        ranks = post(colbert, path, asked)["results"]
+        assert [item["index"] for item in ranks] == list(np.argsort(-np.array(right)))
+        assert np.allclose([item["relevance_score"] for item in ranks], sorted(right, reverse=True), atol=1e-3)
+    (tokens,) = post(colbert, "/invocations", {"input": TEXTS[3]})["data"]
+    assert_close(tokens["data"], expected["tokens"][3])
+
+
 # Scores
 
 
@@ -465,8 +494,13 @@ def test_an_adapter_changes_the_vector(endpoint: Server) -> None:
 
 
 def test_the_metrics_count_vectors(endpoint: Server) -> None:
-    finished, tokens = (endpoint.metric(f"slipway_{name}_total") for name in ("generations_finished", "prompt_tokens"))
+    counts = ("slipway_generations_finished_total", "slipway_queue_seconds_count", "slipway_prompt_tokens_total")
+    finished, queued, tokens = map(endpoint.metric, counts)
+    waited = endpoint.metric("slipway_queue_seconds_sum")
     post(endpoint, "/invocations", {"inputs": TEXTS[:2]})
-    assert endpoint.metric("slipway_generations_finished_total") == finished + 2
+    post(endpoint, "/rerank", {"query": TEXTS[0], "documents": TEXTS[2:3]})
+    assert endpoint.metric("slipway_generations_finished_total") == finished + 4
+    assert endpoint.metric("slipway_queue_seconds_count") == queued + 4
+    assert endpoint.metric("slipway_queue_seconds_sum") > waited
     assert endpoint.metric("slipway_prompt_tokens_total") > tokens
     assert "vllm:request_success_total" in endpoint.client.get("/metrics").text

@@ -25,6 +25,7 @@ TEXTS = ["The capital of France is Paris.", "A dog runs fast in the rain!", "dee
 LONG = "the river runs " * 100
 PROMPTS = {"query": "query : ", "passage": "passage : "}
 OPTIONS = {"rolling_batch": "vllm", "dtype": "fp32"}
+AT_A_TIME = 4
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def tei(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("tei")
     encoder = shutil.copytree(prepare_small_encoder(), directory / "weights")
     (encoder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS}))
-    model = write_model(directory / "encoder", model_id=encoder, **OPTIONS)
+    model = write_model(directory / "encoder", model_id=encoder, max_rolling_batch_size=AT_A_TIME, **OPTIONS)
     server = Server(model, directory / "server.log", {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, name="encoder")
     server.client.timeout = httpx.Timeout(START_SECONDS)
     try:
@@ -207,7 +208,14 @@ def test_info_and_headers(tei: Server, encoder_reference: Reference) -> None:
     headers = tei.client.post("/embed", json={"inputs": TEXTS}).headers
     tokens = sum(len(encoder_reference.tokenizer(text).input_ids) for text in TEXTS)
     assert (headers["x-compute-tokens"], headers["x-compute-characters"]) == (str(tokens), str(sum(map(len, TEXTS))))
-    assert int(headers["x-total-time"]) >= int(headers["x-inference-time"]) >= 0
+
+
+def test_headers_tell_the_time_in_the_engines_queue(tei: Server) -> None:
+    headers = tei.client.post("/embed", json={"inputs": [f"{i} {LONG}"[:200] for i in range(8 * AT_A_TIME)]}).headers
+    total, *parts = (int(headers[f"x-{name}-time"]) for name in ("total", "tokenization", "queue", "inference"))
+    assert min(parts) >= 0
+    assert parts[1] > 0, "the texts of the last steps waited for those before"
+    assert total - 2 <= sum(parts) <= total
 
 
 def test_a_refused_text_ends_the_others_of_its_batch(tei: Server) -> None:
