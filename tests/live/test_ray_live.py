@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import psutil
 import pytest
@@ -21,11 +22,13 @@ from huggingface_hub import InferenceClient
 
 from tests.chaos.client import ask, request_bytes
 from tests.chaos.contracts import Answer
+from tests.live.bare_transformers import Job, numbers_of_transformers
 from tests.live.continued_calls import PLAIN, answers
 from tests.live.lora import make_adapter
 from tests.live.ray_cluster import START, Cluster, ray_cluster
 from tests.live.server import copy_model, records, write_model
 from tests.live.small_model import prepare_small_model
+from tests.live.small_pooling_models import prepare_small_encoder
 from tests.waiting import wait_until
 
 pytest.importorskip("ray.serve", reason="Ray is not installed")
@@ -308,6 +311,31 @@ def test_an_update_to_another_model_refuses_nothing(running: Cluster, tmp_path: 
         running.replace_replicas(model)
     assert set(load.answers) == {"200"}, load.answers
     assert running.client.post("/invocations", content=b"echo").content == b"echo"
+
+
+@pytest.mark.long
+def test_both_replicas_make_vectors_and_ranks(running: Cluster, tmp_path: Path) -> None:
+    texts = ["the capital of france", "paris is a large city ?", "a dog runs"]
+    encoder = prepare_small_encoder()
+    expected = np.array(numbers_of_transformers(vectors=Job(encoder, texts))["vectors"])
+    running.replace_replicas(write_model(tmp_path / "encoder", model_id=encoder, dtype="fp32"))
+
+    def post(path: str, body: object) -> Any:
+        answer = running.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    for _ in range(6):
+        assert np.allclose(post("/invocations", {"inputs": texts}), expected, atol=1e-3)
+        assert np.allclose(post("/embed", {"inputs": texts}), expected, atol=1e-3)
+        given = post("/v1/embeddings", {"model": "model", "input": texts})["data"]
+        assert np.allclose([item["embedding"] for item in given], expected, atol=1e-3)
+        ranks = post("/rerank", {"model": "model", "query": texts[0], "documents": texts[1:]})["results"]
+        assert [item["index"] for item in ranks] == list(np.argsort(-(expected[1:] @ expected[0])))
+    routes = ("/invocations", "/embed", "/v1/embeddings", "/rerank")
+    assert len(set().union(*map(running.requests, routes))) == 2, "both replicas have part in it"
+    refused = running.client.post("/v1/completions", json={"model": "model", "prompt": "a"})
+    assert refused.status_code == 404, "an embedding model generates no text"
 
 
 @pytest.mark.long
