@@ -26,7 +26,7 @@ from benchmarks.bare_engine import EngineLoad
 from benchmarks.peers import CONTRACTS, PEERS, Engine, EngineArguments, ServerError
 from benchmarks.report import markdown, plots
 from benchmarks.rounds import Sample, Workload, run
-from benchmarks.tiny_model import prepare_tiny_model
+from benchmarks.tiny_model import prepare_tiny_encoder, prepare_tiny_model
 from container.gpus import gpu_count
 from container.sources.sample_model import prepare
 
@@ -54,6 +54,7 @@ class Model(StrEnum):
     BOTH = "both"
     FRONT_END = "front-end"
     VECTORS = "vectors"
+    VECTORS_FRONT_END = "vectors-front-end"
 
 
 WORKLOADS = {
@@ -62,6 +63,7 @@ WORKLOADS = {
     Model.BOTH: ["sample", "tiny"],
     Model.FRONT_END: ["front-end"],
     Model.VECTORS: ["vectors"],
+    Model.VECTORS_FRONT_END: ["vectors"],
 }
 
 
@@ -76,6 +78,7 @@ class Defaults(NamedTuple):
 DEFAULTS = {
     Model.FRONT_END: Defaults("slipway,vllm,rust,floor,triton", "lmi,openai,chat,triton", "1,8,32,128,256"),
     Model.VECTORS: Defaults("slipway,vllm", "lmi,openai", "1,8,32"),
+    Model.VECTORS_FRONT_END: Defaults("slipway,vllm", "lmi,openai", "1,8,32"),
 }
 SHORT_TEXT = "What is Deep Learning?"
 BATCH = 32  # Texts of a larger request for vectors.
@@ -94,7 +97,8 @@ def main(
         Model,
         typer.Option(
             help="a: the sample model; b: a tiny Llama, so that the front end is the limit; "
-            "front-end: a scripted engine without a model; vectors: the tiny Llama as an embedding model."
+            "front-end: a scripted engine without a model; vectors: a tiny encoder; "
+            "vectors-front-end: vectors from the scripted engine."
         ),
     ] = Model.BOTH,
     model: Annotated[
@@ -142,7 +146,7 @@ def main(
         rounds, concurrency, seconds = 1, "8,32", 1.0
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
-    scripted = workload is Model.FRONT_END
+    scripted = workload in (Model.FRONT_END, Model.VECTORS_FRONT_END)
     defaults = DEFAULTS.get(workload, Defaults())
     peer_names = _known(peers or defaults.peers, PEERS, "--peers")
     asked = _known(contracts or defaults.contracts, CONTRACTS, "--contracts")
@@ -159,7 +163,7 @@ def main(
                 name=name,
                 engine=dataclasses.replace(engine, step_ms=step_ms) if scripted else engine,
                 loads=_vector_loads(levels, seconds, timeout)
-                if workload is Model.VECTORS
+                if name == "vectors"
                 else _loads(levels, short=name == "sample" and not on_gpu, seconds=seconds, timeout=timeout),
                 rounds=rounds,
             )
@@ -183,11 +187,17 @@ def main(
 
 def _engine(name: str, model: Path | None, on_gpu: bool, kv_cache_gib: int) -> Engine:
     tiny = name in ("tiny", "vectors")
-    model_dir = prepare_tiny_model() if tiny else model or prepare()
-    # The tiny model is stored in float32. vLLM chooses the type for other models.
+    match name:
+        case "tiny":
+            model_dir = prepare_tiny_model()
+        case "vectors":
+            model_dir = prepare_tiny_encoder()
+        case _:
+            model_dir = model or prepare()
+    # The tiny models are stored in float32. vLLM chooses the type for other models.
     arguments = {**(GPU_ARGUMENTS if on_gpu else CPU_ARGUMENTS), "dtype": "float32" if tiny else "auto"}
     if name == "vectors":
-        arguments |= {"runner": "pooling", "convert": "embed"}
+        arguments["runner"] = "pooling"
     return Engine(model_dir=model_dir, arguments=arguments | {"kv_cache_memory_bytes": kv_cache_gib << 30})
 
 

@@ -400,7 +400,8 @@ def module(engine: Engine, work_dir: Path, name: str, *arguments: str) -> list[s
     """Return the command line that runs a module, on a scripted engine if the engine is scripted."""
     script: list[str] = []
     if engine.step_ms is not None:
-        script = ["benchmarks.scripted_front_end", str(work_dir), str(engine.model_dir), str(engine.step_ms)]
+        task = "embed" if engine.arguments.get("runner") == "pooling" else "generate"
+        script = ["benchmarks.scripted_front_end", str(work_dir), str(engine.model_dir), str(engine.step_ms), task]
     return [sys.executable, "-m", *script, name, *arguments]
 
 

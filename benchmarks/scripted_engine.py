@@ -1,12 +1,13 @@
 """An engine core without a model: it speaks vLLM's protocol, and sends the tokens of a fixed text at a fixed rate.
 
-So a measurement covers only the front end. A request gets its first token at once, and one more with each step. The
-protocol is the protocol of vLLM 0.32 between `AsyncMPClient` and its engine process: requests on a DEALER socket,
-outputs on a PUSH socket, messages in msgpack.
+So a measurement covers only the front end. A request gets its first token at once, and one more with each step. A
+request for a vector gets it at once. The protocol is the protocol of vLLM 0.32 between `AsyncMPClient` and its engine
+process: requests on a DEALER socket, outputs on a PUSH socket, messages in msgpack.
 
-    python -m benchmarks.scripted_engine DIRECTORY MODEL STEP_MS
+    python -m benchmarks.scripted_engine DIRECTORY MODEL STEP_MS TASK
 
-The two sockets are in DIRECTORY (`scripted_front_end.addresses`). It runs until it is killed.
+TASK is `generate` or `embed`. The two sockets are in DIRECTORY (`scripted_front_end.addresses`). It runs until it is
+killed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import zmq
 from transformers import AutoTokenizer
 from vllm import __version__ as vllm_version
@@ -40,6 +42,7 @@ from benchmarks.scripted_front_end import MAX_MODEL_LEN, addresses
 
 MAX_SEQUENCES = 1024
 _TEXT_CHARACTERS = 20_000
+_VECTOR = torch.linspace(-1, 1, 64)
 _STRIDE = 37  # Tokens between the starts of two requests in the text, so that sequences differ.
 _READY = EngineCoreReadyResponse(
     max_model_len=MAX_MODEL_LEN,
@@ -70,12 +73,14 @@ class _Sequence:
     logprobs: int | None
     prompt_length: int
     begun: bool = False
+    pooled: bool = False  # It gets a vector in place of tokens.
 
 
 class ScriptedEngine:
     """The engine core's side of the protocol."""
 
-    def __init__(self, directory: Path, token_ids: list[int], step_seconds: float) -> None:
+    def __init__(self, directory: Path, token_ids: list[int], step_seconds: float, task: str = "generate") -> None:
+        self._task = task
         context, where = zmq.Context(), addresses(directory)
         self._input = context.socket(zmq.DEALER)
         self._input.setsockopt(zmq.IDENTITY, (0).to_bytes(2, "little"))
@@ -125,17 +130,18 @@ class ScriptedEngine:
                     self._running.pop(request_id, None)
             elif kind == EngineCoreRequestType.UTILITY.value:
                 _, call_id, method, _ = self._others.decode(frames)
-                result = ("generate",) if method == "get_supported_tasks" else method != "reset_mm_cache" or None
+                result = (self._task,) if method == "get_supported_tasks" else method != "reset_mm_cache" or None
                 self._send(EngineCoreOutputs(utility_output=UtilityOutput(call_id, result=UtilityResult(result))))
 
     def _sequence(self, request: EngineCoreRequest) -> _Sequence:
-        params = request.sampling_params
-        self._place = (self._place + _STRIDE) % len(self._token_ids)
         prompt_length = len(request.prompt_token_ids or ())
+        if (params := request.sampling_params) is None:
+            return _Sequence(request.request_id, 0, 1, None, prompt_length, pooled=True)
+        self._place = (self._place + _STRIDE) % len(self._token_ids)
         return _Sequence(request.request_id, self._place, params.max_tokens, params.logprobs, prompt_length)
 
     def _advance(self, sequences: Iterable[_Sequence]) -> None:
-        """Send one token of each sequence."""
+        """Send one token of each sequence, or its vector."""
         outputs = [self._output_of(sequence) for sequence in sequences]
         if not outputs:
             return
@@ -144,6 +150,11 @@ class ScriptedEngine:
         self._send(EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, finished_requests=finished or None))
 
     def _output_of(self, sequence: _Sequence) -> EngineCoreOutput:
+        if sequence.pooled:
+            prefill = PrefillStats(num_prompt_tokens=sequence.prompt_length)
+            return EngineCoreOutput(
+                sequence.request_id, [], pooling_output=_VECTOR, finish_reason=FinishReason.STOP, prefill_stats=prefill
+            )
         token_id = self._token_ids[sequence.place]
         sequence.place = (sequence.place + 1) % len(self._token_ids)
         sequence.left -= 1
@@ -172,11 +183,11 @@ def _logprobs(token_id: int, alternatives: int) -> LogprobsLists:
 
 def main() -> None:
     """Serve the front end that the arguments name."""
-    directory, model, step_ms = sys.argv[1:]
+    directory, model, step_ms, task = sys.argv[1:]
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     text = "\n".join(pydoc_data.topics.topics.values())[:_TEXT_CHARACTERS]
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    ScriptedEngine(Path(directory), token_ids, float(step_ms) / 1000).run()
+    ScriptedEngine(Path(directory), token_ids, float(step_ms) / 1000, task).run()
 
 
 if __name__ == "__main__":

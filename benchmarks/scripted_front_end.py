@@ -1,11 +1,11 @@
 """Runs a front end on a scripted engine core (`benchmarks.scripted_engine`), and starts both.
 
-    python -m benchmarks.scripted_front_end DIRECTORY MODEL STEP_MS MODULE [ARGUMENTS...]
-    python -m benchmarks.scripted_front_end DIRECTORY MODEL STEP_MS rust FILE PORT
+    python -m benchmarks.scripted_front_end DIRECTORY MODEL STEP_MS TASK MODULE [ARGUMENTS...]
+    python -m benchmarks.scripted_front_end DIRECTORY MODEL STEP_MS TASK rust FILE PORT
 
-MODULE runs as with `python -m`. It must use vLLM's `AsyncLLM` in its own process. `rust` is vLLM's front end in Rust,
-whose program is FILE. On several processors, the front end has the first one, and the engine and the load client share
-the others.
+TASK is `generate` or `embed`. MODULE runs as with `python -m`. It must use vLLM's `AsyncLLM` in its own process. `rust`
+is vLLM's front end in Rust, whose program is FILE. On several processors, the front end has the first one, and the
+engine and the load client share the others.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def processors() -> tuple[list[int], list[int]]:
     return found[:1], found[1:] or found
 
 
-def start_engine(directory: Path, model: str, step_ms: str) -> None:
+def start_engine(directory: Path, model: str, step_ms: str, task: str) -> None:
     """Start the engine, in the process group of this process."""
-    argv = [sys.executable, "-m", "benchmarks.scripted_engine", str(directory), model, step_ms]
+    argv = [sys.executable, "-m", "benchmarks.scripted_engine", str(directory), model, step_ms, task]
     engine = subprocess.Popen(argv)
     front_end, others = processors()
     os.sched_setaffinity(engine.pid, others)
@@ -74,8 +74,8 @@ def become_rust(directory: Path, model: str, program: str, port: str) -> None:
 
 def main() -> None:
     """Start the engine and the front end."""
-    directory, model, step_ms, module, *arguments = sys.argv[1:]
-    start_engine(Path(directory), model, step_ms)
+    directory, model, step_ms, task, module, *arguments = sys.argv[1:]
+    start_engine(Path(directory), model, step_ms, task)
     if module == "rust":
         become_rust(Path(directory), model, *arguments)
     use_scripted_engine(Path(directory))

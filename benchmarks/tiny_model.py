@@ -1,4 +1,4 @@
-"""A tiny Llama with random weights, so small that the front end is the limit.
+"""A tiny Llama and a tiny encoder (BERT) with random weights, so small that the front end is the limit.
 
 The vocabulary is small, too. With a usual vocabulary, the final layer and the log probabilities would take most of a
 step on a CPU. The tokenizer is a byte-level BPE trained on Python's documentation, so tokens and detokenization are
@@ -26,6 +26,31 @@ def prepare_tiny_model(directory: Path | None = None) -> Path:
     """Return the tiny model's directory. Make it first if needed."""
     target = (directory or cache_dir()) / f"tiny-llama-v{_FORMAT}"
     return make_once(target, _write)
+
+
+def prepare_tiny_encoder() -> Path:
+    """Return the tiny encoder's directory. Make it first if needed."""
+    return make_once(cache_dir() / f"tiny-bert-v{_FORMAT}", _write_encoder)
+
+
+def _write_encoder(directory: Path) -> None:
+    import torch
+    from transformers import BertConfig, BertModel
+
+    tokenizer = _tokenizer()
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=2048,
+        pad_token_id=tokenizer.eos_token_id,
+        dtype=torch.float32,
+    )
+    torch.manual_seed(_SEED)
+    BertModel(config).to(torch.float32).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def _write(directory: Path) -> None:

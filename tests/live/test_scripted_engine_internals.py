@@ -40,16 +40,16 @@ class FrontEnd:
     def send(self, kind: Any, message: Any) -> None:
         self._requests.send_multipart([self._engine, kind.value, *self._encoder.encode(message)])
 
-    def add(self, request_id: str, **params: Any) -> None:
-        from vllm import SamplingParams
+    def add(self, request_id: str, *, pooled: bool = False, **params: Any) -> None:
+        from vllm import PoolingParams, SamplingParams
         from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=[1, 2, 3],
             mm_features=None,
-            sampling_params=SamplingParams(**params),
-            pooling_params=None,
+            sampling_params=None if pooled else SamplingParams(**params),
+            pooling_params=PoolingParams(task="embed") if pooled else None,
             arrival_time=0.0,
             lora_request=None,
             cache_salt=None,
@@ -71,13 +71,13 @@ class FrontEnd:
         self._context.destroy(linger=0)
 
 
-@pytest.fixture
-def front_end(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
+@pytest.fixture(params=["generate"])
+def front_end(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
     from benchmarks.scripted_engine import ScriptedEngine
 
     directory = tmp_path_factory.mktemp("e")  # the path of a Unix socket is short
     front_end = FrontEnd(directory)
-    threading.Thread(target=ScriptedEngine(directory, TOKEN_IDS, 0.001).run, daemon=True).start()
+    threading.Thread(target=ScriptedEngine(directory, TOKEN_IDS, 0.001, request.param).run, daemon=True).start()
     try:
         yield front_end
     finally:
@@ -112,3 +112,17 @@ def test_requests_get_their_tokens_utilities_their_results_and_aborted_requests_
     front_end.add("c", max_tokens=3)
     for _ in range(3):
         assert [output.request_id for output in front_end.read().outputs] == ["c"]
+
+
+@pytest.mark.parametrize("front_end", ["embed"], indirect=True)
+def test_requests_for_vectors_get_them_at_once(front_end: FrontEnd) -> None:
+    from vllm.v1.engine import EngineCoreRequestType, FinishReason
+
+    front_end.ready()
+    front_end.send(EngineCoreRequestType.UTILITY, (0, 7, "get_supported_tasks", ()))
+    assert list(front_end.read().utility_output.result.result) == ["embed"]
+    for request_id in ("a", "b"):
+        front_end.add(request_id, pooled=True)
+        (output,) = front_end.outputs_until_finished(request_id)
+        assert (output.finish_reason, output.pooling_output.shape) == (FinishReason.STOP, (64,))
+        assert output.prefill_stats.num_prompt_tokens == 3
