@@ -120,6 +120,7 @@ def _ratios(samples: Sequence[Sample]) -> str:
         + [_ratio(groups[concurrency, own], groups[concurrency, other], value) for value in values.values()]
         for own, other in pairs
         for concurrency in levels
+        if (concurrency, own) in groups and (concurrency, other) in groups  # A time limit leaves loads out.
     ]
     return _table(["ratio of", "clients", *values], rows)
 

@@ -72,6 +72,12 @@ def test_chats_are_compared_with_chats_and_log_probabilities_with_log_probabilit
     ]
 
 
+def test_a_time_limit_can_leave_out_the_last_load_of_a_peer() -> None:
+    samples = [sample("slipway", 1, 40_000), sample("vllm", 1, 20_000), sample("slipway", 8, 40_000)]
+    ratios = [row for row in markdown(samples).splitlines() if " / " in row]
+    assert ratios == ["| slipway / vllm | 1 | 2.00 | 0.50 | 1.00 | 1.00 |"]
+
+
 def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
     pairs = [(100, 100), (300, 100), (1000, 500)]
     rounds = [
