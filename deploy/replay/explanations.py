@@ -643,15 +643,6 @@ EXPLANATIONS = (
     ),
     # TEI.
     Explanation(
-        "tei-header-times",
-        "tei.md",
-        "differences-from-tei",
-        "`x-tokenization-time`, `x-queue-time` | times | 0; they are part of `x-inference-time`",
-        (Kind.HEADER,),
-        _TEI,
-        where="^x-(tokenization|queue)-time$",
-    ),
-    Explanation(
         "tei-openai-embeddings",
         "tei.md",
         "differences-from-tei",
