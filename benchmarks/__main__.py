@@ -26,7 +26,7 @@ from benchmarks.bare_engine import EngineLoad
 from benchmarks.peers import CONTRACTS, PEERS, Engine, EngineArguments, ServerError
 from benchmarks.report import markdown, plots
 from benchmarks.rounds import Sample, Workload, run
-from benchmarks.tiny_model import prepare_tiny_encoder, prepare_tiny_model
+from benchmarks.tiny_model import prepare_tiny_encoder, prepare_tiny_llama
 from container.gpus import gpu_count
 from container.sources.sample_model import prepare
 
@@ -46,8 +46,8 @@ GPU_ARGUMENTS: EngineArguments = {
 }
 
 
-class Model(StrEnum):
-    """The models that are served."""
+class WorkloadChoice(StrEnum):
+    """The values of `--workload`."""
 
     SAMPLE = "a"
     TINY = "b"
@@ -58,12 +58,20 @@ class Model(StrEnum):
 
 
 WORKLOADS = {
-    Model.SAMPLE: ["sample"],
-    Model.TINY: ["tiny"],
-    Model.BOTH: ["sample", "tiny"],
-    Model.FRONT_END: ["front-end"],
-    Model.VECTORS: ["vectors"],
-    Model.VECTORS_FRONT_END: ["vectors"],
+    WorkloadChoice.SAMPLE: ["sample"],
+    WorkloadChoice.TINY: ["tiny"],
+    WorkloadChoice.BOTH: ["sample", "tiny"],
+    WorkloadChoice.FRONT_END: ["front-end"],
+    WorkloadChoice.VECTORS: ["vectors"],
+    WorkloadChoice.VECTORS_FRONT_END: ["vectors-front-end"],
+}
+
+
+# The workloads with a model that is made for them.
+TINY_MODELS = {
+    "tiny": prepare_tiny_llama,
+    "vectors": prepare_tiny_encoder,
+    "vectors-front-end": prepare_tiny_encoder,
 }
 
 
@@ -76,9 +84,9 @@ class Defaults(NamedTuple):
 
 
 DEFAULTS = {
-    Model.FRONT_END: Defaults("slipway,vllm,rust,floor,triton", "lmi,openai,chat,triton", "1,8,32,128,256"),
-    Model.VECTORS: Defaults("slipway,vllm", "lmi,openai", "1,8,32"),
-    Model.VECTORS_FRONT_END: Defaults("slipway,vllm", "lmi,openai", "1,8,32"),
+    WorkloadChoice.FRONT_END: Defaults("slipway,vllm,rust,floor,triton", "lmi,openai,chat,triton", "1,8,32,128,256"),
+    WorkloadChoice.VECTORS: Defaults("slipway,vllm", "lmi,openai", "1,8,32"),
+    WorkloadChoice.VECTORS_FRONT_END: Defaults("slipway,vllm", "lmi,openai", "1,8,32"),
 }
 SHORT_TEXT = "What is Deep Learning?"
 BATCH = 32  # Texts of a larger request for vectors.
@@ -94,13 +102,13 @@ class Device(StrEnum):
 
 def main(
     workload: Annotated[
-        Model,
+        WorkloadChoice,
         typer.Option(
             help="a: the sample model; b: a tiny Llama, so that the front end is the limit; "
             "front-end: a scripted engine without a model; vectors: a tiny encoder; "
             "vectors-front-end: vectors from the scripted engine."
         ),
-    ] = Model.BOTH,
+    ] = WorkloadChoice.BOTH,
     model: Annotated[
         Path | None, typer.Option(help="Directory of another model for workload a, or of the tokenizer for front-end.")
     ] = None,
@@ -146,7 +154,7 @@ def main(
         rounds, concurrency, seconds = 1, "8,32", 1.0
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
-    scripted = workload in (Model.FRONT_END, Model.VECTORS_FRONT_END)
+    scripted = workload in (WorkloadChoice.FRONT_END, WorkloadChoice.VECTORS_FRONT_END)
     defaults = DEFAULTS.get(workload, Defaults())
     peer_names = _known(peers or defaults.peers, PEERS, "--peers")
     asked = _known(contracts or defaults.contracts, CONTRACTS, "--contracts")
@@ -163,7 +171,7 @@ def main(
                 name=name,
                 engine=dataclasses.replace(engine, step_ms=step_ms) if scripted else engine,
                 loads=_vector_loads(levels, seconds, timeout)
-                if name == "vectors"
+                if TINY_MODELS.get(name) is prepare_tiny_encoder
                 else _loads(levels, short=name == "sample" and not on_gpu, seconds=seconds, timeout=timeout),
                 rounds=rounds,
             )
@@ -186,17 +194,11 @@ def main(
 
 
 def _engine(name: str, model: Path | None, on_gpu: bool, kv_cache_gib: int) -> Engine:
-    tiny = name in ("tiny", "vectors")
-    match name:
-        case "tiny":
-            model_dir = prepare_tiny_model()
-        case "vectors":
-            model_dir = prepare_tiny_encoder()
-        case _:
-            model_dir = model or prepare()
+    tiny = TINY_MODELS.get(name)
+    model_dir = tiny() if tiny else model or prepare()
     # The tiny models are stored in float32. vLLM chooses the type for other models.
     arguments = {**(GPU_ARGUMENTS if on_gpu else CPU_ARGUMENTS), "dtype": "float32" if tiny else "auto"}
-    if name == "vectors":
+    if tiny is prepare_tiny_encoder:
         arguments["runner"] = "pooling"
     return Engine(model_dir=model_dir, arguments=arguments | {"kv_cache_memory_bytes": kv_cache_gib << 30})
 

@@ -120,7 +120,7 @@ def _ratios(samples: Sequence[Sample]) -> str:
         + [_ratio(groups[concurrency, own], groups[concurrency, other], value) for value in values.values()]
         for own, other in pairs
         for concurrency in levels
-        if (concurrency, own) in groups and (concurrency, other) in groups  # A time limit leaves loads out.
+        if (concurrency, own) in groups and (concurrency, other) in groups  # An interruption leaves loads out.
     ]
     return _table(["ratio of", "clients", *values], rows)
 
@@ -182,8 +182,9 @@ def _peer(variant: str) -> str:
 
 def _ratio(group: Sequence[Sample], other: Sequence[Sample], value: str) -> str:
     # The ratio is computed in each round, before the median: a machine that is slow for a while slows both.
-    get = attrgetter(value)
-    ratios = [get(one) / get(two) for one, two in zip(group, other, strict=True) if get(two)]
+    get, others = attrgetter(value), {sample.round: sample for sample in other}
+    pairs = [(one, others[one.round]) for one in group if one.round in others]
+    ratios = [get(one) / get(two) for one, two in pairs if get(two)]
     return f"{median(ratios):.2f}" if ratios else "–"
 
 

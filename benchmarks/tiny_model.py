@@ -1,4 +1,4 @@
-"""A tiny Llama and a tiny encoder (BERT) with random weights, so small that the front end is the limit.
+"""A tiny Llama, so small that the front end is the limit, and a tiny encoder (BERT), with random weights.
 
 The vocabulary is small, too. With a usual vocabulary, the final layer and the log probabilities would take most of a
 step on a CPU. The tokenizer is a byte-level BPE trained on Python's documentation, so tokens and detokenization are
@@ -22,10 +22,10 @@ _VOCABULARY = 1024
 _END = "<|end|>"
 
 
-def prepare_tiny_model(directory: Path | None = None) -> Path:
-    """Return the tiny model's directory. Make it first if needed."""
+def prepare_tiny_llama(directory: Path | None = None) -> Path:
+    """Return the tiny Llama's directory. Make it first if needed."""
     target = (directory or cache_dir()) / f"tiny-llama-v{_FORMAT}"
-    return make_once(target, _write)
+    return make_once(target, _write_llama)
 
 
 def prepare_tiny_encoder() -> Path:
@@ -53,7 +53,7 @@ def _write_encoder(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def _write(directory: Path) -> None:
+def _write_llama(directory: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -96,4 +96,4 @@ def _tokenizer() -> Any:
 
 
 if __name__ == "__main__":
-    typer.echo(prepare_tiny_model())
+    typer.echo(prepare_tiny_llama())

@@ -119,7 +119,7 @@ class EngineStatistics:
     def pooled(self, seconds: float, queued: float) -> None:
         """Count a prompt whose numbers came after `seconds`, of which it waited `queued` for its first step."""
         self.finished_requests += 1
-        self.inference.observe(seconds)
+        self.inference.observe(max(seconds - queued, 0.0))
         self.queue_time.observe(queued)
 
     def ended(self, tokens: int, seconds: float) -> None:

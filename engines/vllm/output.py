@@ -264,11 +264,11 @@ class PooledState(OwnState):
             self.fail(GenerationFailed("the request was aborted"))
             return
         self.end()
-        submitted_at, queued = self.reader.last_at, seconds_in_queue(self)
-        self.statistics.pooled(time.monotonic() - submitted_at, queued)
         # An exception here would end vLLM's output loop and with it every other request.
         try:
             numbers = pooling_output.float().numpy()
+            submitted_at, queued = self.reader.last_at, seconds_in_queue(self)
+            self.statistics.pooled(time.monotonic() - submitted_at, queued)
             self.sink.on_delta(
                 TokenDelta(
                     "",

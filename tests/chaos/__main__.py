@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from benchmarks.tiny_model import prepare_tiny_model
+from benchmarks.tiny_model import prepare_tiny_llama
 from container.sources.sample_model import make_once
 from engines.cache_dir import cache_dir
 from tests.chaos.actions import KINDS, Action, Recovery, Stage, random_action, rest
@@ -75,7 +75,7 @@ def subject(
     engine_restarts: int = 0,
 ) -> Subject:
     """Start a server of the tiny model with few places."""
-    model = prepare_tiny_model()
+    model = prepare_tiny_llama()
     (directory / "model").mkdir(parents=True)
     (directory / "model" / "template.jinja").write_text(_TEMPLATE)
     options = {
@@ -103,7 +103,7 @@ def tiny_adapter() -> Path:
     """Return a LoRA adapter for the tiny model. It is made once."""
     from tests.live.lora import make_adapter
 
-    model = prepare_tiny_model()
+    model = prepare_tiny_llama()
     return make_once(cache_dir() / f"{model.name}-adapter", lambda path: make_adapter(path, model, seed=1) and None)
 
 

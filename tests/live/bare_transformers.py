@@ -1,4 +1,4 @@
-"""The numbers that transformers, without vLLM and Slipway, makes of texts. As a program, it makes them."""
+"""Makes numbers of texts with transformers, without vLLM and Slipway."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Job(NamedTuple):
 
     model: Path  # The directory of the model.
     texts: list[Any]
-    # The way from the tokens' vectors to one: "cls" or "mean". "tokens": all of them, as ColBERT projects them.
-    # "head": the model's own logits.
+    # "cls" or "mean": one vector of all tokens. "tokens": a vector of each token, as ColBERT projects them. "head": the
+    # model's own logits.
     pooling: str = "cls"
 
 

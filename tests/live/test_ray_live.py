@@ -243,9 +243,8 @@ async def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next
     print(f"{dict(ended)}; two replicas after {seconds:.1f} s, all ended after {time.monotonic() - killed:.1f} s")
     assert ended == {"broken off": count, "complete": STREAMS - count}
     assert {task.result() for task in answers} == {"complete"}, "another replica answers them"
-    before = cluster.requests("/v1/completions")
     assert {completion(cluster, "loud") for _ in range(6)} == {wanted}
-    assert len(cluster.requests("/v1/completions")) == 2 >= len(before)
+    assert len(cluster.requests("/v1/completions")) == 2
 
 
 @pytest.mark.long

@@ -71,13 +71,14 @@ class FrontEnd:
         self._context.destroy(linger=0)
 
 
-@pytest.fixture(params=["generate"])
+@pytest.fixture(params=[("generate", 0.001)])
 def front_end(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
     from benchmarks.scripted_engine import ScriptedEngine
 
+    task, step_seconds = request.param
     directory = tmp_path_factory.mktemp("e")  # the path of a Unix socket is short
     front_end = FrontEnd(directory)
-    threading.Thread(target=ScriptedEngine(directory, TOKEN_IDS, 0.001, request.param).run, daemon=True).start()
+    threading.Thread(target=ScriptedEngine(directory, TOKEN_IDS, step_seconds, task).run, daemon=True).start()
     try:
         yield front_end
     finally:
@@ -114,7 +115,7 @@ def test_requests_get_their_tokens_utilities_their_results_and_aborted_requests_
         assert [output.request_id for output in front_end.read().outputs] == ["c"]
 
 
-@pytest.mark.parametrize("front_end", ["embed"], indirect=True)
+@pytest.mark.parametrize("front_end", [("embed", 60.0)], indirect=True)
 def test_requests_for_vectors_get_them_at_once(front_end: FrontEnd) -> None:
     from vllm.v1.engine import EngineCoreRequestType, FinishReason
 
