@@ -83,10 +83,11 @@ class Defaults(NamedTuple):
     concurrency: str = "1,8,32,128"
 
 
+_OF_VECTORS = Defaults("slipway,vllm", "lmi,openai", "1,8,32")
 DEFAULTS = {
     WorkloadChoice.FRONT_END: Defaults("slipway,vllm,rust,floor,triton", "lmi,openai,chat,triton", "1,8,32,128,256"),
-    WorkloadChoice.VECTORS: Defaults("slipway,vllm", "lmi,openai", "1,8,32"),
-    WorkloadChoice.VECTORS_FRONT_END: Defaults("slipway,vllm", "lmi,openai", "1,8,32"),
+    WorkloadChoice.VECTORS: _OF_VECTORS,
+    WorkloadChoice.VECTORS_FRONT_END: _OF_VECTORS,
 }
 SHORT_TEXT = "What is Deep Learning?"
 BATCH = 32  # Texts of a larger request for vectors.
@@ -171,7 +172,7 @@ def main(
                 name=name,
                 engine=dataclasses.replace(engine, step_ms=step_ms) if scripted else engine,
                 loads=_vector_loads(levels, seconds, timeout)
-                if TINY_MODELS.get(name) is prepare_tiny_encoder
+                if engine.task == "embed"
                 else _loads(levels, short=name == "sample" and not on_gpu, seconds=seconds, timeout=timeout),
                 rounds=rounds,
             )

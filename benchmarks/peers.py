@@ -71,6 +71,11 @@ class Engine:
     arguments: EngineArguments  # Fields of `AsyncEngineArgs`, without the model.
     step_ms: float | None = None  # Time between two tokens of a scripted engine. None: a model runs.
 
+    @property
+    def task(self) -> str:
+        """vLLM's name for its task: `embed` or `generate`."""
+        return "embed" if self.arguments.get("runner") == "pooling" else "generate"
+
 
 class ServerError(Exception):
     """A server did not start, or died. The message has the end of its log."""
@@ -400,8 +405,8 @@ def module(engine: Engine, work_dir: Path, name: str, *arguments: str) -> list[s
     """Return the command line that runs a module, on a scripted engine if the engine is scripted."""
     script: list[str] = []
     if engine.step_ms is not None:
-        task = "embed" if engine.arguments.get("runner") == "pooling" else "generate"
-        script = ["benchmarks.scripted_front_end", str(work_dir), str(engine.model_dir), str(engine.step_ms), task]
+        script = ["benchmarks.scripted_front_end", str(work_dir), str(engine.model_dir), str(engine.step_ms)]
+        script.append(engine.task)
     return [sys.executable, "-m", *script, name, *arguments]
 
 

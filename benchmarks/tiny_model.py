@@ -20,12 +20,12 @@ _FORMAT = 3  # The version of the files. Caches of other versions are not used.
 _SEED = 20
 _VOCABULARY = 1024
 _END = "<|end|>"
+_WIDTH = 32  # Of a head, too: the smallest size that vLLM's CPU attention supports.
 
 
-def prepare_tiny_llama(directory: Path | None = None) -> Path:
+def prepare_tiny_llama() -> Path:
     """Return the tiny Llama's directory. Make it first if needed."""
-    target = (directory or cache_dir()) / f"tiny-llama-v{_FORMAT}"
-    return make_once(target, _write_llama)
+    return make_once(cache_dir() / f"tiny-llama-v{_FORMAT}", _write_llama)
 
 
 def prepare_tiny_encoder() -> Path:
@@ -33,48 +33,53 @@ def prepare_tiny_encoder() -> Path:
     return make_once(cache_dir() / f"tiny-bert-v{_FORMAT}", _write_encoder)
 
 
-def _write_encoder(directory: Path) -> None:
-    import torch
-    from transformers import BertConfig, BertModel
-
-    tokenizer = _tokenizer()
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=2048,
-        pad_token_id=tokenizer.eos_token_id,
-        dtype=torch.float32,
-    )
-    torch.manual_seed(_SEED)
-    BertModel(config).to(torch.float32).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-
-
 def _write_llama(directory: Path) -> None:
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    _write(
+        directory,
+        LlamaConfig,
+        LlamaForCausalLM,
+        num_key_value_heads=1,
+        head_dim=_WIDTH,
+        tie_word_embeddings=True,
+    )
+
+
+def _write_encoder(directory: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    _write(directory, BertConfig, BertModel)
+
+
+def _write(directory: Path, config: Any, model: Any, **options: Any) -> None:
+    """Write a model of one layer.
+
+    Args:
+        directory: Gets the model and its tokenizer.
+        config: The class of the configuration.
+        model: The class of the model.
+        options: Further options of the configuration.
+    """
+    import torch
+
     tokenizer = _tokenizer()
-    config = LlamaConfig(
+    end = tokenizer.eos_token_id
+    configuration = config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
+        hidden_size=_WIDTH,
+        intermediate_size=_WIDTH,
         num_hidden_layers=1,
         num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=32,  # The smallest size that vLLM's CPU attention supports.
         max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=end,
         dtype=torch.float32,
+        **options,
     )
     torch.manual_seed(_SEED)
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    model(configuration).to(torch.float32).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

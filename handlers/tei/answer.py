@@ -30,15 +30,15 @@ class TeiAnswer(PooledAnswer):
             characters: The length of all prompts. Each token id counts as one.
         """
         super().__init__(prompts)
-        self._prompts, self._characters, self._begun_at = prompts, characters, time.monotonic()
-        # Of all prompts, in seconds.
-        self._tokenization = self._queue = 0.0
+        self._characters, self._begun_at = characters, time.monotonic()
+        self._tokenization = self._queue = 0.0  # Seconds, of all prompts together.
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
         """Counts, and times in milliseconds. Those of tokenizing and waiting are means of the prompts, as in TEI."""
         total = time.monotonic() - self._begun_at
-        tokenization, queue = self._tokenization / self._prompts, self._queue / self._prompts
+        prompts = len(self._numbers)
+        tokenization, queue = self._tokenization / prompts, self._queue / prompts
         return (
             ("x-compute-type", "gpu+optimized"),
             ("x-compute-time", _milliseconds(total)),

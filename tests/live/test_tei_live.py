@@ -208,6 +208,7 @@ def test_info_and_headers(tei: Server, encoder_reference: Reference) -> None:
     headers = tei.client.post("/embed", json={"inputs": TEXTS}).headers
     tokens = sum(len(encoder_reference.tokenizer(text).input_ids) for text in TEXTS)
     assert (headers["x-compute-tokens"], headers["x-compute-characters"]) == (str(tokens), str(sum(map(len, TEXTS))))
+    assert int(headers["x-total-time"]) >= int(headers["x-inference-time"]) >= 0
 
 
 def test_headers_tell_the_time_in_the_engines_queue(tei: Server) -> None:
