@@ -96,6 +96,7 @@ _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (OutputProcessor, ("_update_stats_from_output", "abort_requests", "propagate_error", "process_outputs")),
     (ParentRequest, ("n", "observe_num_generation_tokens")),
     (RequestState, ("make_request_output",)),
+    (MsgpackDecoder, ("_decode_tensor",)),
     (LogprobsProcessor, ("_correct_decoded_token", "update_from_output")),
     (FastIncrementalDetokenizer, ("decode_next", "get_next_output_text", "update")),
     (SlowIncrementalDetokenizer, ("decode_next", "get_next_output_text", "update")),
@@ -167,10 +168,35 @@ class SentLogprobs:
 _FLOAT32 = struct.Struct("<f")
 
 
+class SentNumbers:
+    """The numbers of a pooled prompt, as the engine sent them: a data type, a shape, and the data."""
+
+    __slots__ = ("_data", "_decoder", "_dtype", "_is_frame", "_shape")
+
+    def __init__(self, part: Sequence[Any], decoder: MsgpackDecoder) -> None:
+        """Keep the parts. Large data are a frame of the message, whose index is sent."""
+        self._dtype, self._shape, data = part
+        self._is_frame = isinstance(data, int)
+        self._data = decoder.aux_buffers[data] if self._is_frame else data
+        self._decoder = decoder
+
+    def array(self) -> np.ndarray:
+        """Return an array of float32."""
+        if self._dtype != "float32":
+            return self.tensor().float().numpy()
+        array = np.ndarray(self._shape, np.float32, self._data)
+        return array if self._is_frame else array.copy()  # Between other fields they may have any address.
+
+    def tensor(self) -> torch.Tensor:
+        """Return vLLM's own object."""
+        return self._decoder._decode_tensor((self._dtype, self._shape, self._data))
+
+
 class SentOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
     """An output as the engine sent it."""
 
     new_logprobs: SentLogprobs | None = None
+    pooling_output: SentNumbers | None = None
 
 
 class SentOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
@@ -180,11 +206,13 @@ class SentOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=Fal
 
 
 class LeanDecoder(MsgpackDecoder):
-    """vLLM's decoder of engine messages. It makes no arrays of log probabilities (`SentLogprobs`)."""
+    """vLLM's decoder of engine messages. It makes no arrays of log probabilities and no tensors of numbers."""
 
     def dec_hook(self, t: type, obj: Any) -> Any:
         if t is SentLogprobs:
             return SentLogprobs(obj, self.aux_buffers)
+        if t is SentNumbers:
+            return SentNumbers(obj, self)
         return super().dec_hook(t, obj)
 
 
@@ -237,6 +265,8 @@ class LeanOutputProcessor(OutputProcessor):
                 continue
             if logprobs is not None:
                 output.new_logprobs = logprobs.arrays()
+            if output.pooling_output is not None and not isinstance(state, TokenTaker):  # vLLM's front end asked
+                output.pooling_output = output.pooling_output.tensor()
             others.append(output)
         return super().process_outputs(others, engine_core_timestamp, iteration_stats, weight_version)
 

@@ -266,7 +266,7 @@ class PooledState(OwnState):
         self.end()
         # An exception here would end vLLM's output loop and with it every other request.
         try:
-            numbers = pooling_output.float().numpy()
+            numbers = pooling_output.array()
             submitted_at, queued = self.reader.last_at, seconds_in_queue(self)
             self.statistics.pooled(time.monotonic() - submitted_at, queued)
             self.sink.on_delta(

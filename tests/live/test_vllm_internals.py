@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import math
 import os
 import time
 import weakref
@@ -200,6 +201,24 @@ def test_the_lean_decoder_reads_the_log_probabilities_that_vllms_reads(alternati
     assert [getattr(lean, name) for name in lean.__struct_fields__] == [
         getattr(vllms, name) for name in vllms.__struct_fields__
     ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (2000,), (0, 4)])
+def test_the_lean_decoder_reads_the_numbers_of_pooled_prompts_that_vllms_reads(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
+    """vLLM sends many numbers beside the message, and the type is the one of the model's head."""
+    import torch
+
+    numbers = (torch.arange(math.prod(shape)) / 7 - 3).to(getattr(torch, dtype)).view(shape)
+    step = output("abc"[: len(shape)], [], "STOP")
+    step.pooling_output = numbers
+    (lean,) = sent_outputs([step], lean=True)
+    assert lean.pooling_output.array().dtype == np.float32
+    assert lean.pooling_output.array().tolist() == numbers.float().tolist()
+    tensor = lean.pooling_output.tensor()
+    assert (tensor.dtype, tensor.tolist()) == (numbers.dtype, numbers.tolist())
 
 
 def test_with_an_interval_the_parts_after_the_first_have_so_many_tokens_and_the_last_what_is_left(
