@@ -183,7 +183,8 @@ class SentNumbers:
     def array(self) -> np.ndarray:
         """Return an array of float32."""
         if self._dtype != "float32":
-            return self.tensor().float().numpy()
+            converted: np.ndarray = self.tensor().float().numpy()
+            return converted
         array = np.ndarray(self._shape, np.float32, self._data)
         return array if self._is_frame else array.copy()  # Between other fields they may have any address.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -18,6 +19,27 @@ from engines.loaded_model import EngineStatus
 from engines.vllm.internals import METRICS_PARTS, CacheHitSource, PrometheusStatLogger, SchedulerStats
 
 _MOST_WAITING = 1000
+
+# The histograms that vLLM's logger has for the requests of a step, by the name of the list of their values.
+_OF_STEP = {
+    "inter_token_latencies_iter": "histogram_inter_token_latency",
+    "max_num_generation_tokens_iter": "histogram_max_num_generation_tokens_request",
+    "n_params_iter": "histogram_n_request",
+    "time_to_first_tokens_iter": "histogram_time_to_first_token",
+}
+# Those that it has for requests that have ended, and a request's value.
+_OF_FINISHED: dict[str, Callable[[Any], float]] = {
+    "histogram_e2e_time_request": attrgetter("e2e_latency"),
+    "histogram_queue_time_request": attrgetter("queued_time"),
+    "histogram_prefill_time_request": attrgetter("prefill_time"),
+    "histogram_inference_time_request": attrgetter("inference_time"),
+    "histogram_decode_time_request": attrgetter("decode_time"),
+    "histogram_request_num_preemptions": attrgetter("num_preemptions"),
+    "histogram_prefill_kv_computed_request": lambda each: each.num_prompt_tokens - max(each.num_cached_tokens, 0),
+    "histogram_num_prompt_tokens_request": attrgetter("num_prompt_tokens"),
+    "histogram_num_generation_tokens_request": attrgetter("num_generation_tokens"),
+    "histogram_request_time_per_output_token": attrgetter("mean_time_per_output_token"),
+}
 
 
 class _ReportCounter(Counter):
@@ -31,7 +53,7 @@ class _ReportCounter(Counter):
 class _ReportHistogram(Histogram):
     """A histogram that counts many values together: when it is read, or when `_MOST_WAITING` wait.
 
-    An answer has about thirteen values, and a step has one for each sequence. They have no exemplars.
+    A step has one for each sequence. They have no exemplars.
     """
 
     def _metric_init(self) -> None:
@@ -53,8 +75,9 @@ class _ReportHistogram(Histogram):
 
     def _count(self) -> None:
         amounts, self._waiting = self._waiting, []
-        for place, count in Tally(map(partial(bisect_left, self._upper_bounds), amounts)).items():
-            self._buckets[place].inc(count)
+        counts = np.bincount(np.searchsorted(self._upper_bounds, amounts))
+        for place in counts.nonzero()[0]:
+            self._buckets[place].inc(int(counts[place]))
         self._sum.inc(sum(amounts))
 
 
@@ -78,6 +101,8 @@ class EngineReports(PrometheusStatLogger, Collector):
         self.count = 0  # Messages: steps with tokens and steps without, as of a long prompt.
         self._latest: dict[int, Any] = {}  # The last report of each data-parallel replica, by its number.
         self._unseen: dict[int, Any] = {}  # Those of them whose gauges are still to be set.
+        # Requests that have ended and are still to be counted, by the number of their replica.
+        self._finished: dict[int, list[Any]] = {engine: [] for engine in self.engine_indexes}
 
     @property
     def status(self) -> EngineStatus:
@@ -102,15 +127,56 @@ class EngineReports(PrometheusStatLogger, Collector):
                 self._unseen[engine_idx] = scheduler_stats
                 scheduler_stats = None  # The gauges are set when they are read.
         if iteration_stats is not None:
-            gaps, iteration_stats.inter_token_latencies_iter = iteration_stats.inter_token_latencies_iter, ()
-            self.histogram_inter_token_latency[engine_idx].observe_all(gaps)
-            if scheduler_stats is None and _only_decodes(iteration_stats, mm_cache_stats):
-                # All that is left for vLLM's function to count, which takes ten times as long.
-                tokens = iteration_stats.num_generation_tokens
-                self.counter_generation_tokens[engine_idx].inc(tokens)
-                self.histogram_iteration_tokens[engine_idx].observe(tokens)
+            self._take_requests(iteration_stats, engine_idx)
+            if scheduler_stats is None and self._has_only_tokens(iteration_stats, mm_cache_stats):
+                # vLLM's function would take ten times as long for what is left to count.
+                self._count_tokens(iteration_stats, engine_idx)
                 return
         super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+    def _take_requests(self, iteration: Any, engine: int) -> None:
+        """Take the values of a step's requests, so that vLLM's function counts none of them."""
+        for name, histogram in _OF_STEP.items():
+            if values := getattr(iteration, name):
+                getattr(self, histogram)[engine].observe_all(values)
+                setattr(iteration, name, ())
+        if iteration.finished_requests:
+            finished = self._finished[engine]
+            finished += iteration.finished_requests
+            iteration.finished_requests = ()
+            if len(finished) >= _MOST_WAITING:
+                self._count_finished(engine)
+
+    def _count_finished(self, engine: int) -> None:
+        """Count the requests that have ended."""
+        finished, self._finished[engine] = self._finished[engine], []
+        for histogram, value in _OF_FINISHED.items():
+            getattr(self, histogram)[engine].observe_all(map(value, finished))
+        limits = (each.max_tokens_param for each in finished if each.max_tokens_param)
+        self.histogram_max_tokens_request[engine].observe_all(limits)
+        for reason, count in Tally(each.finish_reason for each in finished).items():
+            self.counter_request_success[reason][engine].inc(count)
+
+    def _has_only_tokens(self, iteration: Any, media: Any) -> bool:
+        """Return True if a step has nothing to count, except tokens, when its requests have been taken."""
+        if (
+            iteration.num_preempted_reqs
+            or iteration.num_corrupted_reqs
+            or self.vllm_config.watermark_config is not None
+        ):
+            return False
+        return media is None or not media.requests
+
+    def _count_tokens(self, iteration: Any, engine: int) -> None:
+        """Count the tokens of a step."""
+        generated, prompts = iteration.num_generation_tokens, iteration.prompt_token_stats
+        self.counter_generation_tokens[engine].inc(generated)
+        self.histogram_iteration_tokens[engine].observe(prompts.computed + generated)
+        if prompts.total:
+            self.counter_prompt_tokens[engine].inc(prompts.total)
+            self.counter_prompt_tokens_cached[engine].inc(prompts.cached_tokens)
+            for source, counters in self.counter_prompt_tokens_by_source.items():
+                counters[engine].inc(prompts.get_by_source(source))
 
     def _count_prefix_cache(self, stats: Any, engine: int) -> None:
         """Count the tokens that were looked for in the prefix cache, and those that were there."""
@@ -131,6 +197,8 @@ class EngineReports(PrometheusStatLogger, Collector):
         for engine, stats in self._unseen.items():
             super().record(stats, None, engine_idx=engine)
         self._unseen.clear()
+        for engine in self.engine_indexes:
+            self._count_finished(engine)
         return self._registry.collect()
 
 
@@ -144,10 +212,3 @@ def _has_only_figures(scheduler: Any) -> bool:
         or scheduler.perf_stats
         or scheduler.kv_cache_eviction_events
     )
-
-
-def _only_decodes(iteration: Any, media: Any) -> bool:
-    """Return True if a step has only added tokens to sequences that had some: nothing else is to be counted."""
-    if iteration.time_to_first_tokens_iter or iteration.finished_requests or iteration.num_preempted_reqs:
-        return False
-    return media is None or not media.requests
