@@ -18,7 +18,7 @@ import contextlib
 import logging
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+import zmq
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators import shm_broadcast
@@ -44,7 +45,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.detokenizer import (
     FastIncrementalDetokenizer,
     IncrementalDetokenizer,
@@ -93,6 +94,7 @@ METRICS_PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls",
 _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (AsyncLLM, ("_run_output_handler", "abort", "add_lora", "errored", "from_vllm_config", "remove_lora", "shutdown")),
     (EngineCoreClient, ("make_async_mp_client",)),
+    (AsyncMPClient, ("_send_input_message", "ensure_alive")),
     (OutputProcessor, ("_update_stats_from_output", "abort_requests", "propagate_error", "process_outputs")),
     (ParentRequest, ("n", "observe_num_generation_tokens")),
     (RequestState, ("make_request_output",)),
@@ -300,6 +302,39 @@ def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
     return None if request.mm_features else request
 
 
+class _Sent:
+    """The awaitable of a message that has been sent."""
+
+    def __await__(self) -> Generator[None]:
+        yield from ()
+
+
+_SENT = _Sent()
+
+
+def send_at_once(core: Any) -> None:
+    """Have an engine's client send small messages without pyzmq's futures, which take as long as zmq does.
+
+    Args:
+        core: The client (`AsyncMPClient`).
+    """
+    send_later = core._send_input_message
+    send = zmq.Socket.shadow(core.input_socket).send
+    part, last = int(zmq.DONTWAIT | zmq.SNDMORE), int(zmq.DONTWAIT)
+
+    def send_message(message: Sequence[Any], engine: bytes) -> Awaitable[Any]:
+        if len(message) != 2:  # arrays are sent beside the request
+            later: Awaitable[Any] = send_later(message, engine)
+            return later
+        core.ensure_alive()
+        send(engine, part)  # never full: vLLM sets no limit
+        send(message[0], part)
+        send(message[1], last)
+        return _SENT
+
+    core._send_input_message = send_message
+
+
 def begin_output(llm: AsyncLLM, reports: PrometheusStatLogger, holds: Callable[[], bool]) -> None:
     """Begin to read the engine's messages.
 
@@ -314,6 +349,7 @@ def begin_output(llm: AsyncLLM, reports: PrometheusStatLogger, holds: Callable[[
     llm.output_processor.holds = holds
     core = llm.engine_core
     core.decoder = LeanDecoder(SentOutputs, oob_tensor_provider=core.decoder.oob_tensor_provider)
+    send_at_once(core)
     add_request = core.add_request_async
 
     async def add(request: EngineCoreRequest) -> None:
