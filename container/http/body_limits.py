@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
+from container.http.uvicorn_protocol import received_body
 from container.settings.settings import ServerSettings
 from engines.cpu_memory import machine_limits
 from engines.errors import BodyTimeout as BodyTimeout  # re-exported: `BodyReader.read` raises it
@@ -95,6 +96,10 @@ class BodyReader:
         announced = headers.get(b"content-length", b"")
         if announced.isdigit() and int(announced) > limit:
             raise _too_large(limit)
+        if (whole := received_body(receive)) is not None:
+            self._count(len(whole), limit)
+            self.complete = True
+            return whole
         waits = set() if waits is None else waits
         parts: list[bytes] = []
         size = 0
@@ -107,10 +112,7 @@ class BodyReader:
                 while (message := await receive())["type"] == "http.request":
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
-                    if size > limit:
-                        raise _too_large(limit)
-                    if size > UNCOUNTED:
-                        self._hold(size)
+                    self._count(size, limit)
                     if not message.get("more_body", False):
                         self.complete = True
                         break
@@ -127,8 +129,11 @@ class BodyReader:
         # Joining long parts takes a while. In a thread it does not hold the event loop.
         return b"".join(parts) if size < LONG_BODY else await asyncio.to_thread(b"".join, parts)
 
-    def _hold(self, size: int) -> None:
-        if self._memory is not None:
+    def _count(self, size: int, limit: int) -> None:
+        """Count the bytes that have come, and raise if they are too many."""
+        if size > limit:
+            raise _too_large(limit)
+        if size > UNCOUNTED and self._memory is not None:
             self._memory.take(size - self._held)
             self._held = size
 

@@ -7,8 +7,8 @@ releases when the server starts. tests/live/test_uvicorn_internals.py fails if o
   and its fields `cycle`, `pipeline`, `scope`, `headers`, `url`, `parser`, `flow` and `timeout_keep_alive_task`; `scope`
   has a method once the head is complete;
 - `RequestResponseCycle`: `flow`, `transport`, `chunked_encoding`, `expected_content_length`, `response_started`,
-  `response_complete`, `more_body`, `disconnected`, `message_event` and `waiting_for_100_continue`; its `send` waits
-  while writing is paused, and at no other time.
+  `response_complete`, `body`, `more_body`, `disconnected`, `message_event` and `waiting_for_100_continue`; its `send`
+  waits while writing is paused, and at no other time.
 """
 
 from __future__ import annotations
@@ -173,6 +173,22 @@ def _write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
         return False
     cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
     return True
+
+
+def received_body(receive: Any) -> bytes | None:
+    """Return the body of a request if all of it has come, in less time than uvicorn's `receive` takes.
+
+    Args:
+        receive: ASGI's callable. The result is None if it is not that of uvicorn: code that wraps it has to see all
+            parts.
+    """
+    cycle = getattr(receive, "__self__", None)
+    if not isinstance(cycle, RequestResponseCycle) or cycle.more_body or cycle.disconnected:
+        return None
+    cycle.message_event.clear()
+    cycle.flow.resume_reading()
+    body, cycle.body = bytes(cycle.body), bytearray()
+    return body
 
 
 def _ended_by_close(application: Any, cycle: RequestResponseCycle) -> Any:

@@ -13,7 +13,7 @@ from container.server import http_server, listen
 
 _CONNECTION = ("cycle", "pipeline", "scope", "headers", "url", "parser", "flow", "timeout_keep_alive_task", "transport")
 _REQUEST = (
-    *("chunked_encoding", "expected_content_length", "response_started", "response_complete", "more_body"),
+    *("chunked_encoding", "expected_content_length", "response_started", "response_complete", "body", "more_body"),
     *("disconnected", "message_event", "waiting_for_100_continue", "keep_alive", "flow", "transport"),
 )
 

@@ -16,7 +16,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from container.http.reply import HttpReply, OpenStreams, RetryAfter
 from container.http.route import AppState, HttpCounts
-from container.http.uvicorn_protocol import BREAK_OFF, Cork, CorkedTransport, HttpProtocol, check_uvicorn
+from container.http.uvicorn_protocol import (
+    BREAK_OFF,
+    Cork,
+    CorkedTransport,
+    HttpProtocol,
+    check_uvicorn,
+    received_body,
+)
 from container.models.registry import Models
 from container.server import http_server
 from container.settings.settings import ServerSettings
@@ -148,6 +155,29 @@ class Transport:
 
 def corked(inner: Transport, cork: Cork) -> CorkedTransport:
     return CorkedTransport(inner, cork)  # type: ignore[arg-type]
+
+
+async def test_a_body_that_has_come_is_there_without_a_wait_and_the_end_of_the_client_is_heard_after_it() -> None:
+    bodies: list[bytes] = []
+    heard: list[str] = []
+
+    def take(receive: Any) -> bool:
+        if (body := received_body(receive)) is not None:
+            bodies.append(body)
+        return bool(bodies)
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        assert not take(receive), "the rest of the body has not come"
+        writer.write(b"rest")
+        await until(lambda: take(receive))
+        writer.close()
+        heard.append((await receive())["type"])
+
+    begun = b"x" * 60_000
+    async with connected(application) as (_, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (len(begun) + 4) + begun)
+        await until(lambda: bool(heard))
+    assert (bodies, heard) == ([begun + b"rest"], ["http.disconnect"])
 
 
 async def test_head_and_body_of_a_reply_leave_in_one_write() -> None:
