@@ -97,7 +97,7 @@ class BodyReader:
         if announced.isdigit() and int(announced) > limit:
             raise _too_large(limit)
         if (whole := received_body(receive)) is not None:
-            self._count(len(whole), limit)
+            self._check_size(len(whole), limit)
             self.complete = True
             return whole
         waits = set() if waits is None else waits
@@ -112,7 +112,7 @@ class BodyReader:
                 while (message := await receive())["type"] == "http.request":
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
-                    self._count(size, limit)
+                    self._check_size(size, limit)
                     if not message.get("more_body", False):
                         self.complete = True
                         break
@@ -129,8 +129,13 @@ class BodyReader:
         # Joining long parts takes a while. In a thread it does not hold the event loop.
         return b"".join(parts) if size < LONG_BODY else await asyncio.to_thread(b"".join, parts)
 
-    def _count(self, size: int, limit: int) -> None:
-        """Count the bytes that have come, and raise if they are too many."""
+    def _check_size(self, size: int, limit: int) -> None:
+        """Check the size so far, and reserve memory for it.
+
+        Raises:
+            BodyTooLarge: The body is larger than `limit`.
+            Overloaded: The memory for bodies is used up.
+        """
         if size > limit:
             raise _too_large(limit)
         if size > UNCOUNTED and self._memory is not None:

@@ -173,26 +173,28 @@ _FLOAT32 = struct.Struct("<f")
 class SentNumbers:
     """The numbers of a pooled prompt, as the engine sent them: a data type, a shape, and the data."""
 
-    __slots__ = ("_data", "_decoder", "_dtype", "_is_frame", "_shape")
+    __slots__ = ("_buffers", "_decoder", "_part")
 
     def __init__(self, part: Sequence[Any], decoder: MsgpackDecoder) -> None:
-        """Keep the parts. Large data are a frame of the message, whose index is sent."""
-        self._dtype, self._shape, data = part
-        self._is_frame = isinstance(data, int)
-        self._data = decoder.aux_buffers[data] if self._is_frame else data
-        self._decoder = decoder
+        """Keep the parts. Of large data the engine sends the index of a frame."""
+        self._part, self._decoder, self._buffers = part, decoder, decoder.aux_buffers
 
     def array(self) -> np.ndarray:
         """Return an array of float32."""
-        if self._dtype != "float32":
+        dtype, shape, data = self._part
+        if dtype != "float32":
             converted: np.ndarray = self.tensor().float().numpy()
             return converted
-        array = np.ndarray(self._shape, np.float32, self._data)
-        return array if self._is_frame else array.copy()  # Between other fields they may have any address.
+        array = np.ndarray(shape, np.float32, self._buffers[data] if isinstance(data, int) else data)
+        return array if array.flags.aligned else array.copy()  # The data may have any address.
 
     def tensor(self) -> torch.Tensor:
         """Return vLLM's own object."""
-        return self._decoder._decode_tensor((self._dtype, self._shape, self._data))
+        self._decoder.aux_buffers = self._buffers
+        try:
+            return self._decoder._decode_tensor(self._part)
+        finally:
+            self._decoder.aux_buffers = ()
 
 
 class SentOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
@@ -209,7 +211,7 @@ class SentOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=Fal
 
 
 class LeanDecoder(MsgpackDecoder):
-    """vLLM's decoder of engine messages. It makes no arrays of log probabilities and no tensors of numbers."""
+    """vLLM's decoder of engine messages. It keeps log probabilities and pooled numbers as they were sent."""
 
     def dec_hook(self, t: type, obj: Any) -> Any:
         if t is SentLogprobs:
@@ -268,8 +270,8 @@ class LeanOutputProcessor(OutputProcessor):
                 continue
             if logprobs is not None:
                 output.new_logprobs = logprobs.arrays()
-            if output.pooling_output is not None and not isinstance(state, TokenTaker):  # vLLM's front end asked
-                output.pooling_output = output.pooling_output.tensor()
+            if output.pooling_output is not None and state is not None and not isinstance(state, TokenTaker):
+                output.pooling_output = output.pooling_output.tensor()  # for vLLM's front end
             others.append(output)
         return super().process_outputs(others, engine_core_timestamp, iteration_stats, weight_version)
 
@@ -302,35 +304,36 @@ def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
     return None if request.mm_features else request
 
 
-class _Sent:
-    """The awaitable of a message that has been sent."""
+class _Done:
+    """An awaitable that never waits."""
 
     def __await__(self) -> Generator[None]:
         yield from ()
 
 
-_SENT = _Sent()
+_DONE = _Done()
 
 
 def send_at_once(core: Any) -> None:
-    """Have an engine's client send small messages without pyzmq's futures, which take as long as zmq does.
+    """Have an engine's client send messages without pyzmq's futures, which take as long as the sending.
 
     Args:
         core: The client (`AsyncMPClient`).
     """
     send_later = core._send_input_message
     send = zmq.Socket.shadow(core.input_socket).send
-    part, last = int(zmq.DONTWAIT | zmq.SNDMORE), int(zmq.DONTWAIT)
+    more, last = int(zmq.DONTWAIT | zmq.SNDMORE), int(zmq.DONTWAIT)
 
     def send_message(message: Sequence[Any], engine: bytes) -> Awaitable[Any]:
-        if len(message) != 2:  # arrays are sent beside the request
+        # Large arrays follow as frames, and pyzmq sends large frames without a copy.
+        if len(message) != 2 or len(message[1]) >= zmq.COPY_THRESHOLD:
             later: Awaitable[Any] = send_later(message, engine)
             return later
         core.ensure_alive()
-        send(engine, part)  # never full: vLLM sets no limit
-        send(message[0], part)
+        send(engine, more)  # vLLM sets SNDHWM to 0, so this never raises `zmq.Again`.
+        send(message[0], more)
         send(message[1], last)
-        return _SENT
+        return _DONE
 
     core._send_input_message = send_message
 

@@ -20,15 +20,15 @@ from engines.vllm.internals import METRICS_PARTS, CacheHitSource, PrometheusStat
 
 _MOST_WAITING = 1000
 
-# The histograms that vLLM's logger has for the requests of a step, by the name of the list of their values.
-_OF_STEP = {
+# By lists of `IterationStats`: the histograms of vLLM's logger that count their values.
+_STEP_HISTOGRAMS = {
     "inter_token_latencies_iter": "histogram_inter_token_latency",
     "max_num_generation_tokens_iter": "histogram_max_num_generation_tokens_request",
     "n_params_iter": "histogram_n_request",
     "time_to_first_tokens_iter": "histogram_time_to_first_token",
 }
-# Those that it has for requests that have ended, and a request's value.
-_OF_FINISHED: dict[str, Callable[[Any], float]] = {
+# By histograms of vLLM's logger: the value that a request that has ended has in them.
+_REQUEST_HISTOGRAMS: dict[str, Callable[[Any], float]] = {
     "histogram_e2e_time_request": attrgetter("e2e_latency"),
     "histogram_queue_time_request": attrgetter("queued_time"),
     "histogram_prefill_time_request": attrgetter("prefill_time"),
@@ -53,7 +53,7 @@ class _ReportCounter(Counter):
 class _ReportHistogram(Histogram):
     """A histogram that counts many values together: when it is read, or when `_MOST_WAITING` wait.
 
-    A step has one for each sequence. They have no exemplars.
+    A step has a value for each sequence. Values have no exemplars.
     """
 
     def _metric_init(self) -> None:
@@ -75,7 +75,7 @@ class _ReportHistogram(Histogram):
 
     def _count(self) -> None:
         amounts, self._waiting = self._waiting, []
-        counts = np.bincount(np.searchsorted(self._upper_bounds, amounts))
+        counts = np.bincount(np.searchsorted(self._upper_bounds, amounts))[: len(self._buckets)]  # NaN is in no bucket
         for place in counts.nonzero()[0]:
             self._buckets[place].inc(int(counts[place]))
         self._sum.inc(sum(amounts))
@@ -136,7 +136,7 @@ class EngineReports(PrometheusStatLogger, Collector):
 
     def _take_requests(self, iteration: Any, engine: int) -> None:
         """Take the values of a step's requests, so that vLLM's function counts none of them."""
-        for name, histogram in _OF_STEP.items():
+        for name, histogram in _STEP_HISTOGRAMS.items():
             if values := getattr(iteration, name):
                 getattr(self, histogram)[engine].observe_all(values)
                 setattr(iteration, name, ())
@@ -150,7 +150,7 @@ class EngineReports(PrometheusStatLogger, Collector):
     def _count_finished(self, engine: int) -> None:
         """Count the requests that have ended."""
         finished, self._finished[engine] = self._finished[engine], []
-        for histogram, value in _OF_FINISHED.items():
+        for histogram, value in _REQUEST_HISTOGRAMS.items():
             getattr(self, histogram)[engine].observe_all(map(value, finished))
         limits = (each.max_tokens_param for each in finished if each.max_tokens_param)
         self.histogram_max_tokens_request[engine].observe_all(limits)
@@ -158,7 +158,7 @@ class EngineReports(PrometheusStatLogger, Collector):
             self.counter_request_success[reason][engine].inc(count)
 
     def _has_only_tokens(self, iteration: Any, media: Any) -> bool:
-        """Return True if a step has nothing to count, except tokens, when its requests have been taken."""
+        """Return True if only tokens are left to count. Call it after `_take_requests`."""
         if (
             iteration.num_preempted_reqs
             or iteration.num_corrupted_reqs

@@ -221,6 +221,64 @@ def test_the_lean_decoder_reads_the_numbers_of_pooled_prompts_that_vllms_reads(
     assert (tensor.dtype, tensor.tolist()) == (numbers.dtype, numbers.tolist())
 
 
+def test_numbers_at_any_address_become_an_array_with_an_address_of_its_kind() -> None:
+    from vllm.v1.serial_utils import MsgpackDecoder
+
+    from engines.vllm.internals import SentNumbers
+
+    decoder = MsgpackDecoder()
+    data = memoryview(b"-" + np.arange(300, dtype=np.float32).tobytes())[1:]
+    decoder.aux_buffers = (b"", data)
+    for part in (("float32", (3, 100), 1), ("float32", (3, 100), data)):
+        array = SentNumbers(part, decoder).array()
+        assert array.flags.aligned
+        assert array.ravel().tolist() == list(range(300))
+
+
+@pytest.mark.asyncio
+async def test_messages_to_the_engine_keep_their_order_and_their_frames() -> None:
+    import zmq
+    import zmq.asyncio
+    from vllm.utils.network_utils import make_zmq_socket
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    from engines.vllm.internals import send_at_once
+
+    class Client(AsyncMPClient):
+        def __init__(self, socket: Any) -> None:
+            self.input_socket, self.dead = socket, False
+
+        def ensure_alive(self) -> None:
+            if self.dead:
+                raise EngineDeadError
+
+        def __del__(self) -> None:
+            """vLLM's would end processes."""
+
+    context = zmq.asyncio.Context()
+    server = make_zmq_socket(context, "inproc://engine", zmq.ROUTER, bind=True)
+    engine = make_zmq_socket(context, "inproc://engine", zmq.DEALER, identity=b"engine-1", bind=False)
+    try:
+        await engine.send(b"ready")
+        assert await server.recv_multipart() == [b"engine-1", b"ready"]
+        assert server.getsockopt(zmq.SNDHWM) == 0, "a full socket would refuse a message that must not wait"
+        client = Client(server)
+        send_at_once(client)
+        large = b"x" * 300_000
+        messages = [(b"\x00", b"first"), (b"\x00", b"with arrays", large), (b"\x01", large), (b"\x01", b"last")]
+        for message in messages:
+            await client._send_input_message(message, b"engine-1")
+        received = [await asyncio.wait_for(engine.recv_multipart(), 60) for _ in messages]
+        assert [tuple(frames) for frames in received] == messages
+        client.dead = True
+        with pytest.raises(EngineDeadError):
+            await client._send_input_message(messages[0], b"engine-1")
+        assert not await engine.poll(0)
+    finally:
+        context.destroy(linger=0)
+
+
 def test_with_an_interval_the_parts_after_the_first_have_so_many_tokens_and_the_last_what_is_left(
     processor: Processor, tokenizer: Any
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,8 +129,10 @@ def samples(collector: Any) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.parametrize("media", [False, True])
-@pytest.mark.parametrize("scraped", ["after each step", "at the end"])
-def test_the_reports_make_the_metrics_that_vllms_logger_makes(config: Any, media: bool, scraped: str) -> None:
+@pytest.mark.parametrize("scraped", ["after each step", "at the end", "at the end, with few values waiting"])
+def test_the_reports_make_the_metrics_that_vllms_logger_makes(
+    config: Any, media: bool, scraped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
     from vllm.v1.metrics.stats import MultiModalCacheStats
@@ -137,6 +140,8 @@ def test_the_reports_make_the_metrics_that_vllms_logger_makes(config: Any, media
     from engines.loaded_model import EngineStatus
     from engines.vllm.metrics import EngineReports
 
+    if scraped.endswith("waiting"):
+        monkeypatch.setattr("engines.vllm.metrics._MOST_WAITING", 2)
     ours = EngineReports(config, [0, 1])
     theirs = PrometheusStatLogger(config, [0, 1])  # The last one has the registry of the process.
     try:
@@ -162,6 +167,28 @@ def test_the_reports_make_the_metrics_that_vllms_logger_makes(config: Any, media
         "vllm:num_requests_waiting",
         "vllm:num_requests_waiting_by_reason",
         "vllm:kv_cache_usage_perc",
+    }
+
+
+def test_a_value_that_is_no_number_is_counted_as_by_vllms_logger(config: Any) -> None:
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+    from vllm.v1.metrics.stats import IterationStats
+
+    from engines.vllm.metrics import EngineReports
+
+    ours, theirs = EngineReports(config, [0]), PrometheusStatLogger(config, [0])
+    try:
+        for logger in (ours, theirs):
+            step = IterationStats()
+            step.time_to_first_tokens_iter = [0.3, math.nan, 1000000.0]
+            step.num_preempted_reqs = 1  # The rest of the step is counted by vLLM's function.
+            logger.record(None, step)
+        ours_now, theirs_now = samples(ours), samples(REGISTRY)
+    finally:
+        unregister_vllm_metrics()
+    assert {key: str(value) for key, value in ours_now.items()} == {
+        key: str(value) for key, value in theirs_now.items()
     }
 
 

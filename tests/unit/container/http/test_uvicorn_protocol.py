@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from container.http.body_limits import BodyMemory, BodyReader
 from container.http.reply import HttpReply, OpenStreams, RetryAfter
 from container.http.route import AppState, HttpCounts
 from container.http.uvicorn_protocol import (
@@ -27,7 +28,7 @@ from container.http.uvicorn_protocol import (
 from container.models.registry import Models
 from container.server import http_server
 from container.settings.settings import ServerSettings
-from engines.errors import GenerationFailed
+from engines.errors import BodyTooLarge, GenerationFailed, Overloaded
 from handlers.contract import Reply
 from tests.stand_ins.answering_route import AnsweringRoute
 from tests.waiting import until
@@ -178,6 +179,44 @@ async def test_a_body_that_has_come_is_there_without_a_wait_and_the_end_of_the_c
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (len(begun) + 4) + begun)
         await until(lambda: bool(heard))
     assert (bodies, heard) == ([begun + b"rest"], ["http.disconnect"])
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+async def test_bodies_that_come_with_their_heads_have_the_limits_of_others(framing: str) -> None:
+    """Two requests come in one write. The limit is 70,000 bytes, and longer bodies than 65,536 bytes take memory."""
+    memory = BodyMemory(ServerSettings(max_request_memory=70_000, max_request_size=70_000))
+    memory.take(1000)
+    found: list[object] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        reader = BodyReader(memory)
+        try:
+            body = await reader.read(dict(scope["headers"]), receive, 70_000, 60.0)
+        except (BodyTooLarge, Overloaded) as error:
+            found.append((type(error), reader.complete))
+        else:
+            found.append((len(body or b""), reader.complete))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    sizes = (0, 5, 65_536, 69_500, 70_001)
+    async with connected(application) as (reader, writer):
+        for size in sizes:
+            body = b"x" * size
+            if framing == "chunks":
+                head, body = (
+                    b"Transfer-Encoding: chunked",
+                    (b"%x\r\n%b\r\n" % (size, body) if size else b"") + b"0\r\n\r\n",
+                )
+            else:
+                head = b"Content-Length: %d" % size
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n%b\r\n\r\n%b" % (head, body))
+        for _ in sizes:
+            head = await reader.readuntil(b"\r\n\r\n")
+            while head.startswith(b"HTTP/1.1 100"):
+                head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+    assert found == [(0, True), (5, True), (65_536, True), (Overloaded, False), (BodyTooLarge, False)]
 
 
 async def test_head_and_body_of_a_reply_leave_in_one_write() -> None:
