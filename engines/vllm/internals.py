@@ -160,11 +160,8 @@ class SentLogprobs:
     def arrays(self) -> LogprobsLists:
         """Return vLLM's own object."""
         ids, logprobs, ranks, *rest = self._parts
-        return LogprobsLists(self._array(ids), self._array(logprobs), self._array(ranks), *rest)
-
-    def _array(self, part: Any) -> np.ndarray:
-        dtype, shape, data = part
-        return np.ndarray(shape, dtype, self._buffers[data] if isinstance(data, int) else data)
+        arrays = [_array(part, self._buffers) for part in (ids, logprobs, ranks)]
+        return LogprobsLists(*arrays, *rest)
 
 
 _FLOAT32 = struct.Struct("<f")
@@ -181,11 +178,10 @@ class SentNumbers:
 
     def array(self) -> np.ndarray:
         """Return an array of float32."""
-        dtype, shape, data = self._part
-        if dtype != "float32":
+        if self._part[0] != "float32":
             converted: np.ndarray = self.tensor().float().numpy()
             return converted
-        array = np.ndarray(shape, np.float32, self._buffers[data] if isinstance(data, int) else data)
+        array = _array(self._part, self._buffers)
         return array if array.flags.aligned else array.copy()  # The data may have any address.
 
     def tensor(self) -> torch.Tensor:
@@ -195,6 +191,12 @@ class SentNumbers:
             return self._decoder._decode_tensor(self._part)
         finally:
             self._decoder.aux_buffers = ()
+
+
+def _array(part: Sequence[Any], buffers: Sequence[Any]) -> np.ndarray:
+    """Return an array of a message. Small data are in the message, and large data are one of its frames."""
+    dtype, shape, data = part
+    return np.ndarray(shape, dtype, buffers[data] if isinstance(data, int) else data)
 
 
 class SentOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=False):  # type: ignore[call-arg]
@@ -324,6 +326,7 @@ def send_at_once(core: Any) -> None:
     send = zmq.Socket.shadow(core.input_socket).send
     more, last = int(zmq.DONTWAIT | zmq.SNDMORE), int(zmq.DONTWAIT)
 
+    # It is no coroutine: vLLM sends at the call, and may await later.
     def send_message(message: Sequence[Any], engine: bytes) -> Awaitable[Any]:
         # Large arrays follow as frames, and pyzmq sends large frames without a copy.
         if len(message) != 2 or len(message[1]) >= zmq.COPY_THRESHOLD:

@@ -20,14 +20,14 @@ from engines.vllm.internals import METRICS_PARTS, CacheHitSource, PrometheusStat
 
 _MOST_WAITING = 1000
 
-# By lists of `IterationStats`: the histograms of vLLM's logger that count their values.
+# The histogram of each list of `IterationStats`.
 _STEP_HISTOGRAMS = {
     "inter_token_latencies_iter": "histogram_inter_token_latency",
     "max_num_generation_tokens_iter": "histogram_max_num_generation_tokens_request",
     "n_params_iter": "histogram_n_request",
     "time_to_first_tokens_iter": "histogram_time_to_first_token",
 }
-# By histograms of vLLM's logger: the value that a request that has ended has in them.
+# The value of an ended request in each histogram.
 _REQUEST_HISTOGRAMS: dict[str, Callable[[Any], float]] = {
     "histogram_e2e_time_request": attrgetter("e2e_latency"),
     "histogram_queue_time_request": attrgetter("queued_time"),
@@ -129,7 +129,7 @@ class EngineReports(PrometheusStatLogger, Collector):
         if iteration_stats is not None:
             self._take_requests(iteration_stats, engine_idx)
             if scheduler_stats is None and self._has_only_tokens(iteration_stats, mm_cache_stats):
-                # vLLM's function would take ten times as long for what is left to count.
+                # For the rest, vLLM's function would take ten times as long.
                 self._count_tokens(iteration_stats, engine_idx)
                 return
         super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)

@@ -221,7 +221,7 @@ def test_the_lean_decoder_reads_the_numbers_of_pooled_prompts_that_vllms_reads(
     assert (tensor.dtype, tensor.tolist()) == (numbers.dtype, numbers.tolist())
 
 
-def test_numbers_at_any_address_become_an_array_with_an_address_of_its_kind() -> None:
+def test_numbers_at_an_odd_address_are_copied() -> None:
     from vllm.v1.serial_utils import MsgpackDecoder
 
     from engines.vllm.internals import SentNumbers
