@@ -1,4 +1,4 @@
-# Slipway. `make run` serves the sample model on port 8080. CI runs `make test` and `make image-test`.
+# Slipway. `make run` serves the sample model on port 8080. CI runs `make test`, `make slow` and `make image-test`.
 
 # The first of these that is Python 3.11, 3.12 or 3.13 makes the environment.
 PYTHON ?= python3.11 python3.12 python3.13 python3
@@ -19,8 +19,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := $(BIN)/uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
 	--custom-compile-command "make lock, for Python 3.11, 3.12 and 3.13" --override requirements/overrides.in
 
-.PHONY: help install install-dev run test lint unit live long chaos fuzz soak overload deaths engine-arguments bench \
-	bench-front-end gpu-proof gpu-needs image image-test lock clean
+.PHONY: help install install-dev run test lint unit live slow long chaos fuzz soak overload deaths engine-arguments \
+	bench bench-front-end gpu-proof gpu-needs image image-test lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
@@ -44,8 +44,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed-$(DEVICE)
 
 # vLLM uses FlashInfer's sampler, which is compiled at the first start, with ninja and the toolkit in CUDA_HOME.
 ifeq ($(DEVICE),gpu)
-run live bench bench-front-end gpu-proof: export CUDA_HOME ?= $(abspath $(VENV))/cuda
-run live bench bench-front-end gpu-proof: export PATH := $(abspath $(BIN)):$(PATH)
+run live slow bench bench-front-end gpu-proof: export CUDA_HOME ?= $(abspath $(VENV))/cuda
+run live slow bench bench-front-end gpu-proof: export PATH := $(abspath $(BIN)):$(PATH)
 endif
 
 # exec: make passes signals to the process of the recipe, which has to be the server.
@@ -54,7 +54,7 @@ run: install ## Serve the sample model on port 8080 (HOST, PORT), also as a Sage
 		exec $(BIN)/slipway serve --model-dir . --model-name model --host $(HOST) --port $(PORT) \
 		--local-endpoint my-endpoint
 
-test: ## Run all checks except image-test (CI runs both: .ci/run)
+test: ## Run the checks for daily work (CI also runs slow and image-test: .ci/run)
 	@# Unit tests often wait. lint runs in that time.
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint unit
 	$(MAKE) --no-print-directory live
@@ -70,9 +70,12 @@ unit: install-dev ## Run tests that start no engine
 	$(BIN)/python -m pytest tests --ignore tests/live -n $(WORKERS) -m "not live and not image and not gpu"
 
 live: install-dev ## Run tests with the real engine and real clients
-	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "live and not long"
+	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "live and not slow and not long"
 
-long: install-dev ## Run the slow tests that `make test` leaves out: replicas on Ray, and the programs below
+slow: install-dev ## Run the tests that `make test` leaves to CI: deaths of engines, examples, rare modes
+	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "slow and not long"
+
+long: install-dev ## Run the tests that CI leaves out: replicas on Ray, and the programs below
 	$(BIN)/python -m pytest tests/live -m long
 
 chaos: install-dev ## Send random faults to the real server (MINUTES, SEED; ANSWERS=N: until N answers)

@@ -17,6 +17,7 @@ from tests.chaos.watch import Truth, clock
 _ACTIONS = ("fill:100", "leave:40", "read_slowly:8", "send_slowly:8", "bad_requests:20", "model:6", "freeze:1.5")
 
 
+@pytest.mark.slow
 @pytest.mark.live
 @pytest.mark.filterwarnings("ignore")
 def test_a_server_under_random_faults_loses_no_request_and_tells_the_truth() -> None:

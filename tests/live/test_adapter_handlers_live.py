@@ -10,6 +10,8 @@ import pytest
 
 from tests.live.server import START_SECONDS, Server, serving_copy, start_copy, write_model
 
+pytestmark = pytest.mark.slow
+
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
 
 

@@ -54,6 +54,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 async def test_an_adapter_is_read_before_the_engine_stops_to_load_it(source: Path) -> None:
     from engines.vllm.lora import VllmAdapters
 

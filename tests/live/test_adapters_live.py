@@ -297,6 +297,7 @@ def test_adapters_come_and_go_under_traffic_and_no_request_is_lost(
     assert registered(lora) == ["blue", "red"]
 
 
+@pytest.mark.slow
 def test_a_request_that_runs_keeps_its_adapter_while_new_ones_do_not_get_it_any_more(lora: Server, made: Path) -> None:
     assert register(lora, "guest", made / "red").status_code == 200
     document = {"inputs": PROMPTS[1], "parameters": {"max_new_tokens": 500, "ignore_eos_token": True}}

@@ -37,6 +37,8 @@ from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.recorder import Recorder
 from tests.waiting import until, wait_until
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParameters(max_tokens=MAX_NEW_TOKENS)
 
 

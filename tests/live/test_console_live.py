@@ -21,7 +21,7 @@ from PIL import Image
 from tests.live.chromium import MISSING, PROGRAM, Browser, Page, chromium
 from tests.live.server import Server, stopped
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason=MISSING)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=MISSING)]
 
 PROMPT = "The capital of France is"
 QUESTION = "What is the capital of France?"

@@ -48,6 +48,7 @@ def restarting(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str
         yield server
 
 
+@pytest.mark.slow
 def test_each_client_gets_the_answer_that_it_would_have_got(restarting: Server) -> None:
     undisturbed = answers(restarting, CASES)
     before = restarting.metric("slipway_continued_calls_total")
@@ -103,6 +104,7 @@ def test_a_call_whose_rest_may_depend_on_what_is_lost_gets_the_error(restarting:
         restarting.wait_for_log(f"2 cannot be: {reason}")
 
 
+@pytest.mark.slow
 def test_clients_may_leave_and_come_while_the_engine_is_started_again(restarting: Server) -> None:
     aborted = "slipway_generations_aborted_total"
     aborted_before = restarting.metric(aborted)
@@ -119,6 +121,7 @@ def test_clients_may_leave_and_come_while_the_engine_is_started_again(restarting
     restarting.wait_for_metric("slipway_open_requests", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason=MISSING)
 def test_the_console_shows_the_restart_and_the_calls_that_continued(restarting: Server, tmp_path: Path) -> None:
     with chromium(tmp_path) as browser, ThreadPoolExecutor(1) as pool:
@@ -141,6 +144,7 @@ def test_the_console_shows_the_restart_and_the_calls_that_continued(restarting: 
         assert not page.complaints
 
 
+@pytest.mark.slow
 def test_calls_that_kill_each_engine_get_the_error_alone_and_the_others_too_when_no_restart_is_left(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:

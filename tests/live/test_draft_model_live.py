@@ -9,7 +9,7 @@ import pytest
 
 from tests.live.server import Server, hosted, write_model
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPT = "Once upon a time"
 TOKENS = 24
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.live.server import Server, hosted, write_model
 
+pytestmark = pytest.mark.slow
+
 PLUGIN = """
 from vllm.tool_parsers import ToolParserManager
 from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser

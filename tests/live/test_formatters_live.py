@@ -111,6 +111,7 @@ def test_errors_of_formatters_fail_their_own_request_alone(
         server.wait_for_metric("slipway_engine_running", 0)
 
 
+@pytest.mark.slow
 def test_a_formatter_that_the_settings_name_may_hang_and_stops_nothing_else(
     host: Server, tmp_path: Path, small_options: dict[str, object]
 ) -> None:
@@ -287,6 +288,7 @@ def test_a_handle_comes_before_the_engine_and_may_call_it(
         assert models["data"], "the engine's other routes are served, too"
 
 
+@pytest.mark.slow
 def test_a_handle_with_a_model_of_its_own_loads_the_engine_when_it_first_calls_it(
     host: Server, tmp_path: Path, small_options: dict[str, object]
 ) -> None:
@@ -304,6 +306,7 @@ def test_a_handle_with_a_model_of_its_own_loads_the_engine_when_it_first_calls_i
         assert server.ping() == 200
 
 
+@pytest.mark.slow
 def test_each_adapter_brings_its_own_formatters_in_the_asynchronous_mode(
     host: Server, tmp_path: Path, small_options: dict[str, object]
 ) -> None:

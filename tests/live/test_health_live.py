@@ -110,6 +110,7 @@ def test_while_the_model_loads_connections_are_taken_at_once_and_ping_says_pendi
     assert status(starting) == (200, {"status": "Healthy"})
 
 
+@pytest.mark.slow
 def test_a_deep_queue_is_no_reason_to_be_unhealthy_and_ping_stays_quick(vllm_server: Server) -> None:
     with contextlib.ExitStack() as clients:
 
@@ -165,6 +166,7 @@ def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on
     wait_until(stalls_ended, about=vllm_server.log_text)
 
 
+@pytest.mark.slow
 def test_openais_calls_alone_show_that_the_engine_stands_still(vllm_server: Server) -> None:
     completion = {"model": "model", "prompt": "Once", "max_tokens": 300, "ignore_eos": True}
     with ThreadPoolExecutor(1) as pool:
@@ -199,6 +201,7 @@ def test_a_refused_request_leaves_nothing_for_an_idle_engine_to_be_late_with(
     assert "Traceback" not in vllm_server.log_text()
 
 
+@pytest.mark.slow
 def test_stuck_requests_end_by_predict_timeout_and_the_engine_stays_unhealthy_until_it_moves(
     vllm_server: Server,
 ) -> None:

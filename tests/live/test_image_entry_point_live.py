@@ -23,6 +23,8 @@ import pytest
 
 from tests.live.server import Server, free_port, records, write_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "container" / "image" / "Dockerfile.cpu"
 ECHO = ROOT / "tests" / "fixtures" / "handlers" / "echo"

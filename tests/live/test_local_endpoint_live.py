@@ -254,6 +254,7 @@ def test_slipway_invoke_asks_the_local_endpoint(container: Server) -> None:
     assert json.loads(printed("--chat"))["choices"][0]["message"]["content"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["local_boto3.py", "local_langchain.py", "local_litellm.py"])
 def test_the_examples_run_as_they_stand(sample_server: Server, example: str) -> None:
     finished = subprocess.run(

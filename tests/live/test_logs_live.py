@@ -14,6 +14,8 @@ import pytest
 from tests.live.server import METRIC_SECONDS, Server, write_model
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 _PIPE_BYTES = 4096
 _STOP_SECONDS = 30.0
 _DROPPED = "slipway_log_lines_dropped_total"

@@ -25,6 +25,8 @@ from tests.live.page_commands import Command, commands, is_shown, printed
 from tests.live.server import START_SECONDS, free_port
 from tests.without_make import without_make
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 MEMINFO = Path("/sys/devices/system/node/node0/meminfo")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")

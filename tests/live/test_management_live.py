@@ -15,6 +15,8 @@ from tests.live.draining import lives
 from tests.live.server import START_SECONDS, Server, free_port, records, write_model
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 HANDLERS = Path(__file__).parents[1] / "fixtures" / "handlers"
 PROMPT = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 4}}
 

@@ -236,6 +236,7 @@ def test_triton_refuses_images_in_its_own_form(vision: Server, images: list[str]
     assert triton(vision, "generate_stream", f"What is {MARK}?", images, stream=True).status_code == 400
 
 
+@pytest.mark.slow
 def test_images_that_grow_are_refused_in_bounded_memory(vision: Server) -> None:
     """Each would take a gigabyte and a half, or 190 MiB together."""
     tgi(vision, "/generate", f"![]({IMAGE})")  # imports the decoders

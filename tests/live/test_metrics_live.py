@@ -183,6 +183,7 @@ def test_dashboard_and_alerts_name_metrics_and_labels_that_a_server_has(
             assert grouped <= samples[name] | _OF_THE_SCRAPE, expression
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["host"], indirect=True)
 def test_models_side_by_side_share_no_series_and_take_theirs_along(
     host: Server, tmp_path: Path, small_options: dict[str, object]

@@ -481,6 +481,7 @@ class TestSmall:
         assert call.function.name == "weather"
         assert json.loads(call.function.arguments) in ({"city": "Paris"}, {"city": "Rome"})
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "name",
         [pytest.param(name, marks=pytest.mark.long if route.stream else ()) for name, route in ASYNCHRONOUS.items()],
@@ -595,6 +596,7 @@ def test_a_request_is_aborted_by_its_id_whichever_model_has_it(tiny: Server) -> 
     assert (json.loads(last)["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_ends_its_requests(tiny: Server) -> None:
     failed = tiny.metric("slipway_generations_failed_total")
     with two_running(tiny) as (lines, whole), stopped(tiny.engine_process()):

@@ -432,6 +432,7 @@ def test_more_texts_than_the_queue_has_places_are_refused(encoder: Server) -> No
     assert answer.json()["message"].startswith("the request asks for 2100 sequences; at most 20")
 
 
+@pytest.mark.slow
 def test_a_killed_engine_ends_its_calls_with_errors(host: Server, directory: Path) -> None:
     with load(host, directory, "killed", prepare_small_encoder()) as model:
         assert isinstance(model, HostedModel)

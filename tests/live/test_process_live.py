@@ -154,6 +154,7 @@ def test_a_killed_engine_ends_its_requests_at_once_and_ping_says_so(tiny: Server
         worker.wait(60)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_or_stalls_is_started_again_as_often_as_it_may_and_then_the_process_ends(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:
@@ -214,6 +215,7 @@ def adapted(server: Server, adapter: str = "red") -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_start")
 def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_quick(
     tmp_path: Path, small_options: dict[str, object]
@@ -245,6 +247,7 @@ def shared_memory(server: Server) -> set[Path]:
     return {path for path in mapped if path.parent == Path("/dev/shm") and path.exists()}
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_ends_the_process_at_once_and_leaves_no_shared_memory(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:

@@ -15,6 +15,8 @@ from tests.live.pictures import chat, data_url, drawn, encoded
 from tests.live.server import Server, hosted, write_model
 from tests.live.small_qwen_model import MARK, prepare_small_qwen_model
 
+pytestmark = pytest.mark.slow
+
 PICTURES = [drawn(3), drawn(200)]
 FILES = tuple(base64.b64encode(picture).decode() for picture in PICTURES)
 TEXT = "Compare {0} and {1}: they are"

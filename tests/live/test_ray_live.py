@@ -31,6 +31,8 @@ from tests.live.small_model import prepare_small_model
 from tests.live.small_pooling_models import prepare_small_encoder
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("ray.serve", reason="Ray is not installed")
 
 ROOT = Path(__file__).parents[2]

@@ -179,6 +179,7 @@ def test_every_difference_of_a_documented_example_is_explained(
     assert report["compared"] == report["requests"] > 5
 
 
+@pytest.mark.slow
 def test_a_sagemaker_endpoint_is_asked_for_every_contract(recording: Recording, capture: Path, tmp_path: Path) -> None:
     captured = tmp_path / "captured"
     with local(recording.server.url, "--capture", str(captured)) as runtime:

@@ -13,6 +13,8 @@ from tests.live.server import Server, hosted, records, write_model
 from tests.live.small_audio_model import MARK, prepare_small_audio_model
 from tests.live.sounds import silence, tone
 
+pytestmark = pytest.mark.slow
+
 SOUNDS = [tone(300), tone(900)]
 LENGTH = 6
 ARGUMENTS: dict[str, Any] = {"max_model_len": 4096, "kv_cache_memory_bytes": 64 << 20}

@@ -77,6 +77,7 @@ def on_s3(starting: Server, weights_may_come: threading.Event) -> Server:
     return starting
 
 
+@pytest.mark.slow
 def test_ping_is_pending_while_weights_are_downloaded_and_200_afterwards(
     starting: Server, weights_may_come: threading.Event
 ) -> None:
@@ -188,6 +189,7 @@ def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path
             server.stop()
 
 
+@pytest.mark.slow
 def test_a_read_only_model_directory_without_a_home_is_served(small_options: dict[str, object], tmp_path: Path) -> None:
     """A formatter imports the package of a requirements.txt beside the model."""
     from tests.stand_ins.wheel import make_wheel

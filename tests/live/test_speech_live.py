@@ -18,6 +18,8 @@ from tests.live.small_speech_model import prepare_small_speech_model
 from tests.live.sounds import bomb, silence, tone
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 SOUND, OTHER = tone(300), tone(900)
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 LENGTH = 8

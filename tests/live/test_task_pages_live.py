@@ -15,6 +15,8 @@ from tests.live.page_commands import at_port, commands, is_shown, printed
 from tests.live.server import Server, write_model
 from tests.live.small_model import prepare_small_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs" / "tasks").glob("*.md")), ROOT / "docs" / "migrating.md"]
 VECTORS = ROOT / "docs" / "tasks" / "vectors.md"  # Its server has a model for vectors.

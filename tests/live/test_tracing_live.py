@@ -14,6 +14,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from tests.live.server import Server, serving
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "Once upon a time"
 TOKENS = 5
 BEAMS = 2

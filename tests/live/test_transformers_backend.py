@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.live.server import Server, hosted, write_model
+
+pytestmark = pytest.mark.slow
 
 OWN_CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel

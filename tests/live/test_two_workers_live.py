@@ -15,6 +15,8 @@ from tests.live.server import METRIC_SECONDS, START_SECONDS, Server, records, se
 from tests.live.small_model import ENDLESS
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ("Once upon a time", "The capital of France is")
 TOKENS = 16
 
