@@ -56,8 +56,14 @@ class AdapterRoute(HttpRoute):
             reply.reply(await operation(call, self._registry(call)))
 
     def _registry(self, call: Call) -> AdapterRegistry:
-        """Return the adapters of the model that the path names, or of the startup model."""
+        """Return the adapters of the model that the path names, or of the startup model.
+
+        Raises:
+            NotServed: The model has no adapters, or several versions: a call would change only one of them.
+        """
         models, name = self.state.models, call.path_parameters.get("model")
+        if name is not None and len(models.versions(name)) > 1:
+            raise NotServed(f"model {name} has several versions; adapters are managed only for a model with one")
         model = models.startup() if name is None else models.choose(name)
         registry = model.service().adapters
         if registry is None:

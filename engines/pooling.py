@@ -42,6 +42,10 @@ class PoolingModel:
     # for each token of the vocabulary.
     pooling: str = ""
     dtype: str = ""  # The type of the weights, such as "float16".
+    # As in transformers' configuration: "regression", "single_label_classification", "multi_label_classification".
+    # Empty if the model's files do not say.
+    problem_type: str = ""
+    lower_case: bool = False  # vLLM's front end takes texts in lower case (sentence-transformers' `do_lower_case`).
     pairs_refusal: str = ""  # The reason if pairs of texts cannot be scored by tokenizing them together, else empty.
     # Texts that go in front of a prompt, by their names (sentence-transformers' `prompts`).
     prompts: Mapping[str, str] = field(default_factory=dict)

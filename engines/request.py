@@ -85,11 +85,14 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
 
+MAX_LENGTH_PENALTY = 32.0  # Every length to this power is a float64.
+
+
 class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
     """Beam search instead of sampling; beams are returned best first."""
 
     width: int
-    length_penalty: float = 1.0
+    length_penalty: float = 1.0  # From -MAX_LENGTH_PENALTY to MAX_LENGTH_PENALTY.
     early_stopping: bool = False
 
 

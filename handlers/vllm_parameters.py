@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from engines.errors import InvalidParameter
-from engines.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
+from engines.request import MAX_LENGTH_PENALTY, BeamSearch, Constraint, GenerationRequest, SamplingParameters
 from handlers.constraints import decoded, read_constraint
 from handlers.json_fields import Kind, ParameterReader, Reader
 
@@ -164,7 +164,7 @@ def _sequences(read: ParameterReader) -> tuple[int, int]:
 def _beam_search(read: ParameterReader, width: int) -> BeamSearch | None:
     """Beam search, which replaces sampling: parameters of sampling have no effect then, as in vLLM."""
     asked = read.boolean("use_beam_search", False)
-    length_penalty = read.number("length_penalty", 1.0)
+    length_penalty = read.number("length_penalty", 1.0, minimum=-MAX_LENGTH_PENALTY, maximum=MAX_LENGTH_PENALTY)
     early_stopping = read.boolean("early_stopping", False)
     if asked and width == 1:
         raise InvalidParameter("use_beam_search", "needs a width above 1: set `n` or `best_of`")

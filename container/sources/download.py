@@ -195,6 +195,14 @@ class LocalCopy:
             return msgspec.json.decode(self._listing.read_bytes(), type=tuple[RemoteFile, ...])
         except (FileNotFoundError, msgspec.DecodeError):
             return ()
+        except OSError as error:
+            raise self.disk_error(error) from error
+
+    def disk_error(self, error: OSError) -> SourceError:
+        """Return the error for a directory that cannot be used."""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = f"the disk with {self.root} is full" if full else f"{self.root} cannot be used: {error}"
+        return SourceError(f"{self.url}: {what}; SERVING_DOWNLOAD_DIR names another place")
 
     def _has(self, file: RemoteFile) -> bool:
         try:
@@ -269,7 +277,7 @@ class _Download:
                 f"{self._copy.url}: another process has not downloaded it in {self._seconds:g} s"
             ) from None
         except OSError as error:
-            raise self._disk_error(error) from error
+            raise self._copy.disk_error(error) from error
 
     def _fetch(self, files: Sequence[RemoteFile]) -> None:
         partial = Path(tempfile.mkdtemp(prefix="partial.", dir=self._copy.root))
@@ -308,9 +316,3 @@ class _Download:
                 f"{self._copy.url}: {needed / _GIB:.2f} GiB are to be downloaded, but {self._copy.root} has "
                 f"{free / _GIB:.2f} GiB free; SERVING_DOWNLOAD_DIR names another place"
             )
-
-    def _disk_error(self, error: OSError) -> SourceError:
-        root = self._copy.root
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = f"the disk with {root} is full" if full else f"{root} cannot be written: {error}"
-        return SourceError(f"{self._copy.url}: {what}; SERVING_DOWNLOAD_DIR names another place")

@@ -19,7 +19,7 @@ from container.settings.settings import ServerSettings
 from container.settings.values import names
 from container.sources.location import S3Url, SourceError
 from deploy.local.errors import REGION, RuntimeApiError
-from deploy.local.parameters import check_endpoint_name
+from deploy.local.parameters import check_endpoint_name, is_server_url
 from deploy.local.runtime_api import PREFIX, RuntimeApi
 from deploy.local.settings import MEBIBYTE, LocalSettings
 from deploy.local.storage import folder_url
@@ -128,7 +128,7 @@ def local(
     """Serve SageMaker's runtime API on this machine, in front of a container that runs already."""
     import uvloop
 
-    if not container.startswith(("http://", "https://")):
+    if not is_server_url(container):
         raise typer.BadParameter(f"is {container!r}; expected http://host:port", param_hint="--container")
     options = LocalOptions(
         component=component,

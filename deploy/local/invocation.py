@@ -18,6 +18,7 @@ UNREACHABLE = (b"x-slipway-container", b"unreachable")
 
 _UNAVAILABLE = 503
 _LOADING = frozenset({207, _UNAVAILABLE})  # Statuses of /ping while a model loads.
+_PING_SECONDS = 5.0  # Until an answer of /ping.
 _MAX_ERROR = 65536  # Bytes of an error that are read.
 _LAST_MESSAGE_SECONDS = 5.0  # The time in which the client has to read the last message of a failed stream.
 
@@ -234,9 +235,13 @@ class Invocation:
 
 
 async def is_loading(container: ASGIApp) -> bool:
-    """Ask `/ping`, and return True if the container still loads its model, or cannot be reached."""
+    """Ask `/ping`, and return True if the container still loads its model, or does not answer."""
     import httpx  # Importing it takes a while, and other commands do not need it.
 
     transport = httpx.ASGITransport(container)
     async with httpx.AsyncClient(transport=transport, base_url="http://container", trust_env=False) as client:
-        return (await client.get("/ping")).status_code in _LOADING
+        try:
+            async with asyncio.timeout(_PING_SECONDS):
+                return (await client.get("/ping")).status_code in _LOADING
+        except TimeoutError:
+            return True

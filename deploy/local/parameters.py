@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+from urllib.parse import urlsplit
 
 from deploy.local.errors import constraint_violation
 
@@ -81,6 +82,15 @@ def _check_number(name: str, member: Any, value: str) -> None:
     if int(value) > member.metadata["max"]:
         most = member.metadata["max"]
         raise constraint_violation(name, value, f"Member must have value less than or equal to {most}")
+
+
+def is_server_url(text: str) -> bool:
+    """Return True if the text is the URL of an HTTP server."""
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and not url.query + url.fragment
+    except ValueError:
+        return False
 
 
 def check_endpoint_name(name: str) -> None:

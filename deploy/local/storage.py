@@ -136,10 +136,15 @@ class S3Storage:
             except self._client.exceptions.NoSuchBucket:
                 if url.bucket != OWN_BUCKET:
                     raise
-                self._client.create_bucket(Bucket=url.bucket)
+                self._make_bucket(url.bucket)
                 self._client.put_object(Bucket=url.bucket, Key=url.prefix, Body=body, **given)
         except Exception as error:
             raise StorageError(_text(error)) from error
+
+    def _make_bucket(self, name: str) -> None:
+        region: Any = self._client.meta.region_name
+        elsewhere: dict[str, Any] = {"CreateBucketConfiguration": {"LocationConstraint": region}}
+        self._client.create_bucket(Bucket=name, **({} if region == "us-east-1" else elsewhere))
 
     @functools.cached_property
     def _client(self) -> S3Client:

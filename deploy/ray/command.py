@@ -42,11 +42,14 @@ def ray(
     ] = None,
     max_replicas: Annotated[int | None, typer.Option(min=1, help="Largest number of replicas.")] = None,
     target: Annotated[
-        float | None, typer.Option(help="Average number of requests of a replica that scaling aims at. Default: 16.")
+        float | None,
+        typer.Option(min=0.01, help="Average number of requests of a replica that scaling aims at. Default: 16."),
     ] = None,
-    upscale_delay: Annotated[float | None, typer.Option(help="Seconds before replicas are added. Default: 10.")] = None,
+    upscale_delay: Annotated[
+        float | None, typer.Option(min=0, help="Seconds before replicas are added. Default: 10.")
+    ] = None,
     downscale_delay: Annotated[
-        float | None, typer.Option(help="Seconds before replicas are removed. Default: 300.")
+        float | None, typer.Option(min=0, help="Seconds before replicas are removed. Default: 300.")
     ] = None,
     gpus: Annotated[
         int | None,
@@ -97,6 +100,8 @@ def ray(
     options = {key: value for key, value in given.items() if value is not None}
     if (min_replicas is None) != (max_replicas is None):
         raise typer.BadParameter("give both or neither", param_hint="--min-replicas, --max-replicas")
+    if min_replicas is not None and max_replicas is not None and min_replicas > max_replicas:
+        raise typer.BadParameter(f"is {max_replicas}; expected at least --min-replicas", param_hint="--max-replicas")
     if replicas is not None and min_replicas is not None:
         raise typer.BadParameter("cannot be combined with --min-replicas", param_hint="--replicas")
     environment = _environment(env or [])
@@ -116,8 +121,10 @@ def ray(
         if kuberay:
             if image is None:
                 raise typer.BadParameter("is required with --kuberay", param_hint="--image")
+            if gpus is None:
+                raise typer.BadParameter("is required with --kuberay; 0 is a CPU", param_hint="--gpus")
             machines = (min_replicas or 0, max_replicas) if max_replicas else (replicas or 1, replicas or 1)
-            configuration = ray_service(configuration, image, machines, gpus or 0, cluster)
+            configuration = ray_service(configuration, image, machines, gpus, cluster)
         typer.echo(as_yaml(configuration), nl=False)
         return
     os.environ.update(environment)
@@ -129,6 +136,8 @@ def _environment(variables: list[str]) -> dict[str, str]:
     pairs = {}
     for text in variables:
         name, given, value = text.partition("=")
+        if not name:
+            raise typer.BadParameter(f"is {text!r}; expected NAME=VALUE or NAME", param_hint="--env")
         if not given and name not in os.environ:
             raise typer.BadParameter(f"the environment variable {name} is not set", param_hint="--env")
         pairs[name] = value if given else os.environ[name]
@@ -161,7 +170,7 @@ def _deploy(
     serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
     try:
         serve.run(application(options), name=name, route_prefix="/")
-    except RuntimeError as error:  # The log of the replicas shows the reason.
+    except (RuntimeError, ValueError) as error:  # The log of the replicas shows the reason of a RuntimeError.
         typer.echo(f"slipway: {error}", err=True)
         if not address:
             serve.shutdown()  # HAProxy would keep running otherwise.

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
 from container.settings.values import masked
-from deploy.local.parameters import check_endpoint_name
+from deploy.local.parameters import check_endpoint_name, is_server_url
 from deploy.replay.results import FILE, CannotResume, Result, ResultFile
 from deploy.replay.run import NoTimes, Plan, Replay
 from deploy.replay.sources import MalformedLine, Sample, Source, SourceError, open_source
@@ -134,12 +133,7 @@ class _Connection:
             typer.BadParameter: It is neither a URL nor the name of an endpoint.
         """
         if "://" in name:
-            try:
-                url = urlsplit(name)
-                valid = url.scheme in ("http", "https") and url.hostname and url.port != 0
-            except ValueError:
-                valid = False
-            if not valid or url.query or url.fragment:
+            if not is_server_url(name):
                 raise typer.BadParameter(f"is {masked('', name)!r}; {_TARGETS}", param_hint=option)
             return HttpTarget(name, headers, self.timeout, self.concurrency, paths)
         from deploy.local.errors import RuntimeApiError
@@ -158,12 +152,15 @@ class _Connection:
         from botocore.exceptions import ProfileNotFound
 
         from deploy.sagemaker.aws import Aws
+        from deploy.sagemaker.configuration import ConfigurationError
 
         try:
             aws = Aws(self.region, self.profile, otherwise="us-east-1")
+            return aws.client(service, attempts=1 if service != "s3" else 3, connections=self.concurrency)
         except ProfileNotFound as error:
             raise typer.BadParameter(str(error), param_hint="--profile") from None
-        return aws.client(service, attempts=1 if service != "s3" else 3, connections=self.concurrency)
+        except ConfigurationError as error:
+            raise typer.BadParameter(str(error)) from None
 
 
 async def _run(

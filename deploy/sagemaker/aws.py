@@ -48,17 +48,23 @@ class Aws:
             service: The service.
             attempts: The number of times that a call is sent.
             connections: The number of calls that run together.
+
+        Raises:
+            ConfigurationError: AWS is configured wrongly, such as an AWS_ENDPOINT_URL that is no URL.
         """
         from botocore.config import Config
 
         config = Config(
-            retries={"mode": "standard", "max_attempts": attempts},
+            retries={"mode": "standard", "total_max_attempts": attempts},
             connect_timeout=10,
             max_pool_connections=connections,
             read_timeout=70,  # SageMaker ends an invocation after 60 s.
             user_agent_extra="slipway",
         )
-        return self._session.client(service, region_name=self.region, config=config)
+        try:
+            return self._session.client(service, region_name=self.region, config=config)
+        except ValueError as error:
+            raise ConfigurationError(f"AWS: {error}") from None
 
 
 def is_missing(error: ClientError) -> bool:

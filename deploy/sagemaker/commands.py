@@ -145,6 +145,7 @@ def deploy(
         raise StackConflict(f"{name} exists and differs in {differing}; run `slipway update` to change it")
     _carry_out(deployment, change)
     typer.echo(f"{name} is in service")
+    _tell_of_old_image(configuration, change)
     way = f" --component {name}" if configuration.component else " --async" if configuration.asynchronous else ""
     typer.echo(f'try: slipway invoke {name}{way} --prompt "Hello"', err=True)
 
@@ -174,12 +175,7 @@ def update(
     change = stack.propose(configuration)
     _carry_out(deployment, change)
     typer.echo(f"{configuration.name} is {'updated' if change else 'up to date'}")
-    if not change and (configuration.push or configuration.upload):
-        typer.echo(
-            "slipway: note: the endpoint still runs the old image and model, because their names did not change: give "
-            "the image another tag, or the model another prefix, to roll it out",
-            err=True,
-        )
+    _tell_of_old_image(configuration, change)
 
 
 def template(
@@ -257,7 +253,7 @@ def invoke(
     # Bytes of the command line that are not UTF-8 are sent unchanged.
     request = body.encode(errors="surrogateescape") if body else from_prompt
     aws = Aws(region, profile)
-    runtime = aws.client("sagemaker-runtime")
+    runtime = aws.client("sagemaker-runtime", attempts=1)  # A second call would generate a second answer.
     if asynchronous or input_location:
         _check_asynchronous(request, input_location, stream, component)
         places = endpoint.invoke_asynchronously(runtime, name, request=request, location=input_location, route=route)
@@ -331,6 +327,15 @@ def _show(deployment: _Deployment) -> None:
         replaced = f", replaced: {each['Replacement']}" if "Replacement" in each else ""
         typer.echo(f"  {each['Action']} {each['LogicalResourceId']} ({each['ResourceType']}){replaced}", err=True)
     stack.discard(change)
+
+
+def _tell_of_old_image(configuration: Configuration, change: ChangeSet | None) -> None:
+    if not change and (configuration.push or configuration.upload):
+        typer.echo(
+            "slipway: note: the endpoint still runs the old image and model, because their names did not change: give "
+            "the image another tag, or the model another prefix, to roll it out",
+            err=True,
+        )
 
 
 def _carry_out(deployment: _Deployment, change: ChangeSet | None) -> None:

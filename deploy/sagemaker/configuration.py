@@ -25,7 +25,8 @@ def _matching(pattern: str) -> Meta:
 
 
 _S3 = r"s3://[^/\s$]+(/[^\s$]*)?"
-Name = Annotated[str, _matching("[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")]
+_MAX_NAME = 63  # Characters of the name of an endpoint or a component.
+Name = Annotated[str, Meta(pattern=r"^([a-zA-Z0-9](-*[a-zA-Z0-9])*)\Z", max_length=_MAX_NAME)]
 Model = Annotated[str, _matching(rf"{_S3}|\w[\w.-]*(/\w[\w.-]*)?")]
 InstanceType = Annotated[str, _matching(r"ml\.[a-z0-9-]+\.[a-z0-9]+")]
 S3Prefix = Annotated[str, Meta(pattern=rf"^({_S3})\Z", max_length=512)]
@@ -280,7 +281,7 @@ def read_configuration(values: Mapping[str, Any]) -> Configuration:
 
 def _problems(read: Configuration) -> Iterator[str]:
     """Yield a line for each contradiction between fields."""
-    if not read.instance_type and "EndpointConfiguration" not in read.properties:
+    if not read.instance_type and "ProductionVariants" not in read.properties.get("EndpointConfiguration", {}):
         yield "instance_type: missing; expected a type such as ml.g6e.xlarge"
     image = ecr_image(read.image)
     if image and image.region != read.region:
@@ -297,9 +298,14 @@ def _problems(read: Configuration) -> Iterator[str]:
                 "autoscaling.min is 0; expected at least 1: only inference components (a [component] table) and "
                 "asynchronous endpoints scale to zero"
             )
+        if scaling.min == 0 and read.component and (read.capacity is None or read.capacity.min > 0):
+            yield "autoscaling.min is 0; expected capacity.min = 0, too: without it the instances stay"
     yield from _refused_by_sagemaker(read)
     if read.adapters and not read.component:
         yield "adapters: expected a [component] table, too: an adapter is an inference component on top of another one"
+    for number, adapter in enumerate(read.adapters):
+        if len(component := f"{read.name}-{adapter.name}") > _MAX_NAME:
+            yield f"adapters[{number}].name: the component {component} would have more than {_MAX_NAME} characters"
     if len({adapter.resource_name for adapter in read.adapters}) < len(read.adapters):
         yield "adapters has a name twice; expected names that differ in more than hyphens and capitals"
 

@@ -49,11 +49,13 @@ def push(ecr: Any, local: str, image: str, report: Callable[[str], None]) -> Non
     """
     host, _, rest = image.partition("/")
     repository = re.split("[:@]", rest)[0]
+    registry = host.partition(".")[0]  # The account, which may be another one than that of the credentials.
     try:
-        ecr.describe_repositories(repositoryNames=[repository])
+        ecr.describe_repositories(registryId=registry, repositoryNames=[repository])
     except ecr.exceptions.RepositoryNotFoundException:
         report(f"creating image repository {repository}")
-        ecr.create_repository(repositoryName=repository, imageScanningConfiguration={"scanOnPush": True})
+        scanning = {"scanOnPush": True}
+        ecr.create_repository(registryId=registry, repositoryName=repository, imageScanningConfiguration=scanning)
     token = ecr.get_authorization_token()["authorizationData"][0]["authorizationToken"]
     password = base64.b64decode(token).decode().partition(":")[2]
     report(f"pushing {local} to {image}")

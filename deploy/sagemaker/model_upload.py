@@ -30,7 +30,7 @@ def upload_model(s3: Any, directory: Path, location: str, report: Callable[[str]
         report: Takes a line for each uploaded file.
 
     Raises:
-        UploadFailed: The directory does not exist, or has no files.
+        UploadFailed: The directory does not exist, has no files, or has one that cannot be read.
         boto3.exceptions.Boto3Error: S3 refused a file. So does botocore's ClientError.
     """
     files = sorted(path for path in directory.rglob("*") if path.is_file())
@@ -42,8 +42,11 @@ def upload_model(s3: Any, directory: Path, location: str, report: Callable[[str]
     uploaded = {entry["Key"]: entry for page in pages for entry in page.get("Contents", ())}
     for path in files:
         key = prefix + path.relative_to(directory).as_posix()
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise UploadFailed(f"{path} cannot be read: {error}") from None
         found = uploaded.get(key)
         same_size = found is not None and found["Size"] == path.stat().st_size
         if same_size and s3.head_object(Bucket=bucket, Key=key)["Metadata"].get(_DIGEST) == digest:

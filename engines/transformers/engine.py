@@ -51,6 +51,11 @@ T = TypeVar("T", bound=Hashable)
 STREAMED_TOGETHER = 32
 _STUCK_SECONDS = 30.0  # How long a batch that was given up may take to end; then the engine's thread counts as lost.
 _STOP_SECONDS = 1.0
+# Fields in which the requests of one batch may differ.
+_NOT_SHARED = {
+    name: getattr(GenerationRequest(), name)
+    for name in ("request_id", "prompt", "room", "truncate_prompt_tokens", "trace_context", "cache_salt", "priority")
+}
 
 
 class _Waiting(NamedTuple):
@@ -205,9 +210,13 @@ class BatchEngine:
         return job
 
     def _key(self, job: Job) -> bytes:
-        """Return the parameters that all jobs of a batch share: all but prompt, seed and limit, each sequence's own."""
+        """Return the parameters that all jobs of a batch share.
+
+        The prompt, the seed and the limit are each sequence's own. The other fields that are left out have no effect
+        here, or have had it: prompts are already cut.
+        """
         sampling = msgspec.structs.replace(job.request.sampling, seed=None, max_tokens=None)
-        request = msgspec.structs.replace(job.request, request_id="", prompt="", sampling=sampling)
+        request = msgspec.structs.replace(job.request, sampling=sampling, **_NOT_SHARED)
         return msgspec.msgpack.encode((request, None if self._runner.pads else len(job.prompt_ids)))
 
     async def _dispatch(self) -> None:

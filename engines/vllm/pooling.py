@@ -49,6 +49,8 @@ def model_of(config: ModelConfig, tasks: Collection[str], frontend: Mapping[str,
         labels=labels,
         pooling="SPLADE" if sparse else (pooler.seq_pooling_type or "") if pooler is not None else "",
         dtype=str(config.dtype).removeprefix("torch."),
+        problem_type=getattr(hf_config, "problem_type", None) or "",
+        lower_case=bool((config.encoder_config or {}).get("do_lower_case")),
         pairs_refusal=_pairs_refusal(config, frontend) if task == "classify" else "the model scores no pairs",
         prompts=_prompts(config),
     )

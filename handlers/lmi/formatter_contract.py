@@ -137,9 +137,9 @@ class FormatterContract:
         try:
             body = read_body(call, lambda _: ())
             document, parameters = body.document, body.parameters
-            if "stream" in document:
+            if document.get("stream") is not None:
                 parameters["stream"] = document["stream"]
-            if not isinstance(parameters.get("stream", False), bool):
+            if not isinstance(parameters.get("stream"), bool | None):
                 return None
         except InvalidRequest:
             return None

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from engines.errors import InvalidParameter
-from engines.request import BeamSearch, GenerationRequest, SamplingParameters
+from engines.request import MAX_LENGTH_PENALTY, BeamSearch, GenerationRequest, SamplingParameters
 from handlers.constraints import FORMS, read_constraint, refuse_unread
 from handlers.json_fields import ParameterReader, Reader
 
@@ -115,7 +115,7 @@ def _sequences(read: ParameterReader, rules: ParameterRules) -> tuple[int, int]:
 
 def _beam_search(read: ParameterReader, rules: ParameterRules) -> BeamSearch | None:
     width = read.integer("num_beams", 1, minimum=1, maximum=rules.max_sequences)
-    length_penalty = read.number("length_penalty", 1.0)
+    length_penalty = read.number("length_penalty", 1.0, minimum=-MAX_LENGTH_PENALTY, maximum=MAX_LENGTH_PENALTY)
     early_stopping = read.boolean("early_stopping", False)
     if width == 1:
         return None

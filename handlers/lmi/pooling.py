@@ -210,11 +210,14 @@ class HandlerVectorContract(PoolingContract):
     def __init__(self, settings: ModelSettings, model: PoolingModel) -> None:
         super().__init__(settings)
         self._defaults = VectorDefaults(model, normalize=settings.normalize, cut=None)
+        self._lower_case = model.lower_case
 
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
         if not isinstance(document, dict):
             raise InvalidRequest(f"Input parsing failed: the body must be an object, got {json_kind(document)}")
         prompts = _handler_prompts(document.get("inputs", ""))
+        if self._lower_case:
+            prompts = [prompt.lower() if isinstance(prompt, str) else prompt for prompt in prompts]
         options = self._defaults.read(document)
         return [options.request(prompt) for prompt in prompts], _HandlerVectors(len(prompts), options)
 
@@ -343,7 +346,7 @@ class PipelineContract(PoolingContract):
 
     def __init__(self, settings: ModelSettings, model: PoolingModel) -> None:
         super().__init__(settings)
-        self._labels = model.labels
+        self._model = model
 
     def _exchange(self, document: Any) -> tuple[Sequence[GenerationRequest], Answer]:
         inputs = document.get("inputs", document) if isinstance(document, dict) else document
@@ -355,7 +358,7 @@ class PipelineContract(PoolingContract):
         if not texts:
             raise InvalidRequest("`inputs` must hold at least one text")
         requests = [self._text(text) for text in texts]
-        return requests, _PipelineClasses(len(requests), self._labels, *options)
+        return requests, _PipelineClasses(len(requests), self._model, *options)
 
     def _text(self, text: Any) -> GenerationRequest:
         second = None
@@ -380,11 +383,9 @@ def _pipeline_options(parameters: Mapping[str, Any]) -> tuple[bool, int | None, 
 class _PipelineClasses(LmiPooledAnswer):
     refusals = _HANDLER
 
-    def __init__(
-        self, prompts: int, labels: Mapping[int, str], is_list: bool, top: int | None, function: str | None
-    ) -> None:
+    def __init__(self, prompts: int, model: PoolingModel, is_list: bool, top: int | None, function: str | None) -> None:
         super().__init__(prompts)
-        self._labels, self._is_list, self._top, self._function = labels, is_list, top, function
+        self._model, self._is_list, self._top, self._function = model, is_list, top, function
 
     def document(self, numbers: Sequence[Any]) -> bytes:
         texts: list[Any] = [self._classes(scores) for scores in numbers]
@@ -393,10 +394,17 @@ class _PipelineClasses(LmiPooledAnswer):
         return json.dumps(texts, indent=2, separators=(",", ":"), ensure_ascii=False).encode()
 
     def _classes(self, raw: Any) -> list[dict[str, Any]]:
-        function = self._function or ("sigmoid" if len(raw) == 1 else "softmax")
+        function = self._function or _function_of(self._model.problem_type, len(raw))
         scores = raw if function == "none" else (sigmoid if function == "sigmoid" else softmax)(raw)
         numbers = best_first(scores)[: self._top]
-        return [{"label": self._labels.get(n, f"LABEL_{n}"), "score": float(scores[n])} for n in numbers]
+        return [{"label": self._model.labels.get(n, f"LABEL_{n}"), "score": float(scores[n])} for n in numbers]
+
+
+def _function_of(problem_type: str, classes: int) -> str:
+    """Return the function that makes probabilities if the call names none, as transformers' pipeline chooses it."""
+    if problem_type == "regression":
+        return "none"
+    return "sigmoid" if problem_type == "multi_label_classification" or classes == 1 else "softmax"
 
 
 class NoContract:

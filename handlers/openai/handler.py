@@ -30,6 +30,7 @@ from handlers.openai.vllm_call import VllmApp, VllmCall, check_body
 from handlers.queue import EngineQueue
 from handlers.running_call import RunningCall
 
+_PROMPTS_PER_TURN = 2  # After so many tokenized prompts others get their turn on the event loop.
 _LONG_CHAT = 16 * 1024  # Bytes. Longer chats are parsed in a thread, since their templates may be slow.
 # An answer's id is a prefix and the HTTP request's id. A number follows if the answer has several prompts.
 _PREFIXES = ("chatcmpl-", "cmpl-", "transcribe-", "translate-")
@@ -79,7 +80,8 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
     served = accepted.union(names)
     contract: OpenAIContract | EmbeddingsContract | None = None
     if engine.pooling is not None:
-        if engine.pooling.task == "embed" and not chunks_long_prompts(engine.async_llm.vllm_config):
+        as_they_are = not (engine.pooling.lower_case or chunks_long_prompts(engine.async_llm.vllm_config))
+        if engine.pooling.task == "embed" and as_they_are:
             contract = EmbeddingsContract(names[0], served.__contains__, public)
     elif (common := front_end(app, engine.async_llm.vllm_config, names[0], served.__contains__, public)) is not None:
         contract = OpenAIContract(common)
@@ -212,10 +214,23 @@ class OpenAIHandler:
         return await self._tokenized(exchange)
 
     async def _tokenized(self, exchange: Exchange) -> Exchange | None:
-        """Replace the prompts by their token ids. Returns None if a prompt is refused: no other may have begun then."""
+        """Replace the prompts by their token ids, unless the queue has no place for them.
+
+        Returns:
+            None if a prompt is refused, as no other may have begun then, or if the call would never fit.
+        """
         tokenize = self._queue.engine.prompt_token_ids
+        places = sum([request.sequences_in_engine for request in exchange.requests])
+        if places > self._queue.limit:
+            return None
+        if self._queue.open_sequences + places > self._queue.limit:
+            return exchange
+        prompts: list[tuple[int, ...]] = []
         try:
-            prompts = [tuple(await tokenize(request)) for request in exchange.requests]
+            for request in exchange.requests:
+                if prompts and len(prompts) % _PROMPTS_PER_TURN == 0:
+                    await asyncio.sleep(0)
+                prompts.append(tuple(await tokenize(request)))
         except RequestError:
             return None
         pairs = zip(exchange.requests, prompts, strict=True)

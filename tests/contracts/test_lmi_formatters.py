@@ -62,6 +62,12 @@ def test_an_output_formatter_writes_the_whole_answer() -> None:
     assert body(exchange) == '{"text": " a joke", "reason": "length", "prompt": "Tell me"}'
 
 
+@pytest.mark.parametrize("null", [{"stream": None}, {"parameters": {"stream": None}}])
+def test_a_stream_of_null_is_no_stream(null: dict[str, Any]) -> None:
+    answer = body(contract(write=whole_answer).parse(call(PROMPT | null)))
+    assert answer == '{"text": " a joke", "reason": "length", "prompt": "Tell me"}'
+
+
 def test_an_output_formatter_is_called_for_each_token_of_a_stream() -> None:
     exchange = contract(write=one_line_each).parse(call({**PROMPT, "stream": True}))
     assert [exchange.answer.feed(0, delta) for delta in a_joke()] == [b"0 a!\n", b"1 joke.\n"]

@@ -93,6 +93,12 @@ def test_lmis_vllm_handler_writes_pythons_json() -> None:
     assert [text for text, _ in requests(EMBEDDING, {"inputs": ["a", "b"]}, vector_format="vllm")] == ["a", "b"]
 
 
+def test_lmis_vllm_handler_takes_texts_in_lower_case_if_the_model_says_so() -> None:
+    model, given = replace(EMBEDDING, lower_case=True), {"inputs": ["Hello"]}
+    assert requests(model, given, vector_format="vllm")[0][0] == "hello"
+    assert requests(model, given)[0][0] == "Hello"
+
+
 def test_the_requests_have_room_for_nothing_and_their_own_ids() -> None:
     parsed = contract(EMBEDDING).parse(call({"inputs": ["a", "b"]})).requests
     assert [(request.request_id, request.room) for request in parsed] == [("r-0", 0), ("r-1", 0)]
@@ -208,6 +214,20 @@ def test_a_pipelines_classes() -> None:
     assert b'"score":0.5' in answer(CLASSIFIER, sigmoid, [0.0, -1.0])
     pair = {"inputs": [{"text": "q", "text_pair": "d"}]}
     assert requests(CLASSIFIER, pair) == [("q", Pooling(task="classify", activation=False, second="d", cut="right"))]
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "score"),
+    [
+        ("", b'"score":0.88079'),  # softmax
+        ("single_label_classification", b'"score":0.88079'),
+        ("multi_label_classification", b'"score":0.95257'),  # sigmoid
+        ("regression", b'"score":3.0'),
+    ],
+)
+def test_a_pipelines_scores_depend_on_the_models_problem(problem_type: str, score: bytes) -> None:
+    model = replace(CLASSIFIER, problem_type=problem_type)
+    assert score in answer(model, {"inputs": "a"}, [1.0, 3.0])
 
 
 # Errors

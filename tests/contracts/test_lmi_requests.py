@@ -182,6 +182,11 @@ def test_tensorrt_llms_names_are_translated(name: str, value: Any, field: str, m
     assert getattr(on_trtllm(**{name: value}), field) == meaning
 
 
+def test_a_length_penalty_that_no_float_holds_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match=r"`length_penalty` must be at most 32, got 2000\.0"):
+        read_parameters({"num_beams": 2, "length_penalty": 2000}, ParameterRules())
+
+
 def test_length_penalty_on_tensorrt_llm_belongs_to_beam_search() -> None:
     parameters = read_parameters({"num_beams": 2, "length_penalty": 0.5}, TRTLLM)
     assert parameters.request.beam_search == BeamSearch(width=2, length_penalty=0.5)

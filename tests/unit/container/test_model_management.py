@@ -328,6 +328,7 @@ async def test_versions_of_a_model_take_turns() -> None:
         assert [model["version"] for model in (await api.client.get("/models")).json()["models"]] == ["1", "2"]
         assert (await api.client.get("/ping")).json().keys() == {"m:1", "m:2"}
         assert len((await api.client.get("/models/m")).json()) == 2
+        assert "m has several versions" in (await api.client.get("/models/m/adapters")).text
         assert (await api.client.delete("/models/m/1")).status_code == 200
         assert {await pid("/predictions/m") for _ in range(2)} == {second}
         assert (await api.client.delete("/models/m")).status_code == 200

@@ -296,6 +296,13 @@ def test_a_place_that_cannot_be_written_is_said(model: Gate, url: str) -> None:
     assert "/proc/slipway" in refusal(url, Path("/proc/slipway"))
 
 
+def test_a_file_in_the_place_of_the_directory_is_said(model: Gate, url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for offline in (False, True):
+        with pytest.raises(SourceError, match=r"Not a directory.*SERVING_DOWNLOAD_DIR names another place"):
+            open_model(url, tmp_path / "file", offline=offline)
+
+
 def test_the_time_is_limited(model: Gate, url: str, downloads: Path) -> None:
     opened = open_model(url, downloads)
     model.fault = held(let_go := threading.Event())

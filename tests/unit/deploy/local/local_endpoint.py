@@ -55,7 +55,7 @@ def answering(status: int = 200, body: bytes = b"{}", *headers: tuple[str, str])
 
 @dataclass
 class ScriptedContainer:
-    """An ASGI application. `ping` is the status of /ping, and the script answers all other requests."""
+    """An ASGI application. `ping` is the status of /ping, or 0 for no answer. The script answers all other requests."""
 
     script: Script = field(default_factory=answering)
     ping: int = 200
@@ -66,6 +66,8 @@ class ScriptedContainer:
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["path"] == "/ping":
             self.pings += 1
+            if not self.ping:
+                await asyncio.Event().wait()
             await answering(self.ping)(Seen("", {}, b"", receive), send)
             return
         query = f"?{scope['query_string'].decode()}" if scope["query_string"] else ""

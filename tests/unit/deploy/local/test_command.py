@@ -34,6 +34,7 @@ def test_options_that_cannot_be_meant_are_refused(arguments: list[str], message:
     [
         ([], "Missing option '--container'"),
         (["--container", "localhost:8080"], "expected http://host:port"),
+        (["--container", "http://localhost:abc"], "expected http://host:port"),
         (["--container", "http://x", "--endpoint-name", "a_b"], "Value 'a_b' at 'endpointName' failed"),
         (["--container", "http://x", "--max-payload-mb", "0"], "Input should be greater than or equal to 1"),
     ],

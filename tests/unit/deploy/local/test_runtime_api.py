@@ -280,6 +280,12 @@ async def test_a_model_that_is_loading_is_not_ready_and_an_overloaded_one_is(pin
     assert (error_of(response)[:2], response.json()["OriginalStatusCode"]) == ((424, "ModelError"), 503)
 
 
+async def test_a_container_whose_ping_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.local.invocation._PING_SECONDS", 0.1)
+    async with local_endpoint(ScriptedContainer(answering(503), ping=0)) as client:
+        assert error_of(await client.post(INVOKE, content=b"{}"))[:2] == (429, "ModelNotReadyException")
+
+
 async def headers_alone(seen: Seen, send: Send) -> None:
     await start(send)
     await silent(seen, send)

@@ -58,6 +58,22 @@ def test_the_default_bucket_alone_is_made(s3: str, monkeypatch: pytest.MonkeyPat
         S3Storage().write(S3Url("other-bucket", "a"), b"x", "")
 
 
+def test_the_default_bucket_is_made_in_the_region(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in CREDENTIALS.items() | {("AWS_ENDPOINT_URL_S3", s3)}:
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    put(s3, {})
+    with contextlib.closing(boto3.client("s3", region_name="us-east-1")) as client:
+        with contextlib.suppress(client.exceptions.NoSuchBucket):
+            for found in client.list_objects_v2(Bucket=OWN_BUCKET).get("Contents", []):
+                client.delete_object(Bucket=OWN_BUCKET, Key=found["Key"])
+            client.delete_bucket(Bucket=OWN_BUCKET)
+        S3Storage().write(S3Url(OWN_BUCKET, "a"), b"x", "")
+        assert client.get_bucket_location(Bucket=OWN_BUCKET)["LocationConstraint"] == "eu-west-1"
+        client.delete_object(Bucket=OWN_BUCKET, Key="a")
+        client.delete_bucket(Bucket=OWN_BUCKET)
+
+
 def test_a_link_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"secret")
     folder = tmp_path / "s3"

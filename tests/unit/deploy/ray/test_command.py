@@ -61,7 +61,7 @@ def test_kuberays_manifest_has_that_configuration_and_machines_to_scale() -> Non
 
 
 def test_pods_choose_replicas_by_prefix_if_that_is_asked_for() -> None:
-    said = yaml.safe_load(run("--prefix-bytes", "256", "--kuberay", "--image", "i:1").stdout)
+    said = yaml.safe_load(run("--prefix-bytes", "256", "--kuberay", "--image", "i:1", "--gpus", "0").stdout)
     (workers,) = said["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     environment = workers["template"]["spec"]["containers"][0]["env"]
     (balance,) = [each["value"] for each in environment if each["name"] == BALANCE]
@@ -93,6 +93,10 @@ def test_the_release_is_the_one_that_is_installed() -> None:
         (("--replicas", "1", "--min-replicas", "1", "--max-replicas", "2"), "cannot be combined with --min-replicas"),
         (("-e", "SLIPWAY_IS_NOT_SET", "--print-config"), "the environment variable SLIPWAY_IS_NOT_SET is not set"),
         (("--kuberay",), "--image"),
+        (("--kuberay", "--image", "i"), "--gpus"),
+        (("--min-replicas", "3", "--max-replicas", "2"), "expected at least --min-replicas"),
+        (("--target", "0"), "--target"),
+        (("-e", "=x"), "expected NAME=VALUE or NAME"),
         (("--prefix-bytes", "8"), "Input should be greater than or equal to 16"),
         (("--prefix-bytes", "256", "--print-config"), "set RAY_SERVE_HAPROXY_BALANCE_ALGORITHM on the machines"),
         (("--prefix-bytes", "256", "--address", "auto"), "set RAY_SERVE_HAPROXY_BALANCE_ALGORITHM on the machines"),

@@ -36,6 +36,7 @@ def recorded(answer: Any = ANSWER, status: int = 200) -> dict[str, Any]:
         (["--recorded", "--header", "secret"], "a header is not of the form 'Name: value'"),
         (["--recorded", "--against-header", "a: b"], "has no meaning without --against"),
         (["--against", "localhost:8080"], "expected http://host:port or the name of a SageMaker endpoint"),
+        (["--against", "http://[bad"], "expected http://host:port or the name of a SageMaker endpoint"),
         (["--against", "ftp://host"], "expected http://host:port or the name of a SageMaker endpoint"),
         (["--against", "endpoint", "--header", "a: b"], "SageMaker passes no headers on"),
     ],

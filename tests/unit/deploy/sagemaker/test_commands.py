@@ -87,7 +87,7 @@ def cloudformation(monkeypatch: pytest.MonkeyPatch, services: Services) -> FakeC
     made = FakeCloudFormation()
     clients: dict[str, Any] = {"cloudformation": made.client}
 
-    def client(self: aws.Aws, service: str) -> Any:
+    def client(self: aws.Aws, service: str, **_: Any) -> Any:
         if service not in clients:
             clients[service] = SESSION.client(service)
             clients[service].meta.events.register("before-call", services.answer)
@@ -394,6 +394,8 @@ def test_an_update_pushes_an_image_too_and_says_when_its_tag_is_that_of_what_run
 
     monkeypatch.setattr(subprocess, "run", run)
     assert _run("deploy", *PUSH, f"{HOST}/slipway:gpu").exit_code == 0
+    again = _run("deploy", *PUSH, f"{HOST}/slipway:gpu")
+    assert (again.exit_code, "still runs the old image" in again.stderr) == (0, True)
     ran.clear()
     done = _run("update", *PUSH, f"{HOST}/slipway:{tag}")
     assert done.exit_code == 0, done.output

@@ -29,7 +29,8 @@ _SERVERLESS = {"ServerlessConfig": {"MemorySizeInMB": 6144, "MaxConcurrency": 2}
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": "my_llm"}, "name: Expected `str` matching regex '^([a-zA-Z0-9]"),
-    ({"name": "x" * 64}, "name: Expected `str` matching regex"),
+    ({"name": "x" * 64}, "name: Expected `str` of length <= 63"),
+    ({"name": "x-" * 33 + "x"}, "name: Expected `str` of length <= 63"),
     ({"model": "a b"}, "model: Expected `str` matching regex '^(s3://"),
     ({"model": 7}, "model: Expected `str`, got `int`"),
     ({"model": None}, "Object missing required field `model`"),
@@ -49,6 +50,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"env": ["X"]}, "env: Expected `object`, got `array`"),
     ({"autoscaling": {"min": 0, "max": 2, "target": 1}}, "only inference components"),
     ({"autoscaling": {"min": 3, "max": 2, "target": 1}}, "expected at least min, which is 3"),
+    (
+        {"autoscaling": {"min": 0, "max": 2, "target": 1}, "component": {"gpus": 1}},
+        "expected capacity.min = 0, too",
+    ),
+    (
+        {"instance_type": None, "properties": {"EndpointConfiguration": {"KmsKeyId": "key"}}},
+        "instance_type: missing; expected a type such as ml.g6e.xlarge",
+    ),
+    (
+        {"component": {"gpus": 1}, "adapters": [{"name": "a" * 60, "source": "s3://b/a.tar.gz"}]},
+        "adapters[0].name: the component ",
+    ),
     ({"autoscaling": {"min": 1, "max": 2}}, "autoscaling: Object missing required field `target`"),
     (
         {"adapters": [{"name": "a", "source": "s3://b/a.tar.gz"}]},

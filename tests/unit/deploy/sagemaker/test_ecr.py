@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import subprocess
 from typing import Any
 
+import boto3
 import pytest
 from botocore.session import get_session
+from botocore.stub import Stubber
 
-from deploy.sagemaker.ecr import EcrImage, ecr_image
+from deploy.sagemaker.ecr import EcrImage, ecr_image, push
 
 _PARTITIONS: Any = get_session().get_data("endpoints")["partitions"]
 
@@ -22,3 +25,20 @@ def test_an_image_in_any_partitions_registry_is_taken_apart(partition: dict[str,
 @pytest.mark.parametrize("image", ["docker.io/slipway", "slipway:gpu", "ghcr.io/a/b@sha256:00"])
 def test_an_image_of_another_registry_has_no_account(image: str) -> None:
     assert ecr_image(image) is None
+
+
+def test_the_repository_is_made_in_the_account_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: tuple[str, ...], **more: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    ecr = boto3.client("ecr", region_name="eu-west-1", aws_access_key_id="x", aws_secret_access_key="x")
+    with Stubber(ecr) as answers:
+        asked = {"registryId": "999999999999", "repositoryNames": ["slipway"]}
+        answers.add_client_error("describe_repositories", "RepositoryNotFoundException", expected_params=asked)
+        made = {"registryId": "999999999999", "repositoryName": "slipway"}
+        answers.add_response("create_repository", {}, made | {"imageScanningConfiguration": {"scanOnPush": True}})
+        token = {"authorizationData": [{"authorizationToken": "QVdTOnNlY3JldA=="}]}
+        answers.add_response("get_authorization_token", token, {})
+        push(ecr, "slipway:gpu", "999999999999.dkr.ecr.eu-west-1.amazonaws.com/slipway:1", lambda line: None)
+        answers.assert_no_pending_responses()

@@ -206,10 +206,9 @@ async def test_requests_with_different_parameters_are_batched_apart(directory: P
         await texts(
             engine,
             *[request_for(prompt, sampling) for sampling in others for prompt in ("first", "second")],
-            request_for("truncated", truncate_prompt_tokens=4),
             request_for("searched", beam_search=BeamSearch(width=2)),
         )
-    assert sorted(forward.batch_sizes) == [1, 2, 2, 2, 2]
+    assert forward.batch_sizes == [2, 2, 2, 2]
 
 
 @pytest.mark.asyncio
@@ -225,6 +224,19 @@ async def test_requests_that_differ_in_seed_and_limit_alone_run_as_one_batch(dir
     async with engine_with(directory) as engine:
         got = await texts(engine, *requests)
     assert [got[0], got[1], got[3]] == alone
+    assert forward.batch_sizes == [4]
+
+
+@pytest.mark.asyncio
+async def test_traced_salted_and_cut_requests_run_as_one_batch(directory: Path, forward: Forward) -> None:
+    async with engine_with(directory) as engine:
+        await texts(
+            engine,
+            request_for("a", trace_context={"traceparent": "00-1"}),
+            request_for("b", trace_context={"traceparent": "00-2"}),
+            request_for("c", cache_salt="salt", priority=1),
+            request_for("d e f g h i", truncate_prompt_tokens=4, room=2),
+        )
     assert forward.batch_sizes == [4]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -120,6 +121,42 @@ async def test_a_full_queue_is_refused_at_once() -> None:
         await ways.ask(b'{"prompt": "Hi", "stream": true}')
     assert (ways.writer.whole, ways.bodies) == (None, [])
     assert ways.engine.statistics.calls.failed == 1
+
+
+@pytest.mark.asyncio
+async def test_prompts_without_places_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tokenize(request: GenerationRequest) -> list[int]:
+        raise AssertionError
+
+    ways = Ways(limit=2)
+    monkeypatch.setattr(ways.engine, "prompt_token_ids", tokenize)
+    ways.queue.admit(1)
+    await ways.ask(b'{"prompt": ["a", "b"]}')
+    assert ways.writer.whole is not None
+    assert (ways.writer.whole.status, ways.bodies) == (503, [])
+
+
+@pytest.mark.asyncio
+async def test_a_call_with_more_prompts_than_the_queue_has_places_is_left_to_vllm() -> None:
+    ways = Ways(limit=2)
+    await ways.ask(b'{"prompt": ["a", "b", "c"]}')
+    assert await ways.asked_vllm()
+
+
+@pytest.mark.asyncio
+async def test_others_have_their_turn_while_many_prompts_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenized: list[int] = []
+
+    async def tokenize(request: GenerationRequest) -> list[int]:
+        tokenized.append(1)
+        return [1]
+
+    ways = Ways()
+    monkeypatch.setattr(ways.engine, "prompt_token_ids", tokenize)
+    others_turn: list[int] = []
+    asyncio.get_running_loop().call_soon(lambda: others_turn.append(len(tokenized)))
+    await ways.ask(b'{"prompt": ["a", "b", "c"]}')
+    assert (others_turn, len(tokenized)) == ([2], 3)
 
 
 @pytest.mark.asyncio
