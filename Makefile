@@ -72,7 +72,7 @@ unit: install-dev ## Run tests that start no engine
 live: install-dev ## Run tests with the real engine and real clients
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "live and not slow and not long"
 
-slow: install-dev ## Run the tests that `make test` leaves to CI: deaths of engines, examples, rare modes
+slow: install-dev ## Run the tests that `make test` leaves to CI: deaths of engines, Ray, the console, rare modes
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "slow and not long"
 
 long: install-dev ## Run the tests that CI leaves out: replicas on Ray, and the programs below

@@ -62,9 +62,9 @@ class AdapterRoute(HttpRoute):
             NotServed: The model has no adapters, or several versions: a call would change only one of them.
         """
         models, name = self.state.models, call.path_parameters.get("model")
-        if name is not None and len(models.versions(name)) > 1:
-            raise NotServed(f"model {name} has several versions; adapters are managed only for a model with one")
         model = models.startup() if name is None else models.choose(name)
+        if len(models.versions(model.name)) > 1:
+            raise NotServed(f"model {model.name} has several versions; adapters are managed only for a model with one")
         registry = model.service().adapters
         if registry is None:
             raise NotServed(lmi.DISABLED)

@@ -85,7 +85,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
 
-MAX_LENGTH_PENALTY = 32.0  # Every length to this power is a float64.
+MAX_LENGTH_PENALTY = 8.0  # Scores that are divided by a length to this power still differ in float32.
 
 
 class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ Text = str | int | float | bool
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Seconds = Annotated[int, Meta(ge=60, le=3600)]
+_INSTANCES = frozenset({"InstanceType", "InstancePools", "ServerlessConfig"})  # Properties of a variant.
 _INTERVALS = (10, 30, 60, 120, 180, 240, 300)  # Seconds between metrics that SageMaker allows.
 
 
@@ -281,7 +282,9 @@ def read_configuration(values: Mapping[str, Any]) -> Configuration:
 
 def _problems(read: Configuration) -> Iterator[str]:
     """Yield a line for each contradiction between fields."""
-    if not read.instance_type and "ProductionVariants" not in read.properties.get("EndpointConfiguration", {}):
+    variants = read.properties.get("EndpointConfiguration", {}).get("ProductionVariants", {})
+    every = variants if isinstance(variants, list) else [variants]
+    if not read.instance_type and any(_INSTANCES.isdisjoint(variant) for variant in every):
         yield "instance_type: missing; expected a type such as ml.g6e.xlarge"
     image = ecr_image(read.image)
     if image and image.region != read.region:
@@ -298,7 +301,7 @@ def _problems(read: Configuration) -> Iterator[str]:
                 "autoscaling.min is 0; expected at least 1: only inference components (a [component] table) and "
                 "asynchronous endpoints scale to zero"
             )
-        if scaling.min == 0 and read.component and (read.capacity is None or read.capacity.min > 0):
+        if scaling.min == 0 and read.component and not variants and (not read.capacity or read.capacity.min > 0):
             yield "autoscaling.min is 0; expected capacity.min = 0, too: without it the instances stay"
     yield from _refused_by_sagemaker(read)
     if read.adapters and not read.component:

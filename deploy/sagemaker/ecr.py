@@ -56,6 +56,10 @@ def push(ecr: Any, local: str, image: str, report: Callable[[str], None]) -> Non
         report(f"creating image repository {repository}")
         scanning = {"scanOnPush": True}
         ecr.create_repository(registryId=registry, repositoryName=repository, imageScanningConfiguration=scanning)
+    except ecr.exceptions.ClientError as error:
+        # Another account may allow pushes alone. docker says if the repository is missing.
+        if error.response["Error"]["Code"] != "AccessDeniedException":
+            raise
     token = ecr.get_authorization_token()["authorizationData"][0]["authorizationToken"]
     password = base64.b64decode(token).decode().partition(":")[2]
     report(f"pushing {local} to {image}")

@@ -183,7 +183,7 @@ def test_tensorrt_llms_names_are_translated(name: str, value: Any, field: str, m
 
 
 def test_a_length_penalty_that_no_float_holds_is_refused() -> None:
-    with pytest.raises(InvalidParameter, match=r"`length_penalty` must be at most 32, got 2000\.0"):
+    with pytest.raises(InvalidParameter, match=r"`length_penalty` must be at most 8, got 2000\.0"):
         read_parameters({"num_beams": 2, "length_penalty": 2000}, ParameterRules())
 
 

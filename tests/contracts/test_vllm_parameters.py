@@ -172,7 +172,7 @@ def test_beam_keywords_with_their_defaults_are_no_beam_search() -> None:
         ),
         ({"use_beam_search": True}, "`use_beam_search` needs a width above 1: set `n` or `best_of`"),
         ({"length_penalty": 0.5}, "`length_penalty` has an effect only with `use_beam_search` true"),
-        ({"length_penalty": -2000}, "`length_penalty` must be at least -32, got -2000.0"),
+        ({"length_penalty": -2000}, "`length_penalty` must be at least -8, got -2000.0"),
         ({"early_stopping": True}, "`early_stopping` has an effect only with `use_beam_search` true"),
         ({"early_stopping": "never"}, '`early_stopping` must be true or false, got "never"'),
         ({"stop": ""}, "`stop` must not contain an empty string"),

@@ -1,6 +1,6 @@
 """The image's command `serve`, without a container: installed as the image installs it, started as SageMaker does.
 
-`make image-test` starts it in containers. This test is for machines that cannot run containers, and for `make test`.
+`make image-test` starts it in containers. This test is for machines that cannot run containers, and for `make slow`.
 """
 
 from __future__ import annotations

@@ -59,6 +59,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "instance_type: missing; expected a type such as ml.g6e.xlarge",
     ),
     (
+        {
+            "instance_type": None,
+            "properties": {"EndpointConfiguration": {"ProductionVariants": {"VolumeSizeInGB": 100}}},
+        },
+        "instance_type: missing; expected a type such as ml.g6e.xlarge",
+    ),
+    (
         {"component": {"gpus": 1}, "adapters": [{"name": "a" * 60, "source": "s3://b/a.tar.gz"}]},
         "adapters[0].name: the component ",
     ),

@@ -27,6 +27,24 @@ def test_an_image_of_another_registry_has_no_account(image: str) -> None:
     assert ecr_image(image) is None
 
 
+def test_an_account_that_allows_pushes_alone_is_pushed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, ...]] = []
+
+    def run(command: tuple[str, ...], **more: Any) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    ecr = boto3.client("ecr", region_name="eu-west-1", aws_access_key_id="x", aws_secret_access_key="x")
+    image = "999999999999.dkr.ecr.eu-west-1.amazonaws.com/slipway:1"
+    with Stubber(ecr) as answers:
+        answers.add_client_error("describe_repositories", "AccessDeniedException")
+        token = {"authorizationData": [{"authorizationToken": "QVdTOnNlY3JldA=="}]}
+        answers.add_response("get_authorization_token", token, {})
+        push(ecr, "slipway:gpu", image, lambda line: None)
+    assert ran[-1] == ("docker", "push", image)
+
+
 def test_the_repository_is_made_in_the_account_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: tuple[str, ...], **more: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 0)
