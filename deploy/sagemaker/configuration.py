@@ -282,9 +282,8 @@ def read_configuration(values: Mapping[str, Any]) -> Configuration:
 
 def _problems(read: Configuration) -> Iterator[str]:
     """Yield a line for each contradiction between fields."""
-    variants = read.properties.get("EndpointConfiguration", {}).get("ProductionVariants", {})
-    every = variants if isinstance(variants, list) else [variants]
-    if not read.instance_type and any(_INSTANCES.isdisjoint(variant) for variant in every):
+    variants = _variants(read)
+    if not read.instance_type and (not variants or any(_INSTANCES.isdisjoint(variant) for variant in variants)):
         yield "instance_type: missing; expected a type such as ml.g6e.xlarge"
     image = ecr_image(read.image)
     if image and image.region != read.region:
@@ -337,13 +336,14 @@ def _refused_by_sagemaker(read: Configuration) -> Iterator[str]:
         )
     if metrics.path and not metrics.detailed:
         yield "metrics.path: expected metrics.detailed = true: otherwise SageMaker reads no metrics of the container"
-    if _has_serverless(read.properties.get("EndpointConfiguration", {}).get("ProductionVariants")):
+    if any("ServerlessConfig" in variant for variant in _variants(read)):
         yield (
             "properties.EndpointConfiguration.ProductionVariants: expected no ServerlessConfig: the endpoint has "
             "instances, and serverless endpoints have no GPUs, no asynchronous calls and no data capture"
         )
 
 
-def _has_serverless(variants: Any) -> bool:
-    listed = variants if isinstance(variants, list) else [variants]
-    return any(isinstance(variant, Mapping) and "ServerlessConfig" in variant for variant in listed)
+def _variants(read: Configuration) -> list[Mapping[str, Any]]:
+    """Return what `properties` adds to the variants of the endpoint."""
+    given = read.properties.get("EndpointConfiguration", {}).get("ProductionVariants")
+    return [variant for variant in (given if isinstance(given, list) else [given]) if isinstance(variant, Mapping)]

@@ -182,7 +182,7 @@ def test_tensorrt_llms_names_are_translated(name: str, value: Any, field: str, m
     assert getattr(on_trtllm(**{name: value}), field) == meaning
 
 
-def test_a_length_penalty_that_no_float_holds_is_refused() -> None:
+def test_a_length_penalty_beyond_its_bounds_is_refused() -> None:
     with pytest.raises(InvalidParameter, match=r"`length_penalty` must be at most 8, got 2000\.0"):
         read_parameters({"num_beams": 2, "length_penalty": 2000}, ParameterRules())
 

@@ -58,12 +58,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"instance_type": None, "properties": {"EndpointConfiguration": {"KmsKeyId": "key"}}},
         "instance_type: missing; expected a type such as ml.g6e.xlarge",
     ),
-    (
-        {
-            "instance_type": None,
-            "properties": {"EndpointConfiguration": {"ProductionVariants": {"VolumeSizeInGB": 100}}},
-        },
-        "instance_type: missing; expected a type such as ml.g6e.xlarge",
+    *(
+        (
+            {"instance_type": None, "properties": {"EndpointConfiguration": {"ProductionVariants": variants}}},
+            "instance_type: missing; expected a type such as ml.g6e.xlarge",
+        )
+        for variants in ({"VolumeSizeInGB": 100}, 5)
     ),
     (
         {"component": {"gpus": 1}, "adapters": [{"name": "a" * 60, "source": "s3://b/a.tar.gz"}]},
