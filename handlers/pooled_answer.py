@@ -21,6 +21,11 @@ def encode(document: Any) -> bytes:
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
+def written(content: Any) -> orjson.Fragment:
+    """Return JSON that stands as it is in a longer document for `encode`."""
+    return orjson.Fragment(encode(content))
+
+
 def sigmoid(numbers: Any) -> Any:
     """Return the logistic function of each number."""
     exact = np.clip(numbers.astype(np.float64), -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
@@ -39,17 +44,17 @@ def normalized(vector: Any) -> Any:
         return vector * (1.0 / np.linalg.norm(vector.astype(np.float64), axis=-1, keepdims=True)).astype(vector.dtype)
 
 
-def shortened(vectors: Sequence[Any], dimensions: int | None, *, normalize: bool) -> list[Any]:
-    """Return the first numbers of each vector.
+def shortened(vector: Any, dimensions: int | None, *, normalize: bool) -> Any:
+    """Return the first numbers of a vector, or of each of a matrix's vectors.
 
     Args:
-        vectors: The vectors.
-        dimensions: The numbers that are kept of each vector. None keeps all.
-        normalize: Scale each vector to the length 1 after the cut.
+        vector: The vector.
+        dimensions: The numbers that are kept. None keeps all.
+        normalize: Scale the vector to the length 1 after the cut.
     """
-    kept = [vector[..., :dimensions] for vector in vectors]
+    kept = vector[..., :dimensions]
     # The encoder takes only arrays without gaps in memory.
-    return [np.ascontiguousarray(normalized(vector) if normalize else vector) for vector in kept]
+    return np.ascontiguousarray(normalized(kept) if normalize else kept)
 
 
 class PooledAnswer(Answer):
@@ -63,15 +68,25 @@ class PooledAnswer(Answer):
         self.prompt_tokens = 0  # Of all prompts.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        self._numbers[prompt] = delta.numbers
+        self._numbers[prompt] = self.kept(delta.numbers)
         self.prompt_tokens += delta.prompt_token_count
         self._open -= 1
         return b"" if self._open else self.document(self._numbers)
+
+    def kept(self, numbers: Any) -> Any:
+        """Return a prompt's numbers as `document` takes them.
+
+        Vectors are written as JSON here. Together, those of a long list would take the event loop for seconds.
+
+        Args:
+            numbers: An array of float32.
+        """
+        return numbers
 
     @abstractmethod
     def document(self, numbers: Sequence[Any]) -> bytes:
         """Return the body of the reply.
 
         Args:
-            numbers: An array of float32 for each prompt.
+            numbers: The kept numbers of each prompt.
         """

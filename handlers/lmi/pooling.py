@@ -26,7 +26,7 @@ from handlers.json_fields import json_kind
 from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import decode, notes_of, request_ids
 from handlers.lmi.vector_options import FIELDS, VectorDefaults, VectorOptions
-from handlers.pooled_answer import PooledAnswer, encode, sigmoid, softmax
+from handlers.pooled_answer import PooledAnswer, encode, sigmoid, softmax, written
 
 _MOST_CLASSES = 5  # Classes in DJL's answer for a text.
 _FUNCTIONS = ("sigmoid", "softmax", "none")
@@ -179,26 +179,16 @@ class DjlVectorContract(PoolingContract):
         return [options.request(text) for text in texts], _DjlVectors(len(texts), options, is_list)
 
 
-class _VectorAnswer(LmiPooledAnswer):
-    def __init__(self, prompts: int, options: VectorOptions) -> None:
+class _DjlVectors(LmiPooledAnswer):
+    def __init__(self, prompts: int, options: VectorOptions, is_list: bool) -> None:
         super().__init__(prompts)
-        self._options = options
+        self._options, self._is_list = options, is_list
+
+    def kept(self, numbers: Any) -> Any:
+        return written(self._options.vector(numbers))
 
     def document(self, numbers: Sequence[Any]) -> bytes:
-        return self._document(self._options.vectors(numbers))
-
-    @abstractmethod
-    def _document(self, vectors: Sequence[Any]) -> bytes:
-        """Return the body of the reply."""
-
-
-class _DjlVectors(_VectorAnswer):
-    def __init__(self, prompts: int, options: VectorOptions, is_list: bool) -> None:
-        super().__init__(prompts, options)
-        self._is_list = is_list
-
-    def _document(self, vectors: Sequence[Any]) -> bytes:
-        return encode(list(vectors) if self._is_list else vectors[0])
+        return encode(numbers if self._is_list else numbers[0])
 
 
 class HandlerVectorContract(PoolingContract):
@@ -239,11 +229,18 @@ def _handler_prompts(inputs: Any) -> Sequence[str | tuple[int, ...]]:
     )
 
 
-class _HandlerVectors(_VectorAnswer):
+class _HandlerVectors(LmiPooledAnswer):
     refusals = _HANDLER
 
-    def _document(self, vectors: Sequence[Any]) -> bytes:
-        return json.dumps([vector.tolist() for vector in vectors]).encode() + b"\n"
+    def __init__(self, prompts: int, options: VectorOptions) -> None:
+        super().__init__(prompts)
+        self._options = options
+
+    def kept(self, numbers: Any) -> Any:
+        return json.dumps(self._options.vector(numbers).tolist()).encode()
+
+    def document(self, numbers: Sequence[Any]) -> bytes:
+        return b"[" + b", ".join(numbers) + b"]\n"
 
 
 # Scores of pairs

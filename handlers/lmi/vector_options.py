@@ -6,7 +6,7 @@ LMI has none of them. TEI's image on SageMaker takes them on the same route.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,8 @@ class VectorOptions:
             raise InvalidParameter("prompt_name", "needs texts, got token ids")
         return pooling_request(self.front + prompt, self.pooling)
 
-    def vectors(self, numbers: Sequence[Any]) -> Sequence[Any]:
-        """Return the vectors of the engine as the call wants them."""
+    def vector(self, numbers: Any) -> Any:
+        """Return a vector of the engine as the call wants it."""
         if self.dimensions is None:
             return numbers
         return shortened(numbers, self.dimensions, normalize=self.normalize_kept)

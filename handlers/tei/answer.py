@@ -15,7 +15,7 @@ import numpy as np
 from engines.errors import RequestError
 from engines.request import TokenDelta
 from handlers.contract import Reply
-from handlers.pooled_answer import PooledAnswer, encode, normalized, shortened, sigmoid, softmax
+from handlers.pooled_answer import PooledAnswer, encode, normalized, shortened, sigmoid, softmax, written
 from handlers.tei.errors import TeiRefusal, refuse
 
 
@@ -81,17 +81,21 @@ class Vectors(TeiAnswer):
         super().__init__(prompts, characters)
         self._dimensions, self._normalize = dimensions, normalize
 
+    def kept(self, numbers: Any) -> Any:
+        return written(shortened(numbers, self._dimensions, normalize=self._normalize))
+
     def content(self, numbers: Sequence[Any]) -> Any:
-        return shortened(numbers, self._dimensions, normalize=self._normalize)
+        return numbers
 
 
 class SparseVectors(TeiAnswer):
     """The numbers of each vector that are not 0."""
 
+    def kept(self, numbers: Any) -> Any:
+        return written([{"index": int(index), "value": numbers[index]} for index in np.flatnonzero(numbers)])
+
     def content(self, numbers: Sequence[Any]) -> Any:
-        return [
-            [{"index": int(index), "value": vector[index]} for index in np.flatnonzero(vector)] for vector in numbers
-        ]
+        return numbers
 
 
 class Similarities(TeiAnswer):

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import orjson
 
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.pooling import Pooling
@@ -193,10 +194,13 @@ class _TensorAnswer(PooledAnswer):
         super().__init__(prompts)
         self._model, self._id, self._size = model, request_id, size
 
-    def document(self, numbers: Sequence[Any]) -> bytes:
+    def kept(self, numbers: Any) -> Any:
         # Triton writes the nearest 32-bit values in the digits of a double.
-        data = np.concatenate(numbers).astype(np.float64)
+        return encode(numbers.astype(np.float64)).strip(b"[]")
+
+    def document(self, numbers: Sequence[Any]) -> bytes:
         shape = [len(numbers), self._size]
+        data = orjson.Fragment(b"[%b]" % b",".join(numbers))
         output = {"name": _VECTORS, "datatype": "FP32", "shape": shape, "data": data}
         head = {"id": self._id} if self._id else {}
         return encode({**head, "model_name": self._model, "model_version": VERSION, "outputs": [output]})
