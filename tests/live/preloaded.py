@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing import util
@@ -176,7 +178,9 @@ def result_of(module: str, order: Any, **variables: str) -> Any:
             code = program.wait(_PROGRAM_SECONDS)
         finally:
             program.kill()
-        assert code == 0, (directory / "log").read_text(errors="replace")[-4000:]
+        written = (directory / "log").read_text(errors="replace")
+        assert code == 0, written[-4000:]
+        assert "processes are not forked" not in written, written  # Each would import vLLM.
         return json.loads((directory / "result").read_text())
 
 
@@ -284,19 +288,22 @@ def _become_fork_server(orders: socket.socket, server: int) -> NoReturn:
     if not message:
         os._exit(0)
     order = json.loads(message)
-    # The numbers of the descriptors are in the command.
-    moved = [os.dup(descriptor) for descriptor in received]
+    # The numbers of the descriptors are in the command. First all get numbers above these, so that none is overwritten.
+    wanted = order["descriptors"]
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(wanted) + 1) for descriptor in received]
     for descriptor in (*received, orders.detach()):
         os.close(descriptor)
-    for descriptor, wanted in zip(moved, order["descriptors"], strict=True):
-        os.dup2(descriptor, wanted)
-    for descriptor in set(moved) - set(order["descriptors"]):
+    for descriptor, number in zip(moved, wanted, strict=True):
+        os.dup2(descriptor, number)
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(order["environment"])
     _configure_vllms_logs()
     try:
         exec(order["command"], {"__name__": "__main__"})
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(0)
 
