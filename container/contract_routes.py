@@ -238,6 +238,6 @@ async def _name_in_body(contract: ContractRoutes, models: Models, call: Call) ->
         return await off_the_loop(call.body, form_text, call.body, call.content_type, "model") or ""
     try:
         given = bytes((await off_the_loop(call.body, _decode_name, call.body)).model)
+        return str(msgspec.json.decode(given)) if given.startswith(b'"') else ""
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
-    return str(msgspec.json.decode(given)) if given.startswith(b'"') else ""

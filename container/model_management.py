@@ -119,6 +119,8 @@ class _Api:
 
     async def unregister(self, call: Call) -> Reply:
         models = self._named(call)
+        for model in models:
+            self._registrar.check_can_unregister(model)
         await asyncio.gather(*(self._registrar.unregister(model) for model in models))
         return contract.unregistered(models[0].name)
 

@@ -115,9 +115,10 @@ class _Record:
     complete: bool = False
     size: int = 0  # Reserved bytes.
     too_large: bool = False
+    finished: bool = False  # A reply's last parts may come after its client has left.
 
     def keep(self, parts: list[bytes], data: bytes) -> None:
-        if self.too_large or not data:
+        if self.too_large or self.finished or not data:
             return
         if self.files.take(len(data)):
             self.size += len(data)
@@ -226,6 +227,7 @@ class RequestCapture:
             self._finish(record)
 
     def _finish(self, record: _Record) -> None:
+        record.finished = True
         request_id = record.request_id
         if record.too_large or not record.status:
             self._files.give_back(record.size)

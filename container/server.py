@@ -199,14 +199,14 @@ class ModelServer:
         def read_settings(url: Value, name: str, arguments: Mapping[str, Value]) -> Settings:
             return further_settings(url, name, startup.environment, startup.command_line, arguments)
 
-        self._registrar = Registrar(self.models, startup.server, read_settings, said=startup.warnings)
+        self.registrar = Registrar(self.models, startup.server, read_settings, said=startup.warnings)
         self.applications = create_app(
-            self.models, startup.server, self._registrar, mounts, self._loop_watch.lag, startup.report
+            self.models, startup.server, self.registrar, mounts, self._loop_watch.lag, startup.report
         )
 
     @property
     def loading(self) -> bool:
-        return self.models.starting or self._registrar.loading
+        return self.models.starting or self.registrar.loading
 
     async def load(self) -> None:
         """Load the models that the server starts with.
@@ -215,7 +215,7 @@ class ModelServer:
             EngineStartError: One of them cannot be loaded.
         """
         self._loop_watch.start()
-        await self._registrar.start()
+        await self.registrar.start()
 
     async def watch(self) -> None:
         """Watch the engines; returns when the process should end, as `fail_fast` says.
@@ -238,11 +238,14 @@ class ModelServer:
         restarts_when_stalled = server.engine_restart > 0 and server.engine_restart_when_stalled
         reported: set[Model] = set()
         while True:
-            for model in self.models:
+            for model in (*self.models, *self.models.leaving):
                 lifecycle = model.lifecycle
+                if lifecycle.died_while_draining:
+                    self.registrar.engine_restarts.begin(model, lifecycle.reason)
+                    continue
                 stalled = lifecycle.stalled  # looked at in any case, for the log
                 failed = lifecycle.state in (State.FAILED, State.RESTARTING)
-                if (failed or (stalled and restarts_when_stalled)) and self._registrar.engine_restarts.begin(
+                if (failed or (stalled and restarts_when_stalled)) and self.registrar.engine_restarts.begin(
                     model, lifecycle.reason or stalled
                 ):
                     continue
@@ -257,16 +260,17 @@ class ModelServer:
     async def drain(self) -> None:
         """Refuse new calls, and wait for the running ones, at most `drain_timeout`."""
         self.models.draining = True
-        # A model that is being loaded will answer nobody; who waits for it is told so, and not waited for.
+        # A model that is being loaded will answer nobody; who waits for it is told so, and not waited for. An engine
+        # that is started again answers the calls that wait for it.
         seconds = self.settings.drain_timeout
-        await asyncio.gather(self._registrar.stop(), self.models.drain(seconds), self.drain_mounts(seconds))
+        await asyncio.gather(self.registrar.stop(draining=True), self.models.drain(seconds), self.drain_mounts(seconds))
 
     async def drain_mounts(self, seconds: float) -> None:
         """End the background work of further applications, within `seconds`."""
         await asyncio.gather(*(mount.drain(seconds) for mount in self._mounts if mount.drain is not None))
 
     async def stop(self) -> None:
-        await self._registrar.stop()
+        await self.registrar.stop()
         await self.models.stop()
         self._loop_watch.stop()
 

@@ -32,7 +32,7 @@ DIRECTORY = "adapters"  # Directory of a model in which its own adapters are, ea
 # Not `.` or `..`: clients resolve them in a path, so that such an adapter could never be removed.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[^/\x00-\x1f\x7f]{1,200}")
 _SHOWN = 200  # Characters of a client's text that a message repeats.
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SCHEME = re.compile(r"file:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)  # Java writes `file:/directory`.
 _ON_S3 = re.compile(r"s3://", re.IGNORECASE)
 
 

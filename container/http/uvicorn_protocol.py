@@ -243,6 +243,7 @@ class HttpProtocol(HttpToolsProtocol):
     # The time before the server first looks if a client that has ended its side has left. Each further look takes twice
     # the time, up to a second.
     LOOK_SECONDS = 0.02
+    MAX_HEADER_NAME = 256  # `container.http.request_head` keeps the names that it has seen.
     MAX_PIPELINED = 100  # Requests of a connection that may wait for the one before them. uvicorn has no limit.
 
     def __init__(self, *args: Any, cork: Cork | None = None, **keywords: Any) -> None:
@@ -332,11 +333,8 @@ class HttpProtocol(HttpToolsProtocol):
     # The parser, and its callbacks.
 
     def _should_upgrade(self) -> bool:
-        """Return True if the request that stopped the parser offers another protocol. uvicorn then leaves it alone.
-
-        CONNECT stops the parser as well. It is no offer, and uvicorn refuses it.
-        """
-        return bool(self.parser.get_method() != b"CONNECT")
+        """Return True: uvicorn leaves a request alone that offers another protocol."""
+        return True
 
     def _without_offer(self, rest: bytes) -> bytes:
         """Return the current request without the protocol that it offers, for a new parser.
@@ -365,10 +363,15 @@ class HttpProtocol(HttpToolsProtocol):
             self._connection.abort()
 
     def _check_head(self) -> None:
+        # It stops the parser as an offer of another protocol does, and cannot be sent on without that.
+        if self.parser.get_method() == b"CONNECT":
+            raise _Refused("CONNECT is for proxies, and this server is none.")
         hosts = 0
         for name, value in self.headers:
             if name == b"host":
                 hosts += 1
+            elif len(name) > self.MAX_HEADER_NAME:
+                raise _Refused("The name of a header is too long.")
             elif name == b"transfer-encoding" and value.lower() != b"chunked":
                 raise _Refused("The only transfer coding that is known here is chunked.")
         if hosts != 1 and self.parser.get_http_version() == "1.1":

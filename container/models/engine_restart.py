@@ -36,7 +36,8 @@ class EngineRestarts:
             return True
         most, lifecycle = self._server.engine_restart, model.lifecycle
         recent = model.recent_restarts(time.monotonic() - WINDOW_SECONDS)
-        if recent >= most or self._models.draining or not is_vllm(lifecycle.model):
+        ends = self._models.draining or model in self._models.leaving
+        if recent >= most or not is_vllm(lifecycle.model) or (ends and not lifecycle.calls_wait()):
             lifecycle.give_up()
             return False
         pause = min(2.0**recent, LONGEST_PAUSE_SECONDS)

@@ -61,6 +61,7 @@ class Lifecycle:
         self.startup_times = StartupTimes()
         self.stage = State.STARTING  # The last step that was reached. `state` also asks the engine.
         self._failure = ""
+        self.end_reason = "the server is stopping"  # For calls after the begin of a drain, and those that it cuts off.
         self._started_at = time.time()
         self.open_calls = 0  # Calls of the model that are not answered yet.
 
@@ -75,7 +76,9 @@ class Lifecycle:
     def _waiting_engine(self) -> Engine | None:
         """The engine, if its calls wait when it has died."""
         service = self.service
-        if service is None or (engine := service.running_engine) is None or not engine.waits:
+        if service is None or self.stage is State.STARTING:
+            return None
+        if (engine := service.running_engine) is None or not engine.waits:
             return None
         handler = service.runtime
         if isinstance(handler, EngineBehindHandler) and not handler.custom.health().alive:
@@ -85,7 +88,7 @@ class Lifecycle:
     @property
     def reason(self) -> str:
         """The reason why the model has failed. Empty if it has not."""
-        if self.stage is State.READY and self.service is not None:
+        if self.stage in (State.READY, State.DRAINING) and self.service is not None:
             return self._health(self.service).reason
         return self._failure
 
@@ -151,6 +154,9 @@ class Lifecycle:
                 await engine.restart()
                 return
             except EngineStartError as error:
+                if self.stage is State.DRAINING:
+                    engine.give_up()
+                    raise
                 logger.error(
                     "model %s: %s; it is loaded anew, and calls that wait get an error", self.model.name, error
                 )
@@ -265,12 +271,18 @@ class Lifecycle:
     async def stop(self) -> None:
         self.stage = State.STOPPED
         if self.service is not None:
-            await self.service.stop()
+            await self.service.stop(self.end_reason)
 
     def fail(self, reason: str) -> None:
         """Count the model as failed from now on. Its service still answers calls."""
         if self.stage is State.READY:
             self.stage, self._failure = State.FAILED, reason
+
+    @property
+    def died_while_draining(self) -> bool:
+        """True if the engine has died, and running calls are given time to end."""
+        service = self.service
+        return self.stage is State.DRAINING and service is not None and not self._health(service).alive
 
     def calls_wait(self) -> bool:
         """Return True if calls wait for the engine when it has died."""

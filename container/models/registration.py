@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -121,19 +121,26 @@ class Registrar:
         self._models.add(model)
         return model, self._loads.begin(model, self._load(model))
 
-    async def unregister(self, model: Model) -> None:
-        """Wait for the model's calls, for at most `drain_timeout`, and free its resources.
+    def check_can_unregister(self, model: Model) -> None:
+        """Check that a model may be unregistered now.
 
         Raises:
             NotReady: The model is one of those that are loaded at the start, and it is still loading.
         """
         if model.at_startup and model.lifecycle.state is State.STARTING:
             raise NotReady(f"model {model.name} is not loaded yet")
+
+    async def unregister(self, model: Model) -> None:
+        """Wait for the model's calls, for at most `drain_timeout`, and free its resources.
+
+        Raises:
+            NotReady: See `check_can_unregister`.
+        """
+        self.check_can_unregister(model)
         self._models.remove(model)
         self._models.leaving.add(model)
-        if (load := self._loads.running.get(model)) is not None:
-            load.cancel()
-        await asyncio.shield(self._begin(self._unload(model, load)))
+        model.lifecycle.end_reason = f"model {model.title} was unregistered"
+        await asyncio.shield(self._begin(self._unload(model)))
 
     def scale(self, model: Model, min_workers: int, max_workers: int) -> tuple[int, int]:
         """Set the numbers of workers.
@@ -155,15 +162,23 @@ class Registrar:
         custom.pool.scale(min_workers, max_workers)
         return min_workers, max_workers
 
-    async def stop(self) -> None:
-        """Cancel reads and loads, and wait for unloads."""
-        while self._loads.running or self._tasks:
+    async def stop(self, *, draining: bool = False) -> None:
+        """Cancel reads and loads, and wait for unloads.
+
+        Args:
+            draining: Go on with restarts for which calls wait.
+        """
+        while loads := [*self._tasks, *self._cancelled_loads(draining)]:
             for read in self._reads:
                 read.cancel()
-            for task in self._loads.running.values():
-                task.cancel()
-            await asyncio.gather(*self._loads.running.values(), *self._tasks, return_exceptions=True)
+            await asyncio.gather(*loads, return_exceptions=True)
             await asyncio.sleep(0)  # callbacks remove them from the lists
+
+    def _cancelled_loads(self, draining: bool) -> Iterator[asyncio.Task[None]]:
+        for model, load in self._loads.running.items():
+            if not (draining and model.lifecycle.calls_wait()):
+                load.cancel()
+                yield load
 
     async def _read(self, name: str, order: Registration) -> Settings:
         """Read the settings in a thread that can be abandoned: S3 may take minutes to answer."""
@@ -211,10 +226,11 @@ class Registrar:
             return LoadFailed(f"model {model.name} was unregistered while it was loaded")
         return None
 
-    async def _unload(self, model: Model, load: asyncio.Task[None] | None) -> None:
-        if load is not None:
-            await asyncio.wait([load])
+    async def _unload(self, model: Model) -> None:
+        if not model.lifecycle.calls_wait():
+            await self._cancel_load(model)
         await model.lifecycle.drain(self._server.drain_timeout)
+        await self._cancel_load(model)
         await model.lifecycle.stop()
         self._models.leaving.discard(model)
         model.lifecycle.let_go()
@@ -224,6 +240,11 @@ class Registrar:
             await asyncio.sleep(_MOMENT_SECONDS)
             await asyncio.to_thread(release_memory)
         logger.info("model %s is unregistered", model.title)
+
+    async def _cancel_load(self, model: Model) -> None:
+        if (load := self._loads.running.get(model)) is not None:
+            load.cancel()
+            await asyncio.wait([load])
 
     def _begin(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         """Start work that continues if the client that asked for it leaves."""

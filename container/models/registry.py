@@ -65,7 +65,7 @@ class Model:
             return service
         if stage is State.STARTING:
             raise NotReady(f"model {self.name} is not loaded yet")
-        raise NotReady("the server is stopping")
+        raise NotReady(self.lifecycle.end_reason)
 
 
 class Models:

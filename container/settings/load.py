@@ -7,12 +7,9 @@ command line, the built-in default.
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +46,7 @@ from container.sources import location
 from container.sources.download import RemoteModels
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from container.sources.remote_adapters import RemoteAdapters
+from engines.cache_dir import cache_dir
 from engines.model_settings import ModelSettings
 
 # Variables that name the model, and go before HF_MODEL_ID.
@@ -359,7 +357,7 @@ _LISTED = re.compile(
 def _listed(value: Value, environment: Environment, command_line: Mapping[str, str]) -> Iterator[StartupModel]:
     if LOAD_MODELS.parser(value.text) == "NONE":
         return
-    for text in re.split(r"[,\s]+", value.text.strip()):
+    for text in filter(None, re.split(r"[,\s]+", value.text)):
         entry = _LISTED.fullmatch(text)
         assert entry is not None  # any text is at least a url
         source = f"{value.source}: {text}"
@@ -397,6 +395,6 @@ def _from_hub(environment: Environment, command_line: Mapping[str, str]) -> Iter
         yield _one_of_several(url if is_s3(url) else os.path.abspath(url), None, environment, command_line)
         return
     # No other model's files count for it: its model directory is empty.
-    empty = tempfile.mkdtemp(prefix="slipway-")
-    atexit.register(shutil.rmtree, empty, ignore_errors=True)
+    empty = cache_dir() / "no-model-directory"
+    empty.mkdir(parents=True, exist_ok=True)
     yield StartupModel(load_settings(empty, for_hub_model(environment), _for_each_model(command_line)), url)

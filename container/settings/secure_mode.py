@@ -60,6 +60,7 @@ _TEMPLATE = "chat_template"
 _TEMPLATE_SUFFIX, _TEMPLATE_JSON = ".jinja", "chat_template.json"
 # Endings of file names. transformers passes the fields of these files to a tokenizer or a processor.
 _CONFIGURATIONS = ("config.json", "special_tokens_map.json")
+_HUB_KEYS = ("option.model_id", "option.speculative_draft_model")  # The allowed keys that may name a model on the hub.
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ class SecureMode:
         if REMOTE_CODE in self.controls and remote_code is not None and is_true(remote_code):
             found.append(f"{REMOTE_CODE}: {remote_code.describe('option.trust_remote_code')}")
         if of_files := sorted({PICKLES, CHAT_TEMPLATE} & self.controls):
-            found += self._hub_model(of_files)
+            for key in _HUB_KEYS:
+                found += self._hub_model(key, of_files)
         channels = tuple(dict.fromkeys((*(self.channels or self.directories), *self.fetched)))
         if PICKLES in self.controls:
             found += _pickles(channels)
@@ -99,16 +101,16 @@ class SecureMode:
             found += _chat_templates(channels)
         return found
 
-    def _hub_model(self, controls: Iterable[str]) -> Iterator[str]:
-        """Refuse `option.model_id` if `serving.properties` sets it to a hub id.
+    def _hub_model(self, key: str, controls: Iterable[str]) -> Iterator[str]:
+        """Refuse a model that `serving.properties` names by a hub id.
 
         The controls cannot check the files of a model on the hub.
         """
-        named = self.keys.get("option.model_id")
+        named = self.keys.get(key)
         if named is None or not named.source.startswith("serving.properties") or not is_hub_id(named.text):
             return
         if not any((directory / named.text).is_dir() for directory in (*self.directories, Path())):
-            given = named.describe("option.model_id")
+            given = named.describe(key)
             yield f"{', '.join(controls)}: {given}: a hub's files cannot be checked before they load"
 
     def adapter_faults(self, directory: Path) -> list[str]:

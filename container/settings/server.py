@@ -17,7 +17,6 @@ from container.settings.environment import sagemaker_server_layer, serving_layer
 from container.settings.options import Lookup, Option, refused
 from container.settings.settings import SettingEntry
 from container.settings.values import (
-    ANYTHING,
     BOOLEAN,
     HEADER_NAME,
     HEADER_VALUE,
@@ -26,6 +25,7 @@ from container.settings.values import (
     HTTP_ERROR,
     LOG_LEVEL,
     MODEL_NAME,
+    NAMES_OR_NONE,
     SECONDS,
     SECONDS_OR_NEVER,
     TEXT,
@@ -91,13 +91,13 @@ SERVED = (
     Option("management_address", _HTTP_ADDRESS),
     Option("multi_model", BOOLEAN, "false", variables=("SAGEMAKER_MULTI_MODEL",)),
     Option("console", BOOLEAN, "true"),
-    Option("model_aliases", ANYTHING, '"",dummy,tgi'),
+    Option("model_aliases", NAMES_OR_NONE, '"",dummy,tgi'),
     Option("error_rate_wlm", _ERROR_RATE),
     Option("error_rate_server", _ERROR_RATE),
     Option("error_rate_model", _ERROR_RATE),
     Option("error_rate_any", _ERROR_RATE),
     API_KEYS,
-    Option("allowed_hosts", ANYTHING, ""),
+    Option("allowed_hosts", NAMES_OR_NONE, ""),
     Option("cors_allowed_origin", HEADER_VALUE),
     Option("cors_allowed_methods", HEADER_VALUE),
     Option("cors_allowed_headers", HEADER_VALUE),

@@ -21,6 +21,7 @@ from engines.tokenization import check_beams, check_token_ids
 from engines.transformers.model import TransformersModel
 
 MAX_TOP_TOKENS = 20
+_MAX_STOP_TOKEN_IDS_OF_BEAMS = 64
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 1024, 16384  # Of all bad words together: each is looked for at each token.
 _LOWEST_TEMPERATURE = 0.01  # Below it vLLM takes 0.01, since the quotients would overflow.
 _NEVER = -math.inf
@@ -45,7 +46,9 @@ def check_request(request: GenerationRequest, model: TransformersModel) -> None:
         raise InvalidParameter("top_n_tokens", f"must be at most {MAX_TOP_TOKENS}, got {request.top_tokens}")
     if s.allowed_token_ids is not None and not s.allowed_token_ids:
         raise InvalidParameter("allowed_token_ids", "must not be empty")
-    check_token_ids("stop_token_ids", s.stop_token_ids, size, size)
+    # transformers keeps a row of all tokens for each of them and each beam.
+    most = size if request.beam_search is None else _MAX_STOP_TOKEN_IDS_OF_BEAMS
+    check_token_ids("stop_token_ids", s.stop_token_ids, most, size)
     check_token_ids("allowed_token_ids", s.allowed_token_ids or (), size, size)
     check_token_ids("logit_bias", s.logit_bias or (), size, size)
     if len(s.bad_words) > MAX_BAD_WORDS:

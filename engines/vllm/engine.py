@@ -452,6 +452,8 @@ class VllmEngine:
         self._continuations.engine_replaced()
         internals.begin_output(self.async_llm, self._reports, lambda: self.waits)
         self._runs = True
+        self._reports.count += 1  # The new process is a sign of life. The old one may have been stalled.
+        self._progress = Progress()
         self._returning = asyncio.create_task(self._continue_requests())
 
     async def _continue_requests(self) -> None:
@@ -459,7 +461,7 @@ class VllmEngine:
             if self.async_llm.renderer.mm_processor is not None:
                 await self.async_llm.reset_mm_cache()  # the new process has none of it
             await self._continuations.send_all()
-        except EngineDeadError:
+        except (EngineDeadError, EngineDead):
             return  # the watchdog sees it
         except Exception:
             logger.exception("the requests of the engine that died cannot be continued: internal error")

@@ -266,7 +266,7 @@ class VllmAdapters:
         """Drop an adapter that no longer has a name, when nothing uses it."""
         if held.loading is not None:
             await asyncio.wait({held.loading})
-        while not self._idle([held]) and not self._llm.errored:
+        while not self._idle([held]):  # Requests that wait for a new engine process keep it, too.
             await asyncio.sleep(_POLL)
         await asyncio.sleep(_POLL)
         if held.resident:

@@ -16,7 +16,7 @@ import pytest
 
 from container.gpus import SliceNotChosen
 from container.models import life_cycle, registration
-from container.models.life_cycle import Lifecycle
+from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
 from container.settings.values import Value
@@ -333,6 +333,23 @@ async def test_versions_of_a_model_take_turns() -> None:
         assert {await pid("/predictions/m") for _ in range(2)} == {second}
         assert (await api.client.delete("/models/m")).status_code == 200
         assert await api.names() == []
+
+
+async def test_all_versions_of_a_model_are_unregistered_or_none() -> None:
+    async with serving("m") as api:
+        assert (await api.register("m", model_version="2")).status_code == 200
+        first = next(model for model in api.models if model.version is None)
+        first.lifecycle.stage = State.STARTING
+        assert error(await api.client.delete("/models/m"))[0] == 503
+        assert len((await api.client.get("/models/m")).json()) == 2
+        first.lifecycle.stage = State.READY
+
+
+async def test_a_model_whose_name_is_no_text_is_refused_in_the_contracts_form() -> None:
+    async with serving("a", "b") as api:
+        answer = await api.client.post("/v1/completions", content=b'{"model":"\xff","prompt":"x"}')
+        assert answer.status_code in (400, 404, 422)
+        assert "internal error" not in answer.text
 
 
 async def test_routes_without_a_model_refuse_in_their_own_words_where_there_are_several() -> None:

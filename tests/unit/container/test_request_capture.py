@@ -135,6 +135,22 @@ async def test_a_record_that_memory_has_no_room_for_is_left_out(
     assert lines(tmp_path) == []
 
 
+async def test_what_is_sent_after_a_client_has_left_takes_no_room(tmp_path: Path) -> None:
+    files = RecordFiles(tmp_path, max_pending=10)
+    senders: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        senders.append(send)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def nowhere(_: Any) -> None: ...
+
+    scope = {"type": "http", "method": "POST", "path": "/a", "raw_path": b"/a", "query_string": b"", "headers": []}
+    await RequestCapture(application, lambda _: True, tmp_path, files)(scope, nowhere, nowhere)
+    await senders[0]({"type": "http.response.body", "body": b"late", "more_body": True})
+    assert files.take(10)
+
+
 async def test_a_reply_that_breaks_off_is_recorded_as_incomplete(tmp_path: Path) -> None:
     async def application(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -30,6 +30,7 @@ class Stalled:
     open_calls = 0
     model = ModelSettings(name="m", model_dir=Path("."), model_id="m")
     stalled = "the engine is stalled"
+    died_while_draining = False
     drained = False
 
     def fail(self, reason: str) -> None:

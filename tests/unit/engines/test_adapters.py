@@ -62,6 +62,7 @@ ORDER = AdapterOrder(name="a", src="/x")
         ("/x/y", "/x/y"),
         ("adapters/y", "/model/adapters/y"),
         ("file:///x/y%20z", "/x/y z"),
+        ("file:/x/y%20z", "/x/y z"),
         ("FILE://localhost/x", "/x"),
     ],
 )

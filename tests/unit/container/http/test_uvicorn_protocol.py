@@ -365,10 +365,25 @@ async def test_pipelined_offers_of_another_protocol_are_answered_in_turn() -> No
             assert b"|body>" in await _read_until(reader, b">")
 
 
-async def test_connect_is_refused() -> None:
-    async with connected(_echo) as (reader, writer):
-        writer.write(b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n\r\n")
+@pytest.mark.parametrize("target", [b"example.org:443", b"/", b"http://x/y", b"*"])
+async def test_connect_is_refused_and_no_application_is_called(target: bytes) -> None:
+    called = False
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal called
+        called = True
+
+    async with connected(application) as (reader, writer):
+        writer.write(b"CONNECT %b HTTP/1.1\r\nHost: x\r\nX: %b\r\n\r\n" % (target, 5000 * b"x"))
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+    assert not called
+
+
+async def test_a_headers_name_has_a_limit() -> None:
+    for length, status in ((256, 200), (257, 400)):
+        async with connected(_echo) as (reader, writer):
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n%b: 1\r\nConnection: close\r\n\r\n" % (length * b"x"))
+            assert (await reader.read()).startswith(b"HTTP/1.1 %d " % status)
 
 
 async def test_a_client_that_leaves_ends_its_running_call_though_it_has_sent_another() -> None:

@@ -474,6 +474,13 @@ def test_all_problems_are_listed_at_once(model_dir: Path) -> None:
         assert problem.startswith(start)
 
 
+@pytest.mark.parametrize("name", ["MODEL_ALIASES", "ALLOWED_HOSTS"])
+@pytest.mark.parametrize("text", ['["a"', "[a.b", "[1]"])
+def test_a_list_of_names_that_is_no_json_is_a_problem(model_dir: Path, name: str, text: str) -> None:
+    (found,) = problems(model_dir, "", {f"SERVING_{name}": text})
+    assert found.endswith(f"(environment: SERVING_{name}); allowed: names with commas between, or a JSON array")
+
+
 @pytest.mark.parametrize(
     ("properties", "rolling_batch"),
     [

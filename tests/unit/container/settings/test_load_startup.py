@@ -84,6 +84,12 @@ def test_a_list_has_names_versions_engines_and_urls(tmp_path: Path) -> None:
     assert "engine" in problem(None, {"SERVING_LOAD_MODELS": f"x:1:TensorFlow={a}"})
 
 
+@pytest.mark.parametrize("text", ["{}, ", ",{}", "\n{},,"])
+def test_a_list_may_have_empty_entries(tmp_path: Path, text: str) -> None:
+    directory = model(tmp_path / "m")
+    assert names(load_startup(None, {"SERVING_LOAD_MODELS": text.format(directory)}, {})) == ["m"]
+
+
 def test_the_command_lines_directory_goes_before_a_list(tmp_path: Path) -> None:
     startup = load_startup(model(tmp_path / "a"), {"SERVING_LOAD_MODELS": "x=/no/such"}, {})
     assert names(startup) == ["a"]

@@ -36,11 +36,13 @@ def test_the_mode_is_off_unless_it_is_asked_for(model_dir: Path) -> None:
     assert load_settings(model_dir, environ).model_faults is None
 
 
+@pytest.mark.parametrize("key", ["option.model_id", "option.speculative_draft_model"])
 @pytest.mark.parametrize("control", ["DISALLOW_CHAT_TEMPLATE", "DISALLOW_PICKLE_FILES"])
-def test_a_hubs_model_that_the_model_directory_names_cannot_be_checked(model_dir: Path, control: str) -> None:
-    assert f"{control}: " in refused(model_dir, control, properties="option.model_id=owner/model")
-    assert "cannot be checked" in refused(model_dir, control, properties="option.model_id=owner/model")
+def test_a_hubs_model_that_the_model_directory_names_cannot_be_checked(model_dir: Path, control: str, key: str) -> None:
     (model_dir / "config.json").write_text("{}")
+    refusal = refused(model_dir, control, properties=f"{key}=owner/model")
+    assert f'{control}: {key} is "owner/model" (serving.properties: {key}): ' in refusal
+    assert "cannot be checked" in refusal
     load(model_dir, control, HF_MODEL_ID="owner/model")
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 from engines.errors import GenerationFailed, InvalidParameter
-from engines.request import Constraint, GenerationRequest, SamplingParameters
+from engines.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
 from engines.transformers.sampling import Choice, Sampler, check_request, random_numbers
 from tests.unit.engines.transformers.byte_model import END, MODEL, SEP, ids
 
@@ -221,6 +221,7 @@ def test_parameters_that_forbid_every_token_are_an_error() -> None:
         ({"allowed_token_ids": ()}, "allowed_token_ids"),
         ({"allowed_token_ids": (SIZE,)}, "allowed_token_ids"),
         ({"logit_bias": {SIZE: 1.0}}, "logit_bias"),
+        ({"beam_search": BeamSearch(width=2), "stop_token_ids": tuple([1] * 65)}, "stop_token_ids"),
         ({"bad_words": (" ",)}, "bad_words"),
         ({"bad_words": ("x" * 20000,)}, "bad_words"),
         ({"bad_words": ("x",) * 2000}, "bad_words"),
