@@ -124,3 +124,24 @@ async def test_a_call_whose_adapter_gave_way_meanwhile_gets_the_one_in_its_place
     await asyncio.wait_for(removal, 60)
     assert llm.orders[-1] == ("remove", 2)
     await adapters.stop()
+
+
+async def test_a_removed_adapter_stays_for_calls_that_wait_for_the_next_engine(source: Path) -> None:
+    from engines.vllm.lora import VllmAdapters
+
+    llm: Any = Llm()
+    adapters = VllmAdapters(llm, 60)
+    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=True))
+    running = llm.output_processor.request_states
+    running["r"] = SimpleNamespace(lora_request=SimpleNamespace(lora_int_id=1))
+    removal = asyncio.create_task(adapters.remove(1))
+    llm.errored = True
+    adapters.engine_died()
+    await asyncio.sleep(0.3)
+    llm.errored = False
+    await adapters.load_again()
+    assert adapters.is_loaded(1)
+    del running["r"]
+    await asyncio.wait_for(removal, 60)
+    assert not adapters.is_loaded(1)
+    await adapters.stop()
