@@ -184,6 +184,42 @@ def test_calls_that_kill_each_engine_get_the_error_alone_and_the_others_too_when
         assert server.ping() == 500
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dies_first", [True, False])
+def test_a_server_that_stops_finishes_calls_on_another_engine(
+    tmp_path: Path, small_options: dict[str, object], dies_first: bool
+) -> None:
+    environment = {"SERVING_ENGINE_RESTART": "1", "SERVING_DRAIN_TIMEOUT": "200"}
+    calls = {name: CASES[name] for name in ("LMI", "completion, stream")}
+    with serving(tmp_path, environment, **small_options) as server:
+        undisturbed = answers(server, calls)
+
+        def disturb() -> None:
+            if dies_first:
+                kill(server, len(calls))
+                server.wait_for_log(WAITING)
+            os.kill(server.process.pid, signal.SIGTERM)
+            wait_until(lambda: server.ping() == 503)
+            if not dies_first:
+                kill(server, len(calls))
+
+        assert answers(server, calls, disturb) == undisturbed
+        assert server.process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_stalled_engine_is_started_again_once_and_its_calls_are_continued(
+    tmp_path: Path, small_options: dict[str, object]
+) -> None:
+    environment = {"SERVING_ENGINE_RESTART_WHEN_STALLED": "true", "SERVING_STALL_TIMEOUT": "3"}
+    environment["SERVING_ENGINE_RESTART"] = "3"
+    with serving(tmp_path, environment, **small_options) as server:
+        undisturbed = answer(server, CASES["LMI"])
+        stall = {"disturb": lambda: kill(server, 1, by=signal.SIGSTOP)}
+        assert answers(server, {"LMI": CASES["LMI"]}, **stall) == {"LMI": undisturbed}
+        assert server.log_text().count("the engine is started again in") == 1
+
+
 VECTORS = {
     "LMI": Case("/invocations", {"inputs": ["the capital of france", "a dog runs"]}),
     "OpenAI": Case("/v1/embeddings", {"model": "model", "input": "the capital of france"}),
