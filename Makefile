@@ -11,6 +11,8 @@ HOST = 127.0.0.1
 PORT ?= 8080
 # Processes that run tests side by side. 0: pytest's own process runs all tests.
 WORKERS ?= 2
+# Unit tests often wait.
+UNIT_WORKERS ?= 3
 # The duration and the random seed of `chaos`, `fuzz`, `soak`, `overload` and `deaths`.
 MINUTES ?= 2
 SEED ?= 1
@@ -55,7 +57,7 @@ run: install ## Serve the sample model on port 8080 (HOST, PORT), also as a Sage
 		--local-endpoint my-endpoint
 
 test: ## Run the checks for daily work (CI also runs slow and image-test: .ci/run)
-	@# Unit tests often wait. lint runs in that time.
+	@# lint runs while unit tests wait.
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint unit
 	$(MAKE) --no-print-directory live
 
@@ -67,12 +69,13 @@ lint: install-dev ## Check style, types and imports
 	$(BIN)/hadolint --config .hadolint.yaml container/image/Dockerfile.cpu container/image/Dockerfile.gpu
 
 unit: install-dev ## Run tests that start no engine
-	$(BIN)/python -m pytest tests --ignore tests/live -n $(WORKERS) -m "not live and not image and not gpu"
+	$(BIN)/python -m pytest tests --ignore tests/live -n $(UNIT_WORKERS) -m "not live and not image and not gpu and not slow"
 
 live: install-dev ## Run tests with the real engine and real clients
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "live and not slow and not long"
 
 slow: install-dev ## Run the tests that `make test` leaves to CI: deaths of engines, Ray, the console, rare modes
+	$(BIN)/python -m pytest tests/unit -n $(WORKERS) -m slow
 	$(BIN)/python -m pytest tests/chaos tests/live -n $(WORKERS) -m "slow and not long"
 
 long: install-dev ## Run the tests that CI leaves out: replicas on Ray, and the programs below

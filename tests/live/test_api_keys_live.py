@@ -243,6 +243,7 @@ def test_no_handler_gets_a_key_and_no_log_has_one(asking: Server, directory: Pat
     asking.wait_for_log("callers need one of 2 API keys")
 
 
+@pytest.mark.slow
 def test_keys_that_are_missing_end_the_start(directory: Path) -> None:
     model = directory / "echo"
     shutil.copytree(Path(__file__).parents[1] / "fixtures" / "handlers" / "echo", model)

@@ -65,6 +65,7 @@ print(torch.compile(lambda x: x.log_softmax(-1).sum(), dynamic=True)(torch.ones(
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_started_then_runs_what_torch_would_compile(tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": "/nowhere", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for variable in ("CXX", "TORCH_COMPILE_DISABLE", "TORCH_INDUCTOR_INSTALL_GXX"):

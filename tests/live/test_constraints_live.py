@@ -11,6 +11,7 @@ import pytest
 from tests.live.constrained_answers import constrained_answers
 from tests.live.small_model import prepare_small_model
 
+pytestmark = pytest.mark.slow
 POOL = [
     *('a "quoted" word', "back\\slash", "new\nline", "tab\tstop", "carriage\rreturn", "nul\x00", "bell\x07", "\x7f"),
     *(

@@ -71,7 +71,7 @@ def test_each_client_gets_the_answer_that_it_would_have_got(restarting: Server) 
 
 def test_a_stop_string_ends_a_continued_answer(restarting: Server) -> None:
     def text(**given: Any) -> dict[str, Any]:
-        body = {"model": "model", "max_tokens": 700, "ignore_eos": True, "temperature": 0, "prompt": "Twice"}
+        body = {"model": "model", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "prompt": "Twice"}
         choice: dict[str, Any] = restarting.client.post("/v1/completions", json=body | given).json()["choices"][0]
         return choice
 

@@ -30,6 +30,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, 
         yield server
 
 
+@pytest.mark.slow
 def test_the_gauges_are_those_of_all_replicas_together(replicas: Server) -> None:
     clients = 5 * BATCH
     with contextlib.ExitStack() as streams:

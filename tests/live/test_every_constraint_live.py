@@ -60,7 +60,11 @@ def test_plain_text_is_no_constraint(server: Server, name: str) -> None:
 
 CASES = {name: {form: case for form, case in ENFORCED[name].items() if form in OF_TOKENS} for name in ROUTES}
 ALL = [pytest.param(name, CASES[name], id=f"{name}, all", marks=pytest.mark.long) for name in ROUTES]
-ONCE = [pytest.param(name, cases, id=name) for name, cases in each_once(CASES).items()]
+DAILY = ("chat", "LMI")  # The other routes are slow.
+ONCE = [
+    pytest.param(name, cases, id=name, marks=[] if name in DAILY else pytest.mark.slow)
+    for name, cases in each_once(CASES).items()
+]
 
 
 @pytest.mark.parametrize(("name", "cases"), [*ONCE, *ALL])

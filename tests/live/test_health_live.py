@@ -134,6 +134,7 @@ def generated(server: Server) -> float:
     return server.metric("slipway_generated_tokens_total")
 
 
+@pytest.mark.slow
 def test_an_engine_that_stands_still_with_requests_is_unhealthy_until_it_goes_on(vllm_server: Server) -> None:
     chat = {"model": "model", "messages": [{"role": "user", "content": "Go on."}], **ENDLESS_COMPLETION, "stream": True}
     del chat["prompt"]

@@ -55,6 +55,7 @@ async def test_a_costly_value_in_any_field_is_answered_and_nothing_else_waits(
         assert watch.longest() < LONGEST, title
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", forms(1))
 async def test_a_costly_form_is_answered_and_nothing_else_waits(small: Server, watch: PingWatch, shape: str) -> None:
     watch.longest()

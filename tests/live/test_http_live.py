@@ -69,6 +69,7 @@ def test_a_stop_does_not_wait_for_requests_that_are_not_there_yet(tmp_path: Path
         assert "Traceback" not in server.log_text()
 
 
+@pytest.mark.slow
 def test_a_stop_breaks_off_a_client_that_reads_nothing_and_logs_no_error(tmp_path: Path) -> None:
     with serving_copy(ECHO, tmp_path, {"SERVING_DRAIN_TIMEOUT": "1"}) as server, connection(server) as client:
         journal = tmp_path / "journal"

@@ -76,6 +76,7 @@ def test_the_texts_of_a_streams_tokens_joined_are_its_generated_text(
     assert all(record["token"]["log_prob"] <= 0 for record in stream)
 
 
+@pytest.mark.slow
 def test_requests_with_the_same_parameters_have_the_room_that_their_own_prompts_leave(sample_server: Server) -> None:
     parameters = {"max_new_tokens": 20, "ignore_eos_token": True, "details": True}
     prompts = [" hello" * count for count in (1014, 3, 1012)]  # one token each, of a context of 1024

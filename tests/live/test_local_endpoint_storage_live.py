@@ -211,6 +211,7 @@ def test_calls_of_every_kind_are_captured_with_their_whole_output(endpoint: Endp
     assert json.loads(output["data"])["choices"][0]["message"]["content"] == chat.choices[0].message.content
 
 
+@pytest.mark.slow
 def test_a_stop_writes_failure_files_for_calls_that_wait(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{(port := free_port())}"
     options = ("--port", str(port), "--endpoint-name", NAME, "--s3-folder", str(tmp_path))

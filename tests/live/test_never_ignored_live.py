@@ -633,6 +633,7 @@ def test_every_way_of_naming_an_adapter_names_it_with_parsers(parsing: Server, n
     _assert_named(parsing, TARGETS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_every_form_is_obeyed_with_and_without_an_adapter(plain: Server, name: str) -> None:
     _assert_obeyed(plain, EVERY[name])

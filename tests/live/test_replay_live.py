@@ -167,6 +167,7 @@ def test_sampled_answers_of_two_equal_servers_have_no_difference_but_their_texts
     assert report["text_similarity"]["mean"] < 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.stem)
 def test_every_difference_of_a_documented_example_is_explained(
     recording: Recording, suite: Path, tmp_path: Path

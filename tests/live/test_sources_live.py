@@ -160,6 +160,7 @@ def test_sigterm_ends_a_download_at_once(tmp_path: Path) -> None:
             server.stop()
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_process_whatever_the_management_api_waits_for(tmp_path: Path) -> None:
     """S3 does not answer, and the import of a `model.py` in the server does not end."""
     (tmp_path / "model.py").write_text(

@@ -132,6 +132,7 @@ def test_comes_after():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "orderly"), [("TERM", True), ("KILL", False)])
 def test_a_run_that_is_cut_short_leaves_the_tests_that_have_ended(tmp_path: Path, name: str, orderly: bool) -> None:
     (tmp_path / "test_it.py").write_text(TESTS % name)

@@ -47,6 +47,7 @@ def test_lines_are_written_in_order_and_a_broken_one_stops_nothing(pipe: tuple[i
     assert writer.dropped == 0
 
 
+@pytest.mark.slow
 def test_lines_beyond_the_queue_are_dropped_and_the_reader_is_told_how_many(pipe: tuple[int, int]) -> None:
     writer = Writer(pipe[1], lambda dropped: f"dropped: {dropped}.")
     text, added = "x" * 100_000, 300

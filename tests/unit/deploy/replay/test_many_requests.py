@@ -39,7 +39,7 @@ def peak_of(directory: Path, count: int) -> int:
     return int(done.stdout.split()[-1])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_requests(tmp_path: Path) -> None:
     few, many = peak_of(tmp_path, 1000), peak_of(tmp_path, 10_000)
     assert many < few + 40_000  # The bodies of 9000 requests have 180 MB.

@@ -116,6 +116,7 @@ print("forked" if fork_server.context() else "spawned")
     assert "the fork server has ended" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("switch", "compiled"), [("1", "0"), ("0", "1")])
 def test_a_forked_process_compiles_nothing_where_its_environment_says_so(switch: str, compiled: str) -> None:
     script = """

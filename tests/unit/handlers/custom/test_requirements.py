@@ -40,6 +40,7 @@ def environments(home: Path) -> list[Path]:
     return [path.parent for path in home.rglob("complete")]
 
 
+@pytest.mark.slow
 async def test_a_relative_wheel_is_installed_once_and_not_into_our_packages(home: Path, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "./wheels/tiny_package-1.0-py3-none-any.whl\n")
     make_wheel(model / "wheels", "first")
@@ -59,6 +60,7 @@ async def test_a_relative_wheel_is_installed_once_and_not_into_our_packages(home
     assert len(environments(home)) == 2
 
 
+@pytest.mark.slow
 async def test_the_requirements_folder_is_searched_and_our_packages_stay_visible(home: Path, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "tiny-package\n")
     make_wheel(model / "requirements", "found")
@@ -68,6 +70,7 @@ async def test_the_requirements_folder_is_searched_and_our_packages_stay_visible
     assert len(environments(home)) == 1
 
 
+@pytest.mark.slow
 async def test_two_servers_that_start_together_share_one_environment(home: Path, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "./tiny_package-1.0-py3-none-any.whl\n")
     make_wheel(model, "both")
