@@ -30,12 +30,18 @@ class Engine(Protocol):
 
 
 _engine: Engine | None = None
+_model_properties: Mapping[str, Any] = {}
 
 
-def connect(engine: Engine | None) -> None:
-    """Set the engine that every `VLLMHandler` of this process calls. The worker calls this function."""
-    global _engine
-    _engine = engine
+def connect(engine: Engine, properties: Mapping[str, Any]) -> None:
+    """Set the engine that every `VLLMHandler` of this process calls. The worker calls this function.
+
+    Args:
+        engine: The engine.
+        properties: The properties of the engine's model: the options without `option.`, and `model_dir`.
+    """
+    global _engine, _model_properties
+    _engine, _model_properties = engine, properties
 
 
 class VLLMHandler:
@@ -43,19 +49,17 @@ class VLLMHandler:
 
     def __init__(self) -> None:
         self.initialized = False
-        self._model: dict[str, Any] = {}
         self._tokenizer: Any = None
 
     async def initialize(self, properties: Mapping[str, Any]) -> None:
         """Load the engine if it is not loaded.
 
+        Args:
+            properties: Not read. They may be those of a request, and a client must not choose the model.
+
         Raises:
             RuntimeError: The engine cannot be loaded, or the model has no engine.
         """
-        self._model = {"path": properties.get("model_id") or properties.get("model_dir")}
-        for name in ("revision", "trust_remote_code"):
-            if properties.get(name):
-                self._model[name] = properties[name]
         answer = await self._call(Input())
         if isinstance(answer, Output) and answer.code != 200:
             raise RuntimeError(f"the engine cannot be used: {_text_of(answer)}")
@@ -80,11 +84,13 @@ class VLLMHandler:
         Raises:
             ImportError: Transformers is not installed.
         """
-        if self._tokenizer is None and self._model:
-            model = dict(self._model)
-            trusted = str(model.pop("trust_remote_code", "false")).lower() == "true"
+        if self._tokenizer is None and self.initialized:
+            model = _model_properties
+            trusted = str(model.get("trust_remote_code", "")).lower() == "true"
+            revision = {"revision": model["revision"]} if model.get("revision") else {}
             auto = require("transformers", "the service's tokenizer").AutoTokenizer
-            self._tokenizer = auto.from_pretrained(model.pop("path"), trust_remote_code=trusted, **model)
+            path = model.get("model_id") or model["model_dir"]
+            self._tokenizer = auto.from_pretrained(path, trust_remote_code=trusted, **revision)
         return self._tokenizer
 
     async def _call(self, inputs: Input) -> Answer:

@@ -20,7 +20,8 @@ _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 _ALLOW_OVERRIDE = "ALLOW_REQUEST_HANDLER_OVERRIDE"
 # The server controls a handler with these properties. A client cannot set them.
 _RESERVED = re.compile(
-    r"batch_size|batch_\d.*|reset_rollingbatch|model_dir|device_id|.*_formatter|prediction_handler|init_handler",
+    r"batch_size|batch_\d.*|reset_rollingbatch|model_dir|device_id|trust_remote_code|.*_formatter|prediction_handler"
+    r"|init_handler",
     re.IGNORECASE | re.DOTALL,
 )
 

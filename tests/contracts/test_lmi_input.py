@@ -126,7 +126,10 @@ def test_a_function_that_may_be_chosen_is_called_handler_whatever_the_case(monke
 
 @pytest.mark.parametrize(
     "name",
-    ["batch_size", "BATCH_SIZE", "batch_000.x", "reset_rollingbatch", "model_dir", "device_id", "input_formatter"],
+    [
+        *("batch_size", "BATCH_SIZE", "batch_000.x", "reset_rollingbatch", "model_dir", "device_id"),
+        *("trust_remote_code", "input_formatter"),
+    ],
 )
 def test_what_the_server_tells_a_handler_no_client_can(name: str) -> None:
     call = Call(body=b"", request_id="id", headers=((name, "1"), ("X-Other", "2")))

@@ -71,7 +71,7 @@ def _serve_sync(connection: ServerConnection, caller: handler_calls.HandlerCalle
 
 async def _serve_async(connection: ServerConnection, caller: handler_calls.HandlerCaller, request: LoadRequest) -> None:
     mode, loop = handler_calls.AsyncMode(connection, caller), asyncio.get_running_loop()
-    vllm_async_service.connect(mode.engine)
+    vllm_async_service.connect(mode.engine, {**request.properties, "model_dir": request.model_dir})
 
     def take(message: Message) -> None:
         with contextlib.suppress(RuntimeError):  # The loop is closed, because the process is ending.

@@ -171,6 +171,38 @@ async def test_a_handler_that_answers_the_first_call_has_a_model_of_its_own_and_
         assert engine.loads == 2, "once to load it, once for the call"
 
 
+async def test_a_request_cannot_choose_the_model_of_the_services_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text(
+        "class AutoTokenizer:\n"
+        "    @staticmethod\n"
+        "    def from_pretrained(path, **options):\n"
+        "        return {'path': path, **options}\n"
+    )
+    code = (
+        "from djl_python.async_utils import create_non_stream_output\n"
+        "from djl_python.lmi_vllm.vllm_async_service import service\n"
+        "async def handle(inputs):\n"
+        "    if not inputs.is_empty():\n"
+        "        if not inputs.get_as_json().get('tokenizer'):\n"
+        "            return None\n"
+        "        await service.initialize(inputs.get_properties())\n"
+        "    return create_non_stream_output({'tokenizer': service.tokenizer})\n"
+    )
+    chosen = "model_id=evil/repo;revision=evil;trust_remote_code=true;TRUST_REMOTE_CODE=true"
+    headers = {"X-Amzn-Sagemaker-Custom-Attributes": chosen, "model_id": "evil/repo", "trust_remote_code": "true"}
+    options = {"model_id": "org/model", "revision": "v1"}
+    for own in ({}, options, {**options, "trust_remote_code": "True"}):
+        async with before_engine(Engine(), write_model(tmp_path, code), **own) as client:
+            for body in ('{"inputs": "x"}', '{"tokenizer": true}'):
+                writer, _ = await client.send(body, content_type="application/json", headers=headers)
+                answer = await writer.done()
+        trusted = "trust_remote_code" in own
+        expected = {"path": str(tmp_path), "trust_remote_code": trusted}
+        if own:
+            expected = {"path": "org/model", "trust_remote_code": trusted, "revision": "v1"}
+        assert json.loads(answer.body) == {"tokenizer": expected}
+
+
 async def test_an_engine_that_cannot_be_loaded_fails_the_load() -> None:
     engine = Engine()
     engine.failure = "no room"
