@@ -38,7 +38,10 @@ class RemoteEngine:
             self._cancel(number)
             raise
         if head.streams:
-            return self._stream(head, messages)
+            stream = self._stream(head, messages)
+            # A generator that has begun runs its `finally` block if the handler drops it without reading it.
+            await anext(stream)
+            return stream
         del self._messages[number]
         if head.code == 200:
             return _answer_part(head, head.data, last=True)
@@ -56,6 +59,7 @@ class RemoteEngine:
 
     async def _stream(self, head: Message, messages: asyncio.Queue[Message]) -> AsyncGenerator[Output, None]:
         try:
+            yield Output()  # `call` takes this one.
             while (message := await messages.get()).kind is not MessageKind.STREAM_END:
                 yield _answer_part(head, message.data, last=False)
             yield _answer_part(head, message.data, last=True)

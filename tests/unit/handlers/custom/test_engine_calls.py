@@ -153,6 +153,33 @@ async def test_a_handler_that_drops_a_stream_ends_the_generation() -> None:
             await engine.cancelled.wait()
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_stream_that_the_handler_does_not_read_ends(tmp_path: Path, leaves: bool) -> None:
+    code = (
+        "import asyncio\n"
+        "from djl_python.async_utils import create_non_stream_output\n"
+        "from djl_python.lmi_vllm.vllm_async_service import service\n"
+        "async def handle(inputs):\n"
+        "    if inputs.is_empty():\n"
+        "        return None\n"
+        "    stream = await service.inference(inputs)\n"
+        "    if inputs.get_as_json().get('waits'):\n"
+        "        open('waiting', 'w').close()\n"
+        "        await asyncio.sleep(600)\n"
+        "    return create_non_stream_output('unread')\n"
+    )
+    engine = Engine()
+    async with before_engine(engine, write_model(tmp_path, code)) as client:
+        order = json.dumps({"inputs": "a", "stream": True, "endless": True, "waits": leaves})
+        writer, running = await client.send(order, content_type="application/json")
+        if leaves:
+            await until((tmp_path / "waiting").exists)
+            running.cancel()
+        async with asyncio.timeout(20):
+            await engine.cancelled.wait()
+        assert writer.body == (b"" if leaves else b"unread\n")
+
+
 async def test_a_worker_that_ends_ends_its_generations() -> None:
     engine = Engine()
     async with before_engine(engine) as client:
