@@ -108,7 +108,10 @@ class CustomHandler:
             error = UnknownAdapter(name)
             raise ContractError(unknown_adapter(error), error.message)
         request = Request(
-            Message(properties=given.properties, contents=given.contents), HandlerReply(writer), priority_of(given)
+            Message(properties=given.properties, contents=given.contents),
+            HandlerReply(writer),
+            priority_of(given),
+            call.key_salt,
         )
         self.pool.submit(request)
         return request

@@ -35,6 +35,7 @@ class EngineCall:
         self,
         load_engine: EngineLoader | None,
         message: Message,
+        key_salt: str,
         send: Callable[[Message], None],
         on_end: Callable[[], object],
     ) -> None:
@@ -43,10 +44,12 @@ class EngineCall:
         Args:
             load_engine: None if the model has no engine.
             message: The call as the worker sent it.
+            key_salt: The salt of the API key whose request the handler answers.
             send: Sends a message to the worker.
             on_end: Called when the call has its full answer.
         """
-        self._message, self._send_message, self._on_end = message, send, on_end
+        self._message, self._key_salt = message, key_salt
+        self._send_message, self._on_end = send, on_end
         self._running: Running | None = None
         self._task = asyncio.create_task(self._answer(load_engine))
 
@@ -64,7 +67,7 @@ class EngineCall:
             if loading:
                 self.reply(Reply(200, "", b""))
                 return
-            self._running = await handler.handle(_call_of(self._message), self)
+            self._running = await handler.handle(_call_of(self._message, self._key_salt), self)
         except ContractError as error:
             self.reply(error.reply)
         except (RequestError, EngineStartError) as error:
@@ -102,7 +105,7 @@ class EngineCall:
         self._send_message(replace(message, call=self._message.call))
 
 
-def _call_of(message: Message) -> Call:
+def _call_of(message: Message, key_salt: str) -> Call:
     """Return the call for an `Input`: its properties become headers, and its contents other than `data` the query."""
     named = {name.lower(): value for name, value in message.properties}
     fields = tuple((key or "data", value.decode("utf-8", "replace")) for key, value in message.contents)
@@ -116,4 +119,5 @@ def _call_of(message: Message) -> Call:
         request_id=named.get("requestid") or str(uuid.uuid4()),
         headers=tuple((name, value) for name, value in message.properties if name.lower() not in _NO_HEADERS),
         query=query,
+        key_salt=key_salt,
     )

@@ -16,6 +16,7 @@ class Request:
     message: Message
     reply: HandlerReply
     priority: int  # A request with a lower priority leaves the queue earlier.
+    key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
     number: int = 0  # The place in the order of arrival.
     arrived_at: float = 0.0  # Seconds on the event loop's clock.
     # Removes the request from the queue or from its call. None if a cancelled request stays in its batch.

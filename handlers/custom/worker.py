@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,9 @@ class Worker:
         self._on_end = on_end
         self._receivers: dict[int, AnswerReceiver] = {}
         self._engine_calls: dict[int, EngineCall] = {}
+        # The salts of the running calls' API keys. They stay in the server: the handler does not get them.
+        self._key_salts: dict[int, str] = {}
+        self._has_keys = False  # A call has had a key.
         self.calls = 0  # The number of calls that were sent to the worker.
         # The reason why the handler could not be loaded. Empty if it was loaded.
         self._loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -139,10 +143,12 @@ class Worker:
         self.pid = process.pid
         self._watching = asyncio.create_task(self._watch(process, reader, log))
 
-    def call(self, message: Message, receiver: AnswerReceiver) -> int:
+    def call(self, message: Message, receiver: AnswerReceiver, key_salt: str = "") -> int:
         """Send a call to the worker and return the call's number. The answer goes to `receiver`."""
         self.calls += 1
         self._receivers[self.calls] = receiver
+        if key_salt:
+            self._has_keys, self._key_salts[self.calls] = True, key_salt
         self._send(replace(message, kind=MessageKind.CALL, call=self.calls))
         return self.calls
 
@@ -200,14 +206,24 @@ class Worker:
             self._settle_load(message.error or "")
         elif message.kind is MessageKind.CALL:
             on_end = partial(self._engine_calls.pop, message.call, None)
-            self._engine_calls[message.call] = EngineCall(self._plan.load_engine, message, self._send, on_end)
+            salt = self._key_salt(message.within)
+            self._engine_calls[message.call] = EngineCall(self._plan.load_engine, message, salt, self._send, on_end)
         elif message.kind is MessageKind.CANCEL:
             if (call := self._engine_calls.pop(message.call, None)) is not None:
                 call.cancel()
         elif (receiver := self._receivers.get(message.call)) is not None:
             if message.kind is MessageKind.DONE:
                 del self._receivers[message.call]
+                self._key_salts.pop(message.call, None)
             receiver.on_message(message)
+
+    def _key_salt(self, call: int) -> str:
+        """Return the salt of the key of a call in which the handler calls the engine.
+
+        A task that outlives its call, or answers several calls, may have the prompt of any key. So its calls of the
+        engine share the KV cache with no other.
+        """
+        return self._key_salts.get(call) or (uuid.uuid4().hex if self._has_keys else "")
 
     def _send(self, message: Message) -> None:
         if self._writer is not None and not self._writer.is_closing():

@@ -16,7 +16,7 @@ from djl_python.outputs import Output
 from djl_python.service_loader import find_decorated_function
 from djl_python.wire import sendable
 
-from .remote_engine import RemoteEngine
+from .remote_engine import RemoteEngine, current_call
 from .socket_protocol import CREDIT_BYTES, INITIAL_CREDITS, LoadRequest, Message, MessageKind, ServerConnection
 
 logger = logging.getLogger("djl_python")
@@ -245,6 +245,7 @@ class AsyncMode:
         self._connection.send(Message(kind=MessageKind.DONE, call=call))
 
     async def _answer(self, message: Message, window: _SendWindow[asyncio.Semaphore]) -> None:
+        current_call.set(message.call)
         try:
             result = await awaited(self._caller.call(message))
             if not hasattr(result, "__aiter__"):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator
+from contextvars import ContextVar
 
 from djl_python.inputs import Input
 from djl_python.outputs import Output
 
 from .socket_protocol import Message, MessageKind, ServerConnection
+
+# The number of the worker's call that a task belongs to. Tasks that the handler starts have that of their parent.
+current_call: ContextVar[int] = ContextVar("current_call", default=0)
 
 
 class RemoteEngine:
@@ -30,8 +34,10 @@ class RemoteEngine:
         pairs = zip(inputs.content.get_keys(), inputs.content.get_values(), strict=True)
         # The handler may have put its own content into the input. It may be any value that `Output` takes.
         contents = tuple((key, Output().encode_value(value)) for key, value in pairs)
-        message = Message(kind=MessageKind.CALL, call=number, properties=properties, contents=contents)
-        self._connection.send(message)
+        within = current_call.get()
+        self._connection.send(
+            Message(kind=MessageKind.CALL, call=number, within=within, properties=properties, contents=contents)
+        )
         try:
             head = await messages.get()
         except BaseException:

@@ -30,7 +30,7 @@ class MessageKind(StrEnum):
     """The kinds of messages.
 
     A handler may call the model's engine. For such a call CALL and CANCEL go to the server, and OUTPUT, CHUNK and
-    STREAM_END go to the worker. The worker numbers these calls.
+    STREAM_END go to the worker. The worker numbers these calls, and says in which call the handler makes them.
     """
 
     # To the worker.
@@ -56,6 +56,7 @@ class Message:
 
     kind: MessageKind = MessageKind.OUTPUT
     call: int = 0  # The number of the call.
+    within: int = 0  # The worker's call in which the handler calls the engine. 0 if there is none.
     code: int = 200
     message: str = ""
     properties: Properties = ()

@@ -85,6 +85,7 @@ class Client:
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         content_type: str = "",
+        key_salt: str = "",
         writer: Recorder | None = None,
     ) -> tuple[Recorder, Running]:
         call = Call(
@@ -93,6 +94,7 @@ class Client:
             request_id=f"id-{next(_numbers)}",
             headers=tuple((headers or {}).items()),
             query=tuple((query or {}).items()),
+            key_salt=key_salt,
         )
         writer = writer or Recorder()
         return writer, await self.handler.handle(call, writer)

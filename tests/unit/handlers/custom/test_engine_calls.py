@@ -124,6 +124,63 @@ async def test_the_handler_may_call_the_engine_and_change_what_goes_in_and_out()
     assert wrapped.body == b'{"custom_handler_used": true}\n{"token": "A"}\n{"token": "B"}\n\n'
 
 
+async def test_each_call_of_the_engine_has_the_salt_of_its_requests_api_key_which_the_handler_does_not_get(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "import asyncio\n"
+        "from djl_python import Input\n"
+        "from djl_python.async_utils import create_non_stream_output\n"
+        "from djl_python.lmi_vllm.vllm_async_service import service\n"
+        "orders = asyncio.Queue()\n"
+        "def request(text):\n"
+        "    inputs = Input()\n"
+        "    inputs.content.add('data', '{\"inputs\": \"%s\"}' % text)\n"
+        "    return inputs\n"
+        "async def serve_orders():\n"
+        "    while True:\n"
+        "        text, done = await orders.get()\n"
+        "        await service.inference(request(text))\n"
+        "        done.set()\n"
+        "async def handle(inputs):\n"
+        "    global background\n"
+        "    if inputs.is_empty():\n"
+        "        background = asyncio.create_task(serve_orders())\n"
+        "        return None\n"
+        "    match inputs.get_as_json()['inputs']:\n"
+        "        case 'mine':\n"
+        "            await service.inference(request('mine'))\n"
+        "        case 'child':\n"
+        "            await asyncio.create_task(service.inference(request('child')))\n"
+        "        case 'background':\n"
+        "            done = asyncio.Event()\n"
+        "            orders.put_nowait(('background', done))\n"
+        "            await done.wait()\n"
+        "        case _:\n"
+        "            return None\n"
+        "    return create_non_stream_output(str(inputs))\n"
+    )
+    engine = Engine()
+    async with before_engine(engine, write_model(tmp_path, code)) as client:
+
+        async def ask_with(text: str, salt: str) -> Recorder:
+            return await client.ask(json.dumps({"inputs": text}), content_type="application/json", key_salt=salt)
+
+        def salts(text: str) -> list[str]:
+            return sorted(call.key_salt for call in engine.calls if json.loads(call.body) == {"inputs": text})
+
+        await ask_with("background", "")
+        assert salts("background") == [""], "a server without keys has no salts"
+        engine.calls.clear()
+        texts = ("mine", "child", "left to the engine", "background")
+        answers = await asyncio.gather(*(ask_with(text, salt) for text in texts for salt in ("secret-a", "secret-b")))
+    assert [answer.status for answer in answers] == [200] * 8
+    assert not any(b"secret" in answer.body for answer in answers)
+    for text in texts[:3]:
+        assert salts(text) == ["secret-a", "secret-b"]
+    assert len({"", "secret-a", "secret-b", *salts("background")}) == 5
+
+
 async def test_a_handler_that_raises_fails_its_request_with_lmis_error() -> None:
     async with before_engine(Engine()) as client:
         answer = await ask(client, do="fail", inputs="x")
