@@ -42,10 +42,7 @@ class WorkerAdapterHost:
         return await self._change(UPDATE, adapter)
 
     async def unregister(self, adapter: Adapter) -> str:
-        async with self._changing:
-            message = await self._call_all(UNREGISTER, adapter)
-            self._known.pop(adapter.name, None)
-        return message
+        return await self._change(UNREGISTER, adapter)
 
     async def stop(self) -> None: ...
 
@@ -70,12 +67,15 @@ class WorkerAdapterHost:
             except AdapterError:
                 undo = [(UNREGISTER, adapter)] if function == REGISTER else []
                 if (former := self._known.get(adapter.name)) is not None:
-                    undo.append((function, former))
+                    undo.append((REGISTER if function == UNREGISTER else function, former))
                 for undoing, undone in undo:
                     with contextlib.suppress(AdapterError):
                         await self._call_all(undoing, undone)
                 raise
-            self._known[adapter.name] = adapter
+            if function == UNREGISTER:
+                self._known.pop(adapter.name, None)
+            else:
+                self._known[adapter.name] = adapter
         return message
 
     async def _call_all(self, function: str, adapter: Adapter) -> str:

@@ -122,6 +122,16 @@ async def test_where_one_worker_refuses_no_worker_keeps_the_adapter(tmp_path: Pa
         assert await known(client, 2) == [(), ()]
 
 
+async def test_where_one_worker_refuses_to_let_an_adapter_go_all_workers_keep_it(tmp_path: Path) -> None:
+    async with handling(min_workers=2, max_workers=2) as (client, registry):
+        await registry.register(order(tmp_path, k="v", stays_in=str(client.pids[1])))
+        with pytest.raises(AdapterFailed, match="this worker keeps it"):
+            await registry.unregister("a")
+        assert "a" in registry
+        assert await known(client, 2) == [("a",), ("a",)]
+        assert {(await ask(client, "a"))["adapter"]["k"] for _ in range(4)} == {"v"}
+
+
 async def test_a_worker_that_is_started_again_is_told_of_all_adapters(tmp_path: Path) -> None:
     async with handling() as (client, registry):
         await registry.register(order(tmp_path, "a"))
