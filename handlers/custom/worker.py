@@ -146,6 +146,9 @@ class Worker:
     def call(self, message: Message, receiver: AnswerReceiver, key_salt: str = "") -> int:
         """Send a call to the worker and return the call's number. The answer goes to `receiver`."""
         self.calls += 1
+        if self._ended:
+            asyncio.get_running_loop().call_soon(receiver.on_lost, self._reason)
+            return self.calls
         self._receivers[self.calls] = receiver
         if key_salt:
             self._has_keys, self._key_salts[self.calls] = True, key_salt
@@ -262,7 +265,7 @@ class Worker:
 
     def _finish(self, ending: str) -> None:
         was_ready, self.ready, self._ended = self.ready, False, True
-        reason = self._reason or ending
+        reason = self._reason = self._reason or ending
         output = "".join(f"\n  {line}" for line in self._tail)
         self._settle_load(
             f"the worker {reason} before the handler was loaded{'; its last output:' if output else ''}{output}"

@@ -28,6 +28,8 @@ _IDLE_GRACE = 5.0  # Seconds that an idle worker has to exit before it is killed
 _CPU = "-1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _STOPPING = "the server is stopping"
+_NOT_LOADED = "the handler is not loaded"
+_SCALED_TO_NOTHING = "the model has no workers: it is scaled to 0"
 
 Batcher = DynamicBatcher | RollingBatcher  # Turns the requests of one worker into calls.
 # Called with a worker that has loaded the handler, before the worker gets requests. May raise EngineStartError.
@@ -53,7 +55,7 @@ class WorkerPool:
         self.failures = 0  # The number of crashes, hangs and failed restarts since the start.
         self._recent_failures = 0  # The number of failures since a worker last lived for `_HEALTHY_SECONDS`.
         # The reason why the model counts as failed. It is final, but living workers still serve requests.
-        self.failed = "the handler is not loaded"
+        self.failed = _NOT_LOADED
         self._no_worker_reason = ""  # The reason why the last worker could not be restarted. Empty while a worker runs.
         self._stopping = False
         # Starts a batch that is not full after `max_batch_delay`.
@@ -70,7 +72,8 @@ class WorkerPool:
         self._plan = plan
         parallel = self._settings.properties.get("parallel_loading", "").lower() == "true"
         try:
-            while len(self._batchers) < self.min_workers:
+            # A worker that ends while another one loads is restarted by `_on_end`, and is one of the pending starts.
+            while len(self._batchers) + self._pending_starts < self.min_workers:
                 starts = (self._start_worker() for _ in range(self.min_workers if parallel else 1))
                 for failure in await asyncio.gather(*starts, return_exceptions=True):
                     if failure is not None:
@@ -78,7 +81,8 @@ class WorkerPool:
         except BaseException:
             await self.stop(0)
             raise
-        self.failed = ""
+        if self.failed == _NOT_LOADED:  # Otherwise too many workers have ended already.
+            self.failed = ""
 
     async def stop(self, grace: float) -> None:
         """End all workers. Running requests have `grace` seconds to finish."""
@@ -91,7 +95,7 @@ class WorkerPool:
         self._batchers.clear()
 
     def scale(self, min_workers: int, max_workers: int) -> None:
-        """Change the numbers of workers. Surplus workers end when they are idle."""
+        """Change the numbers of workers. Surplus workers get no more requests, and end when they have none."""
         self.min_workers, self.max_workers = min_workers, max_workers
         for _ in range(min_workers - len(self._batchers) - self._pending_starts):
             self._add_worker()
@@ -99,6 +103,9 @@ class WorkerPool:
         idle = [worker for worker, batcher in self._batchers.items() if not batcher.load]
         for worker in idle[: max(surplus, 0)]:
             self._end_idle(worker)
+        if max_workers < 1:
+            self._refuse_all(_SCALED_TO_NOTHING)
+        self._dispatch()
 
     def submit(self, request: Request) -> None:
         """Give a request to a worker, or put it in the queue.
@@ -108,12 +115,13 @@ class WorkerPool:
         """
         if self._stopping:
             raise self._unavailable(_STOPPING)
-        if self._no_worker_reason:
+        if self.max_workers < 1:
+            raise self._unavailable(_SCALED_TO_NOTHING)
+        if self._no_worker_reason and self._pending_starts:
             raise self._unavailable(self._no_worker_reason)
         if not self._batchers and not self._pending_starts:
-            if self.max_workers < 1:
-                raise self._unavailable("the model has no workers: it is scaled to 0")
-            self._add_worker()
+            self._add_worker(self._backoff if self._no_worker_reason else 0.0)
+            self._no_worker_reason = ""
         self.check_place()
         request.number = next(self._arrivals)
         request.arrived_at = asyncio.get_running_loop().time()
@@ -165,11 +173,15 @@ class WorkerPool:
             self._add_worker()
 
     def _best_batcher(self) -> Batcher | None:
-        ready = (batcher for batcher in self._batchers.values() if batcher.room)
+        ready = (batcher for batcher in self._open_batchers() if batcher.room)
         return min(ready, key=lambda batcher: batcher.load, default=None)
 
     def _places(self) -> int:
-        return sum(batcher.places for batcher in self._batchers.values())
+        return sum(batcher.places for batcher in self._open_batchers())
+
+    def _open_batchers(self) -> list[Batcher]:
+        """Return the batchers that get requests: those of the oldest `max_workers` workers."""
+        return list(self._batchers.values())[: self.max_workers]
 
     def _waits_for_more(self) -> bool:
         """True if a batch that is not full still waits: up to `max_batch_delay` after its first request arrived."""
@@ -189,6 +201,8 @@ class WorkerPool:
         try:
             await worker.start()
             await self._prepare_worker(worker)
+            if not worker.ready:
+                raise EngineStartError(f"{worker.name} ended before it got requests")
         except BaseException:
             await worker.kill("was killed because its start failed or was cancelled")
             raise
@@ -202,6 +216,10 @@ class WorkerPool:
 
     def _on_free(self, worker: Worker) -> None:
         if self._stopping:
+            return
+        batcher = self._batchers.get(worker)
+        if batcher is not None and not batcher.load and batcher not in self._open_batchers():
+            self._end_idle(worker)
             return
         self._dispatch()
         batcher = self._batchers.get(worker)
@@ -249,7 +267,12 @@ class WorkerPool:
         missing = self.min_workers - len(self._batchers) - self._pending_starts
         wanted = missing > 0 or (self._queue and not self._batchers and not self._pending_starts)
         if wanted and not self._stopping:
-            self._add_worker(min(_FIRST_BACKOFF * 2.0 ** min(self._recent_failures - 1, 20), _LONGEST_BACKOFF))
+            self._add_worker(self._backoff)
+
+    @property
+    def _backoff(self) -> float:
+        """The delay of a start after a failure, in seconds."""
+        return min(_FIRST_BACKOFF * 2.0 ** min(self._recent_failures - 1, 20), _LONGEST_BACKOFF)
 
     def _add_worker(self, delay: float = 0.0) -> None:
         self._pending_starts += 1

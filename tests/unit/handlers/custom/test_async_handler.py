@@ -151,6 +151,23 @@ async def test_more_calls_than_the_queue_holds_are_refused() -> None:
     assert refused.value.reply.status == 529
 
 
+async def test_a_worker_beyond_a_lower_number_gets_no_more_calls_and_ends_after_its_last() -> None:
+    async with serving("async_echo", async_mode=True, min_workers=2, max_workers=2, grace=0.2) as client:
+        pool = client.handler.pool
+        _, first = await send(client, do="sleep", seconds=600)
+        _, last = await send(client, do="sleep", seconds=600)
+        assert pool.busy == 2
+        pool.scale(1, 1)
+        for _ in range(3):
+            await send(client, do="sleep", seconds=600)
+        assert [worker.calls for worker in pool.workers] == [4, 1]
+        first.cancel()
+        last.cancel()
+        await until(lambda: [worker.id for worker in pool.workers] == [1])
+        assert (await ask(client, do="echo", text="on")).body == b"on"
+        assert pool.failures == 0
+
+
 async def test_stopping_lets_running_calls_finish() -> None:
     async with serving("async_echo", async_mode=True, grace=60.0) as client:
         writer, _ = await send(client, do="stream", delay=0.1)

@@ -159,7 +159,7 @@ async def test_a_call_for_an_unknown_adapter_does_not_reach_the_handler(tmp_path
 async def test_a_registration_that_takes_too_long_fails_and_is_undone(tmp_path: Path) -> None:
     async with handling(predict_timeout=2.0) as (client, registry):
         with pytest.raises(AdapterFailed, match=r"register_adapter of worker 1 did not answer within 2 seconds"):
-            await registry.register(order(tmp_path, switch="slow", seconds="4"))
+            await registry.register(order(tmp_path, switch="slow", seconds="3"))
         assert registry.all() == ()
         await until(lambda: True)
         assert await known(client, 1) == [()]
@@ -203,6 +203,31 @@ async def test_a_worker_that_starts_while_an_adapter_is_removed_does_not_keep_it
         await registry.unregister("a")
         await until(lambda: len(client.pids) == 2 and set(client.pids) != before)
         assert await known(client, 2) == [(), ()]
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+async def test_a_worker_that_ends_while_it_waits_for_another_change_of_adapters_is_replaced(
+    tmp_path: Path, leaving: bool
+) -> None:
+    mark = tmp_path / "mark"
+    async with handling() as (client, registry):
+        pool = client.handler.pool
+        if leaving:
+            await registry.register(order(tmp_path, leaves_with=str(mark)))
+            change = asyncio.create_task(registry.unregister("a"))
+        else:
+            change = asyncio.create_task(registry.register(order(tmp_path, switch="held", until=str(mark))))
+        await until(lambda: pool.workers[0].calls == 1 + leaving)
+        pool.scale(2, 2)
+        await until(lambda: pool.ready == 2)  # The second worker waits for the end of the change.
+        os.kill(client.pids[1], signal.SIGKILL)
+        await until(lambda: pool.ready == 1)
+        mark.touch()
+        await change
+        async with asyncio.timeout(60):
+            await until(lambda: len(pool.serving) == 2)
+            assert await known(client, 2) == [() if leaving else ("a",)] * 2
+        assert pool.failures == 1
 
 
 async def test_a_worker_that_is_told_of_adapters_ends_with_the_model(tmp_path: Path) -> None:

@@ -245,6 +245,91 @@ async def test_without_standing_workers_the_first_call_starts_one() -> None:
         assert (await client.ask(b"y")).body == b"y"
 
 
+async def test_without_standing_workers_each_call_after_a_failed_start_tries_again(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import os\n"
+        "from djl_python import Output\n"
+        "def handle(inputs):\n"
+        "    if not inputs.is_empty():\n"
+        "        return Output().add('served')\n"
+        "    if os.path.exists('broken'):\n"
+        "        raise ValueError('not now')\n"
+    )
+    (tmp_path / "broken").touch()
+    async with serving(tmp_path, min_workers=0, max_workers=1) as client:
+        for failures in (1, 2):
+            refused = await client.ask(b"x")
+            assert (refused.status, client.handler.pool.failures) == (503, failures)
+            assert b"not now" in refused.body
+        (tmp_path / "broken").unlink()
+        answers = await asyncio.gather(client.ask(b"x"), client.ask(b"y"))
+        assert [answer.body for answer in answers] == [b"served"] * 2
+
+
+async def test_busy_workers_beyond_a_lower_number_end_after_their_call(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    async with serving("slow", min_workers=2, max_workers=2) as client:
+        pool = client.handler.pool
+        writers = [(await client.send(str(first)))[0] for _ in range(2)]
+        writers += [(await client.send(str(second)))[0] for _ in range(4)]
+        assert (pool.busy, pool.queue_length) == (2, 4)
+        pool.scale(1, 1)
+        first.touch()
+        await until(lambda: len(pool.workers) == 1, 60)
+        await until(lambda: pool.queue_length == 3)
+        assert (pool.busy, writers[-1].status) == (1, 0)
+        second.touch()
+        assert [(await writer.done()).body for writer in writers] == [b"done"] * 6
+        assert pool.failures == 0
+
+
+async def test_a_model_scaled_to_nothing_answers_its_running_calls_and_refuses_others(tmp_path: Path) -> None:
+    async with serving("slow") as client:
+        running, _ = await client.send(str(tmp_path / "go"))
+        waiting, _ = await client.send("0")
+        client.handler.pool.scale(0, 0)
+        assert (await waiting.done()).status == 503
+        with pytest.raises(ContractError, match="scaled to 0"):
+            await client.send("0")
+        (tmp_path / "go").touch()
+        assert (await running.done()).body == b"done"
+        await until(lambda: not client.handler.pool.workers)
+        client.handler.pool.scale(1, 1)
+        assert (await client.ask("0")).body == b"done"
+
+
+async def test_a_worker_that_ends_while_another_one_loads_is_replaced_once_and_counts_as_a_failure(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "model.py").write_text(
+        "import os, time\n"
+        "def handle(inputs):\n"
+        "    if not os.path.exists('first'):\n"
+        "        open('first', 'w').close()\n"
+        "        return\n"
+        "    while not os.path.exists('go'):\n"
+        "        time.sleep(0.05)\n"
+    )
+    settings = settings_for(tmp_path, min_workers=2, max_workers=2, retry_threshold=0)
+    handler = CustomHandler(settings, queue_size=1, overload_status=503)
+    pool = handler.pool
+    starting = asyncio.create_task(handler.start())
+    try:
+        await until(lambda: pool.ready == 1 and len(pool.workers) == 2)
+        pid = pool.workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: [worker.id for worker in pool.workers] == [2, 3])
+        (tmp_path / "go").touch()
+        await starting
+        await until(lambda: pool.ready == 2)
+        assert [worker.id for worker in pool.workers] == [2, 3]
+        assert pool.failures == 1
+        assert "failed 1 times (retry_threshold: 0)" in handler.health().reason
+    finally:
+        await handler.stop()
+
+
 async def test_a_long_queue_starts_workers_that_end_when_idle() -> None:
     async with serving("slow", min_workers=1, max_workers=2, max_idle_time=0.3) as client:
         [first] = client.pids
