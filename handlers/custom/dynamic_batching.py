@@ -41,7 +41,9 @@ class DynamicBatcher:
     @property
     def room(self) -> int:
         """The number of requests that `begin` accepts now."""
-        return self._settings.batch_size if len(self._calls) < self._settings.concurrency else 0
+        if len(self._calls) >= self._settings.concurrency:
+            return 0
+        return self._settings.batch_size if self.worker.takes_batches else 1
 
     places = room  # The number of requests that `begin` accepts now or after the running step.
 

@@ -25,7 +25,14 @@ from engines.interface import EngineStartError
 from handlers.custom import worker_process
 from handlers.custom.engine_call import EngineCall, EngineLoader
 from handlers.custom.metrics import HandlerMetrics
-from handlers.custom.worker_process.socket_protocol import CREDIT_BYTES, SIZES, LoadRequest, Message, MessageKind
+from handlers.custom.worker_process.socket_protocol import (
+    CREDIT_BYTES,
+    ONE_BY_ONE,
+    SIZES,
+    LoadRequest,
+    Message,
+    MessageKind,
+)
 
 logger = logging.getLogger("handlers.custom")
 
@@ -76,6 +83,7 @@ class Worker:
         self.name = f"worker {id_}"
         self.device = device
         self.ready = False  # True from the end of the load until the worker ends or is stopped.
+        self.takes_batches = True  # The handler may get dynamic batches.
         self.started = time.time()  # Seconds since the epoch.
         self.pid: int | None = None
         self._plan = plan
@@ -206,6 +214,7 @@ class Worker:
 
     def _on_message(self, message: Message) -> None:
         if message.kind is MessageKind.LOADED:
+            self.takes_batches = message.properties != ONE_BY_ONE
             self._settle_load(message.error or "")
         elif message.kind is MessageKind.CALL:
             on_end = partial(self._engine_calls.pop, message.call, None)

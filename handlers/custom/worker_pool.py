@@ -164,7 +164,7 @@ class WorkerPool:
 
     def _dispatch(self) -> None:
         while self._queue and (batcher := self._best_batcher()) is not None:
-            if len(self._queue) < self._calls.batch_size and self._waits_for_more():
+            if len(self._queue) < min(batcher.room, self._calls.batch_size) and self._waits_for_more():
                 return
             requests, self._queue[: batcher.room] = self._queue[: batcher.room], []
             batcher.begin(requests)

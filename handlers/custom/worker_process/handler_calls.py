@@ -17,6 +17,7 @@ from djl_python.service_loader import find_decorated_function
 from djl_python.wire import sendable
 
 from .remote_engine import RemoteEngine, current_call
+from .script_mode import SageMakerScript
 from .socket_protocol import CREDIT_BYTES, INITIAL_CREDITS, LoadRequest, Message, MessageKind, ServerConnection
 
 logger = logging.getLogger("djl_python")
@@ -36,6 +37,11 @@ class HandlerCaller:
         self._request = request
         found = {key: find_decorated_function(module, marker) for key, marker in _FORMATTERS.items()}
         self._formatters = {key: formatter for key, formatter in found.items() if formatter is not None}
+
+    @property
+    def takes_batches(self) -> bool:
+        """False for a script: its answers have a status and a content type each, and those of a batch have not."""
+        return not isinstance(getattr(self._module, self._request.function), SageMakerScript)
 
     def call(self, message: Message) -> Any:
         """Return the function's result, which may be an awaitable.

@@ -23,7 +23,7 @@ from djl_python.wire import sendable
 from . import handler_calls
 from .load_error import LoadError, describe_error
 from .script_mode import LOADS, SageMakerScript
-from .socket_protocol import LoadRequest, Message, MessageKind, ServerConnection
+from .socket_protocol import ONE_BY_ONE, LoadRequest, Message, MessageKind, ServerConnection
 
 _FAILED = 300
 _HANDLE = "handle"  # A module in SageMaker's script mode does not have this function.
@@ -65,7 +65,7 @@ def _serve_sync(connection: ServerConnection, caller: handler_calls.HandlerCalle
     with _initializing(request):
         output = handler_calls.output_of(caller.initialize())
     _check(output)
-    connection.send(Message(kind=MessageKind.LOADED))
+    connection.send(Message(kind=MessageKind.LOADED, properties=() if caller.takes_batches else ONE_BY_ONE))
     mode.serve()
 
 
@@ -113,7 +113,7 @@ def load_module(request: LoadRequest) -> ModuleType:
     try:
         module = _import(request)
         if request.function == _HANDLE and not hasattr(module, _HANDLE) and callable(getattr(module, LOADS, None)):
-            setattr(module, _HANDLE, SageMakerScript(module).handle)
+            setattr(module, _HANDLE, SageMakerScript(module))
     except LoadError:
         raise
     except (Exception, SystemExit) as error:

@@ -41,7 +41,7 @@ class Text(str):
 
 
 class SageMakerScript:
-    """A customer's module in script mode, with a `handle` function.
+    """A customer's module in script mode, as a handler function. Each call is one request, never a batch.
 
     The module has `model_fn(model_dir)`. It may have `input_fn(body, content_type)`, `predict_fn(data, model)` and
     `output_fn(prediction, accept)`, which have defaults. Instead of these three it may have
@@ -66,23 +66,19 @@ class SageMakerScript:
         self._context: Any = None
         self._default_accept = _JSON
 
-    def handle(self, inputs: Input) -> Output | None:
+    def __call__(self, inputs: Input) -> Output | None:
         if inputs.is_empty():
             self._load(inputs)
             return None
-        output = Output()
-        for index, item in enumerate(inputs.get_batches()):
-            try:
-                body, content_type = self._answer(item)
-            except Exception as error:
-                # The toolkit's errors, which scripts raise, have these attributes.
-                code, message = getattr(error, "status_code", None), getattr(error, "message", None)
-                if not isinstance(code, int):
-                    raise
-                return Output().error(str(message or error), code)
-            output.add_property("Content-Type", content_type)
-            output.add(body, key="data", batch_index=index if inputs.is_batch() else None)
-        return output
+        try:
+            body, content_type = self._answer(inputs)
+        except Exception as error:
+            # The toolkit's errors, which scripts raise, have these attributes.
+            code, message = getattr(error, "status_code", None), getattr(error, "message", None)
+            if not isinstance(code, int):
+                raise
+            return Output().error(str(message or error), code)
+        return Output().add_property("Content-Type", content_type).add(body, key="data")
 
     def _load(self, inputs: Input) -> None:
         model_dir, device = inputs.get_property("model_dir"), inputs.get_property("device_id")
@@ -95,12 +91,12 @@ class SageMakerScript:
         if "model_warmup_fn" in self._functions:
             self._call("model_warmup_fn", None, model_dir, self._model)
 
-    def _answer(self, item: Input) -> tuple[Any, str]:
-        content_type, accept = item.get_property("Content-Type") or _JSON, item.get_property("Accept")
+    def _answer(self, inputs: Input) -> tuple[Any, str]:
+        content_type, accept = inputs.get_property("Content-Type") or _JSON, inputs.get_property("Accept")
         if not accept or accept == _ANY:
             accept = self._default_accept
         is_text = _media_type(content_type) in _TEXT_TYPES
-        body = Text(item.get_as_string()) if is_text else bytes(item.get_as_bytes())
+        body = Text(inputs.get_as_string()) if is_text else bytes(inputs.get_as_bytes())
         if "transform_fn" in self._functions:
             answer = self._call("transform_fn", None, self._model, body, content_type, accept)
         else:

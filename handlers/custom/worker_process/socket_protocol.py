@@ -26,6 +26,9 @@ Properties = tuple[tuple[str, str], ...]
 Contents = tuple[tuple[str | None, bytes], ...]
 
 
+ONE_BY_ONE: Properties = (("batch_size", "1"),)  # Properties of LOADED if the handler takes no dynamic batches.
+
+
 class MessageKind(StrEnum):
     """The kinds of messages.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from collections.abc import Mapping
@@ -172,10 +173,25 @@ def transform_fn(model, body, content_type, accept):
 
 
 @pytest.mark.asyncio
-async def test_requests_of_a_batch_are_answered_one_by_one() -> None:
-    async with serving("script", batch_size=4, max_batch_delay=500, **DEFAULTS) as client:
-        sent = [await client.send(f"[{number}]") for number in range(4)]
-        assert [json.loads((await writer.done()).body) for writer, _ in sent] == [[1], [3], [5], [7]]
+async def test_requests_that_come_together_have_their_own_statuses_and_types_with_a_batch_size() -> None:
+    async with serving("script", batch_size=7, max_batch_delay=500, **DEFAULTS) as client:
+        assert json.loads((await ask(client, "[0]")).body) == [1], "a single request waits for no others"
+        answers = await asyncio.gather(
+            ask(client, "[1]"),
+            ask(client, "[2]", accept="text/csv"),
+            ask(client, "{broken"),
+            ask(client, "[3]", "image/png"),
+            ask(client, "[4]", accept="image/png"),
+            ask(client, "5,6", "text/csv"),
+            ask(client, "[7]", accept="application/x-npy"),
+        )
+    assert [answer.status for answer in answers] == [200, 200, 424, 415, 415, 200, 200]
+    assert [(answers[i].content_type, answers[i].body) for i in (0, 1, 5, 6)] == [
+        ("application/json", b"[3]"),
+        ("text/csv", b"5\n"),
+        ("application/json", b"[11.0, 13.0]"),
+        ("application/x-npy", npy([15])),
+    ]
 
 
 @pytest.mark.asyncio
