@@ -39,6 +39,8 @@ READERS = {
     "image/": "get_as_image",
     "": "get_as_bytes",
 }
+# LMI's `decode` reads these kinds, and its `get_data` does not.
+_ONLY_DECODED = ("application/x-npy", "application/x-www-form-urlencoded")
 
 
 def kind_of(content_type: str | None) -> str:
@@ -119,7 +121,8 @@ class Input:
             ValueError: The content is broken.
             ImportError: The package that reads such content is not installed.
         """
-        return getattr(self, READERS[kind_of(self.get_property("content-type"))])(key)
+        kind = kind_of(self.get_property("content-type"))
+        return self.get_as_bytes(key) if kind in _ONLY_DECODED else getattr(self, READERS[kind])(key)
 
     def get_as_bytes(self, key: str | None = None) -> Any:
         """Return the bytes of a content entry, or None if the input has no content.

@@ -120,7 +120,8 @@ NUMBERS = np.arange(3)
         ("application/jsonlines", b'{\n"a": 1\n}', {"a": 1}),
         ("text/plain", "grüß".encode(), "grüß"),
         ("text/csv", b"a,b\n1,2\n", "a,b\n1,2\n"),
-        ("application/x-www-form-urlencoded", b"a=1&b=2", "a=1&b=2"),
+        ("application/x-www-form-urlencoded", b"a=1&b=2", b"a=1&b=2"),
+        ("application/x-npy", b"\x93NUMPY", b"\x93NUMPY"),
         ("application/octet-stream", b"\xff", b"\xff"),
         ("audio/wav", b"RIFF", b"RIFF"),
         (None, b"x", b"x"),
@@ -141,7 +142,7 @@ def test_arrays_are_read_as_their_content_type_says(content_type: str, body: byt
 def test_a_real_npy_file_is_read() -> None:
     file = io.BytesIO()
     np.save(file, NUMBERS)
-    (array,) = request("application/x-npy", file.getvalue()).get_data()
+    (array,) = request("application/x-npy", file.getvalue()).get_as_numpy()
     np.testing.assert_array_equal(array, NUMBERS)
 
 
@@ -162,7 +163,7 @@ def test_an_image_is_decoded() -> None:
         ("image/png", png()[:50], "not an image that can be read"),
         ("tensor/npz", b"PK", "npz body cannot be read"),
         ("tensor/ndlist", b"\x00", "ends too early"),
-        ("application/x-npy", b"\x93NUMPY\x01\x00", "npy body cannot be read"),
+        ("tensor/ndlist", b"\x93NUMPY\x01\x00", "npy body cannot be read"),
     ],
 )
 def test_a_broken_body_says_what_is_wrong(content_type: str, body: bytes, wrong: str) -> None:
