@@ -244,8 +244,11 @@ def test_the_model_directory_is_where_the_handler_runs_and_imports(host: Server,
     ("fixture", "code", "expected"),
     [
         ("import_error", None, ["model.py", "line 1", "no_such_package_anywhere"]),
-        ("missing_handle", None, ["model.py", "handle"]),
-        ("success", "def handle(inputs):\n    return (\n", ["SyntaxError", "model.py", "line 2"]),
+        pytest.param("missing_handle", None, ["model.py", "handle"], marks=pytest.mark.slow),
+        pytest.param(
+            *("success", "def handle(inputs):\n    return (\n", ["SyntaxError", "model.py", "line 2"]),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_handler_that_cannot_be_loaded_fails_the_model_and_says_where(

@@ -333,6 +333,7 @@ def test_the_containers_own_routes_are_there_too(container: Server, url: str) ->
         assert client.get("/endpoints/nope").headers["x-amzn-errortype"] == "UnknownOperationException"
 
 
+@pytest.mark.slow
 def test_a_container_that_is_not_there_yet_is_said_to_be_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     with unreachable_server() as container, local(container) as url:
         assert httpx.get(f"{url}/ping", timeout=START_SECONDS).status_code == 503

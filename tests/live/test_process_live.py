@@ -273,7 +273,7 @@ def test_a_second_sigterm_ends_the_process_at_once_and_leaves_no_shared_memory(
         pytest.param(
             {"model_id": "{broken}", "rolling_batch": "disable"}, 1, "transformers cannot load", marks=pytest.mark.long
         ),
-        ({"model_id": "/nowhere/at/all"}, 2, "option.model_id"),
+        pytest.param({"model_id": "/nowhere/at/all"}, 2, "option.model_id", marks=pytest.mark.slow),
         ({"dtype": "fp7"}, 2, "option.dtype"),
     ],
 )

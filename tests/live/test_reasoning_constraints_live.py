@@ -99,12 +99,14 @@ def test_a_prompt_is_answered_in_the_form_that_is_asked_for(thinking: Server, na
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROMPTS)
 def test_an_answer_to_a_prompt_has_no_reasoning(ending: Server, name: str) -> None:
     wrong = list(disobeyed(ending, ROUTES[name], _some(name)))
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_a_chat_without_reasoning_is_held_from_its_start(ending: Server, name: str) -> None:
     silent = _silent(ROUTES[name])
@@ -115,6 +117,7 @@ def test_a_chat_without_reasoning_is_held_from_its_start(ending: Server, name: s
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BIASED)
 def test_a_chat_is_held_from_the_end_of_its_reasoning(ending: Server, name: str) -> None:
     bias = {"logit_bias": {str(END_OF_REASONING): 100}}

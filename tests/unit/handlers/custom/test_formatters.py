@@ -213,6 +213,7 @@ def test_a_formatter_of_the_other_mode_stops_the_start_and_shows_the_signature_t
     )
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_packages_that_formatters_need_are_installed_beside_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
