@@ -115,10 +115,10 @@ class _Record:
     complete: bool = False
     size: int = 0  # Reserved bytes.
     too_large: bool = False
-    finished: bool = False  # A reply's last parts may come after its client has left.
+    finished: bool = False  # Nothing is kept then: a reply's last parts may come after its client has left.
 
     def keep(self, parts: list[bytes], data: bytes) -> None:
-        if self.too_large or self.finished or not data:
+        if self.too_large or not data:
             return
         if self.files.take(len(data)):
             self.size += len(data)
@@ -130,6 +130,8 @@ class _Record:
 
     def take(self, message: Any) -> None:
         """Keep a message of the reply."""
+        if self.finished:
+            return
         if message["type"] == "http.response.start":
             self.status, self.headers = message["status"], list(message["headers"])
         elif message["type"] == "http.response.body":

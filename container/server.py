@@ -242,6 +242,7 @@ class ModelServer:
                 lifecycle = model.lifecycle
                 if lifecycle.died_while_draining:
                     self.registrar.engine_restarts.begin(model, lifecycle.reason)
+                if model in self.models.leaving:
                     continue
                 stalled = lifecycle.stalled  # looked at in any case, for the log
                 failed = lifecycle.state in (State.FAILED, State.RESTARTING)
@@ -260,8 +261,7 @@ class ModelServer:
     async def drain(self) -> None:
         """Refuse new calls, and wait for the running ones, at most `drain_timeout`."""
         self.models.draining = True
-        # A model that is being loaded will answer nobody; who waits for it is told so, and not waited for. An engine
-        # that is started again answers the calls that wait for it.
+        # Loads are cancelled, and their callers get an error. Restarts for which calls wait go on.
         seconds = self.settings.drain_timeout
         await asyncio.gather(self.registrar.stop(draining=True), self.models.drain(seconds), self.drain_mounts(seconds))
 
@@ -366,6 +366,7 @@ class Process:
         try:
             self._unfinished = self.server.loading
             await self.server.drain()
+            self._unfinished |= self.server.loading
             await self.server.stop()
             logger.info("drained")
         finally:
@@ -450,6 +451,8 @@ def prepared(startup: Startup) -> Iterator[None]:
         stack.enter_context(socket_directory())
         stack.callback(remove_sessions)
         for model in startup.models:
+            if model.temporary is not None:
+                stack.callback(shutil.rmtree, model.temporary, ignore_errors=True)
             begin_import(model.settings.model)
         if len(startup.models) == 1 and (only := startup.models[0].settings.model).formatters is not None:
             # LMI runs a model's code in its directory, and the code may read files from there.

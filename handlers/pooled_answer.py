@@ -21,7 +21,7 @@ def encode(document: Any) -> bytes:
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def written(content: Any) -> orjson.Fragment:
+def json_fragment(content: Any) -> orjson.Fragment:
     """Return JSON that stands as it is in a longer document for `encode`."""
     return orjson.Fragment(encode(content))
 
@@ -63,18 +63,18 @@ class PooledAnswer(Answer):
     content_type = JSON
 
     def __init__(self, prompts: int) -> None:
-        self._numbers: list[Any] = [None] * prompts
+        self._parts: list[Any] = [None] * prompts
         self._open = prompts
         self.prompt_tokens = 0  # Of all prompts.
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        self._numbers[prompt] = self.kept(delta.numbers)
+        self._parts[prompt] = self.part(delta.numbers)
         self.prompt_tokens += delta.prompt_token_count
         self._open -= 1
-        return b"" if self._open else self.document(self._numbers)
+        return b"" if self._open else self.document(self._parts)
 
-    def kept(self, numbers: Any) -> Any:
-        """Return a prompt's numbers as `document` takes them.
+    def part(self, numbers: Any) -> Any:
+        """Return a prompt's part of the document.
 
         Vectors are written as JSON here. Together, those of a long list would take the event loop for seconds.
 
@@ -84,9 +84,9 @@ class PooledAnswer(Answer):
         return numbers
 
     @abstractmethod
-    def document(self, numbers: Sequence[Any]) -> bytes:
+    def document(self, parts: Sequence[Any]) -> bytes:
         """Return the body of the reply.
 
         Args:
-            numbers: The kept numbers of each prompt.
+            parts: The part of each prompt.
         """

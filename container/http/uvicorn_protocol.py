@@ -333,7 +333,7 @@ class HttpProtocol(HttpToolsProtocol):
     # The parser, and its callbacks.
 
     def _should_upgrade(self) -> bool:
-        """Return True: uvicorn leaves a request alone that offers another protocol."""
+        """Return True, so that uvicorn does not answer an offer of another protocol. `data_received` does."""
         return True
 
     def _without_offer(self, rest: bytes) -> bytes:
@@ -363,7 +363,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._connection.abort()
 
     def _check_head(self) -> None:
-        # It stops the parser as an offer of another protocol does, and cannot be sent on without that.
+        # It stops the parser as an offer of another protocol does, but there is no plain request in it.
         if self.parser.get_method() == b"CONNECT":
             raise _Refused("CONNECT is for proxies, and this server is none.")
         hosts = 0

@@ -37,13 +37,13 @@ class EngineRestarts:
         most, lifecycle = self._server.engine_restart, model.lifecycle
         recent = model.recent_restarts(time.monotonic() - WINDOW_SECONDS)
         ends = self._models.draining or model in self._models.leaving
-        if recent >= most or not is_vllm(lifecycle.model) or (ends and not lifecycle.calls_wait()):
+        if recent >= most or not is_vllm(lifecycle.model) or (ends and not lifecycle.calls_can_wait()):
             lifecycle.give_up()
             return False
         pause = min(2.0**recent, LONGEST_PAUSE_SECONDS)
         model.restarted_at.append(time.monotonic())
         status = "calls wait for it"
-        if not lifecycle.calls_wait():
+        if not lifecycle.calls_can_wait():
             lifecycle.fail(f"{reason}; it is started again")
             status = "/ping now answers 500"
         logger.error(

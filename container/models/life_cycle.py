@@ -163,6 +163,8 @@ class Lifecycle:
             reason = self.reason
             engine.give_up()
             self.fail(reason)
+        if self.stage in (State.DRAINING, State.STOPPED):
+            raise EngineStartError(self.end_reason)
         old = self.service
         assert old is not None, "it was ready once"
         await old.stop(self._failure)
@@ -284,8 +286,8 @@ class Lifecycle:
         service = self.service
         return self.stage is State.DRAINING and service is not None and not self._health(service).alive
 
-    def calls_wait(self) -> bool:
-        """Return True if calls wait for the engine when it has died."""
+    def calls_can_wait(self) -> bool:
+        """Return True if calls would wait for the next engine, should this one die."""
         return self._waiting_engine is not None
 
     def give_up(self) -> None:

@@ -168,15 +168,15 @@ class Registrar:
         Args:
             draining: Go on with restarts for which calls wait.
         """
-        while loads := [*self._tasks, *self._cancelled_loads(draining)]:
+        while tasks := [*self._tasks, *self._cancelled_loads(draining)]:
             for read in self._reads:
                 read.cancel()
-            await asyncio.gather(*loads, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.sleep(0)  # callbacks remove them from the lists
 
     def _cancelled_loads(self, draining: bool) -> Iterator[asyncio.Task[None]]:
         for model, load in self._loads.running.items():
-            if not (draining and model.lifecycle.calls_wait()):
+            if not (draining and model.lifecycle.calls_can_wait()):
                 load.cancel()
                 yield load
 
@@ -227,7 +227,7 @@ class Registrar:
         return None
 
     async def _unload(self, model: Model) -> None:
-        if not model.lifecycle.calls_wait():
+        if not model.lifecycle.calls_can_wait():
             await self._cancel_load(model)
         await model.lifecycle.drain(self._server.drain_timeout)
         await self._cancel_load(model)

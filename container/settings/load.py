@@ -7,9 +7,12 @@ command line, the built-in default.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +49,6 @@ from container.sources import location
 from container.sources.download import RemoteModels
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from container.sources.remote_adapters import RemoteAdapters
-from engines.cache_dir import cache_dir
 from engines.model_settings import ModelSettings
 
 # Variables that name the model, and go before HF_MODEL_ID.
@@ -395,6 +397,7 @@ def _from_hub(environment: Environment, command_line: Mapping[str, str]) -> Iter
         yield _one_of_several(url if is_s3(url) else os.path.abspath(url), None, environment, command_line)
         return
     # No other model's files count for it: its model directory is empty.
-    empty = cache_dir() / "no-model-directory"
-    empty.mkdir(parents=True, exist_ok=True)
-    yield StartupModel(load_settings(empty, for_hub_model(environment), _for_each_model(command_line)), url)
+    empty = tempfile.mkdtemp(prefix="slipway-")
+    atexit.register(shutil.rmtree, empty, ignore_errors=True)
+    settings = load_settings(empty, for_hub_model(environment), _for_each_model(command_line))
+    yield StartupModel(settings, url, temporary=Path(empty))

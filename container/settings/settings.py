@@ -145,6 +145,7 @@ class StartupModel:
     settings: Settings
     url: str
     version: str | None = None
+    temporary: Path | None = None  # A directory that the server removes when it ends.
 
     @property
     def title(self) -> str:

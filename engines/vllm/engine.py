@@ -452,8 +452,7 @@ class VllmEngine:
         self._continuations.engine_replaced()
         internals.begin_output(self.async_llm, self._reports, lambda: self.waits)
         self._runs = True
-        self._reports.count += 1  # The new process is a sign of life. The old one may have been stalled.
-        self._progress = Progress()
+        self._progress = Progress()  # The quiet seconds of a stalled process do not count for the new one.
         self._returning = asyncio.create_task(self._continue_requests())
 
     async def _continue_requests(self) -> None:

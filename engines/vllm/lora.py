@@ -184,6 +184,8 @@ class VllmAdapters:
             held.resident = False
         idle = self._idle(lost)
         for held in lost:
+            if held.adapter.id not in self._held:  # It was removed meanwhile.
+                continue
             if held.adapter.pin or held.adapter.preload or held not in idle:
                 with contextlib.suppress(AdapterFailed, NoRoomForAdapter):  # the log has it; its requests fail
                     await self._loaded(held)
@@ -264,11 +266,11 @@ class VllmAdapters:
 
     async def _free(self, held: _Held) -> None:
         """Drop an adapter that no longer has a name, when nothing uses it."""
-        if held.loading is not None:
-            await asyncio.wait({held.loading})
         while not self._idle([held]):  # Requests that wait for a new engine process keep it, too.
             await asyncio.sleep(_POLL)
         await asyncio.sleep(_POLL)
+        if held.loading is not None:
+            await asyncio.wait({held.loading})
         if held.resident:
             await self._drop(held)
         self._held.pop(held.adapter.id, None)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from engines.adapters import Adapter
 from engines.errors import AdapterError, AdapterFailed, NoRoomForAdapter
 from engines.interface import EngineStartError
 from handlers.custom.worker import Worker
 from handlers.custom.worker_process.socket_protocol import Message, MessageKind
+
+logger = logging.getLogger(__name__)
 
 # Functions of the customer's module.
 REGISTER, UPDATE, UNREGISTER = "register_adapter", "update_adapter", "unregister_adapter"
@@ -60,38 +62,35 @@ class WorkerAdapterHost:
                 raise EngineStartError(f"{worker.name} cannot register the model's adapters: {error.message}") from None
 
     async def _change(self, function: str, adapter: Adapter) -> str:
-        """Call the function in all workers. If a worker fails, undo the change in all workers."""
+        """Call the function in all workers. If a worker fails, undo the change."""
         async with self._changing:
-            try:
-                message = await self._call_all(function, adapter)
-            except AdapterError:
+            workers = list(self._workers())
+            answers = await self._call_all(function, adapter, workers)
+            refusals = [answer for answer in answers if isinstance(answer, BaseException)]
+            if refusals:
                 undo = [(UNREGISTER, adapter)] if function == REGISTER else []
                 if (former := self._known.get(adapter.name)) is not None:
                     undo.append((REGISTER if function == UNREGISTER else function, former))
+                if function == UNREGISTER:  # A worker that refuses has the adapter.
+                    agreed = zip(workers, answers, strict=True)
+                    workers = [worker for worker, answer in agreed if isinstance(answer, str)]
                 for undoing, undone in undo:
-                    with contextlib.suppress(AdapterError):
-                        await self._call_all(undoing, undone)
-                raise
+                    for answer in await self._call_all(undoing, undone, workers):
+                        if isinstance(answer, BaseException):
+                            logger.error("adapter %s: a change cannot be undone: %s", adapter.name, answer)
+                raise refusals[0]
             if function == UNREGISTER:
                 self._known.pop(adapter.name, None)
             else:
                 self._known[adapter.name] = adapter
-        return message
+        return next((str(answer) for answer in answers if answer), "")
 
-    async def _call_all(self, function: str, adapter: Adapter) -> str:
-        """Call the function in all workers and return the first message.
-
-        Raises:
-            AdapterError: A worker has failed. This is the first failure.
-        """
-        calls = (self._call(worker, function, adapter) for worker in self._workers())
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        message = ""
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-            message = message or answer
-        return message
+    async def _call_all(
+        self, function: str, adapter: Adapter, workers: Iterable[Worker]
+    ) -> Sequence[str | BaseException]:
+        """Call the function in several workers, and return the message or the error of each."""
+        calls = (self._call(worker, function, adapter) for worker in workers)
+        return await asyncio.gather(*calls, return_exceptions=True)
 
     async def _call(self, worker: Worker, function: str, adapter: Adapter) -> str:
         receiver = _SingleAnswer()

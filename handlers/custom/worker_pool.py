@@ -164,13 +164,18 @@ class WorkerPool:
 
     def _dispatch(self) -> None:
         while self._queue and (batcher := self._best_batcher()) is not None:
-            if len(self._queue) < min(batcher.room, self._calls.batch_size) and self._waits_for_more():
+            if len(self._queue) < self._batch_size and self._waits_for_more():
                 return
             requests, self._queue[: batcher.room] = self._queue[: batcher.room], []
             batcher.begin(requests)
         enough = len(self._batchers) + self._pending_starts >= self.max_workers
-        if len(self._queue) - self._places() > 2 * self._calls.batch_size and not self._pending_starts and not enough:
+        if len(self._queue) - self._places() > 2 * self._batch_size and not self._pending_starts and not enough:
             self._add_worker()
+
+    @property
+    def _batch_size(self) -> int:
+        """The largest number of requests in a call."""
+        return self._calls.batch_size if all(worker.takes_batches for worker in self._batchers) else 1
 
     def _best_batcher(self) -> Batcher | None:
         ready = (batcher for batcher in self._open_batchers() if batcher.room)
@@ -180,7 +185,7 @@ class WorkerPool:
         return sum(batcher.places for batcher in self._open_batchers())
 
     def _open_batchers(self) -> list[Batcher]:
-        """Return the batchers that get requests: those of the oldest `max_workers` workers."""
+        """Return the batchers that get requests: those of the `max_workers` workers that were ready first."""
         return list(self._batchers.values())[: self.max_workers]
 
     def _waits_for_more(self) -> bool:

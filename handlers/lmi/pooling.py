@@ -26,7 +26,7 @@ from handlers.json_fields import json_kind
 from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import decode, notes_of, request_ids
 from handlers.lmi.vector_options import FIELDS, VectorDefaults, VectorOptions
-from handlers.pooled_answer import PooledAnswer, encode, sigmoid, softmax, written
+from handlers.pooled_answer import PooledAnswer, encode, json_fragment, sigmoid, softmax
 
 _MOST_CLASSES = 5  # Classes in DJL's answer for a text.
 _FUNCTIONS = ("sigmoid", "softmax", "none")
@@ -184,11 +184,11 @@ class _DjlVectors(LmiPooledAnswer):
         super().__init__(prompts)
         self._options, self._is_list = options, is_list
 
-    def kept(self, numbers: Any) -> Any:
-        return written(self._options.vector(numbers))
+    def part(self, numbers: Any) -> Any:
+        return json_fragment(self._options.vector(numbers))
 
-    def document(self, numbers: Sequence[Any]) -> bytes:
-        return encode(numbers if self._is_list else numbers[0])
+    def document(self, parts: Sequence[Any]) -> bytes:
+        return encode(parts if self._is_list else parts[0])
 
 
 class HandlerVectorContract(PoolingContract):
@@ -236,11 +236,11 @@ class _HandlerVectors(LmiPooledAnswer):
         super().__init__(prompts)
         self._options = options
 
-    def kept(self, numbers: Any) -> Any:
+    def part(self, numbers: Any) -> Any:
         return json.dumps(self._options.vector(numbers).tolist()).encode()
 
-    def document(self, numbers: Sequence[Any]) -> bytes:
-        return b"[" + b", ".join(numbers) + b"]\n"
+    def document(self, parts: Sequence[Any]) -> bytes:
+        return b"[" + b", ".join(parts) + b"]\n"
 
 
 # Scores of pairs

@@ -22,7 +22,7 @@ from handlers.json_cost import JsonDecoder
 from handlers.openai.body import LeftToVllm
 from handlers.openai.contract import is_common, named_adapter
 from handlers.openai.routes import EMBEDDINGS, refuse
-from handlers.pooled_answer import PooledAnswer, encode, written
+from handlers.pooled_answer import PooledAnswer, encode, json_fragment
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
@@ -88,11 +88,11 @@ class _Embeddings(PooledAnswer):
         self._id, self._model, self._base64 = answer_id, model, base64_wanted
         self._created = int(time.time())
 
-    def kept(self, numbers: Any) -> Any:
-        return _base64(numbers) if self._base64 else written(numbers)
+    def part(self, numbers: Any) -> Any:
+        return _base64(numbers) if self._base64 else json_fragment(numbers)
 
-    def document(self, numbers: Sequence[Any]) -> bytes:
-        data = [{"index": i, "object": "embedding", "embedding": vector} for i, vector in enumerate(numbers)]
+    def document(self, parts: Sequence[Any]) -> bytes:
+        data = [{"index": i, "object": "embedding", "embedding": vector} for i, vector in enumerate(parts)]
         usage = {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens,

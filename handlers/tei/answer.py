@@ -15,7 +15,7 @@ import numpy as np
 from engines.errors import RequestError
 from engines.request import TokenDelta
 from handlers.contract import Reply
-from handlers.pooled_answer import PooledAnswer, encode, normalized, shortened, sigmoid, softmax, written
+from handlers.pooled_answer import PooledAnswer, encode, json_fragment, normalized, shortened, sigmoid, softmax
 from handlers.tei.errors import TeiRefusal, refuse
 
 
@@ -37,7 +37,7 @@ class TeiAnswer(PooledAnswer):
     def headers(self) -> tuple[tuple[str, str], ...]:
         """Counts, and times in milliseconds. Those of tokenizing and waiting are means of the prompts, as in TEI."""
         total = time.monotonic() - self._begun_at
-        prompts = len(self._numbers)
+        prompts = len(self._parts)
         tokenization, queue = self._tokenization / prompts, self._queue / prompts
         return (
             ("x-compute-type", "gpu+optimized"),
@@ -55,11 +55,11 @@ class TeiAnswer(PooledAnswer):
         self._queue += delta.queued_seconds
         return super().feed(prompt, delta)
 
-    def document(self, numbers: Sequence[Any]) -> bytes:
-        return encode(self.content(numbers))
+    def document(self, parts: Sequence[Any]) -> bytes:
+        return encode(self.content(parts))
 
     @abstractmethod
-    def content(self, numbers: Sequence[Any]) -> Any:
+    def content(self, parts: Sequence[Any]) -> Any:
         """Return the content of the document. See `PooledAnswer.document`."""
 
     def fail(self, error: RequestError) -> Reply:
@@ -81,21 +81,21 @@ class Vectors(TeiAnswer):
         super().__init__(prompts, characters)
         self._dimensions, self._normalize = dimensions, normalize
 
-    def kept(self, numbers: Any) -> Any:
-        return written(shortened(numbers, self._dimensions, normalize=self._normalize))
+    def part(self, numbers: Any) -> Any:
+        return json_fragment(shortened(numbers, self._dimensions, normalize=self._normalize))
 
-    def content(self, numbers: Sequence[Any]) -> Any:
-        return numbers
+    def content(self, parts: Sequence[Any]) -> Any:
+        return parts
 
 
 class SparseVectors(TeiAnswer):
     """The numbers of each vector that are not 0."""
 
-    def kept(self, numbers: Any) -> Any:
-        return written([{"index": int(index), "value": numbers[index]} for index in np.flatnonzero(numbers)])
+    def part(self, numbers: Any) -> Any:
+        return json_fragment([{"index": int(index), "value": numbers[index]} for index in np.flatnonzero(numbers)])
 
-    def content(self, numbers: Sequence[Any]) -> Any:
-        return numbers
+    def content(self, parts: Sequence[Any]) -> Any:
+        return parts
 
 
 class Similarities(TeiAnswer):

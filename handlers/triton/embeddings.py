@@ -194,13 +194,13 @@ class _TensorAnswer(PooledAnswer):
         super().__init__(prompts)
         self._model, self._id, self._size = model, request_id, size
 
-    def kept(self, numbers: Any) -> Any:
+    def part(self, numbers: Any) -> Any:
         # Triton writes the nearest 32-bit values in the digits of a double.
         return encode(numbers.astype(np.float64)).strip(b"[]")
 
-    def document(self, numbers: Sequence[Any]) -> bytes:
-        shape = [len(numbers), self._size]
-        data = orjson.Fragment(b"[%b]" % b",".join(numbers))
+    def document(self, parts: Sequence[Any]) -> bytes:
+        shape = [len(parts), self._size]
+        data = orjson.Fragment(b"[%b]" % b",".join(parts))
         output = {"name": _VECTORS, "datatype": "FP32", "shape": shape, "data": data}
         head = {"id": self._id} if self._id else {}
         return encode({**head, "model_name": self._model, "model_version": VERSION, "outputs": [output]})

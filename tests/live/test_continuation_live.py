@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.live.chromium import MISSING, PROGRAM, chromium
-from tests.live.continued_calls import CASES, OPTIONS, PLAIN, Case, add_adapters, answer, answers, kill
+from tests.live.continued_calls import CASES, OPTIONS, PLAIN, Case, add_adapters, answer, answers, cases, kill
 from tests.live.deadly_prompts import IS_KILLED, RAISES
 from tests.live.server import START_SECONDS, Server, serving, stopped
 from tests.live.small_model import ENDLESS, ENDLESS_STREAM
@@ -190,7 +190,8 @@ def test_a_server_that_stops_finishes_calls_on_another_engine(
     tmp_path: Path, small_options: dict[str, object], dies_first: bool
 ) -> None:
     environment = {"SERVING_ENGINE_RESTART": "1", "SERVING_DRAIN_TIMEOUT": "200"}
-    calls = {name: CASES[name] for name in ("LMI", "completion, stream")}
+    long = cases(tokens=800)  # They run when the server has begun to drain.
+    calls = {name: long[name] for name in ("LMI", "completion, stream")}
     with serving(tmp_path, environment, **small_options) as server:
         undisturbed = answers(server, calls)
 
@@ -211,7 +212,7 @@ def test_a_server_that_stops_finishes_calls_on_another_engine(
 def test_a_stalled_engine_is_started_again_once_and_its_calls_are_continued(
     tmp_path: Path, small_options: dict[str, object]
 ) -> None:
-    environment = {"SERVING_ENGINE_RESTART_WHEN_STALLED": "true", "SERVING_STALL_TIMEOUT": "3"}
+    environment = {"SERVING_ENGINE_RESTART_WHEN_STALLED": "true", "SERVING_STALL_TIMEOUT": "20"}
     environment["SERVING_ENGINE_RESTART"] = "3"
     with serving(tmp_path, environment, **small_options) as server:
         undisturbed = answer(server, CASES["LMI"])

@@ -251,7 +251,7 @@ class AsyncMode:
         self._connection.send(Message(kind=MessageKind.DONE, call=call))
 
     async def _answer(self, message: Message, window: _SendWindow[asyncio.Semaphore]) -> None:
-        current_call.set(message.call)
+        current_call.set((message.call, asyncio.current_task()))
         try:
             result = await awaited(self._caller.call(message))
             if not hasattr(result, "__aiter__"):

@@ -12,8 +12,8 @@ from djl_python.outputs import Output
 
 from .socket_protocol import Message, MessageKind, ServerConnection
 
-# The number of the worker's call that a task belongs to. Tasks that the handler starts have that of their parent.
-current_call: ContextVar[int] = ContextVar("current_call", default=0)
+# The number of the worker's call, and the task that answers it.
+current_call: ContextVar[tuple[int, asyncio.Task[None] | None]] = ContextVar("current_call", default=(0, None))
 
 
 class RemoteEngine:
@@ -34,7 +34,9 @@ class RemoteEngine:
         pairs = zip(inputs.content.get_keys(), inputs.content.get_values(), strict=True)
         # The handler may have put its own content into the input. It may be any value that `Output` takes.
         contents = tuple((key, Output().encode_value(value)) for key, value in pairs)
-        within = current_call.get()
+        within, task = current_call.get()
+        if task is not asyncio.current_task():  # A task that the handler has started may serve other calls.
+            within = 0
         self._connection.send(
             Message(kind=MessageKind.CALL, call=number, within=within, properties=properties, contents=contents)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ class Engine:
     custom = queue = adapters = None
     waits = True
     alive = True
-    why = ""
+    why: str | None = None  # Why it was stopped. None if it was not.
 
     def __init__(self) -> None:
         self.engine = self.running_engine = self.runtime = self
@@ -113,12 +114,12 @@ async def test_they_get_an_error_at_once_if_it_cannot_be_started(watched: Watche
     await until(lambda: not engine.waits)
     watched.life.end_call()
     await draining
-    assert watched.life.service is not None, "it is not loaded anew"
+    assert engine.why is None, "it is not loaded anew"
 
 
 @pytest.mark.asyncio
 async def test_they_get_an_error_at_once_if_it_may_not_be_started_again(watched: Watched) -> None:
-    watched.model.restarted_at += [asyncio.get_running_loop().time()] * 3
+    watched.model.restarted_at += [time.monotonic()] * 3
     draining = asyncio.create_task(watched.server.drain())
     await until(lambda: watched.life.stage is State.DRAINING)
     watched.engine.alive = False

@@ -28,7 +28,7 @@ class Failed:
         self.gave_up = False
         self.waits = False
 
-    def calls_wait(self) -> bool:
+    def calls_can_wait(self) -> bool:
         return self.waits
 
     def give_up(self) -> None:

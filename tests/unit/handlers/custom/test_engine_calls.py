@@ -176,9 +176,10 @@ async def test_each_call_of_the_engine_has_the_salt_of_its_requests_api_key_whic
         answers = await asyncio.gather(*(ask_with(text, salt) for text in texts for salt in ("secret-a", "secret-b")))
     assert [answer.status for answer in answers] == [200] * 8
     assert not any(b"secret" in answer.body for answer in answers)
-    for text in texts[:3]:
+    for text in ("mine", "left to the engine"):
         assert salts(text) == ["secret-a", "secret-b"]
-    assert len({"", "secret-a", "secret-b", *salts("background")}) == 5
+    for text in ("child", "background"):  # Tasks may serve several calls.
+        assert len({"", "secret-a", "secret-b", *salts(text)}) == 5
 
 
 async def test_a_handler_that_raises_fails_its_request_with_lmis_error() -> None:
