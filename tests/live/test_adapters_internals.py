@@ -145,3 +145,25 @@ async def test_a_removed_adapter_stays_for_calls_that_wait_for_the_next_engine(s
     await asyncio.wait_for(removal, 60)
     assert not adapters.is_loaded(1)
     await adapters.stop()
+
+
+async def test_a_removed_adapter_that_the_next_engine_still_loads_is_dropped_after_it(source: Path) -> None:
+    from engines.vllm.lora import VllmAdapters
+
+    llm: Any = Llm()
+    adapters = VllmAdapters(llm, 60)
+    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=True))
+    running = llm.output_processor.request_states
+    running["r"] = SimpleNamespace(lora_request=SimpleNamespace(lora_int_id=1))
+    removal = asyncio.create_task(adapters.remove(1))
+    adapters.engine_died()
+    llm.answers.clear()
+    again = asyncio.create_task(adapters.load_again())
+    await until(lambda: llm.orders.count(("add", 1)) == 2)
+    del running["r"]
+    await asyncio.sleep(0.3)
+    assert not removal.done()
+    llm.answers.set()
+    await asyncio.wait_for(asyncio.gather(again, removal), 60)
+    assert llm.orders[-1] == ("remove", 1)
+    await adapters.stop()
