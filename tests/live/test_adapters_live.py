@@ -244,6 +244,7 @@ def test_an_adapter_whose_files_are_gone_or_broken_since_is_refused_in_the_words
     unregister(lora, *whys)
 
 
+@pytest.mark.slow
 def test_adapters_that_torch_has_saved_are_served_and_those_that_are_not_finite_are_refused(
     lora: Server, made: Path, tmp_path: Path, alone: dict[str, list[str]]
 ) -> None:

@@ -74,6 +74,7 @@ def test_formatted_requests_do_not_mix(both: Server) -> None:
         assert list(pool.map(ask, range(8))) == alone
 
 
+@pytest.mark.slow
 def test_an_older_formatter_gets_tokens_one_by_one(
     host: Server, tmp_path: Path, small_options: dict[str, object]
 ) -> None:
@@ -87,6 +88,7 @@ def test_an_older_formatter_gets_tokens_one_by_one(
         assert chat.json()["object"] == "chat.completion", "a chat has its own format, as in LMI"
 
 
+@pytest.mark.slow
 def test_errors_of_formatters_fail_their_own_request_alone(
     host: Server, tmp_path: Path, small_options: dict[str, object]
 ) -> None:
@@ -217,6 +219,7 @@ def test_what_is_refused_is_no_answer_for_an_output_formatter(
         assert response.json()["code"] == status
 
 
+@pytest.mark.slow
 def test_a_failing_formatter_of_the_asynchronous_mode_fails_its_own_request_alone(
     host: Server, tmp_path: Path, small_options: dict[str, object]
 ) -> None:

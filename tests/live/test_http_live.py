@@ -54,6 +54,7 @@ def test_a_body_that_does_not_go_on_is_408_and_holds_nothing(echo: Server, rest:
     echo.wait_for_metric("slipway_open_requests", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", HEAD[:20], HEAD + b"Content-Length: 10\r\n\r\nabc"])
 def test_a_stop_does_not_wait_for_requests_that_are_not_there_yet(tmp_path: Path, sent: bytes) -> None:
     with serving_copy(ECHO, tmp_path, {"SERVING_DRAIN_TIMEOUT": "1000"}) as server, connection(server) as client:

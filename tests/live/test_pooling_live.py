@@ -292,6 +292,7 @@ def test_a_generating_model_makes_no_vectors(server: Server) -> None:
 # A decoder as an embedding model
 
 
+@pytest.mark.slow
 def test_a_decoder_makes_vectors(host: Server, directory: Path, expected: dict[str, list[list[float]]]) -> None:
     options = {"task": "text-embedding", "pooling": "mean", "max_model_len": 512, "enable_prefix_caching": "true"}
     with load(host, directory, "decoder", prepare_small_model(), **options) as decoder:
@@ -300,6 +301,7 @@ def test_a_decoder_makes_vectors(host: Server, directory: Path, expected: dict[s
         assert decoder.client.get("/v1/models").json()["data"][0]["id"]
 
 
+@pytest.mark.slow
 def test_djls_engines_take_the_mean_if_the_model_does_not_say_how_to_pool(
     host: Server, directory: Path, expected: dict[str, list[list[float]]]
 ) -> None:
@@ -307,6 +309,7 @@ def test_djls_engines_take_the_mean_if_the_model_does_not_say_how_to_pool(
         assert_close(post(rust, "/invocations", {"inputs": TEXTS[0]}), expected["means"][0])
 
 
+@pytest.mark.slow
 def test_vectors_can_keep_their_lengths(host: Server, directory: Path, expected: dict[str, list[list[float]]]) -> None:
     with load(host, directory, "raw", prepare_small_encoder(), normalize="false", pooling="mean") as raw:
         vector = np.array(post(raw, "/invocations", {"inputs": TEXTS[0]}))

@@ -159,6 +159,7 @@ def test_a_capture_against_two_equal_servers_and_its_own_answers_has_no_differen
         assert (code, report["equal"]) == (0, len(REQUESTS))
 
 
+@pytest.mark.slow
 def test_sampled_answers_of_two_equal_servers_have_no_difference_but_their_texts(
     recording: Recording, tmp_path: Path
 ) -> None:

@@ -271,6 +271,7 @@ def test_routes_for_other_kinds_of_models_are_424(tei: Server, classifier: str) 
         assert post(tei, path, document, 424) == {"error": message, "error_type": "Backend"}
 
 
+@pytest.mark.slow
 def test_sparse_vectors_are_those_of_a_splade_model(tei: Server, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file

@@ -19,6 +19,7 @@ def titled(server: Server, title: str) -> psutil.Process:
     return next(child for child in children if title in " ".join(child.cmdline()))
 
 
+@pytest.mark.slow
 def test_vllms_processes_are_forked_from_one_that_imported_it_and_an_unloaded_model_leaves_none(
     host: Server, tmp_path: Path, small_options: dict[str, object]
 ) -> None:

@@ -157,6 +157,7 @@ def test_a_run_that_is_cut_short_leaves_the_tests_that_have_ended(tmp_path: Path
     assert (tmp_path / "ended").exists() == orderly, "SIGTERM lets fixtures end what they started"
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_collected_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("import no_such_module")
     file = tmp_path / "tests.xml"

@@ -40,6 +40,7 @@ def counted(document: Any) -> int:
     return isinstance(document, dict | list) + sum(map(counted, inner))
 
 
+@pytest.mark.slow
 @given(document=DOCUMENTS, ascii_only=st.booleans(), indent=st.none() | st.just(3))
 @settings(max_examples=200, deadline=None)
 def test_what_is_in_strings_does_not_count(document: Any, ascii_only: bool, indent: int | None) -> None:

@@ -36,6 +36,7 @@ def test_a_template_is_what_cloudformation_allows(name: str) -> None:
     assert lint(as_yaml(template(configuration(name))), config=_LINT) == []
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15, phases=[Phase.explicit, Phase.generate])
 @given(configurations())
 def test_a_template_of_any_configuration_is_what_cloudformation_allows(read: Configuration) -> None:

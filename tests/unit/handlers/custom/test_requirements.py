@@ -102,6 +102,7 @@ async def test_requirements_can_be_left_alone(home: Path, tmp_path: Path) -> Non
     assert not environments(home)
 
 
+@pytest.mark.slow
 async def test_arguments_of_pip_can_be_given(home: Path, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "tiny-package==99\n")
     make_wheel(tmp_path / "elsewhere", "by arguments")
