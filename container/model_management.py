@@ -119,9 +119,7 @@ class _Api:
 
     async def unregister(self, call: Call) -> Reply:
         models = self._named(call)
-        for model in models:
-            self._registrar.check_can_unregister(model)
-        await asyncio.gather(*(self._registrar.unregister(model) for model in models))
+        await self._registrar.unregister(*models)
         return contract.unregistered(models[0].name)
 
     def _named(self, call: Call) -> list[Model]:

@@ -22,7 +22,7 @@ def encode(document: Any) -> bytes:
 
 
 def json_fragment(content: Any) -> orjson.Fragment:
-    """Return JSON that stands as it is in a longer document for `encode`."""
+    """Return content as JSON that `encode` puts into a document unchanged."""
     return orjson.Fragment(encode(content))
 
 

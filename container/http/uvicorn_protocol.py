@@ -363,7 +363,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._connection.abort()
 
     def _check_head(self) -> None:
-        # It stops the parser as an offer of another protocol does, but there is no plain request in it.
+        # CONNECT stops the parser as an offer of another protocol does. Without the offer nothing is left to serve.
         if self.parser.get_method() == b"CONNECT":
             raise _Refused("CONNECT is for proxies, and this server is none.")
         hosts = 0

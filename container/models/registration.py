@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -121,26 +121,20 @@ class Registrar:
         self._models.add(model)
         return model, self._loads.begin(model, self._load(model))
 
-    def check_can_unregister(self, model: Model) -> None:
-        """Check that a model may be unregistered now.
+    async def unregister(self, *models: Model) -> None:
+        """Wait for the models' calls, for at most `drain_timeout`, and free their resources.
 
         Raises:
-            NotReady: The model is one of those that are loaded at the start, and it is still loading.
+            NotReady: One of them is loaded at the start, and it is still loading. All of them stay.
         """
-        if model.at_startup and model.lifecycle.state is State.STARTING:
-            raise NotReady(f"model {model.name} is not loaded yet")
-
-    async def unregister(self, model: Model) -> None:
-        """Wait for the model's calls, for at most `drain_timeout`, and free its resources.
-
-        Raises:
-            NotReady: See `check_can_unregister`.
-        """
-        self.check_can_unregister(model)
-        self._models.remove(model)
-        self._models.leaving.add(model)
-        model.lifecycle.end_reason = f"model {model.title} was unregistered"
-        await asyncio.shield(self._begin(self._unload(model)))
+        for model in models:
+            if model.at_startup and model.lifecycle.state is State.STARTING:
+                raise NotReady(f"model {model.name} is not loaded yet")
+        for model in models:
+            self._models.remove(model)
+            self._models.leaving.add(model)
+            model.lifecycle.end_reason = f"model {model.title} was unregistered"
+        await asyncio.gather(*(asyncio.shield(self._begin(self._unload(model))) for model in models))
 
     def scale(self, model: Model, min_workers: int, max_workers: int) -> tuple[int, int]:
         """Set the numbers of workers.
@@ -168,17 +162,17 @@ class Registrar:
         Args:
             draining: Go on with restarts for which calls wait.
         """
-        while tasks := [*self._tasks, *self._cancelled_loads(draining)]:
+        while (loads := self._loads_to_cancel(draining)) or self._tasks:
             for read in self._reads:
                 read.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for load in loads:
+                load.cancel()
+            await asyncio.gather(*loads, *self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # callbacks remove them from the lists
 
-    def _cancelled_loads(self, draining: bool) -> Iterator[asyncio.Task[None]]:
-        for model, load in self._loads.running.items():
-            if not (draining and model.lifecycle.calls_can_wait()):
-                load.cancel()
-                yield load
+    def _loads_to_cancel(self, draining: bool) -> list[asyncio.Task[None]]:
+        loads = self._loads.running.items()
+        return [load for model, load in loads if not (draining and model.lifecycle.calls_can_wait())]
 
     async def _read(self, name: str, order: Registration) -> Settings:
         """Read the settings in a thread that can be abandoned: S3 may take minutes to answer."""

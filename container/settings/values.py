@@ -194,19 +194,19 @@ def _are_strings(text: str) -> bool:
 
 
 def _are_networks(text: str) -> bool:
-    return bool(text) and _are_names(text) and all(ipaddress.ip_network(network) for network in names(text))
+    return _are_names(text) and all(ipaddress.ip_network(network) for network in names(text))
 
 
 def _are_names(text: str) -> bool:
-    return all(isinstance(name, str) for name in names(text))
+    return bool(text) and all(isinstance(name, str) for name in names(text))
 
 
 TEXT = matching(".+", "text that is not empty", re.DOTALL)
 _WORDS = choice(dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False))
 BOOLEAN = Parser(_WORDS.convert, "true or false (also 1/0, yes/no, on/off)")
 STRINGS = checked(_are_strings, 'strings as a JSON array, such as ["a", "b"]')
-NAMES_OR_NONE = checked(_are_names, "names with commas between, or a JSON array")
-NAMES = checked(lambda text: bool(text) and _are_names(text), NAMES_OR_NONE.allowed)
+NAMES = checked(_are_names, "names with commas between, or a JSON array")
+NAMES_OR_NONE = checked(lambda text: not text or _are_names(text), NAMES.allowed)
 NETWORKS = checked(_are_networks, "networks such as 10.0.0.0/8, with commas between")
 ASSIGNMENTS = checked(assignments, "NAME=value, further ones after a comma")
 FORMATTER = Parser(_formatter, "json, jsonlines, sse, or the name of a function in model.py")

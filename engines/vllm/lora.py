@@ -184,7 +184,7 @@ class VllmAdapters:
             held.resident = False
         idle = self._idle(lost)
         for held in lost:
-            if held.adapter.id not in self._held:  # It was removed meanwhile.
+            if held.adapter.id not in self._held:  # It was removed during the loads before it.
                 continue
             if held.adapter.pin or held.adapter.preload or held not in idle:
                 with contextlib.suppress(AdapterFailed, NoRoomForAdapter):  # the log has it; its requests fail

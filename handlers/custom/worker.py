@@ -232,8 +232,8 @@ class Worker:
     def _key_salt(self, call: int) -> str:
         """Return the salt of the key of a call in which the handler calls the engine.
 
-        A task that outlives its call, or answers several calls, may have the prompt of any key. So its calls of the
-        engine share the KV cache with no other.
+        A task that the handler has started may have the prompt of any key. So its calls of the engine share the KV
+        cache with no other.
         """
         return self._key_salts.get(call) or (uuid.uuid4().hex if self._has_keys else "")
 

@@ -222,13 +222,13 @@ class WorkerPool:
     def _on_free(self, worker: Worker) -> None:
         if self._stopping:
             return
-        batcher = self._batchers.get(worker)
-        if batcher is not None and not batcher.load and batcher not in self._open_batchers():
-            self._end_idle(worker)
-            return
         self._dispatch()
         batcher = self._batchers.get(worker)
-        if batcher is not None and not batcher.load and len(self._batchers) > self.min_workers:
+        if batcher is None or batcher.load:
+            return
+        if batcher not in self._open_batchers():
+            self._end_idle(worker)
+        elif len(self._batchers) > self.min_workers:
             later = asyncio.get_running_loop().call_later
             later(self._settings.max_idle_time, self._end_surplus, worker, worker.calls)
 

@@ -6,7 +6,6 @@ Source: TEI's router 1.9, `src/http/server.rs` and `src/http/types.rs`, and `cor
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,9 +57,9 @@ class TeiAnswer(PooledAnswer):
     def document(self, parts: Sequence[Any]) -> bytes:
         return encode(self.content(parts))
 
-    @abstractmethod
     def content(self, parts: Sequence[Any]) -> Any:
         """Return the content of the document. See `PooledAnswer.document`."""
+        return parts
 
     def fail(self, error: RequestError) -> Reply:
         return refuse(error)
@@ -84,18 +83,12 @@ class Vectors(TeiAnswer):
     def part(self, numbers: Any) -> Any:
         return json_fragment(shortened(numbers, self._dimensions, normalize=self._normalize))
 
-    def content(self, parts: Sequence[Any]) -> Any:
-        return parts
-
 
 class SparseVectors(TeiAnswer):
     """The numbers of each vector that are not 0."""
 
     def part(self, numbers: Any) -> Any:
         return json_fragment([{"index": int(index), "value": numbers[index]} for index in np.flatnonzero(numbers)])
-
-    def content(self, parts: Sequence[Any]) -> Any:
-        return parts
 
 
 class Similarities(TeiAnswer):

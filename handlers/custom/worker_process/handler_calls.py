@@ -16,7 +16,7 @@ from djl_python.outputs import Output
 from djl_python.service_loader import find_decorated_function
 from djl_python.wire import sendable
 
-from .remote_engine import RemoteEngine, current_call
+from .remote_engine import RemoteEngine
 from .script_mode import SageMakerScript
 from .socket_protocol import CREDIT_BYTES, INITIAL_CREDITS, LoadRequest, Message, MessageKind, ServerConnection
 
@@ -243,6 +243,7 @@ class AsyncMode:
         window = _SendWindow(asyncio.Semaphore(INITIAL_CREDITS))
         task = asyncio.get_running_loop().create_task(self._answer(message, window))
         self._tasks[message.call] = (task, window)
+        self.engine.tasks[task] = message.call
         # `_answer` cannot do this: if its task is cancelled before its first step, none of its code runs.
         task.add_done_callback(lambda _: self._finish(message.call))
 
@@ -251,7 +252,6 @@ class AsyncMode:
         self._connection.send(Message(kind=MessageKind.DONE, call=call))
 
     async def _answer(self, message: Message, window: _SendWindow[asyncio.Semaphore]) -> None:
-        current_call.set((message.call, asyncio.current_task()))
         try:
             result = await awaited(self._caller.call(message))
             if not hasattr(result, "__aiter__"):

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator
-from contextvars import ContextVar
+from weakref import WeakKeyDictionary
 
 from djl_python.inputs import Input
 from djl_python.outputs import Output
 
 from .socket_protocol import Message, MessageKind, ServerConnection
-
-# The number of the worker's call, and the task that answers it.
-current_call: ContextVar[tuple[int, asyncio.Task[None] | None]] = ContextVar("current_call", default=(0, None))
 
 
 class RemoteEngine:
@@ -26,6 +23,8 @@ class RemoteEngine:
         self._connection = connection
         self._numbers = itertools.count(1)
         self._messages: dict[int, asyncio.Queue[Message]] = {}  # By the numbers of the calls without a full answer.
+        # The number of the worker's call that a task answers. Tasks that the handler starts may serve several calls.
+        self.tasks: WeakKeyDictionary[asyncio.Task[None], int] = WeakKeyDictionary()
 
     async def call(self, inputs: Input) -> Output | AsyncGenerator[Output, None]:
         number = next(self._numbers)
@@ -34,9 +33,8 @@ class RemoteEngine:
         pairs = zip(inputs.content.get_keys(), inputs.content.get_values(), strict=True)
         # The handler may have put its own content into the input. It may be any value that `Output` takes.
         contents = tuple((key, Output().encode_value(value)) for key, value in pairs)
-        within, task = current_call.get()
-        if task is not asyncio.current_task():  # A task that the handler has started may serve other calls.
-            within = 0
+        task = asyncio.current_task()
+        within = 0 if task is None else self.tasks.get(task, 0)
         self._connection.send(
             Message(kind=MessageKind.CALL, call=number, within=within, properties=properties, contents=contents)
         )

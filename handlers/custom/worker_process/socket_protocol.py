@@ -59,7 +59,7 @@ class Message:
 
     kind: MessageKind = MessageKind.OUTPUT
     call: int = 0  # The number of the call.
-    within: int = 0  # The worker's call in which the handler calls the engine. 0 if there is none.
+    within: int = 0  # The worker's call in which the handler calls the engine. 0: in none.
     code: int = 200
     message: str = ""
     properties: Properties = ()
