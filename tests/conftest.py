@@ -28,8 +28,10 @@ This import takes ten seconds and a gigabyte in each process.
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the tests with a shared server first. One process runs all of them, and the others should not wait for it."""
+    if not hasattr(config, "workerinput"):
+        return  # There is one process.
     items.sort(key=lambda item: _shared(item.nodeid) == "")
 
 

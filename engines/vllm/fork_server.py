@@ -33,13 +33,17 @@ class _ForkServer:
         self._started = False
 
     def start(self) -> None:
-        """Start it, or start it again if it has ended; does not wait until it has imported vLLM.
+        """Start it, or start it again if it was killed; does not wait until it has imported vLLM.
 
         To be called from the main thread: the kernel ends the fork server with the thread that started it.
         """
         if self._wanted is None:
             # Looked at once: vLLM sets the variable itself when it is configured for a CPU.
             self._wanted = not os.environ.get(_METHOD) and not _needs_spawn()
+        if self._wanted and _has_exited():
+            self._wanted = False  # It must not fork. Another one would find the same, after seconds.
+            if self._started:
+                self._ended()
         if not self._wanted:
             return
         multiprocessing.set_forkserver_preload([_PRELOAD])
@@ -61,14 +65,26 @@ class _ForkServer:
             trial.start()
             trial.join()
         except (EOFError, OSError):
-            self._started = False
-            logger.warning("vLLM's processes are not forked, and take longer to start: the fork server has ended")
+            self._ended()
             return None
         return context
+
+    def _ended(self) -> None:
+        self._started = False
+        logger.warning("vLLM's processes are not forked, and take longer to start: the fork server has ended")
 
 
 _server = _ForkServer()
 start, context = _server.start, _server.context
+
+
+def _has_exited() -> bool:
+    """Return True if the fork server has ended without a signal, as it does if it must not fork."""
+    process = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if process is None:
+        return False
+    ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return ended is not None and ended.si_code == os.CLD_EXITED
 
 
 def start_no_other() -> None:

@@ -27,6 +27,9 @@ _ANY_DEVICE = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
 )
+# transformers imports scikit-learn and with it pandas and pyarrow, if they are installed. pyarrow's jemalloc starts a
+# thread. It is prepared for forks (pthread_atfork).
+_SAFE_THREADS = frozenset({"jemalloc_bg_thd"})
 # On a GPU the worker's modules are left to the worker: some look at the GPU when they are imported.
 _CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.llama")
 
@@ -46,6 +49,13 @@ def _share_openmp() -> bool:
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
             return True
     return False
+
+
+def _unsafe_threads() -> list[str]:
+    """Return the names of the threads that a fork would lose."""
+    tasks = Path("/proc/self/task")
+    names = [(tasks / task / "comm").read_text().strip() for task in os.listdir(tasks) if int(task) != PROCESS]
+    return [name for name in names if name not in _SAFE_THREADS]
 
 
 def _import_vllm(openmp: bool) -> str:
@@ -69,9 +79,8 @@ def _import_vllm(openmp: bool) -> str:
 
     if torch.cuda.is_initialized():
         return "importing vLLM initializes CUDA"
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"importing vLLM starts {threads - 1} threads"
+    if threads := _unsafe_threads():
+        return f"importing vLLM starts {len(threads)} threads: {', '.join(threads)}"
     child = os.fork()
     if not child:
         os._exit(torch.cuda._is_in_bad_fork())  # only a fork shows that the driver was called before it

@@ -5,7 +5,7 @@
 #
 # PYTHON: an interpreter that has Slipway's requirements; with vLLM both halves run all they have, without it the tests
 # of the dynamic batch alone. GPU_MODEL: a model's directory; the sample model without it.
-# GPU_PROOF_SECONDS: the limit of each half, 540 without it. GPU_PROOF_RESULTS: where the results go, as they come;
+# GPU_PROOF_SECONDS: the limit of each half, 1800 without it. GPU_PROOF_RESULTS: where the results go, as they come;
 # build/gpu-proof without it: tests.xml (JUnit), samples.json and benchmarks.md.
 # GPU_PROOF_ON_CPU=1 runs everything on the CPU with small numbers, to see that the script works.
 #
@@ -15,7 +15,7 @@ cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python}
 half=${1:-both}
 on_cpu=${GPU_PROOF_ON_CPU:-0}
-seconds=${GPU_PROOF_SECONDS:-540}
+seconds=${GPU_PROOF_SECONDS:-1800}
 results=${GPU_PROOF_RESULTS:-build/gpu-proof}
 status=0
 

@@ -33,6 +33,8 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
 
+from container.gpus import gpu_count
+
 _MODULES = (
     "deploy.cli",
     "container.server",
@@ -146,8 +148,12 @@ def _environment_of_imports() -> dict[str, str]:
     return plain_environment() | {"HF_HUB_OFFLINE": "1"}
 
 
-def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedProgram:
+def start(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int
+) -> ForkedProgram | subprocess.Popen[bytes]:
     """Start `python -m module` in a new session.
+
+    On a GPU nothing is forked: the modules of vLLM's worker there look at the GPU when they are imported.
 
     Args:
         module: The name of the module.
@@ -155,6 +161,11 @@ def start(module: str, arguments: Sequence[str], environment: Mapping[str, str],
         environment: All variables.
         log: The descriptor of the file for its output.
     """
+    if gpu_count():
+        command = [sys.executable, "-m", module, *arguments]
+        return subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=dict(environment), start_new_session=True
+        )
     global _source
     if _source is None:
         _source = _Source()

@@ -18,10 +18,26 @@ fork_server.start()
 context = fork_server.context()
 print(context.get_start_method() if context else "spawned")
 """
+ENDED = """
+import os
+from multiprocessing import forkserver
+os.waitid(os.P_PID, forkserver._forkserver._forkserver_pid, os.WEXITED | os.WNOWAIT)
+fork_server.start()
+"""
 MODULES = (
     *("v1/engine/async_llm", "v1/engine/coordinator", "v1/engine/core"),
     *("v1/executor/multiproc_executor", "v1/executor/uniproc_executor", "platforms", "utils/system_utils"),
 )
+THREAD = """
+import ctypes, threading, time
+started = threading.Event()
+def run():
+    ctypes.CDLL(None).prctl(15, b"{name}")  # PR_SET_NAME
+    started.set()
+    time.sleep(60)
+threading.Thread(target=run, daemon=True).start()
+started.wait()
+"""
 GOOD = {
     "platforms": "class current_platform:\n    def is_cpu():\n        return False\n",
     "utils/system_utils": "def set_process_title(name):\n    pass\n",
@@ -57,6 +73,18 @@ def test_processes_are_forked_where_importing_vllm_leaves_one_thread(tmp_path: P
     assert outcome(tmp_path, "")[0] == "forkserver"
 
 
+def test_the_thread_of_pyarrows_allocator_is_no_obstacle(tmp_path: Path) -> None:
+    assert outcome(tmp_path, THREAD.format(name="jemalloc_bg_thd"))[0] == "forkserver"
+
+
+def test_a_fork_server_that_ended_before_the_engine_starts_is_not_started_again(tmp_path: Path) -> None:
+    script = SCRIPT.replace("context =", ENDED + "context =")
+    found, log = outcome(tmp_path, "raise RuntimeError('no such library')", script=script)
+    assert found == "spawned"
+    assert log.count("importing vLLM failed: no such library") == 1
+    assert log.count("the fork server has ended") == 1
+
+
 def test_files_of_the_working_directory_are_not_imported(tmp_path: Path) -> None:
     assert outcome(tmp_path, "")[0] == "forkserver"
     (tmp_path / "model").mkdir()
@@ -77,7 +105,7 @@ def test_files_of_the_working_directory_are_not_imported(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("engine_core", "said"),
     [
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "1 threads"),
+        (THREAD.format(name="allocator"), "importing vLLM starts 1 threads: allocator"),
         ("raise RuntimeError('no such library')", "importing vLLM failed: no such library"),
         ("import os; os._exit(3)", "the fork server has ended"),
         ("import torch; torch.cuda._is_in_bad_fork = lambda: True", "importing vLLM calls the CUDA driver"),
@@ -86,10 +114,10 @@ def test_files_of_the_working_directory_are_not_imported(tmp_path: Path) -> None
 def test_where_a_fork_would_not_be_safe_processes_are_spawned_and_the_log_says_why(
     tmp_path: Path, engine_core: str, said: str
 ) -> None:
-    found, log = outcome(tmp_path, engine_core)
+    found, log = outcome(tmp_path, engine_core, script=SCRIPT + ENDED + "assert not fork_server.context()")
     assert found == "spawned"
     assert "vLLM's processes are not forked" in log
-    assert said in log
+    assert log.count(said) == 1, "it is not tried again"
 
 
 @pytest.mark.parametrize(
