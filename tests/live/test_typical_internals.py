@@ -131,7 +131,8 @@ def test_each_of_vllms_model_runners_accepts_the_processor_that_is_loaded_for_it
         newer.build_custom_logits_processors_params_validator(given)(params(0.5))
     else:
         older.validate_logits_processors_parameters(given, params(0.5))
-    assert load_typical(whole := config.create_engine_config()) == ""
+    whole = config.create_engine_config()
+    assert load_typical(whole) == ""
     of_this_device = whole.model_config.logits_processors == given
     assert of_this_device is (bool(whole.use_v2_model_runner) is new_runner)
 
