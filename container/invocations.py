@@ -59,16 +59,25 @@ class InvocationsRoute(HandlerRoute):
             target = {**scope, "path": named.decode("ascii"), "raw_path": named, "path_params": {}}
             route = self._router.find(target)
             if isinstance(route, HttpRoute) and route.by_attribute:
+                asked, given = ((each.get("path_params") or {}).get("model") for each in (scope, target))
+                if asked and given and asked != given:
+                    # SageMaker has chosen the model of a multi-model endpoint, and may have checked the right to it.
+                    return self._refused(
+                        f"must not name another model than {asked}, which the call is for, got {given}"
+                    )
                 try:
                     target["path_params"] = target["path_params"] or self._model_parameters(scope)
                 except UnknownModel as error:
                     return FixedReplyRoute(self.state, self.path, self.refuse(error))
                 scope.update(target)
                 return route
-        message = (
-            f"`route` in X-Amzn-SageMaker-Custom-Attributes must be the path of a POST route that generates or "
-            f"tokenizes, such as /v1/chat/completions, got {scope['method']} {named[:_SHOWN].decode('latin-1')}"
+        return self._refused(
+            "must be the path of a POST route that generates or tokenizes, such as /v1/chat/completions, got "
+            f"{scope['method']} {named[:_SHOWN].decode('latin-1')}"
         )
+
+    def _refused(self, reason: str) -> HttpRoute:
+        message = f"`route` in X-Amzn-SageMaker-Custom-Attributes {reason}"
         return FixedReplyRoute(self.state, self.path, front_end_reply(400, "BadRequestException", message))
 
     def _model_parameters(self, scope: Scope) -> dict[str, str]:

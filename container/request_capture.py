@@ -207,6 +207,7 @@ class RequestCapture:
         self._files = files or RecordFiles(directory)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        scope["app"] = self  # A mounted application calls the container's own routes. They are recorded, too.
         if scope["type"] != "http" or not self._infers(scope):
             await self._application(scope, receive, send)
             return

@@ -54,7 +54,7 @@ def collect_after_load(*, model_is_here: bool) -> None:
 
 
 def release_memory() -> None:
-    """Free all that nobody refers to, models among it, and give it back to the system.
+    """Free all that nobody refers to, models among it, and give it back to the system and to the GPUs.
 
     The free memory decides which models still fit.
     """
@@ -64,6 +64,9 @@ def release_memory() -> None:
         gc.collect()
         if _models_exempt:
             gc.freeze()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():  # PyTorch keeps the memory of GPUs for its next model.
+        torch.cuda.empty_cache()
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep less
     if malloc_trim is not None:
         malloc_trim(0)

@@ -71,7 +71,7 @@ class Router:
         path = _path(scope)
         methods = self._plain.get(path) or self._match(scope, path)
         if methods is None:
-            scope["app"] = self  # Starlette's key: a mounted application may call the container's own routes
+            scope.setdefault("app", self)  # Starlette's key: a mounted application may call the container's own routes
             return next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
         return methods.get(scope["method"]) or methods.get(ANY_METHOD) or self._head(scope["method"], methods)
 

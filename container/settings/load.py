@@ -322,7 +322,7 @@ def further_settings(
         directory = location.path_of_url(place)
         if directory is None:
             raise UrlNotFound(f"url is {quoted('url', place)}; allowed: an absolute path, file:// and one, or s3://")
-        if not directory.is_dir():
+        if not os.path.isdir(directory):  # False also if the path is too long, or must not be searched.
             raise UrlNotFound(f"url is {quoted('url', place)}: there is no such directory")
         place = str(directory)
     line = _for_each_model(command_line) | {"model_name": name}
@@ -393,7 +393,7 @@ def _from_hub(environment: Environment, command_line: Mapping[str, str]) -> Iter
     if hub is None:
         return
     url = hub.text.strip()
-    if is_s3(url) or Path(url).is_dir():
+    if is_s3(url) or os.path.isdir(url):
         yield _one_of_several(url if is_s3(url) else os.path.abspath(url), None, environment, command_line)
         return
     # No other model's files count for it: its model directory is empty.

@@ -180,10 +180,20 @@ class LocalCopy:
         if not listed:
             shutil.rmtree(self.directory, ignore_errors=True)  # The version of these files is unknown.
         for gone in set(listed).difference(files):
-            (self.directory / gone.path).unlink(missing_ok=True)
+            place = self.directory / gone.path
+            place.unlink(missing_ok=True)
+            self._remove_empty(place.parent)  # A file may have this name now.
         partial = self.root / "partial.listing"
         partial.write_bytes(msgspec.json.encode(files))
         partial.replace(self._listing)
+
+    def _remove_empty(self, directory: Path) -> None:
+        while directory != self.directory:
+            try:
+                directory.rmdir()
+            except OSError:  # It has files, or is gone.
+                return
+            directory = directory.parent
 
     def put(self, file: RemoteFile, downloaded: Path) -> None:
         place = self.directory / file.path

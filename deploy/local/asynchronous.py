@@ -58,12 +58,15 @@ class AsyncCall:
     source: S3Url | None  # The input, unless it came with the call.
     output: S3Url
     failure: S3Url
+    request_id: str  # The endpoint's, `x-amzn-RequestId`.
     inference_id: str
     ttl: float  # The time for which the call may wait.
     timeout: float  # The time that the container may take.
 
     @classmethod
-    def of(cls, scope: Scope, settings: LocalSettings, name: str, parameters: Parameters, body: bytes) -> AsyncCall:
+    def of(
+        cls, scope: Scope, settings: LocalSettings, name: str, parameters: Parameters, body: bytes, request_id: str
+    ) -> AsyncCall:
         """Check a call.
 
         Raises:
@@ -86,6 +89,7 @@ class AsyncCall:
             source=None if source is None else _source(source),
             output=S3Url(output.bucket, folder + given.get("Filename", f"{stem}.out")),
             failure=S3Url(failures.bucket, f"{failures.key_prefix}{given.get('Filename', stem)}-error.out"),
+            request_id=request_id,
             inference_id=inference_id,
             ttl=float(given.get("RequestTTLSeconds", _TTL)),
             timeout=float(given.get("InvocationTimeoutSeconds", _TIMEOUT)),
@@ -195,22 +199,23 @@ class AsyncCalls:
                 await stack.enter_async_context(self._places)
             request = call.request
             if call.source is not None:
-                request = replace(request, body=await self._input(call.source, stack))
+                request = replace(request, body=await self._input(call, call.source, deadline, stack))
             invocation = await self._ask(call, request, deadline)
             body = invocation.body
             assert body is not None, "`_ask` has checked the reply"
             kind = value_of(invocation.headers, b"content-type")
             await self._in_thread(lambda: self._storage.write(call.output, body, kind))
         if self._capture is not None:
-            self._capture.record(str(uuid.uuid4()), request, invocation.headers, body)
+            self._capture.record(call.request_id, request, invocation.headers, body)
 
-    async def _input(self, source: S3Url, stack: contextlib.AsyncExitStack) -> bytes:
+    async def _input(self, call: AsyncCall, source: S3Url, deadline: float, stack: contextlib.AsyncExitStack) -> bytes:
         try:
             size = await self._in_thread(lambda: self._storage.size(source))
             if size > MAX_PAYLOAD:
                 raise validation_error(f"{location(source)} has {size} bytes; at most {MAX_PAYLOAD} are allowed.")
             if size > _LARGE:
-                await stack.enter_async_context(self._room_for_large)
+                async with _until(deadline, call):
+                    await stack.enter_async_context(self._room_for_large)
             return await self._in_thread(lambda: self._storage.read(source))
         except StorageError as error:
             raise validation_error(f"{location(source)} cannot be read: {error}") from error

@@ -84,9 +84,8 @@ class RuntimeApi:
         settings.check_name(name)
         parameters = read_parameters(api, scope["headers"])
         if api is Api.ASYNC:
-            await self._queue(
-                AsyncCall.of(scope, settings, name, parameters, await _read_inline(scope, receive)), send, common
-            )
+            inline = await _read_inline(scope, receive)
+            await self._queue(AsyncCall.of(scope, settings, name, parameters, inline, request_id), send, common)
             return
         headers = settings.container_headers(name, parameters)
         component = parameters.values.get("InferenceComponentName")

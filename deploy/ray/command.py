@@ -167,21 +167,22 @@ def _deploy(
 
     local: dict[str, Any] = {"include_dashboard": dashboard, "object_store_memory": _OBJECT_STORE}
     ray.init(address or "local", runtime_env={"env_vars": environment}, **({} if address else local))
-    serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
     try:
-        serve.run(application(options), name=name, route_prefix="/")
-    except (RuntimeError, ValueError) as error:  # The log of the replicas shows the reason of a RuntimeError.
-        typer.echo(f"slipway: {error}", err=True)
+        serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
+        try:
+            serve.run(application(options), name=name, route_prefix="/")
+        except (RuntimeError, ValueError) as error:  # The log of the replicas shows the reason of a RuntimeError.
+            typer.echo(f"slipway: {error}", err=True)
+            raise typer.Exit(1) from None
+        if address:
+            typer.echo(f"{name} is deployed; it keeps running after this command")
+            return
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        typer.echo(f"{name} is served on port {port} until this command is stopped")
+        stop.wait()
+    finally:
         if not address:
-            serve.shutdown()  # HAProxy would keep running otherwise.
-        raise typer.Exit(1) from None
-    if address:
-        typer.echo(f"{name} is deployed; it keeps running after this command")
-        return
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    typer.echo(f"{name} is served on port {port} until this command is stopped")
-    stop.wait()
-    serve.shutdown()
-    ray.shutdown()
+            serve.shutdown()  # HAProxy would keep running otherwise. Signals end the command here, too.
+            ray.shutdown()

@@ -165,11 +165,13 @@ def _objects(name: str, s3: Callable[[], Any]) -> list[_File]:
     if not bucket:
         raise SourceError(f"{name} names no bucket; expected s3://bucket/prefix")
     files = []
+    folder = f"{prefix.rstrip('/')}/" if prefix else ""
     try:
         client = s3()
         for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
             for stored in page.get("Contents", ()):
-                if (key := stored["Key"]).endswith(_NAMES):
+                key = stored["Key"]
+                if key.endswith(_NAMES) and (key == prefix or key.startswith(folder)):
                     files.append(_stored(client, bucket, key, prefix, stored["Size"]))
     except Exception as error:
         if not _is_of_reading(error):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
+from urllib.parse import parse_qs
 
 from deploy.replay.request import CUSTOM_ATTRIBUTES, ROUTE, RecordedRequest, Reply
 
@@ -20,6 +21,8 @@ _PARAMETERS = {
     "x-amzn-sagemaker-session-id": "SessionId",
     "x-amzn-sagemaker-target-model": "TargetModel",
 }
+_MODEL = ("model_version", "model_name")  # Of a query or of headers. SageMaker passes neither on.
+_ADAPTER = "x-amzn-sagemaker-adapter-identifier"
 
 
 class NoAnswer(Exception):
@@ -155,8 +158,14 @@ class SageMakerTarget:
             raise NoAnswer(f"the connection failed: {_reason(error)}") from None
 
     def _call(self, request: RecordedRequest) -> dict[str, Any]:
-        path = mapped(request.path, self._paths).partition("?")[0]
+        path, _, query = mapped(request.path, self._paths).partition("?")
+        asked = parse_qs(query)
         attributes = request.header(CUSTOM_ATTRIBUTES)
+        for name in _MODEL:
+            if chosen := next(iter(asked.get(name, ())), request.header(name)):
+                attributes = f"{name}={chosen};{attributes}" if attributes else f"{name}={chosen}"
+        if (adapter := request.header(_ADAPTER)) and not self._component:
+            raise NoAnswer(f"SageMaker takes no header for the adapter {adapter}, only its inference component")
         if path != _INVOCATIONS and not ROUTE.search(attributes):
             attributes = f"route={path},{attributes}" if attributes else f"route={path}"
         parameters: dict[str, Any] = {"EndpointName": self._name, "Body": request.body}

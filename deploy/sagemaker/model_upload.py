@@ -33,7 +33,7 @@ def upload_model(s3: Any, directory: Path, location: str, report: Callable[[str]
         UploadFailed: The directory does not exist, has no files, or has one that cannot be read.
         boto3.exceptions.Boto3Error: S3 refused a file. So does botocore's ClientError.
     """
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    files = _files(directory)
     if not files:
         raise UploadFailed(f"{directory}: expected a directory with files")
     bucket, _, prefix = location.removeprefix("s3://").partition("/")
@@ -53,3 +53,23 @@ def upload_model(s3: Any, directory: Path, location: str, report: Callable[[str]
             continue
         report(f"uploading {path} to s3://{bucket}/{key}")
         s3.upload_file(os.fspath(path), bucket, key, ExtraArgs={"Metadata": {_DIGEST: digest}})
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return all files below a directory, sorted, also those behind links to directories.
+
+    Raises:
+        UploadFailed: A link leads nowhere, or to a directory that it is in.
+    """
+    found: list[Path] = []
+    for folder, names, files in os.walk(directory, followlinks=True):
+        here = Path(folder)
+        for link in (here / name for name in names if (here / name).is_symlink()):
+            if here.resolve().is_relative_to(link.resolve()):
+                raise UploadFailed(f"{link} is a link to a directory that it is in")
+        for path in (here / name for name in files):
+            if path.is_symlink() and not path.exists():
+                raise UploadFailed(f"{path} is a link to {os.readlink(path)}, which does not exist")
+            if path.is_file():
+                found.append(path)
+    return sorted(found)

@@ -172,6 +172,9 @@ class Stack:
             if "didn't contain changes" in reason or "No updates are to be performed" in reason:
                 return None
             raise StackFailed(f"CloudFormation cannot make this change: {reason}") from None
+        except BaseException:  # Ctrl-C, or AWS refuses a question.
+            self.discard(change)
+            raise
         pages = self._client.get_paginator("describe_change_set").paginate(ChangeSetName=change.id)
         change.changes.extend(each["ResourceChange"] for page in pages for each in page["Changes"])
         return change

@@ -78,10 +78,10 @@ def load_model(settings: ModelSettings) -> TransformersModel:
     """
     arguments = model_arguments(settings)
     device = _device(settings)
-    if settings.devices and device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread; transformers sizes the KV cache by the current device
     disable_progress_bar()  # in a log each of its steps is a line
     try:
+        if settings.devices and device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread; transformers sizes the KV cache by the current device
         name = loading_arguments(settings).tokenizer
         tokenizer = AutoTokenizer.from_pretrained(
             name or settings.model_id,
@@ -93,14 +93,14 @@ def load_model(settings: ModelSettings) -> TransformersModel:
         )
         check_kind(settings, config)
         model, loading = AutoModelForCausalLM.from_pretrained(settings.model_id, output_loading_info=True, **arguments)
+        check_weights(settings, loading)
+        check_quantization(settings, model.config)
+        if "device_map" not in arguments and "quantization_config" not in arguments:
+            model = model.to(device)
     except EngineStartError:
         raise
     except Exception as error:
         raise failure_of(error).error(f"transformers cannot load {settings.model_id}") from error
-    check_weights(settings, loading)
-    check_quantization(settings, model.config)
-    if "device_map" not in arguments and "quantization_config" not in arguments:
-        model = model.to(device)
     model.eval()
     config = model.config.get_text_config()
     return TransformersModel(

@@ -103,7 +103,7 @@ class VllmEngine:
         self.eos_token_ids = end_token_ids(generation_config.get("eos_token_id"), self.tokenizer)
         # The model's own generation config, as far as it differs from vLLM's defaults.
         self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
-        config, on_cpu = llm.vllm_config, vllm.platforms.current_platform.is_cpu()
+        config = llm.vllm_config
         self.max_model_len: int = llm.model_config.max_model_len
         self.max_sequences = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
         vocabulary_size = self._vocabulary_size = llm.model_config.get_vocab_size()
@@ -115,13 +115,13 @@ class VllmEngine:
             max_top_tokens=self.max_top_tokens,
             vocabulary_size=vocabulary_size,
             typical_refusal=loaded.typical_refusal,
-            prompt_logprobs_refusal=prompt_logprobs_refusal(config, on_cpu),
+            prompt_logprobs_refusal=prompt_logprobs_refusal(config),
             prefix_cache=bool(config.cache_config.enable_prefix_caching),
         )
         structured = config.structured_outputs_config
         self.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, structured)
         if config.lora_config is not None:
-            empty_slots = EMPTY_SLOTS_ON_CPU if on_cpu else 0
+            empty_slots = EMPTY_SLOTS_ON_CPU if vllm.platforms.current_platform.is_cpu() else 0
             self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
         self._continuations = Continuations(llm, self.statistics, self.adapters, self._settings.continue_calls)
         self._up.set()

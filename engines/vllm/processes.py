@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import multiprocessing
 import os
 import pickle
@@ -35,9 +36,9 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -53,6 +54,9 @@ from engines.start_failure import StartFailure, failure_of
 from engines.vllm import fork_server, internals
 from engines.vllm.continuation import advance
 
+logger = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 30.0  # A killed process frees the memory of its GPU first, which may take seconds.
 _SPIN_SECONDS = 0.002  # The pause between two steps is shorter, so it costs nothing there.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.002  # Seconds.
 _PAUSE_SHARE = 1 / 64  # Of the time that the message has taken so far: the share by which it may be seen too late.
@@ -123,12 +127,35 @@ def first_failure(reports: Connection) -> StartFailure | None:
 
 
 def end_processes(llm: Any, seconds: float) -> None:
-    """End vLLM's processes for a model; those that have not ended within `seconds` are killed."""
+    """End vLLM's processes for a model, and wait until they are gone and with them their memory on GPUs.
+
+    Args:
+        llm: vLLM's `AsyncLLM`.
+        seconds: The time until those that have not ended are killed.
+    """
     engines = internals.engine_process_ids(llm)
-    internals.end_processes(llm, seconds)
-    for engine in engines:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(engine, signal.SIGKILL)
+    with contextlib.ExitStack() as stack:
+        ends = _ends_of_groups(set(engines))
+        for end in ends:
+            stack.callback(os.close, end)
+        internals.end_processes(llm, seconds)
+        for engine in engines:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(engine, signal.SIGKILL)
+        deadline = time.monotonic() + _EXIT_SECONDS
+        for end in ends:
+            if not wait([end], max(deadline - time.monotonic(), 0.0)):
+                logger.warning("a process of vLLM has not ended %g s after it was killed", _EXIT_SECONDS)
+
+
+def _ends_of_groups(groups: Collection[int]) -> list[int]:
+    """Return a descriptor for each process of these process groups. It is readable when the process has ended."""
+    found: list[int] = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # It has ended, or there is no descriptor left.
+            if os.getpgid(int(name)) in groups:
+                found.append(os.pidfd_open(int(name)))
+    return found
 
 
 def use_fork_server() -> None:

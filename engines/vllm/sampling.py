@@ -183,16 +183,17 @@ def load_typical(config: VllmConfig) -> str:
     return ""
 
 
-def prompt_logprobs_refusal(config: VllmConfig, on_cpu: bool) -> str:
+def prompt_logprobs_refusal(config: VllmConfig) -> str:
     """Return why the engine would not survive requests for log probabilities of the prompt; "" if it does.
 
-    With adapters on a CPU, `LogitsProcessorWithLoRA` gives all tokens of the prompt to
-    `PunicaWrapperCPU.add_lora_logits`, which has an index for each sequence of the step. It fails wherever the step has
-    several sequences, and the engine process ends. With `kv_sharing_fast_prefill`, vLLM's model runner asserts that
-    nobody asks for them; vLLM itself refuses the request only if it asks for alternatives as well.
+    With adapters, `LogitsProcessorWithLoRA` gives tokens of the prompt to `add_lora_logits`, which has an index for
+    each sequence of the step. On a CPU it fails if the step has several sequences, and the engine process ends. On a
+    GPU it changes the wrong rows, and writes beyond the end of them if there are more sequences than rows.
+    With `kv_sharing_fast_prefill`, vLLM's model runner asserts that nobody asks for them; vLLM itself refuses the
+    request only if it asks for alternatives as well.
     """
-    if config.lora_config is not None and on_cpu:
-        return f"{_PROMPT_LOGPROBS} are not served on a CPU with option.enable_lora=true"
+    if config.lora_config is not None:
+        return f"{_PROMPT_LOGPROBS} are not served with option.enable_lora=true"
     if config.cache_config.kv_sharing_fast_prefill:
         return f"{_PROMPT_LOGPROBS} are not served with option.kv_sharing_fast_prefill=true"
     return ""

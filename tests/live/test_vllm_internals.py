@@ -528,23 +528,22 @@ def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_
 
 
 @pytest.mark.parametrize(
-    ("options", "on_cpu", "reason"),
+    ("options", "reason"),
     [
-        ({}, True, ""),
-        ({"enable_lora": True}, False, ""),
-        ({"enable_lora": True}, True, "are not served on a CPU with option.enable_lora=true"),
-        ({"kv_sharing_fast_prefill": True}, False, "are not served with option.kv_sharing_fast_prefill=true"),
+        ({}, ""),
+        ({"enable_lora": True}, "are not served with option.enable_lora=true"),
+        ({"kv_sharing_fast_prefill": True}, "are not served with option.kv_sharing_fast_prefill=true"),
     ],
 )
 def test_the_option_that_rules_out_log_probabilities_of_the_prompt_is_named(
-    sample_model: Path, options: dict[str, Any], on_cpu: bool, reason: str
+    sample_model: Path, options: dict[str, Any], reason: str
 ) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from engines.vllm.sampling import prompt_logprobs_refusal
 
     config = AsyncEngineArgs(model=str(sample_model), **options).create_engine_config()
-    refusal = prompt_logprobs_refusal(config, on_cpu)
+    refusal = prompt_logprobs_refusal(config)
     assert refusal.endswith(reason)
     assert bool(refusal) == bool(reason)
 

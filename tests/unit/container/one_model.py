@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
 
 import httpx
 
 from container.app import create_app
+from container.http.router import Mount
 from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
@@ -21,12 +23,14 @@ from tests.contracts.exchange import MODEL
 from tests.stand_ins.scripted_engine import ScriptedEngine
 
 
-def make(state: State = State.READY, **server: Any) -> tuple[Lifecycle, httpx.AsyncClient]:
+def make(
+    state: State = State.READY, *, mounts: Sequence[Mount] = (), **server: Any
+) -> tuple[Lifecycle, httpx.AsyncClient]:
     settings = ServerSettings(**server)
     lifecycle = Lifecycle(Settings(server=settings, model=MODEL))
     lifecycle.stage = state
     models = Models([Model(lifecycle, str(lifecycle.model.model_dir))])
-    transport = httpx.ASGITransport(create_app(models, settings, Registrar(models, settings, Mock())).main)
+    transport = httpx.ASGITransport(create_app(models, settings, Registrar(models, settings, Mock()), mounts).main)
     return lifecycle, httpx.AsyncClient(transport=transport, base_url="http://server")
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from container.http.router import Mount
 from container.request_capture import RecordFiles, RequestCapture, recorded_headers
 from deploy.replay.record_formats import read_line
 from engines.interface import Generation, Sink
@@ -34,9 +36,9 @@ async def records(directory: Path, count: int = 1) -> list[dict[str, Any]]:
     return lines(directory)
 
 
-def server(directory: Path) -> httpx.AsyncClient:
+def server(directory: Path, mounts: Sequence[Mount] = ()) -> httpx.AsyncClient:
     """Return a client of a server whose engine answers each request with two tokens."""
-    lifecycle, client = make(capture=str(directory))
+    lifecycle, client = make(capture=str(directory), mounts=mounts)
     engine = with_engine(lifecycle)
 
     async def submit(request: GenerationRequest, sink: Sink) -> Generation:
@@ -181,3 +183,15 @@ async def test_a_reply_that_breaks_off_is_recorded_as_incomplete(tmp_path: Path)
 )
 async def test_no_file_gets_credentials_and_the_connections_headers(name: str) -> None:
     assert recorded_headers([(name.encode(), b"x"), (b"x-kept", b"y")]) == [(b"x-kept", b"y")]
+
+
+async def test_calls_that_come_through_a_mounted_application_are_recorded(tmp_path: Path) -> None:
+    async def mounted(scope: Any, receive: Any, send: Any) -> None:
+        inner = {**scope, "path": "/invocations", "raw_path": b"/invocations"}
+        await scope["app"](inner, receive, send)
+
+    client = server(tmp_path, [Mount("/endpoints/", mounted)])
+    reply = await client.post("/endpoints/e/invocations", json=BODY)
+    assert reply.status_code == 200
+    (record,) = await records(tmp_path)
+    assert (record["path"], json.loads(record["body"])) == ("/invocations", BODY)

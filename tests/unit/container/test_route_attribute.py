@@ -65,12 +65,14 @@ def path_of(declared: str) -> str:
     return declared
 
 
-async def call(attributes: str, method: str = "POST", **settings: Any) -> tuple[int, dict[str, Any]]:
-    """Return the status of a call of /invocations, and the counted routes."""
+async def call(
+    attributes: str, method: str = "POST", path: str = "/invocations", **settings: Any
+) -> tuple[int, dict[str, Any]]:
+    """Return the status of a call, and the counted routes."""
     lifecycle, client = make(**settings)
     with_engine(lifecycle)
     async with client:
-        answer = await client.request(method, "/invocations", content=b"{}", headers={ATTRIBUTES: attributes})
+        answer = await client.request(method, path, content=b"{}", headers={ATTRIBUTES: attributes})
         text = (await client.get("/metrics")).text
     counted = {line.split('"')[1] for line in text.splitlines() if line.startswith("slipway_requests_total{")}
     return answer.status_code, {
@@ -208,6 +210,15 @@ async def test_a_call_without_a_key_gets_the_refusal_of_the_named_route() -> Non
             assert (routed.status_code, routed.content) == (401, direct.content)
         key = {ATTRIBUTES: "route=/tokenize", "authorization": "Bearer secret"}
         assert (await client.post("/invocations", content=b"{}", headers=key)).status_code != 401
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("route", ["/predictions/other", "/v2/models/other/generate"])
+@pytest.mark.parametrize("path", ["/models/model/invoke", "/predictions/model"])
+async def test_the_attribute_gives_no_call_to_another_model_than_its_path(path: str, route: str) -> None:
+    status, seen = await call(f"route={route}", path=path)
+    assert status == 400
+    assert "must not name another model than model, which the call is for, got other" in seen["body"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 
@@ -93,3 +94,12 @@ def test_what_a_model_has_left_is_released() -> None:
     del left
     release_memory()
     assert gone() is None
+
+
+def test_pytorch_gives_its_free_memory_of_gpus_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = Mock()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    for initialized in (False, True):
+        torch.cuda.is_initialized.return_value = initialized
+        release_memory()
+        assert torch.cuda.empty_cache.call_count == initialized

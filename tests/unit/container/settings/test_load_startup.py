@@ -81,6 +81,7 @@ def test_a_list_has_names_versions_engines_and_urls(tmp_path: Path) -> None:
     listed = f"one={a} [two:2]={b},{b}, [three:1:Python:*]=file://{a}"
     assert names(load_startup(None, {"SERVING_LOAD_MODELS": listed}, {})) == ["one", "two:2", "b", "three:1"]
     assert "there is no such directory" in problem(None, {"SERVING_LOAD_MODELS": "x=/no/such"})
+    assert "there is no such directory" in problem(None, {"SERVING_LOAD_MODELS": f"x=/{'a' * 300}"}), "too long a name"
     assert "engine" in problem(None, {"SERVING_LOAD_MODELS": f"x:1:TensorFlow={a}"})
 
 

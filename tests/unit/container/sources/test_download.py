@@ -102,6 +102,16 @@ def test_what_has_changed_is_fetched_again_and_what_is_gone_is_removed(
     assert {Path(path).name for path in model.gets} == {"model-1.safetensors", "config.json"}
 
 
+def test_a_folder_that_has_become_a_file_is_replaced(
+    model: Gate, url: str, prefix: str, downloads: Path, s3_address: str
+) -> None:
+    put(s3_address, {f"{prefix}/parts/inner/1": b"1"})
+    fetch(url, downloads)
+    delete(s3_address, f"{prefix}/parts/inner/1")
+    put(s3_address, {f"{prefix}/parts": b"whole"})
+    assert contents(fetch(url, downloads)) == WANTED | {"parts": b"whole"}
+
+
 def test_a_file_that_was_damaged_here_is_fetched_again(model: Gate, url: str, downloads: Path) -> None:
     directory = fetch(url, downloads)
     (directory / "model-1.safetensors").write_bytes(b"half")

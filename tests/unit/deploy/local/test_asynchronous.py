@@ -282,6 +282,7 @@ class Queue:
             source=None,
             output=S3Url("out", f"{self._count}.out"),
             failure=S3Url("out", f"{self._count}-error.out"),
+            request_id=f"r{self._count}",
             inference_id=str(self._count),
             ttl=60.0,
             timeout=60.0,
@@ -297,6 +298,22 @@ async def test_a_call_expires_while_it_waits_for_another_one_or_for_the_model(tm
     queue.submit()
     await until(lambda: container.seen)
     expired = queue.submit(ttl=0.05)
+    await until(expired.exists)
+    assert "The request has expired: it waited for 0.05 s" in json.loads(expired.read_bytes())["Message"]
+    await queue.calls.drain(0.0)
+
+
+async def test_a_call_expires_while_it_waits_for_another_large_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asynchronous, "_LARGE", 10)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "large").write_bytes(b"x" * 11)
+    container = ScriptedContainer(silent)
+    queue = Queue(container, tmp_path, concurrency=2)
+    queue.submit(source=S3Url("in", "large"))
+    await until(lambda: container.seen)
+    expired = queue.submit(source=S3Url("in", "large"), ttl=0.05)
     await until(expired.exists)
     assert "The request has expired: it waited for 0.05 s" in json.loads(expired.read_bytes())["Message"]
     await queue.calls.drain(0.0)

@@ -46,18 +46,21 @@ def test_the_captures_of_an_endpoint_on_s3_are_read_in_order(monkeypatch: pytest
         "captures/e/AllTraffic/2026/01/01/01/b.jsonl.gz": gzip.compress(captured("3")),
         "captures/e/AllTraffic/2026/01/01/00/a.jsonl": captured("1") + captured("2"),
         "captures/e/AllTraffic/2026/01/01/00/note.txt": b"no request",
+        "captures/e-private/AllTraffic/2026/01/01/00/a.jsonl": captured("5"),
         "other/c.jsonl": captured("4"),
     }
     with moto() as address:
         put(address, objects)
         with contextlib.closing(boto3.client("s3", endpoint_url=address, region_name="us-east-1")) as client:
-            found = list(source := open_source(f"s3://{BUCKET}/captures", "/invocations", lambda: client))
+            found = list(source := open_source(f"s3://{BUCKET}/captures/e", "/invocations", lambda: client))
+            (one,) = open_source(f"s3://{BUCKET}/other/c.jsonl", "/invocations", lambda: client)
             with pytest.raises(SourceError, match="has no file that ends with"):
                 open_source(f"s3://{BUCKET}/nothing", "/", lambda: client)
             with pytest.raises(SourceError, match=r"s3://missing-bucket/x cannot be read: .*NoSuchBucket"):
                 open_source("s3://missing-bucket/x", "/", lambda: client)
-    assert ids(found) == ["1", "2", "3"]
-    assert found[0].place == "captures/e/AllTraffic/2026/01/01/00/a.jsonl:1"
+    assert ids(found) == ["1", "2", "3"], "not those of the other endpoint"
+    assert ids([one]) == ["4"]
+    assert found[0].place == "e/AllTraffic/2026/01/01/00/a.jsonl:1"
     assert source.bytes_read == source.total_bytes > 0
 
 

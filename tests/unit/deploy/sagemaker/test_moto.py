@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from deploy.cli import app
 from deploy.sagemaker import endpoint
-from deploy.sagemaker.model_upload import upload_model
+from deploy.sagemaker.model_upload import UploadFailed, upload_model
 from tests.unit.deploy.sagemaker.configurations import IMAGE, ROLE
 from tests.unit.deploy.sagemaker.fake_cloudformation import SESSION
 
@@ -176,6 +176,26 @@ def test_a_file_of_the_same_size_and_an_older_time_is_uploaded_and_so_is_what_ot
     s3.put_object(Bucket="models", Key="llama/model.safetensors", Body=b"c" * large)
     upload_model(s3, tmp_path, "s3://models/llama/", told.append)
     assert s3.get_object(Bucket="models", Key="llama/model.safetensors")["Body"].read() == b"b" * large
+
+
+def test_links_are_followed_and_those_that_lead_nowhere_are_named(tmp_path: Path) -> None:
+    s3: Any = SESSION.client("s3")
+    s3.create_bucket(Bucket="models", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
+    model, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
+    for directory in (model, elsewhere):
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+    (model / "adapters").symlink_to(elsewhere)
+    upload_model(s3, model, "s3://models/m", [].append)
+    keys = [entry["Key"] for entry in s3.list_objects_v2(Bucket="models")["Contents"]]
+    assert keys == ["m/adapters/config.json", "m/config.json"]
+    (model / "weights").symlink_to(tmp_path / "gone")
+    with pytest.raises(UploadFailed, match=r"weights is a link to .*/gone, which does not exist"):
+        upload_model(s3, model, "s3://models/m", [].append)
+    (model / "weights").unlink()
+    (elsewhere / "up").symlink_to(elsewhere)
+    with pytest.raises(UploadFailed, match="up is a link to a directory that it is in"):
+        upload_model(s3, model, "s3://models/m", [].append)
 
 
 def test_a_directory_that_is_not_there_leaves_no_stack() -> None:

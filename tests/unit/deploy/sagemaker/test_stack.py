@@ -91,6 +91,20 @@ def test_a_proposal_that_is_forgotten_leaves_no_stack(cloudformation: FakeCloudF
     assert cloudformation.status is None
 
 
+@pytest.mark.parametrize("operation", ["DescribeChangeSet"])
+def test_an_interrupted_proposal_leaves_no_stack(
+    cloudformation: FakeCloudFormation, stack: Stack, operation: str
+) -> None:
+    def interrupt(called: str) -> None:
+        if called == operation:
+            raise KeyboardInterrupt
+
+    cloudformation.after = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        stack.propose(WANTED)
+    assert cloudformation.status is None
+
+
 def test_what_cloudformation_cannot_do_is_said_with_its_reason(
     cloudformation: FakeCloudFormation, stack: Stack
 ) -> None:
