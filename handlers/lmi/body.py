@@ -8,14 +8,14 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 import msgspec
 
 from engines.errors import InvalidRequest
-from handlers.constraints import CONSTRAINING, refuse_unread
+from handlers.constraints import CONSTRAINING, decoded, refuse_unread
 from handlers.contract import Call
 from handlers.djl_errors import JSON
 from handlers.forms import form_fields, is_form, media_type
@@ -23,6 +23,7 @@ from handlers.json_cost import JsonDecoder
 from handlers.json_fields import JsonError, decode_json, json_kind
 
 _MOST_CSV, _MOST_ROWS = 4 * 1024 * 1024, 10_000  # Bytes, and rows. Each row is a prompt.
+csv.field_size_limit(_MOST_CSV)  # Of the process. Python's limit of a field, 131,072 characters, is less than a prompt.
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
 # Fields of a form that are never the prompt.
@@ -116,6 +117,8 @@ def _csv(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"the CSV must have a header row with a column `{_PROMPT}`, and at least one row after it")
     if len(rows) > _MOST_ROWS:
         raise InvalidRequest(f"the CSV has more than {_MOST_ROWS} rows")
+    for row in rows:
+        _refuse_constraints(row, "CSV")
     return {_PROMPT: [row[_PROMPT] for row in rows]}
 
 
@@ -133,10 +136,19 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
     name = next((name for name in (_PROMPT, "data", *fields) if name in fields.keys() - _NO_PROMPT), None)
     if name is None:
         raise InvalidRequest("the form has no field `inputs`")
+    others = {other: body.decode(errors="replace") for other, body in fields.items() if other != name}
+    parameters = decoded(others.get("parameters"))
+    _refuse_constraints(others | (parameters if isinstance(parameters, dict) else {}), "a form")
     document: dict[str, Any] = {_PROMPT: _text(fields[name])}
     if (adapters := fields.get("adapters", fields.get("adapter"))) is not None:
         document["adapters"] = _text(adapters)
     return document
+
+
+def _refuse_constraints(values: Mapping[str, Any], body: str) -> None:
+    """Refuse what would constrain the text: of these bodies, LMI reads the prompt alone."""
+    given = {name: value for name, value in values.items() if value}
+    refuse_unread(given, given, f"has no effect in {body}: send JSON")
 
 
 def stream_of(value: Any) -> bool:

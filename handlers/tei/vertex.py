@@ -5,12 +5,13 @@ Source: TEI's router 1.9, `src/http/server.rs`.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from engines.request import GenerationRequest
+from engines.request import GenerationRequest, TokenDelta
 from handlers.contract_routes import ContractSetting
 from handlers.tei.answer import TeiAnswer
 from handlers.tei.body import RerankBody
@@ -73,6 +74,10 @@ class _VertexAnswer(TeiAnswer):
     def headers(self) -> tuple[tuple[str, str], ...]:
         return ()
 
-    def content(self, numbers: Sequence[Any]) -> Any:
-        parts = zip(self._answers, (0, *self._ends), self._ends, strict=False)
-        return {"predictions": [answer.content(numbers[start:end]) for answer, start, end in parts]}
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        delta.numbers = self._answers[bisect_right(self._ends, prompt)].part(delta.numbers)
+        return super().feed(prompt, delta)
+
+    def content(self, parts: Sequence[Any]) -> Any:
+        places = zip(self._answers, (0, *self._ends), self._ends, strict=False)
+        return {"predictions": [answer.content(parts[start:end]) for answer, start, end in places]}

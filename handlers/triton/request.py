@@ -95,7 +95,6 @@ _RENAMED = {
     "runtime_top_p": "top_p",
     "exclude_input_from_output": "exclude_input_in_output",
 }
-_WITHOUT_EFFECT = ("pad_id", "return_perf_metrics", "add_special_tokens")
 _REFUSED_IF_TRUE = ("return_context_logits", "return_generation_logits")
 _GUIDES = ("json", "json_schema", "regex", "ebnf_grammar")
 _NO_END = -1
@@ -112,6 +111,7 @@ class TritonRequest:
     images: tuple[str, ...]  # Their URLs. The prompt has the model's mark for each.
     vllm: VllmParameters
     stream: bool  # Send one response for each step of the engine, instead of one at the end.
+    add_special_tokens: bool  # The tokenizer adds those of its template, such as the beginning of the sequence.
     repeat_prompt: bool  # `text_output` begins with the prompt.
     outputs: frozenset[str]  # The outputs that the request asks for beside `text_output`.
     adapter: str | None  # The value of `lora_name`.
@@ -128,6 +128,7 @@ class TritonRequest:
             self.vllm.request,
             request_id=request_id,
             prompt=self.prompt,
+            add_special_tokens=self.add_special_tokens,
             stream=self.stream,
             want_tokens=want_logprobs,
             want_logprobs=want_logprobs,
@@ -154,16 +155,18 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
         raise InvalidParameter("image", "cannot be used: this model takes text only")
     sampling_parameters = inputs.pop("sampling_parameters", None)
     if sampling_parameters is not None:
-        _refuse_beside(parameters)
+        _refuse_beside(plain_names(parameters))
         parameters = _document(sampling_parameters)
     ignored = tuple(sorted(parameters.keys() & _FOR_THE_SERVER))
     values = {name: value for name, value in {**parameters, **inputs}.items() if name not in _FOR_THE_SERVER}
+    # vLLM has a parameter of this name, too. Only as an input it is TensorRT-LLM's.
+    named = values.keys() - ({"bad_words"} if sampling_parameters is not None else set()) | inputs.keys()
     tensorrt_llm = setting.settings.rolling_batch == "trtllm" or any(
-        name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in values
+        name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in named
     )
     if tensorrt_llm:
         values = plain_names(values)
-    stream = switch(values, "stream") or switch(values, "streaming") or False
+    stream = any([switch(values, "stream"), switch(values, "streaming")])  # A list: both are removed.
     leaves_out_prompt = switch(values, "exclude_input_in_output")
     if stream and leaves_out_prompt is False:
         raise InvalidParameter(
@@ -171,7 +174,11 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
         )
     outputs = frozenset(output for name, named in _OUTPUTS.items() if switch(values, name) for output in named)
     constraint: Constraint | None = None
+    add_special_tokens = True
     if tensorrt_llm:
+        add_special_tokens = switch(values, "add_special_tokens") is not False
+        if switch(values, "return_perf_metrics"):
+            ignored = (*ignored, "return_perf_metrics")
         values, constraint = to_vllm(values, setting.model.eos_token_ids)
     adapter = _adapter(values.pop("lora_name", None), setting)
     if leaves_out_prompt is None:
@@ -182,6 +189,7 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
         images=tuple(DATA_URL + image for image in images),
         vllm=_vllm(values, constraint, stream),
         stream=stream,
+        add_special_tokens=add_special_tokens,
         repeat_prompt=not leaves_out_prompt,
         outputs=outputs,
         adapter=adapter,
@@ -386,7 +394,7 @@ def to_vllm(plain: Mapping[str, Any], eos_token_ids: frozenset[int]) -> tuple[di
     Raises:
         InvalidParameter: A parameter is wrong. The error names it, and the allowed values.
     """
-    values = {name: value for name, value in plain.items() if name not in _WITHOUT_EFFECT}
+    values = {name: value for name, value in plain.items() if name != "pad_id"}  # Padding has no effect.
     for name in _REFUSED_IF_TRUE:
         if values.pop(name, False):
             raise InvalidParameter(name, "cannot be true: this server has no logits to give")
@@ -432,9 +440,11 @@ def _translate_beams(values: dict[str, Any]) -> None:
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         raise InvalidParameter("beam_width", "must be a whole number, at least 1")
     if width > 1:
+        if str(values.get("best_of", width)) != str(width):
+            raise InvalidParameter("best_of", f"must be {width}, as `beam_width`, or absent")
         values.setdefault("n", width)
         values |= {"use_beam_search": True, "best_of": width}
-    else:
+    elif TEXT_BOOLEANS.get(str(values.get("use_beam_search")).strip().lower()) is not True:
         values.pop("length_penalty", None)
         values.pop("early_stopping", None)
 
@@ -446,8 +456,12 @@ def _translate_end(values: dict[str, Any], eos_token_ids: frozenset[int]) -> Non
         return
     if not isinstance(end_id, int) or isinstance(end_id, bool) or end_id < _NO_END:
         raise InvalidParameter("end_id", "must be a token id, or -1 for none")
-    if end_id not in eos_token_ids:
-        values |= {"ignore_eos": True, "stop_token_ids": [] if end_id == _NO_END else [end_id]}
+    if end_id in eos_token_ids:
+        return
+    values["ignore_eos"] = True
+    given = decoded(values.get("stop_token_ids")) or []
+    if isinstance(given, list) and end_id != _NO_END:  # The reader reports another type.
+        values["stop_token_ids"] = [*given, end_id]
 
 
 def _constraint(kind: Any, guide: Any) -> Constraint | None:
