@@ -166,9 +166,9 @@ def _sampling(read: ParameterReader, rules: ParameterRules) -> SamplingParameter
 
 
 def _min_tokens(read: ParameterReader, rules: ParameterRules, max_tokens: int) -> int:
-    min_tokens = read.integer("min_tokens", 0, minimum=0)
-    name = "min_new_tokens" if read.has("min_new_tokens") else "min_tokens"
-    min_tokens = read.integer("min_new_tokens", min_tokens, minimum=0)
+    newer = read.optional_integer("min_new_tokens", minimum=0)
+    older = read.integer("min_tokens", 0, minimum=0)
+    name, min_tokens = ("min_tokens", older) if newer is None else ("min_new_tokens", newer)
     if rules.trtllm and read.has("min_length"):
         name = "min_length"
         min_tokens = read.integer(name, 1, minimum=0)

@@ -345,6 +345,40 @@ def test_text_and_forms_are_prompts(content_type: str, body: bytes, prompt: str)
     assert [request.prompt for request in exchange.requests] == [prompt]
 
 
+@pytest.mark.parametrize(
+    ("content_type", "body", "message"),
+    [
+        (
+            "application/x-www-form-urlencoded",
+            b'inputs=hi&parameters={"guided_choice":["yes"]}',
+            "`guided_choice` has no effect in a form: send JSON",
+        ),
+        (
+            "application/x-www-form-urlencoded",
+            b"inputs=hi&guided_regex=[ab]",
+            "`guided_regex` has no effect in a form: send JSON",
+        ),
+        ("text/csv", b"inputs,guided_regex\nhi,\nho,[ab]\n", "`guided_regex` has no effect in CSV: send JSON"),
+    ],
+)
+def test_a_constraint_that_a_body_cannot_hold_is_refused(content_type: str, body: bytes, message: str) -> None:
+    assert message in json.loads(refusal(body, content_type).body)["error"]
+
+
+def test_empty_fields_and_columns_constrain_nothing() -> None:
+    assert parse(b"inputs=hi&guided_regex=&parameters={}", "application/x-www-form-urlencoded").requests
+    assert parse(b"inputs,guided_regex\nhi,\n", "text/csv").requests
+
+
+def test_a_prompt_in_csv_may_be_long() -> None:
+    (request,) = parse(b"inputs\n" + b"a" * 140_000, "text/csv").requests
+    assert request.prompt == "a" * 140_000
+
+
+def test_the_newer_name_of_the_least_tokens_goes_first() -> None:
+    assert sampling(min_tokens=2, min_new_tokens=10).min_tokens == 10
+
+
 def test_what_is_wrong_with_a_form_is_named() -> None:
     body = refusal(b"adapters=a", "application/x-www-form-urlencoded").body
     assert body == b'{"error":"Input Parsing failed. The form has no field `inputs`.","code":424}'

@@ -120,6 +120,9 @@ def test_tensorrt_llms_zeros_switch_sampling_off(
         ({"end_id": 2}, "ignore_eos", False),
         ({"end_id": -1}, "ignore_eos", True),
         ({"end_id": -1}, "stop_token_ids", ()),
+        ({"end_id": 7, "stop_token_ids": "[5, 6]"}, "stop_token_ids", (5, 6, 7)),
+        ({"end_id": -1, "stop_token_ids": "[5]"}, "stop_token_ids", (5,)),
+        ({"end_id": 2, "stop_token_ids": "[5]"}, "stop_token_ids", (5,)),
         ({"min_length": 3}, "min_tokens", 3),
         ({"min_tokens": 3}, "min_tokens", 3),
         ({"random_seed": 5}, "seed", 5),
@@ -139,6 +142,26 @@ def test_beam_width_asks_for_beams_of_which_all_or_some_are_shown() -> None:
     assert every.beam_search == BeamSearch(width=4, length_penalty=0.5, early_stopping=True)
     assert every.sequences == 4
     assert request_of(document | {"num_return_sequences": 2}).sequences == 2
+
+
+def test_vllms_beams_keep_their_parameters_beside_names_of_tensorrt_llm() -> None:
+    document = PROMPT | {"stop_words": "x", "use_beam_search": True, "n": 2, "length_penalty": 2.0}
+    assert request_of(document).beam_search == BeamSearch(width=2, length_penalty=2.0)
+    assert request_of(PROMPT | {"beam_width": 2, "best_of": 2}).beam_search == BeamSearch(width=2)
+
+
+@pytest.mark.parametrize(("given", "added"), [({}, True), ({"sampling_param_add_special_tokens": False}, False)])
+def test_special_tokens_may_be_left_out(given: dict[str, Any], added: bool) -> None:
+    assert request_of(PROMPT | {"pad_id": 0} | given).add_special_tokens is added
+
+
+def test_bad_words_in_sampling_parameters_are_vllms() -> None:
+    request = request_of(PROMPT | {"sampling_parameters": '{"bad_words": ["x"]}'})
+    assert (request.sampling.bad_words, request.sampling.temperature) == (("x",), 1.0)
+
+
+def test_stream_has_two_names_which_may_come_together() -> None:
+    assert request_of(PROMPT | {"stream": True, "parameters": {"streaming": True}}).stream
 
 
 def test_num_return_sequences_alone_samples_so_many() -> None:
@@ -261,6 +284,16 @@ def test_a_text_that_names_an_input_is_no_second_input() -> None:
             {"beam_width": 2, "stream": True},
             "`stream` cannot be true with beam search: no token is final before the last",
         ),
+        ({"beam_width": 2, "best_of": 5}, "`best_of` must be 2, as `beam_width`, or absent"),
+        (
+            {"sampling_parameters": "{}", "sampling_param_guided_regex": "[ab]"},
+            "`guided_regex` has no effect beside `sampling_parameters`: put it there",
+        ),
+        (
+            {"sampling_parameters": "{}", "sampling_param_lora_name": "x"},
+            "`lora_name` has no effect beside `sampling_parameters`: put it there",
+        ),
+        ({"return_perf_metrics": "x", "pad_id": 0}, "`return_perf_metrics` must be true or false, got a string"),
         ({"end_id": -2}, "`end_id` must be a token id, or -1 for none"),
         ({"lora_task_id": 1}, "`lora_task_id` cannot be used: this server has no adapters"),
         (

@@ -12,7 +12,7 @@ import pytest
 
 from tests.gpu.conftest import ON_CPU, used_gpu_memory
 from tests.live.prompts import MAX_NEW_TOKENS, PROMPTS
-from tests.live.server import METRIC_SECONDS, Server, records, serving
+from tests.live.server import METRIC_SECONDS, Server, hosted, records, serving, write_model
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -70,6 +70,19 @@ def test_calls_together_get_what_each_gets_alone(server: Server, texts: dict[str
         answers = list(pool.map(lambda prompt: server.invoke(prompt, max_new_tokens=MAX_NEW_TOKENS), prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.json()[0]["generated_text"].removeprefix(prompt) == texts[prompt]
+
+
+def test_a_model_that_is_removed_gives_its_memory_back(
+    server: Server, gpu_options: dict[str, object], tmp_path: Path
+) -> None:
+    options = {name: gpu_options[name] for name in ("model_id", "dtype")}
+    before = 0 if ON_CPU else used_gpu_memory()
+    with hosted(server, write_model(tmp_path / "second", rolling_batch="disable", **options)) as second:
+        assert second.invoke(PROMPTS[0], max_new_tokens=MAX_NEW_TOKENS).status_code == 200
+        if not ON_CPU:
+            assert used_gpu_memory() > before + CONTEXT_MIB
+    if not ON_CPU:
+        assert used_gpu_memory() < before + CONTEXT_MIB
 
 
 def test_a_stream_has_the_text(tmp_path: Path, gpu_options: dict[str, object], texts: dict[str, str]) -> None:
