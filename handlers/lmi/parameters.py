@@ -166,9 +166,9 @@ def _sampling(read: ParameterReader, rules: ParameterRules) -> SamplingParameter
 
 
 def _min_tokens(read: ParameterReader, rules: ParameterRules, max_tokens: int) -> int:
-    newer = read.optional_integer("min_new_tokens", minimum=0)
-    older = read.integer("min_tokens", 0, minimum=0)
-    name, min_tokens = ("min_tokens", older) if newer is None else ("min_new_tokens", newer)
+    name = "min_new_tokens" if read.has("min_new_tokens") else "min_tokens"
+    newer, older = read.integer("min_new_tokens", 0, minimum=0), read.integer("min_tokens", 0, minimum=0)
+    min_tokens = newer if name == "min_new_tokens" else older
     if rules.trtllm and read.has("min_length"):
         name = "min_length"
         min_tokens = read.integer(name, 1, minimum=0)
