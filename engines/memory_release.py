@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import sys
 import threading
 from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
 
 _THRESHOLDS = (20_000, 50, 50)  # Requests leave no reference cycles behind, so there is little to look for.
 
@@ -64,9 +67,13 @@ def release_memory() -> None:
         gc.collect()
         if _models_exempt:
             gc.freeze()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():  # PyTorch keeps the memory of GPUs for its next model.
-        torch.cuda.empty_cache()
+    cuda = sys.modules.get("torch.cuda")
+    is_initialized = getattr(cuda, "is_initialized", None)  # Missing while another thread imports PyTorch.
+    if cuda is not None and is_initialized is not None and is_initialized():
+        try:
+            cuda.empty_cache()  # PyTorch keeps the memory of GPUs for its next model.
+        except RuntimeError as error:  # The GPU is lost.
+            logger.warning("the free memory of the GPUs cannot be given back: %s", error)
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep less
     if malloc_trim is not None:
         malloc_trim(0)

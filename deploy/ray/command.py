@@ -184,5 +184,5 @@ def _deploy(
         stop.wait()
     finally:
         if not address:
-            serve.shutdown()  # HAProxy would keep running otherwise. Signals end the command here, too.
+            serve.shutdown()  # HAProxy would keep running otherwise.
             ray.shutdown()

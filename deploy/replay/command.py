@@ -30,7 +30,7 @@ _TARGETS = "expected http://host:port or the name of a SageMaker endpoint"
 
 
 def replay(
-    source: Annotated[str, typer.Argument(help="A file or folder of recorded requests, or s3://bucket/prefix.")],
+    source: Annotated[str, typer.Argument(help="A file or folder of recorded requests, or s3://bucket/folder.")],
     to: Annotated[str, typer.Option("--to", help="URL, or SageMaker endpoint, of the server that is judged.")],
     against: Annotated[str | None, typer.Option(help="URL, or SageMaker endpoint, of the old server.")] = None,
     recorded: Annotated[bool, typer.Option("--recorded", help="Compare with the answers in the source.")] = False,

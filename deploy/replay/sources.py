@@ -130,7 +130,7 @@ def open_source(name: str, path: str, s3: Callable[[], Any]) -> Source:
     """Find the files of a source.
 
     Args:
-        name: A file, a folder, or `s3://bucket/prefix`.
+        name: A file, a folder, or `s3://bucket/folder`.
         path: The path of requests whose format has none.
         s3: Returns boto3's client.
 
@@ -149,7 +149,7 @@ def _paths(place: Path) -> list[_File]:
             found = sorted(path for path in place.rglob("*") if path.name.endswith(_NAMES) and path.is_file())
             return [_local(path, str(path.relative_to(place))) for path in found]
         if not place.exists():
-            raise SourceError(f"there is no {place}; expected a file, a folder or s3://bucket/prefix")
+            raise SourceError(f"there is no {place}; expected a file, a folder or s3://bucket/folder")
         place.open("rb").close()
         return [_local(place, place.name)]
     except OSError as error:
@@ -163,7 +163,7 @@ def _local(path: Path, name: str) -> _File:
 def _objects(name: str, s3: Callable[[], Any]) -> list[_File]:
     bucket, _, prefix = name.removeprefix(_S3).partition("/")
     if not bucket:
-        raise SourceError(f"{name} names no bucket; expected s3://bucket/prefix")
+        raise SourceError(f"{name} names no bucket; expected s3://bucket/folder")
     files = []
     folder = f"{prefix.rstrip('/')}/" if prefix else ""
     try:

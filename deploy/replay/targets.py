@@ -161,7 +161,7 @@ class SageMakerTarget:
         path, _, query = mapped(request.path, self._paths).partition("?")
         asked = parse_qs(query)
         attributes = request.header(CUSTOM_ATTRIBUTES)
-        for name in _MODEL:
+        for name in _MODEL if path == _INVOCATIONS else ():  # Other routes do not read them.
             if chosen := next(iter(asked.get(name, ())), request.header(name)):
                 attributes = f"{name}={chosen};{attributes}" if attributes else f"{name}={chosen}"
         if (adapter := request.header(_ADAPTER)) and not self._component:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def upload_model(s3: Any, directory: Path, location: str, report: Callable[[str]
         UploadFailed: The directory does not exist, has no files, or has one that cannot be read.
         boto3.exceptions.Boto3Error: S3 refused a file. So does botocore's ClientError.
     """
-    files = _files(directory)
+    files = list(_files(directory)) if directory.is_dir() else []
     if not files:
         raise UploadFailed(f"{directory}: expected a directory with files")
     bucket, _, prefix = location.removeprefix("s3://").partition("/")
@@ -55,21 +55,27 @@ def upload_model(s3: Any, directory: Path, location: str, report: Callable[[str]
         s3.upload_file(os.fspath(path), bucket, key, ExtraArgs={"Metadata": {_DIGEST: digest}})
 
 
-def _files(directory: Path) -> list[Path]:
-    """Return all files below a directory, sorted, also those behind links to directories.
+def _files(directory: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Yield all files below a directory, also those behind links to directories.
+
+    Args:
+        directory: The directory.
+        above: The directories that it is in, without links.
 
     Raises:
-        UploadFailed: A link leads nowhere, or to a directory that it is in.
+        UploadFailed: A directory cannot be read. Or a link leads nowhere, or to a directory that it is in.
     """
-    found: list[Path] = []
-    for folder, names, files in os.walk(directory, followlinks=True):
-        here = Path(folder)
-        for link in (here / name for name in names if (here / name).is_symlink()):
-            if here.resolve().is_relative_to(link.resolve()):
-                raise UploadFailed(f"{link} is a link to a directory that it is in")
-        for path in (here / name for name in files):
-            if path.is_symlink() and not path.exists():
-                raise UploadFailed(f"{path} is a link to {os.readlink(path)}, which does not exist")
-            if path.is_file():
-                found.append(path)
-    return sorted(found)
+    real = directory.resolve()
+    if real in above:
+        raise UploadFailed(f"{directory} is a link to a directory that it is in")
+    try:
+        paths = sorted(directory.iterdir())
+    except OSError as error:
+        raise UploadFailed(f"{directory} cannot be read: {error}") from None
+    for path in paths:
+        if path.is_dir():
+            yield from _files(path, (*above, real))
+        elif path.is_file():
+            yield path
+        elif path.is_symlink():
+            raise UploadFailed(f"{path} is a link to {os.readlink(path)}, which does not exist")

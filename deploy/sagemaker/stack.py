@@ -144,7 +144,7 @@ class Stack:
             StackFailed: CloudFormation cannot make the changes.
             botocore.exceptions.ClientError: CloudFormation refused the call.
         """
-        from botocore.exceptions import WaiterError
+        from botocore.exceptions import ClientError, WaiterError
 
         creates = self.status() is None
         on_failure = {"OnStackFailure": "DELETE"} if creates else {}
@@ -166,6 +166,8 @@ class Stack:
         waiter = self._client.get_waiter("change_set_create_complete")
         try:
             waiter.wait(ChangeSetName=change.id, WaiterConfig={"Delay": POLL})
+            pages = self._client.get_paginator("describe_change_set").paginate(ChangeSetName=change.id)
+            change.changes.extend(each["ResourceChange"] for page in pages for each in page["Changes"])
         except WaiterError as error:
             self.discard(change)
             reason = str(error.last_response.get("StatusReason", error))
@@ -173,10 +175,11 @@ class Stack:
                 return None
             raise StackFailed(f"CloudFormation cannot make this change: {reason}") from None
         except BaseException:  # Ctrl-C, or AWS refuses a question.
-            self.discard(change)
+            try:
+                self.discard(change)
+            except ClientError as refusal:  # AWS deletes no change set that it still computes.
+                self._report(f"the change set {change.id} is left: {refusal}")
             raise
-        pages = self._client.get_paginator("describe_change_set").paginate(ChangeSetName=change.id)
-        change.changes.extend(each["ResourceChange"] for page in pages for each in page["Changes"])
         return change
 
     def discard(self, change: ChangeSet) -> None:

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _PR_SET_PDEATHSIG = 1
 _PRELOAD = "engines.vllm.preload"
+MUST_NOT_FORK = 70  # The exit code of the fork server.
 
 
 class _ForkServer:
@@ -40,8 +41,8 @@ class _ForkServer:
         if self._wanted is None:
             # Looked at once: vLLM sets the variable itself when it is configured for a CPU.
             self._wanted = not os.environ.get(_METHOD) and not _needs_spawn()
-        if self._wanted and _has_exited():
-            self._wanted = False  # It must not fork. Another one would find the same, after seconds.
+        if self._wanted and _must_not_fork():
+            self._wanted = False  # Another one would find the same, after seconds.
             if self._started:
                 self._ended()
         if not self._wanted:
@@ -78,13 +79,16 @@ _server = _ForkServer()
 start, context = _server.start, _server.context
 
 
-def _has_exited() -> bool:
-    """Return True if the fork server has ended without a signal, as it does if it must not fork."""
+def _must_not_fork() -> bool:
+    """Return True if the fork server has ended because it must not fork (`preload`)."""
     process = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if process is None:
         return False
     ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    return ended is not None and ended.si_code == os.CLD_EXITED
+    if ended is None or (ended.si_code, ended.si_status) != (os.CLD_EXITED, MUST_NOT_FORK):
+        return False
+    os.waitpid(process, 0)
+    return True
 
 
 def start_no_other() -> None:

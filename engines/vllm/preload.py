@@ -8,6 +8,7 @@ where something does, the process says so and ends, and vLLM's processes are spa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -16,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from engines.vllm.fork_server import end_with_parent
+from engines.vllm.fork_server import MUST_NOT_FORK, end_with_parent
 
 PROCESS = os.getpid()  # The fork server's id, by which its children know their parent.
 
@@ -53,8 +54,11 @@ def _share_openmp() -> bool:
 
 def _unsafe_threads() -> list[str]:
     """Return the names of the threads that a fork would lose."""
-    tasks = Path("/proc/self/task")
-    names = [(tasks / task / "comm").read_text().strip() for task in os.listdir(tasks) if int(task) != PROCESS]
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # It has ended.
+            if int(task.name) != PROCESS:
+                names.append((task / "comm").read_text().strip())
     return [name for name in names if name not in _SAFE_THREADS]
 
 
@@ -93,7 +97,7 @@ os.setpgid(0, 0)  # Ctrl-C is for the server; it ends this process in its own ti
 end_with_parent()
 if problem := _import_vllm(_share_openmp()):
     print(f"vLLM's processes are not forked, and take longer to start: {problem}", file=sys.stderr, flush=True)
-    os._exit(1)
+    os._exit(MUST_NOT_FORK)
 sys.stdout.flush()  # each child would write the buffer again
 sys.stderr.flush()
 gc.freeze()  # children share the present memory; a collection in one of them would copy it

@@ -56,7 +56,7 @@ from engines.vllm.continuation import advance
 
 logger = logging.getLogger(__name__)
 
-_EXIT_SECONDS = 30.0  # A killed process frees the memory of its GPU first, which may take seconds.
+_EXIT_SECONDS = 10.0  # A killed process frees the memory of its GPU first, which may take seconds.
 _SPIN_SECONDS = 0.002  # The pause between two steps is shorter, so it costs nothing there.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.002  # Seconds.
 _PAUSE_SHARE = 1 / 64  # Of the time that the message has taken so far: the share by which it may be seen too late.

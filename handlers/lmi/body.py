@@ -23,7 +23,6 @@ from handlers.json_cost import JsonDecoder
 from handlers.json_fields import JsonError, decode_json, json_kind
 
 _MOST_CSV, _MOST_ROWS = 4 * 1024 * 1024, 10_000  # Bytes, and rows. Each row is a prompt.
-csv.field_size_limit(_MOST_CSV)  # Of the process. Python's limit of a field, 131,072 characters, is less than a prompt.
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
 # Fields of a form that are never the prompt.
@@ -118,7 +117,7 @@ def _csv(body: bytes) -> dict[str, Any]:
     if len(rows) > _MOST_ROWS:
         raise InvalidRequest(f"the CSV has more than {_MOST_ROWS} rows")
     for row in rows:
-        _refuse_constraints(row, "CSV")
+        _refuse_constraints({name: text for name, text in row.items() if name and isinstance(text, str)}, "CSV")
     return {_PROMPT: [row[_PROMPT] for row in rows]}
 
 
@@ -137,17 +136,20 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
     if name is None:
         raise InvalidRequest("the form has no field `inputs`")
     others = {other: body.decode(errors="replace") for other, body in fields.items() if other != name}
-    parameters = decoded(others.get("parameters"))
-    _refuse_constraints(others | (parameters if isinstance(parameters, dict) else {}), "a form")
+    _refuse_constraints(others, "a form")
     document: dict[str, Any] = {_PROMPT: _text(fields[name])}
     if (adapters := fields.get("adapters", fields.get("adapter"))) is not None:
         document["adapters"] = _text(adapters)
     return document
 
 
-def _refuse_constraints(values: Mapping[str, Any], body: str) -> None:
+def _refuse_constraints(fields: Mapping[str, str], body: str) -> None:
     """Refuse what would constrain the text: of these bodies, LMI reads the prompt alone."""
-    given = {name: value for name, value in values.items() if value}
+    given = {name: decoded(text) for name, text in fields.items() if text}
+    parameters = given.pop("parameters", None) or {}
+    if not isinstance(parameters, dict):
+        raise InvalidRequest(f"`parameters` must be an object, got {json_kind(parameters)}")
+    given |= parameters
     refuse_unread(given, given, f"has no effect in {body}: send JSON")
 
 

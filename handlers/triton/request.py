@@ -155,7 +155,7 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
         raise InvalidParameter("image", "cannot be used: this model takes text only")
     sampling_parameters = inputs.pop("sampling_parameters", None)
     if sampling_parameters is not None:
-        _refuse_beside(plain_names(parameters))
+        _refuse_beside({name.removeprefix(SAMPLING_PREFIX): value for name, value in parameters.items()})
         parameters = _document(sampling_parameters)
     ignored = tuple(sorted(parameters.keys() & _FOR_THE_SERVER))
     values = {name: value for name, value in {**parameters, **inputs}.items() if name not in _FOR_THE_SERVER}
@@ -440,7 +440,7 @@ def _translate_beams(values: dict[str, Any]) -> None:
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         raise InvalidParameter("beam_width", "must be a whole number, at least 1")
     if width > 1:
-        if str(values.get("best_of", width)) != str(width):
+        if (best_of := values.get("best_of")) is not None and str(best_of) != str(width):
             raise InvalidParameter("best_of", f"must be {width}, as `beam_width`, or absent")
         values.setdefault("n", width)
         values |= {"use_beam_search": True, "best_of": width}

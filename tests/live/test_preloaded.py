@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from container.gpus import gpu_count
 from tests.live.preloaded import ForkedProgram
 from tests.live.server import Server
 
 _NO_MODEL = {"SAGEMAKER_MULTI_MODEL": "true"}
 
 
+@pytest.mark.skipif(gpu_count() > 0, reason="on a GPU nothing is forked")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_forked_server_serves_and_ends_with_its_exit_code(tmp_path: Path, number: signal.Signals, code: int) -> None:
     server = Server(None, tmp_path / "log", _NO_MODEL, name=None)

@@ -97,9 +97,13 @@ def test_what_a_model_has_left_is_released() -> None:
 
 
 def test_pytorch_gives_its_free_memory_of_gpus_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = Mock()
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    cuda = Mock()
+    monkeypatch.setitem(sys.modules, "torch.cuda", cuda)
     for initialized in (False, True):
-        torch.cuda.is_initialized.return_value = initialized
+        cuda.is_initialized.return_value = initialized
         release_memory()
-        assert torch.cuda.empty_cache.call_count == initialized
+        assert cuda.empty_cache.call_count == initialized
+    cuda.empty_cache.side_effect = RuntimeError("an illegal memory access was encountered")
+    release_memory()
+    monkeypatch.setitem(sys.modules, "torch.cuda", ModuleType("torch.cuda"))
+    release_memory()

@@ -74,13 +74,15 @@ async def test_the_model_of_a_query_or_a_header_goes_into_the_attributes() -> No
     runtime = Runtime()
     asked = target(runtime)
     await asked.ask(request("/invocations?model_name=b&model_version=2", x_amzn_sagemaker_custom_attributes="a=1"))
-    await asked.ask(RecordedRequest("1", "a:1", "POST", "/generate", (("model_name", "b"),), b"{}"))
+    await asked.ask(RecordedRequest("1", "a:1", "POST", "/invocations", (("model_name", "b"),), b"{}"))
+    await asked.ask(request("/generate?model_name=b"))
     with pytest.raises(NoAnswer, match="the adapter red, only its inference component"):
         await asked.ask(request(x_amzn_sagemaker_adapter_identifier="red"))
     await asked.close()
-    first, second = runtime.calls
+    first, second, third = runtime.calls
     assert first["CustomAttributes"] == "model_name=b;model_version=2;a=1"
-    assert second["CustomAttributes"] == "route=/generate,model_name=b"
+    assert second["CustomAttributes"] == "model_name=b"
+    assert third["CustomAttributes"] == "route=/generate", "the route does not read the query"
 
 
 async def test_a_request_for_a_stream_is_sent_as_one() -> None:

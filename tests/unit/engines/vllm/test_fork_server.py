@@ -107,7 +107,6 @@ def test_files_of_the_working_directory_are_not_imported(tmp_path: Path) -> None
     [
         (THREAD.format(name="allocator"), "importing vLLM starts 1 threads: allocator"),
         ("raise RuntimeError('no such library')", "importing vLLM failed: no such library"),
-        ("import os; os._exit(3)", "the fork server has ended"),
         ("import torch; torch.cuda._is_in_bad_fork = lambda: True", "importing vLLM calls the CUDA driver"),
     ],
 )
@@ -126,6 +125,14 @@ def test_where_a_fork_would_not_be_safe_processes_are_spawned_and_the_log_says_w
 )
 def test_the_environment_can_ask_for_spawned_processes(tmp_path: Path, variables: dict[str, str]) -> None:
     assert outcome(tmp_path, "", **variables)[0] == "spawned"
+
+
+def test_a_fork_server_that_ended_for_another_reason_is_started_again(tmp_path: Path) -> None:
+    script = SCRIPT + ENDED + "print(bool(fork_server.context()))"
+    once = "import os, pathlib\nif not (mark := pathlib.Path('mark')).exists():\n    mark.touch()\n    os._exit(1)"
+    found, log = outcome(tmp_path, once, script=script)
+    assert found.split() == ["spawned", "True"]
+    assert "the fork server has ended" in log
 
 
 def test_a_fork_server_that_was_killed_is_noticed_and_started_again(tmp_path: Path) -> None:
