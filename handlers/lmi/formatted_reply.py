@@ -8,7 +8,7 @@ from handlers.custom.formatter_thread import FormatterQueue
 from handlers.djl_errors import FAILED_DEPENDENCY, JSON, payload_error
 from handlers.lmi.async_formatters import Formatting
 from handlers.lmi.reply_shapes import AsyncShape, error_of, is_error
-from handlers.lmi.shaped_reply import ShapedReply
+from handlers.lmi.shaped_reply import ShapedReply, is_stream
 
 _END = b""  # Stands for the end of the stream among its events.
 
@@ -29,6 +29,8 @@ class FormattedReply(ShapedReply):
     def reply(self, reply: Reply) -> None:
         if reply.status >= 400:
             self._ended = True
+            super().reply(reply)
+        elif is_stream(reply):
             super().reply(reply)
         else:
             self._queue.put(reply)

@@ -19,7 +19,7 @@ class ShapedReply:
         self._started = self._ended = False
 
     def reply(self, reply: Reply) -> None:
-        if reply.status == 200 and reply.content_type.startswith("text/event-stream"):  # A stream in one piece.
+        if is_stream(reply):
             self.start(reply.status, reply.content_type, reply.headers)
             self.end(reply.body)
         else:
@@ -63,3 +63,8 @@ class ShapedReply:
     def _begin(self) -> None:
         self._started = True
         self._writer.start(self._status, self.shape.stream_type, self._headers)
+
+
+def is_stream(reply: Reply) -> bool:
+    """Return True if a reply is a stream that came in one piece: of one token, or of an early error."""
+    return reply.status == 200 and reply.content_type.startswith("text/event-stream")

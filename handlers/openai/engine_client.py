@@ -245,6 +245,7 @@ class EngineClient:
             await self._engine.wait_until_ready()
             if getattr(params, "structured_outputs", None) is not None:  # pooling has none
                 params.structured_outputs = await self._engine.constraints.checked(call.form_name, params)
+                await self._engine.wait_until_ready()  # It may have died during the check.
                 if not (options.keys() & _OF_CHATS and tells_end_of_reasoning(self._llm.vllm_config)):
                     options = {**options, "reasoning_ended": True}
             if self._engine.adapters is not None and options.get("lora_request") is not None:

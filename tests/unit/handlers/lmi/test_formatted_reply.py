@@ -63,6 +63,28 @@ def formatted(write: Write, shape: AsyncShape | None = None) -> tuple[FormattedR
     return reply, client, running
 
 
+async def test_a_stream_in_one_piece_is_a_stream_for_the_formatter() -> None:
+    data = b'data: {"id":"x"}\n\ndata: [DONE]\n\n'
+    whole, client, _ = formatted(marked)
+    whole.reply(Reply(200, "text/event-stream; charset=utf-8", data))
+    streamed, other, _ = formatted(marked)
+    streamed.start(200, "text/event-stream; charset=utf-8")
+    streamed.write(data)
+    streamed.end(b"")
+    await until(lambda: client.ended and other.ended)
+    assert client.body == other.body
+    assert b'"processed_by": "test"' in client.body
+
+
+async def test_an_error_in_place_of_a_stream_is_the_reply() -> None:
+    reply, client, running = formatted(marked)
+    reply.reply(Reply(200, "text/event-stream", b"data: " + ERROR + b"\n\n"))
+    await until(lambda: client.whole is not None)
+    assert client.whole is not None
+    assert (client.whole.status, client.whole.body) == (400, b'{"error":"too long","code":400}')
+    assert running.times == 1
+
+
 async def test_a_whole_answer_reaches_the_formatter_as_vllms_object_and_the_client_as_a_line() -> None:
     reply, client, _ = formatted(marked)
     reply.reply(Reply(200, "application/json", b'{"id":"x"}', (("x-y", "z"),)))
