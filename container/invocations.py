@@ -59,7 +59,7 @@ class InvocationsRoute(HandlerRoute):
             target = {**scope, "path": named.decode("ascii"), "raw_path": named, "path_params": {}}
             route = self._router.find(target)
             if isinstance(route, HttpRoute) and route.by_attribute:
-                asked, given = ((each.get("path_params") or {}).get("model") for each in (scope, target))
+                asked, given = (scope.get("path_params") or {}).get("model"), target["path_params"].get("model")
                 if asked and given and asked != given:
                     # SageMaker has chosen the model of a multi-model endpoint, and may have checked the right to it.
                     return self._refused(

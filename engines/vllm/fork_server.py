@@ -80,7 +80,7 @@ start, context = _server.start, _server.context
 
 
 def _must_not_fork() -> bool:
-    """Return True if the fork server has ended because it must not fork (`preload`)."""
+    """Return True if the fork server has ended because it must not fork (`preload`), and reap it then."""
     process = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if process is None:
         return False

@@ -152,7 +152,7 @@ def _ends_of_groups(groups: Collection[int]) -> list[int]:
     """Return a descriptor for each process of these process groups. It is readable when the process has ended."""
     found: list[int] = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # It has ended, or there is no descriptor left.
+        with contextlib.suppress(OSError):  # It has ended, or all descriptors are taken.
             if os.getpgid(int(name)) in groups:
                 found.append(os.pidfd_open(int(name)))
     return found

@@ -117,7 +117,7 @@ def _csv(body: bytes) -> dict[str, Any]:
     if len(rows) > _MOST_ROWS:
         raise InvalidRequest(f"the CSV has more than {_MOST_ROWS} rows")
     for row in rows:
-        _refuse_constraints({name: text for name, text in row.items() if name and isinstance(text, str)}, "CSV")
+        _refuse_constraints(row, "CSV")
     return {_PROMPT: [row[_PROMPT] for row in rows]}
 
 
@@ -145,11 +145,10 @@ def _form(body: bytes, content_type: str) -> dict[str, Any]:
 
 def _refuse_constraints(fields: Mapping[str, str], body: str) -> None:
     """Refuse what would constrain the text: of these bodies, LMI reads the prompt alone."""
-    given = {name: decoded(text) for name, text in fields.items() if text}
-    parameters = given.pop("parameters", None) or {}
+    parameters = decoded(fields.get("parameters")) or {}
     if not isinstance(parameters, dict):
         raise InvalidRequest(f"`parameters` must be an object, got {json_kind(parameters)}")
-    given |= parameters
+    given = {name: decoded(fields[name]) for name in CONSTRAINING.intersection(fields) if fields[name]} | parameters
     refuse_unread(given, given, f"has no effect in {body}: send JSON")
 
 

@@ -8,7 +8,7 @@ from handlers.custom.formatter_thread import FormatterQueue
 from handlers.djl_errors import FAILED_DEPENDENCY, JSON, payload_error
 from handlers.lmi.async_formatters import Formatting
 from handlers.lmi.reply_shapes import AsyncShape, error_of, is_error
-from handlers.lmi.shaped_reply import ShapedReply, is_stream
+from handlers.lmi.shaped_reply import ShapedReply
 
 _END = b""  # Stands for the end of the stream among its events.
 
@@ -26,15 +26,6 @@ class FormattedReply(ShapedReply):
         self._queue: FormatterQueue[Reply | bytes] = FormatterQueue(formatting.thread, self._format, self._take)
         self.running: Running | None = None  # The call, which is cancelled if the formatter fails.
 
-    def reply(self, reply: Reply) -> None:
-        if reply.status >= 400:
-            self._ended = True
-            super().reply(reply)
-        elif is_stream(reply):
-            super().reply(reply)
-        else:
-            self._queue.put(reply)
-
     def end(self, data: bytes) -> None:
         self.write(data)
         self._event(_END)
@@ -42,6 +33,13 @@ class FormattedReply(ShapedReply):
     async def drain(self) -> None:
         await self._queue.drain()
         await super().drain()
+
+    def _whole(self, reply: Reply) -> None:
+        if reply.status >= 400:
+            self._ended = True
+            super()._whole(reply)
+        else:
+            self._queue.put(reply)
 
     def _event(self, event: bytes) -> None:
         if not self._ended:

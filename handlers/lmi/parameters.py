@@ -166,9 +166,8 @@ def _sampling(read: ParameterReader, rules: ParameterRules) -> SamplingParameter
 
 
 def _min_tokens(read: ParameterReader, rules: ParameterRules, max_tokens: int) -> int:
-    name = "min_new_tokens" if read.has("min_new_tokens") else "min_tokens"
     newer, older = read.integer("min_new_tokens", 0, minimum=0), read.integer("min_tokens", 0, minimum=0)
-    min_tokens = newer if name == "min_new_tokens" else older
+    name, min_tokens = ("min_new_tokens", newer) if read.has("min_new_tokens") else ("min_tokens", older)
     if rules.trtllm and read.has("min_length"):
         name = "min_length"
         min_tokens = read.integer(name, 1, minimum=0)

@@ -19,11 +19,12 @@ class ShapedReply:
         self._started = self._ended = False
 
     def reply(self, reply: Reply) -> None:
-        if is_stream(reply):
+        # A stream in one piece has one token, or an early error.
+        if reply.status == 200 and reply.content_type.startswith("text/event-stream"):
             self.start(reply.status, reply.content_type, reply.headers)
             self.end(reply.body)
         else:
-            self._writer.reply(self.shape.reply(reply))
+            self._whole(reply)
 
     def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
         """Wait for the first event. If it is an error, the reply is not streamed."""
@@ -60,11 +61,9 @@ class ShapedReply:
                 self._begin()
             self._writer.write(data)
 
+    def _whole(self, reply: Reply) -> None:
+        self._writer.reply(self.shape.reply(reply))
+
     def _begin(self) -> None:
         self._started = True
         self._writer.start(self._status, self.shape.stream_type, self._headers)
-
-
-def is_stream(reply: Reply) -> bool:
-    """Return True if a reply is a stream that came in one piece: of one token, or of an early error."""
-    return reply.status == 200 and reply.content_type.startswith("text/event-stream")

@@ -159,10 +159,11 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
         parameters = _document(sampling_parameters)
     ignored = tuple(sorted(parameters.keys() & _FOR_THE_SERVER))
     values = {name: value for name, value in {**parameters, **inputs}.items() if name not in _FOR_THE_SERVER}
-    # vLLM has a parameter of this name, too. Only as an input it is TensorRT-LLM's.
-    named = values.keys() - ({"bad_words"} if sampling_parameters is not None else set()) | inputs.keys()
+    names = set(values)
+    if sampling_parameters is not None and "bad_words" not in inputs:
+        names.discard("bad_words")  # vLLM's own parameter. TensorRT-LLM's is an input.
     tensorrt_llm = setting.settings.rolling_batch == "trtllm" or any(
-        name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in named
+        name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in names
     )
     if tensorrt_llm:
         values = plain_names(values)

@@ -232,10 +232,15 @@ async def test_an_input_that_is_missing_or_too_large_is_a_failure(
     assert "s3://in/large has 11 bytes; at most 10 are allowed." in large["Message"]
 
 
-async def test_inputs_that_are_large_are_held_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def large_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S3Url:
     monkeypatch.setattr(asynchronous, "_LARGE", 10)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "large").write_bytes(b"x" * 11)
+    return S3Url("in", "large")
+
+
+async def test_inputs_that_are_large_are_held_one_at_a_time(tmp_path: Path, large_input: S3Url) -> None:
     may_end = asyncio.Event()
 
     async def held(seen: Seen, send: Send) -> None:
@@ -244,7 +249,7 @@ async def test_inputs_that_are_large_are_held_one_at_a_time(tmp_path: Path, monk
 
     container = ScriptedContainer(held)
     async with endpoint(container, tmp_path) as invoke:
-        accepted = [await invoke(InputLocation="s3://in/large") for _ in range(3)]
+        accepted = [await invoke(InputLocation=str(large_input)) for _ in range(3)]
         await invoke(Body=b"small")
         await until(lambda: len(container.seen) == 2)
         assert sorted(len(seen.body) for seen in container.seen) == [5, 11]
@@ -303,17 +308,12 @@ async def test_a_call_expires_while_it_waits_for_another_one_or_for_the_model(tm
     await queue.calls.drain(0.0)
 
 
-async def test_a_call_expires_while_it_waits_for_another_large_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(asynchronous, "_LARGE", 10)
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "large").write_bytes(b"x" * 11)
+async def test_a_call_expires_while_it_waits_for_another_large_input(tmp_path: Path, large_input: S3Url) -> None:
     container = ScriptedContainer(silent)
     queue = Queue(container, tmp_path, concurrency=2)
-    queue.submit(source=S3Url("in", "large"))
+    queue.submit(source=large_input)
     await until(lambda: container.seen)
-    expired = queue.submit(source=S3Url("in", "large"), ttl=0.05)
+    expired = queue.submit(source=large_input, ttl=0.05)
     await until(expired.exists)
     assert "The request has expired: it waited for 0.05 s" in json.loads(expired.read_bytes())["Message"]
     await queue.calls.drain(0.0)
