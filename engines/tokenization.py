@@ -282,3 +282,42 @@ class PromptTokenizer:
         lead = next((i for i, token_id in enumerate(ids) if token_id not in self._texts.special_ids), 0)
         lead = min(lead, limit - 1)
         return ids[:lead] + ids[len(ids) - (limit - lead) :]
+
+
+class StopStrings:
+    """Finds the first stop string in a growing text, and says how much of the text is safe to show."""
+
+    def __init__(self, stop: Sequence[str], include: bool) -> None:
+        self._stop, self._include = tuple(stop), include
+        self._reach = max(map(len, self._stop), default=1) - 1
+        self._tail = ""
+
+    def add(self, text: str, count: bool) -> int | None:
+        """Take the added text; if a stop string ends in it, the number of characters to take back.
+
+        Without `count` the text is taken note of, but a stop string that ends in it does not.
+        """
+        old, whole = len(self._tail), self._tail + text
+        self._tail = whole[-self._reach :] if self._reach else ""
+        found = ((whole.find(stop, max(old - len(stop) + 1, 0)), len(stop)) for stop in self._stop if text and count)
+        ends = [(start + length, start) for start, length in found if start >= 0]
+        if not ends:
+            return None
+        # The first of those that end at the same place is the request's first, as in vLLM.
+        end, start = min(ends, key=lambda place: place[0])
+        return len(whole) - (end if self._include else start)
+
+    def held(self) -> int:
+        """Return how many characters at the end of the text could be the beginning of a stop string."""
+        if self._include:
+            return 0
+        ends = (self._tail[-length:] for length in range(len(self._tail), 0, -1))
+        begun = (end for end in ends if any(stop.startswith(end) and stop != end for stop in self._stop))
+        return len(next(begun, ""))
+
+
+def ends_in_stop_string(stop: Sequence[str], before: str, last: str) -> bool:
+    """Return True if a stop string ends in the last piece of a text."""
+    strings = StopStrings(stop, include=False)
+    strings.add(before, count=False)
+    return strings.add(last, count=True) is not None

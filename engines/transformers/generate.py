@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from engines.interface import Sink
 from engines.memory_release import release_memory
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from engines.start_failure import failure_of
-from engines.tokenization import HeldTokens, TokenTexts, prompt_tokens
+from engines.tokenization import HeldTokens, StopStrings, TokenTexts, ends_in_stop_string, prompt_tokens
 from engines.transformers.model import TransformersModel
 from engines.transformers.sampling import Choice, Sampler
 
@@ -173,6 +174,7 @@ class BatchRunner:
         inputs = padded([job.prompt_ids for job in jobs], model)
         start = inputs["input_ids"].shape[1]
         reach = 4 * max(map(len, sampling.stop), default=0) + 1  # a character takes four tokens at most
+        decode = partial(model.tokenizer.batch_decode, skip_special_tokens=sampling.skip_special_tokens)
 
         def stopped(input_ids: Any, scores: Any, **_: Any) -> Any:
             """Tell which beams have ended, or have nobody waiting for more; as many for each job."""
@@ -181,8 +183,10 @@ class BatchRunner:
             ended = [job.ended or job.aborted for job in jobs for _ in range(each)]
             if sampling.stop and input_ids.shape[1] - start > sampling.min_tokens:
                 tails = input_ids[:, max(start, input_ids.shape[1] - reach) :].tolist()
-                texts = model.tokenizer.batch_decode(tails, skip_special_tokens=True)
-                found = [any(string in text for string in sampling.stop) for text in texts]
+                found = []
+                for before, text in zip(decode([tail[:-1] for tail in tails]), decode(tails), strict=True):
+                    known = before.rstrip("\ufffd")  # An incomplete character is shown so.
+                    found.append(ends_in_stop_string(sampling.stop, known, text[len(known) :]))
                 ended = [gone or here for gone, here in zip(ended, found, strict=True)]
             return torch.tensor(ended, device=input_ids.device)
 
@@ -423,38 +427,6 @@ class BatchSequence:
             delta.finish_reason = self.finish_reason
             delta.last = True
         return delta
-
-
-class StopStrings:
-    """Finds the first stop string in a growing text, and says how much of the text is safe to show."""
-
-    def __init__(self, stop: Sequence[str], include: bool) -> None:
-        self._stop, self._include = tuple(stop), include
-        self._reach = max(map(len, self._stop), default=1) - 1
-        self._tail = ""
-
-    def add(self, text: str, count: bool) -> int | None:
-        """Take the added text; if a stop string ends in it, the number of characters to take back.
-
-        Without `count` the text is taken note of, but a stop string that ends in it does not.
-        """
-        old, whole = len(self._tail), self._tail + text
-        self._tail = whole[-self._reach :] if self._reach else ""
-        found = ((whole.find(stop, max(old - len(stop) + 1, 0)), len(stop)) for stop in self._stop if text and count)
-        ends = [(start + length, start) for start, length in found if start >= 0]
-        if not ends:
-            return None
-        # The first of those that end at the same place is the request's first, as in vLLM.
-        end, start = min(ends, key=lambda place: place[0])
-        return len(whole) - (end if self._include else start)
-
-    def held(self) -> int:
-        """Return how many characters at the end of the text could be the beginning of a stop string."""
-        if self._include:
-            return 0
-        ends = (self._tail[-length:] for length in range(len(self._tail), 0, -1))
-        begun = (end for end in ends if any(stop.startswith(end) and stop != end for stop in self._stop))
-        return len(next(begun, ""))
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

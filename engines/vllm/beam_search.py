@@ -21,6 +21,7 @@ from engines.errors import GenerationFailed, RequestError
 from engines.interface import Engine, Generation, Sink, first_delta
 from engines.request import FinishReason, GenerationRequest, SamplingParameters, Token, TokenDelta
 from engines.statistics import EngineStatistics
+from engines.tokenization import StopStrings, ends_in_stop_string
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +184,7 @@ class BeamSearchTask:
         reach = 4 * max(map(len, stop)) + 1
         ids = [token.id for token in beam.tokens]
         tail = self._engine.detokenize(ids[-reach:], self._request.sampling.skip_special_tokens, ids[:-reach][-8:])
-        text = "".join(token.text for token in tail)
-        return any(string in text for string in stop)
+        return ends_in_stop_string(stop, "".join(token.text for token in tail[:-1]), tail[-1].text)
 
     def _hide_stop(self, beam: _Beam, tokens: list[Token]) -> None:
         """Remove the text that has ended the beam from its tokens' texts."""
@@ -224,9 +224,12 @@ class BeamSearchTask:
 
 
 def _cut(tokens: list[Token], stop: Sequence[str]) -> None:
-    """Shorten the tokens' texts so that joined they end before the first stop string."""
-    text = "".join(token.text for token in tokens)
-    room = min((place for string in stop if (place := text.find(string)) >= 0), default=len(text))
-    for token in tokens:
-        token.text = token.text[:room]
-        room -= len(token.text)
+    """Take the stop string that ends in the last token from the tokens' texts."""
+    strings = StopStrings(stop, include=False)
+    for token in tokens[:-1]:
+        strings.add(token.text, count=False)
+    surplus = strings.add(tokens[-1].text, count=True) or 0
+    for token in reversed(tokens):
+        left = max(len(token.text) - surplus, 0)
+        surplus -= len(token.text) - left
+        token.text = token.text[:left]

@@ -211,6 +211,15 @@ def test_beam_search_stops_at_a_stop_sequence(server: Server) -> None:
     assert not any(stop in text for text in texts)
 
 
+def test_a_stop_sequence_before_min_tokens_does_not_end_a_beam_later(server: Server) -> None:
+    prompt = "The best thing about the sea is"
+    free = server.invoke(prompt, num_beams=2, max_new_tokens=8).json()["generated_text"]
+    stop = free[: len(free) // 3]
+    assert free.count(stop) == 1, "the test needs another prompt"
+    answer = server.invoke(prompt, num_beams=2, max_new_tokens=8, min_tokens=5, stop_sequences=[stop]).json()
+    assert answer["generated_text"] == free
+
+
 def test_a_beam_search_counts_as_one_prompt(server: Server) -> None:
     counted = ("slipway_generations_total", "slipway_prompt_tokens_total", "slipway_generations_finished_total")
     first_tokens, tokens = "slipway_time_to_first_token_seconds_count", "slipway_generated_tokens_total"

@@ -415,6 +415,20 @@ async def test_a_beam_does_not_end_before_min_tokens(directory: Path, tiny: Tran
             assert all(delta.token_count > 6 for delta in found)
 
 
+@pytest.mark.asyncio
+async def test_a_stop_string_before_min_tokens_does_not_end_a_beam_later(directory: Path) -> None:
+    search = BeamSearch(width=2)
+    async with engine_with(directory) as engine:
+        free = await answer(engine, request_for("beam", beam_search=search))
+        stop = free[0].text[:3]
+        assert all(delta.text.rfind(stop) + len(stop) <= 6 for delta in free), "the test needs another prompt"
+        sampling = SamplingParameters(max_tokens=12, min_tokens=6, ignore_eos=True, stop=(stop,))
+        found = await answer(engine, request_for("beam", sampling, beam_search=search))
+    assert [(delta.text, delta.finish_reason) for delta in found] == [
+        (delta.text, FinishReason.LENGTH) for delta in free
+    ]
+
+
 def test_a_checkpoint_that_lacks_weights_is_refused(directory: Path, tmp_path: Path) -> None:
     shutil.copytree(directory, tmp_path / "broken")
     weights = load_file(tmp_path / "broken" / "model.safetensors")

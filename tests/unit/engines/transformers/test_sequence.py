@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.request import FinishReason, GenerationRequest, SamplingParameters, TokenDelta
-from engines.tokenization import TokenTexts
-from engines.transformers.generate import BatchSequence, StopStrings
+from engines.tokenization import StopStrings, TokenTexts
+from engines.transformers.generate import BatchSequence
 from engines.transformers.model import TransformersModel
 from engines.transformers.sampling import Choice
 from tests.unit.engines.transformers.byte_model import END, MODEL, SEP, byte_model, ids
