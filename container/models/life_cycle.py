@@ -19,7 +19,7 @@ import msgspec
 from container.models.stall_watch import StallWatch
 from container.settings.settings import RemoteWeights, Settings
 from container.sources.location import FetchTimeout, SourceError
-from engines.adapters import Adapter, AdapterOrder
+from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
 from engines.choice import running_engine
 from engines.daemon_thread import in_daemon_thread
 from engines.errors import RequestError
@@ -127,7 +127,7 @@ class Lifecycle:
             EngineStartError: The model cannot be loaded, or cannot generate.
         """
         try:
-            await self._load(place)
+            self._serve(await self._load(place))
         except BaseException as error:
             # The state is set at the end, after the clean-up. The management API removes the model right after that,
             # so /ping does not show it as failed.
@@ -169,29 +169,22 @@ class Lifecycle:
         assert old is not None, "it was ready once"
         await old.stop(self._failure)
         self.startup_times = StartupTimes()
-        try:
-            await self._load(place)
-        except BaseException:
-            self.service = old  # Calls get the error of the stopped service.
-            raise
-        if old.adapters is not None:
-            await self._register_again(old.adapters.all())
+        service = await self._load(place)  # Until it can serve, calls get the error of the stopped service.
+        if old.adapters is not None and service.adapters is not None:
+            try:
+                await _register_again(old.adapters.all(), service.adapters)
+            except BaseException:
+                await service.stop()
+                raise
+        self._serve(service)
         if self.stage is State.FAILED:
             self.stage, self._failure = State.READY, ""
 
-    async def _register_again(self, adapters: Sequence[Adapter]) -> None:
-        registry = self.service.adapters if self.service is not None else None
-        if registry is None:
-            return
-        for adapter in adapters:
-            given = {name: getattr(adapter, name) for name in ("name", "src", "preload", "pin", "alias", "options")}
-            try:
-                if adapter.name not in registry:
-                    await registry.register(AdapterOrder(**given))
-            except RequestError as error:
-                logger.error("adapter %s cannot be registered after the restart: %s", adapter.name, error.message)
+    def _serve(self, service: Service) -> None:
+        self.service = service
+        self._stall = StallWatch(partial(self._health, service), self.settings.server.stall_timeout)
 
-    async def _load(self, place: Callable[[ModelSettings], ModelSettings] | None) -> None:
+    async def _load(self, place: Callable[[ModelSettings], ModelSettings] | None) -> Service:
         started = time.monotonic()
         service: Service | None = None
         try:
@@ -209,19 +202,19 @@ class Lifecycle:
                 self.model = await asyncio.to_thread(place, self.settings.model)
             continue_calls = server.continue_calls if server.engine_restart else 0
             model = dataclasses.replace(self.model, continue_calls=continue_calls)
-            self.service = service = await load_service(model, limits, self.startup_times)
+            service = await load_service(model, limits, self.startup_times)
             if service.engine is not None:
                 with self.startup_times.phase("first token"):
                     await _warm_up(service.engine, self.model)
-            self._stall = StallWatch(partial(self._health, service), server.stall_timeout)
             await asyncio.to_thread(collect_after_load, model_is_here=service.engine is not None)
         except BaseException:
             if service is not None:
                 await service.stop()
-                self.let_go()
+                service = None  # The traceback holds this frame.
             raise
         seconds = time.monotonic() - started
         logger.info("model %s is ready after %.1f s: %s", self.model.name, seconds, self.startup_times)
+        return service
 
     async def fetch(self) -> None:
         """Download the weights that are on S3.
@@ -298,6 +291,16 @@ class Lifecycle:
     def let_go(self) -> None:
         """Drop all references to the stopped service, so that its memory can be released."""
         self.service = self._stall = None
+
+
+async def _register_again(adapters: Sequence[Adapter], registry: AdapterRegistry) -> None:
+    for adapter in adapters:
+        given = {name: getattr(adapter, name) for name in ("name", "src", "preload", "pin", "alias", "options")}
+        try:
+            if adapter.name not in registry:
+                await registry.register(AdapterOrder(**given))
+        except RequestError as error:
+            logger.error("adapter %s cannot be registered after the restart: %s", adapter.name, error.message)
 
 
 async def until_none(calls: Callable[[], int], limit: float) -> None:

@@ -14,6 +14,7 @@ from container.models import life_cycle
 from container.models.life_cycle import Lifecycle, State
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings, Settings
+from engines.adapters import Adapter, AdapterOrder
 from engines.errors import EngineDead
 from engines.interface import EngineHealth, EngineStartError
 from engines.model_settings import ModelSettings
@@ -125,3 +126,77 @@ async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says
     (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
     assert record.message == "model m: its health cannot be read; /ping now answers 500"
     assert record.exc_info is not None
+
+
+class SlowAdapters:
+    """The adapters of a loaded model. One is registered when the test says so."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.registering, self.may_register = asyncio.Event(), asyncio.Event()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def all(self) -> tuple[Adapter, ...]:
+        return tuple(Adapter(name=name, src="", path=Path(), id=1) for name in self.names)
+
+    async def register(self, order: AdapterOrder) -> str:
+        self.registering.set()
+        await self.may_register.wait()
+        self.names.append(order.name)
+        return ""
+
+
+class WithAdapters:
+    """A service that generates nothing, and has adapters."""
+
+    custom = engine = running_engine = None
+
+    def __init__(self) -> None:
+        self.runtime: Any = self
+        self.adapters = SlowAdapters()
+        self.stopped = False
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(alive=not self.stopped, reason="the engine has died")
+
+    async def stop(self, why: str = "") -> None:
+        self.stopped = True
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_model_that_is_loaded_again_serves_when_its_adapters_are_registered(
+    monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    old, new = WithAdapters(), WithAdapters()
+    services: list[Any] = [old, new]
+
+    async def loaded(*_: object) -> Service:
+        found: Service = services.pop(0)
+        return found
+
+    monkeypatch.setattr(life_cycle, "load_service", loaded)
+    model = ModelSettings(name="m", model_dir=Path(), model_id="m")
+    life = Lifecycle(Settings(server=ServerSettings(), model=model))
+    await life.start()
+    old.adapters.names.append("a")
+    life.fail("the engine has died; it is started again")
+    restart = asyncio.create_task(life.restart(lambda given: given))
+    await new.adapters.registering.wait()
+    assert Model(life, "m").service() is as_service(old), "calls get the error of the stopped service"
+    if cancelled:
+        restart.cancel()
+        await asyncio.wait([restart])
+        assert (new.stopped, life.state) == (True, State.FAILED)
+        return
+    new.adapters.may_register.set()
+    await restart
+    assert (Model(life, "m").service(), life.state) == (as_service(new), State.READY)
+    assert new.adapters.names == ["a"]
+
+
+def as_service(fake: Any) -> Service:
+    found: Service = fake
+    return found
