@@ -166,6 +166,7 @@ class AdapterRegistry:
 
         Args:
             replacing: One of the same name is replaced once the new one is loaded; its running requests are completed.
+                The new one keeps what the order does not give.
 
         Raises:
             AdapterError: It cannot be registered; everything is as before.
@@ -179,8 +180,16 @@ class AdapterRegistry:
             )
         if order.name in self._reserved:
             raise AdapterConflict(f"the name {order.name!r} is the model's own")
-        if order.name in self._adapters and not replacing:
-            raise AdapterTaken(order.name)
+        if (former := self._adapters.get(order.name)) is not None:
+            if not replacing:
+                raise AdapterTaken(order.name)
+            order = replace(
+                order,
+                preload=former.preload if order.preload is None else order.preload,
+                pin=former.pin if order.pin is None else order.pin,
+                alias=order.alias or former.alias,
+                options={**former.options, **order.options},
+            )
         adapter = Adapter(
             name=order.name,
             src=order.src or "",

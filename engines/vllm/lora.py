@@ -84,6 +84,11 @@ class _Held:
         self.loading: asyncio.Task[None] | None = None
 
 
+def _replaces(held: _Held, other: _Held) -> bool:
+    """Return True for an adapter and itself, or another of its name, which it takes the place of."""
+    return held.adapter.name == other.adapter.name
+
+
 class VllmAdapters:
     """The adapters of one engine, in vLLM's memory or outside it."""
 
@@ -216,7 +221,7 @@ class VllmAdapters:
     async def _load(self, held: _Held) -> None:
         async with self._turn:
             await asyncio.to_thread(lambda: read_ahead(held.adapter.path, self._max_rank, self._base))
-            await self._make_place()
+            await self._make_place(held)
             started = time.monotonic()
             try:
                 await asyncio.wait_for(self._llm.add_lora(held.request), self._patience)
@@ -232,19 +237,19 @@ class VllmAdapters:
         logger.info("adapter %s loaded in %.2f s", held.adapter.name, time.monotonic() - started)
 
     def _check_pins(self, held: _Held) -> None:
-        pinned = sum(other.adapter.pin for other in self._held.values() if other is not held)
+        pinned = sum(other.adapter.pin and not _replaces(held, other) for other in self._held.values())
         if pinned >= self._places:
             raise NoRoomForAdapter(f"{pinned} adapters are pinned, as many as fit into memory {self._settings()}")
 
-    async def _make_place(self) -> None:
-        """Drop the adapter that was not used for the longest time, unless there is a place.
+    async def _make_place(self, wanted: _Held) -> None:
+        """Drop the adapter that was not used for the longest time, unless there is a place for the wanted one.
 
         Raises:
             NoRoomForAdapter: All are pinned, or in use for as long as it may take.
         """
         deadline = time.monotonic() + self._patience
         while len(resident := [held for held in self._held.values() if held.resident]) >= self._places:
-            movable = [held for held in resident if not held.adapter.pin]
+            movable = [held for held in resident if not held.adapter.pin or _replaces(wanted, held)]
             if not movable:
                 raise NoRoomForAdapter(f"every adapter in memory is pinned {self._settings()}")
             if time.monotonic() > deadline:

@@ -345,7 +345,9 @@ def test_more_adapters_than_fit_into_memory_take_turns(
     assert text(lora, PROMPTS[0], "blue") == alone["blue"][0]
 
 
-def test_pinned_adapters_stay_and_leave_no_room_for_more_than_there_is(lora: Server, made: Path) -> None:
+def test_pinned_adapters_stay_and_leave_no_room_for_more_than_there_is(
+    lora: Server, made: Path, alone: dict[str, list[str]]
+) -> None:
     for name in ("pinned1", "pinned2", "pinned3"):
         assert register(lora, name, made / "red", pin="true").status_code == 200
     refused = register(lora, "guest", made / "blue")
@@ -354,6 +356,10 @@ def test_pinned_adapters_stay_and_leave_no_room_for_more_than_there_is(lora: Ser
     assert lora.client.post("/adapters/red/update?pin=true").status_code == 507
     assert lora.client.post("/adapters/pinned1/update?pin=false").status_code == 424
     assert lora.client.post("/invocations", json={"inputs": "x", "adapters": "blue"}).status_code == 503
+    body = {"lora_name": "pinned1", "lora_path": str(made / "blue"), "load_inplace": True}
+    assert lora.client.post("/v1/load_lora_adapter", json=body).status_code == 200
+    assert text(lora, PROMPTS[0], "pinned1") == alone["blue"][0]
+    assert register(lora, "guest", made / "blue").status_code == 507, "the one in its place is pinned, too"
     unregister(lora, "pinned1", "pinned2", "pinned3")
     assert text(lora, "x", "blue")
     assert registered(lora) == ["blue", "red"]

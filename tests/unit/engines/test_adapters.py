@@ -223,6 +223,16 @@ async def test_a_new_adapter_takes_the_place_of_one_of_its_name_where_that_was_a
     assert registry.get("a").src == "/y"
 
 
+async def test_an_adapter_in_the_place_of_another_keeps_what_the_order_does_not_give() -> None:
+    _, registry = make()
+    await registry.register(replace(ORDER, pin=True, alias="shown", options={"k": "1", "l": "1"}))
+    await registry.register(AdapterOrder(name="a", src="/y", options={"l": "2"}), replacing=True)
+    adapter = registry.get("a")
+    assert (adapter.src, adapter.pin, adapter.alias, adapter.options) == ("/y", True, "shown", {"k": "1", "l": "2"})
+    await registry.register(AdapterOrder(name="a", src="/z", pin=False, preload=False), replacing=True)
+    assert (registry.get("a").pin, registry.get("a").preload) == (False, False)
+
+
 async def test_an_update_changes_what_it_names() -> None:
     _, registry = make()
     await registry.register(replace(ORDER, preload=False, options={"k": "1"}))
