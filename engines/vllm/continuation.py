@@ -110,8 +110,9 @@ def advance(grammar: Any, request: Any) -> None:
 class Continuations:
     """The sequences of one engine, which outlive its processes.
 
-    Sequences that ran at more deaths than allowed are suspects: one of them may have killed the engine. Each of them is
-    tried alone. If the engine dies again, that one gets the error.
+    Sequences that ran at more deaths than allowed are suspects: one of them may have killed the engine. They are sent
+    one by one, each after the token of the one before it. If the engine dies again, the latest gets the error. It is
+    the likely cause, not a certain one: an earlier suspect may kill the engine with a later token.
     """
 
     def __init__(self, llm: AsyncLLM, statistics: EngineStatistics, adapters: VllmAdapters | None, deaths: int) -> None:
@@ -133,7 +134,7 @@ class Continuations:
             self._deaths.update(states.keys() - self._absent)
             return
         self._on_trial = None
-        logger.error("request %s: the engine died with this request alone: it is refused", suspect.external_req_id)
+        logger.error("request %s: the engine died before this request had its next token: it is refused", suspect.external_req_id)
         _fail(suspect)
 
     def engine_replaced(self) -> None:
@@ -150,7 +151,7 @@ class Continuations:
         suspects = [state for state in states if self._deaths[state.request_id] > self._allowed]
         for state in suspects:
             logger.warning(
-                "request %s ran when the engine died more than once: it is tried alone", state.external_req_id
+                "request %s ran when the engine died more than once: it is tried before others", state.external_req_id
             )
             await self._try(state, refusals, requests)
         others = [state for state in states if self._deaths[state.request_id] <= self._allowed]
