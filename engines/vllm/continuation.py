@@ -134,7 +134,9 @@ class Continuations:
             self._deaths.update(states.keys() - self._absent)
             return
         self._on_trial = None
-        logger.error("request %s: the engine died before this request had its next token: it is refused", suspect.external_req_id)
+        logger.error(
+            "request %s: the engine died before this request had its next token: it is refused", suspect.external_req_id
+        )
         _fail(suspect)
 
     def engine_replaced(self) -> None:

@@ -10,7 +10,8 @@ The module relies on these internals of vLLM, which tests/live/test_openai_inter
 - `init_app_state(engine_client, state, args, supported_tasks)` makes these objects.
 - `create_error_response(error)` gives an exception its status.
 - `OpenAIServingResponses.background_tasks` gets each task of a response in the background, in the context of its call.
-  `response_store` has the state of the response.
+  `response_store` has the state of the response, and `event_store` the events of its stream, with the signal of a new
+  one. `responses_background_stream_generator` reads them.
 - `OpenAIServingModels.is_base_model(name)` says if a request's `model` is served, unless `lora_requests` has the name.
 - A router of JSON bodies has a module `protocol` beside it, with Pydantic's models of its requests.
   Pydantic keeps the schema of a model in `__pydantic_core_schema__`, and its validator in `__pydantic_validator__`.
@@ -26,7 +27,7 @@ import asyncio
 import importlib
 import logging
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from typing import Any
 import vllm.envs as envs
 import vllm.tokenizers.hf
 from fastapi import FastAPI
+from openai.types.responses import ResponseFailedEvent
 from pydantic import BaseModel
 from pydantic_core import SchemaValidator
 from starlette.exceptions import HTTPException
@@ -44,7 +46,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.pooling.factories import register_pooling_api_routers
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
@@ -193,6 +195,12 @@ def stop_at_first_fault(kind: type[BaseModel], done: set[type]) -> None:
     kind.__pydantic_complete__ = True
 
 
+class _ResponseFailed(ResponseFailedEvent):
+    """The last event of a response in the background that has failed or was cancelled."""
+
+    response: ResponsesResponse
+
+
 class _BackgroundTasks(dict[str, "asyncio.Task[None]"]):
     """The tasks of vLLM's responses in the background, by the ids of the responses.
 
@@ -200,9 +208,10 @@ class _BackgroundTasks(dict[str, "asyncio.Task[None]"]):
     `queued`.
     """
 
-    def __init__(self, responses: Mapping[str, Any]) -> None:
+    def __init__(self, serving: Any) -> None:
         super().__init__()
-        self._responses = responses
+        self._responses: Mapping[str, Any] = serving.response_store
+        self._events: Mapping[str, tuple[Sequence[Any], asyncio.Event]] = serving.event_store
 
     def __setitem__(self, response_id: str, task: asyncio.Task[None]) -> None:
         super().__setitem__(response_id, task)
@@ -215,6 +224,31 @@ class _BackgroundTasks(dict[str, "asyncio.Task[None]"]):
             response.status = "failed"
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.info("a response in the background failed: %s", type(error).__name__)
+        self.pop(response_id, None)
+        if response_id in self._events:
+            self._events[response_id][1].set()
+
+    async def events(self, response_id: str, starting_after: int | None = None) -> AsyncGenerator[Any, None]:
+        """Yield the events of a response. vLLM's generator would wait for ever if the response fails.
+
+        Raises:
+            VLLMValidationError: It has no events.
+        """
+        if response_id not in self._events:
+            raise VLLMValidationError(f"Unknown response_id: {response_id}", parameter="response_id", value=response_id)
+        events, arrived = self._events[response_id]
+        place = 0 if starting_after is None else max(starting_after + 1, 0)
+        while True:
+            arrived.clear()
+            while place < len(events):
+                yield events[place]
+                place += 1
+            if response_id not in self:
+                break
+            await arrived.wait()
+        response = self._responses[response_id]
+        if response.status in ("failed", "cancelled"):
+            yield _ResponseFailed(type="response.failed", sequence_number=len(events), response=response)
 
 
 async def build(
@@ -281,7 +315,8 @@ async def build(
 
 def _change_responses(responses: Any) -> None:
     """Change the serving object of responses: failures in the background, and constraints."""
-    responses.background_tasks = _BackgroundTasks(responses.response_store)
+    responses.background_tasks = tasks = _BackgroundTasks(responses)
+    responses.responses_background_stream_generator = tasks.events
     renderer = responses.online_renderer
     if renderer.parser is not None:
         renderer.parser = _hiding_constraints(renderer.parser)

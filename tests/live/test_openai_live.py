@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -438,6 +439,26 @@ def test_a_response_in_the_background_keeps_its_place_until_it_ends(three_places
     wait_until(lambda: state(short) == "incomplete")
 
 
+def test_a_stream_of_a_response_in_the_background_ends_if_the_response_is_cancelled(three_places: Server) -> None:
+    server = three_places
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        body = {"extra_body": {"ignore_eos": True}, "model": server.name, "input": "Once", "background": True}
+        stream = client.responses.create(**body, stream=True, max_output_tokens=65000)
+        first = next(stream)
+        server.client.post(f"/v1/responses/{first.response.id}/cancel", json={"model": server.name})
+        *_, last = stream
+        assert (first.type, last.type, last.response.status) == ("response.created", "response.failed", "cancelled")
+        path, asked = (
+            f"/v1/responses/{first.response.id}",
+            {"stream": "true", "starting_after": last.sequence_number - 1},
+        )
+        again = server.client.request("GET", path, params=asked, json={"model": server.name})
+        assert re.findall("^event: (.*)$", again.text, re.MULTILINE) == ["response.failed"]
+        *_, last = client.responses.create(**body, stream=True, max_output_tokens=2)
+        assert (last.type, last.response.status) == ("response.completed", "incomplete")
+    server.wait_for_metric("slipway_open_requests", 0)
+
+
 @pytest.fixture(scope="module")
 def small(
     host: Server, tmp_path_factory: pytest.TempPathFactory, engine_options: dict[str, object]
@@ -607,8 +628,12 @@ def test_an_engine_that_hangs_ends_its_requests(tiny: Server) -> None:
 
 
 def test_a_dead_engine_ends_its_requests(tiny: Server) -> None:
-    background = tiny.client.post("/v1/responses", json={"model": tiny.name, **BACKGROUND}).json()
-    with two_running(tiny, 3) as (lines, whole):
+    document = {"model": tiny.name, **BACKGROUND}
+    background = tiny.client.post("/v1/responses", json=document).json()
+    with (
+        tiny.client.stream("POST", "/v1/responses", json=document | {"stream": True}) as streamed,
+        two_running(tiny, 4) as (lines, whole),
+    ):
         os.kill(tiny.engine_process(), signal.SIGKILL)
         died = time.monotonic()
         assert whole.result().status_code == 500
@@ -616,6 +641,7 @@ def test_a_dead_engine_ends_its_requests(tiny: Server) -> None:
         rest = "\n".join(lines)
         assert '"error"' in rest
         assert all("the engine has died" in text for text in (whole.result().text, rest))
+        assert "event: response.failed" in "".join(streamed.iter_text())
     assert time.monotonic() - died < 30, "a second, and more for a busy machine"
     late = tiny.client.post("/v1/completions", json={"model": tiny.name, **ENDLESS_COMPLETION})
     assert late.status_code == 500
