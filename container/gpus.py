@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -95,10 +96,16 @@ def visible_memory(report: str, visible: str | None) -> tuple[int, ...]:
 def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
     """Return groups of `each` devices, one group for each worker. Empty if the workers run on the CPU.
 
+    In LMI `load_on` has the first device of each group. If such groups would overlap or do not exist, it has all
+    devices of the groups.
+
     Raises:
         ValueError: `load_on` names a GPU that does not exist, or a worker needs more GPUs than it allows.
     """
     chosen = allowed_devices(gpus, load_on)
+    apart = all(after - before >= each for before, after in pairwise(sorted(chosen)))
+    if chosen and apart and max(chosen) + each <= gpus:
+        return tuple(",".join(map(str, range(first, first + each))) for first in chosen)
     if chosen and each > len(chosen):
         raise ValueError(f"a worker needs {each} GPUs; there are {len(chosen)}")
     return tuple(",".join(map(str, chosen[start : start + each])) for start in range(0, len(chosen) - each + 1, each))

@@ -80,7 +80,7 @@ class HuggingFaceService:
         elif settings.enable_streaming != "false":
             self.model, self.tokenizer = load(_streaming_model_class(settings), settings)
         else:
-            self.hf_pipeline = self.get_pipeline(settings.task or infer_task(settings), model, {})
+            self.hf_pipeline = self.get_pipeline(settings.task or infer_task(settings), model, settings.kwargs)
             self.model, self.tokenizer = self.hf_pipeline.model, self.hf_pipeline.tokenizer
         self.input_format_args = self.get_input_format_args()
         self.initialized = True
@@ -90,7 +90,7 @@ class HuggingFaceService:
         return {"configs": self.hf_configs, "tokenizer": self.tokenizer, "rolling_batch": self.rolling_batch}
 
     def get_pipeline(self, task: str, model_id_or_path: str, kwargs: Mapping[str, Any]) -> Any:
-        """Return the pipeline of a task. A subclass may return another one, and may use `kwargs`."""
+        """Return the pipeline of a task. A subclass may return another one, with `kwargs` as its arguments."""
         if self.hf_configs is None:
             raise ValueError("get_pipeline belongs to initialize")
         return build_pipeline(task, self.hf_configs)

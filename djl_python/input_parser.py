@@ -83,7 +83,9 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
     if rolling and inputs.get_property("reset_rollingbatch"):
         rolling_batch.reset()
     parsed = ParsedInput(batch=inputs.get_batches())
-    known = sum(not item.get_as_bytes() for item in parsed.batch) if rolling else 0
+    known = 0
+    if rolling:  # A new request may be empty, too.
+        known = min(sum(not item.get_as_bytes() for item in parsed.batch), len(rolling_batch.active_requests))
     for index, item in enumerate(parsed.batch[known:], known):
         try:
             formatter = getattr(configs, "input_formatter", None) or format_input

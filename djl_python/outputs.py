@@ -77,11 +77,18 @@ class Output:
         self.message = message
         return self
 
-    def error(self, error: str, code: int = 424, message: str = "invoke handler failure") -> Self:
-        """Make this an error with LMI's JSON body. Characters that UTF-8 does not have become `?`."""
+    def error(self, error: Any, code: int = 424, message: str = "invoke handler failure") -> Self:
+        """Make this an error with LMI's JSON body.
+
+        Args:
+            error: The text, in which characters that UTF-8 does not have become `?`, or another value of JSON.
+            code: The status.
+            message: The status's text.
+        """
         self.set_code(code).set_message(message)
         self.add_property("content-type", "application/json")
-        return self.add_as_json({"code": code, "message": message, "error": wire.sendable(error)})
+        shown = wire.sendable(error) if isinstance(error, str) else error
+        return self.add_as_json({"code": code, "message": message, "error": shown})
 
     def add_property(self, key: str, val: Any) -> Self:
         """Set a response header, which is sent as `str(val)`."""

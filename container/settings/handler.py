@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from container.gpus import device_groups, gpu_count
-from container.settings.options import BY_KEY, HANDLER_OPTIONS, PREFIX, ROLLING_BATCH, Sources
+from container.gpus import allowed_devices, device_groups, gpu_count
+from container.settings.options import BY_KEY, ENVIRONMENT, HANDLER_OPTIONS, PREFIX, Sources
 from container.settings.settings import SettingEntry
 from container.settings.values import assignments
 from container.sources import location
@@ -16,6 +17,7 @@ from engines.model_settings import HandlerSettings
 
 # LMI's own handler for vLLM. It calls the `handle` of a `model.py` before the engine.
 SERVICE_FOR_VLLM = "djl_python.lmi_vllm.vllm_async_service"
+_TENSOR_PARALLEL, _PIPELINE_PARALLEL = _PARALLEL = ("tensor_parallel_degree", "pipeline_parallel_degree")
 
 
 def handler_settings(
@@ -35,9 +37,12 @@ def handler_settings(
         option.field: lookup.value(option, layer, sources.variables) for option in HANDLER_OPTIONS
     }
     _show_other_keys(sources)
-    devices = _worker_devices(sources, gpus)
+    is_hugging_face = _is_hugging_face(sources.model_dir, model_id)
+    degrees = _degrees(sources, gpus, is_hugging_face)
+    devices = _worker_devices(sources, gpus, degrees)
     if len(lookup.problems) > problems:
         return None
+    _warn_of_mpi(sources, degrees)
     for name in ("min_workers", "max_workers"):  # Both are numbers for each device.
         fields[name] *= max(len(devices), 1)
     least, most = fields["min_workers"], fields["max_workers"]
@@ -50,17 +55,18 @@ def handler_settings(
         fields["python_executable"] = shutil.which(executable)
         if fields["python_executable"] is None:
             lookup.problems.append(f'option.pythonExecutable is "{executable}": there is no such program')
-    properties = _properties(sources, model_id)
-    given = sources.model.get(ROLLING_BATCH.key)
-    rolling_batch = given.word if given is not None else "disable"
-    if rolling_batch == "auto" and _is_hugging_face(sources.model_dir, model_id):
-        # LMI turns `auto` into `disable` if the model is a Hugging Face model and no engine of LMI is used.
-        properties["rolling_batch"] = rolling_batch = "disable"
+    properties = _properties(sources, model_id, degrees)
+    if is_hugging_face:
+        # LMI sets these for a Hugging Face model. It turns `auto` into `disable` if it uses none of its engines.
+        if properties.get("rolling_batch", "auto").strip().lower() == "auto":
+            properties["rolling_batch"] = "disable"
+        properties = {"pipeline_parallel_degree": "1", "max_rolling_batch_size": "32"} | properties
     return HandlerSettings(
         entry_point=entry_point,
         function=function,
         devices=devices,
-        rolling_batch=rolling_batch != "disable",
+        sees_own_gpus=_TENSOR_PARALLEL in degrees,
+        rolling_batch=properties.get("rolling_batch", "disable").strip().lower() != "disable",
         properties=properties,
         **fields,
         **packages,
@@ -72,12 +78,16 @@ def handler_before_engine(sources: Sources, model_id: str | None, packages: Mapp
 
     It has one worker, which sees all GPUs of the model.
     """
-    devices = _worker_devices(sources, gpu_count())
+    gpus = gpu_count()
+    degrees = _degrees(sources, gpus, is_hugging_face=True)
+    devices = _worker_devices(sources, gpus, degrees)
+    environment = sources.value(ENVIRONMENT)
     return HandlerSettings(
         entry_point=SERVICE_FOR_VLLM,
         async_mode=True,
         devices=(",".join(devices),) if devices else (),
-        properties=_properties(sources, model_id),
+        properties=_properties(sources, model_id, degrees),
+        environment=assignments(str(environment)) if environment else {},
         **packages,
     )
 
@@ -90,20 +100,44 @@ def _show_other_keys(sources: Sources) -> None:
             entries.append(SettingEntry(key, value.text, value.source, "for the handler"))
 
 
-def _worker_devices(sources: Sources, gpus: int) -> tuple[str, ...]:
-    load_on = sources.model.get("load_on_devices")
-    each = 1
-    for name in ("tensor_parallel_degree", "pipeline_parallel_degree"):
-        degree = sources.model.get(PREFIX + name) or sources.variables.get(name.upper())
-        if degree is not None and degree.word == "max":
-            each *= max(gpus, 1)
-        elif degree is not None and degree.word.isdecimal():
-            each *= int(degree.word)
+def _degrees(sources: Sources, gpus: int, is_hugging_face: bool) -> dict[str, int]:
+    """Return the parallel degrees that are given. LMI uses all GPUs for a Hugging Face model without any."""
+    given = {name: sources.model.get(PREFIX + name) or sources.variables.get(name.upper()) for name in _PARALLEL}
+    degrees = {name: max(int(value.word), 1) for name, value in given.items() if value and value.word.isdecimal()}
+    tensor = given[_TENSOR_PARALLEL]
+    if (tensor is None and is_hugging_face and gpus) or (tensor is not None and tensor.word == "max"):
+        allowed = len(_allowed(sources, gpus)) or gpus
+        degrees[_TENSOR_PARALLEL] = max(allowed // degrees.get(_PIPELINE_PARALLEL, 1), 1)
+    return degrees
+
+
+def _allowed(sources: Sources, gpus: int) -> tuple[int, ...]:
     try:
-        return device_groups(gpus, max(each, 1), load_on.text if load_on is not None else "*")
+        return allowed_devices(gpus, _load_on(sources))
+    except ValueError:  # `_worker_devices` reports it.
+        return ()
+
+
+def _load_on(sources: Sources) -> str:
+    load_on = sources.model.get("load_on_devices")
+    return load_on.text if load_on is not None else "*"
+
+
+def _worker_devices(sources: Sources, gpus: int, degrees: Mapping[str, int]) -> tuple[str, ...]:
+    try:
+        return device_groups(gpus, math.prod(degrees.values()), _load_on(sources))
     except ValueError as error:
         sources.lookup.problems.append(f"the handler's workers cannot be placed: {error}")
         return ()
+
+
+def _warn_of_mpi(sources: Sources, degrees: Mapping[str, int]) -> None:
+    engine, mode = sources.model.get("engine"), sources.model.get("option.mpi_mode")
+    asked = (engine is not None and engine.word == "mpi") or (mode is not None and mode.word == "true")
+    if asked and math.prod(degrees.values()) > 1:
+        sources.lookup.warnings.append(
+            "MPI is not used: a handler has one process, which sees all of its GPUs, and no RANK and WORLD_SIZE"
+        )
 
 
 def _is_hugging_face(model_dir: Path, model_id: str | None) -> bool:
@@ -113,13 +147,17 @@ def _is_hugging_face(model_dir: Path, model_id: str | None) -> bool:
     return location.is_hub_id(model_id) or location.has_model(Path(model_id))
 
 
-def _properties(sources: Sources, model_id: str | None) -> dict[str, str]:
-    """Return the properties that LMI gives to a handler: every setting of the model, without `option.`."""
-    properties = {key.removeprefix(PREFIX): value.text for key, value in sources.model.items()}
+def _properties(sources: Sources, model_id: str | None, degrees: Mapping[str, int]) -> dict[str, str]:
+    """Return the properties that LMI gives to a handler: every setting of the model, without `option.`.
+
+    `option.env` is missing, as in LMI: it may have secrets.
+    """
+    properties = {
+        key.removeprefix(PREFIX): value.text for key, value in sources.model.items() if key != ENVIRONMENT.key
+    }
     named = "model_id" in properties or "HF_MODEL_ID" in sources.variables
     if named and model_id is not None:
         properties["model_id"] = model_id
-    for variable in ("TENSOR_PARALLEL_DEGREE", "PIPELINE_PARALLEL_DEGREE", "HF_TASK"):
-        if variable in sources.variables:
-            properties.setdefault(variable.lower().removeprefix("hf_"), sources.variables[variable].text)
-    return properties
+    if "HF_TASK" in sources.variables:
+        properties.setdefault("task", sources.variables["HF_TASK"].text)
+    return properties | {name: str(degree) for name, degree in degrees.items()}

@@ -23,6 +23,7 @@ from container.settings.options import (
     DRAFT_MODEL,
     ENGINE,
     ENTRY_POINT,
+    ENVIRONMENT,
     FUNCTION,
     HANDLER_OPTIONS,
     MAX_ROLLING_BATCH_SIZE,
@@ -88,14 +89,15 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     _set_formatters(layer, fields, code, lookup)
     for option in options.NOT_SERVED:
         sources.value(option)
-    arguments |= _other_arguments(layer, fields["rolling_batch"], lookup)
+    handle_before_engine = _has_handle_before_engine(sources, code)
+    arguments |= _other_arguments(layer, fields["rolling_batch"], handle_before_engine, lookup)
     _set_draft_model(arguments, fields["rolling_batch"], lookup)
     _open_draft_model(arguments, sources)
     fields["engine_arguments"] = {name: value.text for name, value in arguments.items()}
     fields["engine_argument_sources"] = {name: value.source for name, value in arguments.items()}
     fields["devices"] = _engine_devices(str(fields["devices"] or "*").strip(), lookup)
     _set_model(sources, fields, required=True)
-    if _has_handle_before_engine(sources, code):
+    if handle_before_engine:
         packages = _package_fields(sources)
         fields["handler_before_engine"] = handler_before_engine(sources, fields["model_id"], packages)
     if "HF_TOKEN" in sources.variables:
@@ -170,7 +172,9 @@ def _set_formatters(layer: Mapping[str, Value], fields: dict[str, Any], code: Pa
     fields["formatter_function"], fields["output_formatter"] = name, None
 
 
-def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Lookup) -> dict[str, Value]:
+def _other_arguments(
+    layer: Mapping[str, Value], rolling_batch: str, handle_before_engine: bool, lookup: Lookup
+) -> dict[str, Value]:
     """Handle keys that are not options of Slipway. Keys with `option.` go to the engine. Other keys have no effect."""
     arguments: dict[str, Value] = {}
     for key, value in layer.items():
@@ -180,7 +184,11 @@ def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Loo
         elif key in BY_KEY:
             option = BY_KEY[key]
             for_handler = option in HANDLER_OPTIONS and option is not ASYNC_MODE
-            if for_handler and value.text.strip() != option.default:
+            if option is ENVIRONMENT and handle_before_engine:
+                continue
+            if option is ENVIRONMENT:
+                lookup.ignore(key, value, "only workers of handlers have it; formatters see the server's environment")
+            elif for_handler and value.text.strip() != option.default:
                 lookup.ignore(key, value, "it belongs to custom handlers, and the model has none")
         elif name and name != key:
             arguments[name] = value

@@ -291,6 +291,7 @@ SERVED = (
 ENTRY_POINT = Option("option.entryPoint", TEXT, variables=("DJL_ENTRY_POINT",), shows_default=False)
 FUNCTION = Option("option.handler", FUNCTION_NAME, "handle", field_name="function")
 ASYNC_MODE = Option("option.async_mode", BOOLEAN, "false")
+ENVIRONMENT = Option("option.env", ASSIGNMENTS, field_name="environment")
 # The settings of a customer's handler, except those that select the handler.
 HANDLER_OPTIONS = (
     ASYNC_MODE,
@@ -305,7 +306,7 @@ HANDLER_OPTIONS = (
         variables=("PYTHON_EXECUTABLE",),
         field_name="python_executable",
     ),
-    Option("option.env", ASSIGNMENTS, field_name="environment"),
+    ENVIRONMENT,
     Option("option.enable_venv", BOOLEAN, "false"),
 )
 

@@ -65,3 +65,8 @@ class HuggingFaceProperties(Properties):
             configuration = require("transformers", "HuggingFaceService").BitsAndBytesConfig
             loading["quantization_config"] = configuration(load_in_8bit=eight, load_in_4bit=four and not eight)
         return {name: value for name, value in loading.items() if value}
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments of a pipeline for the model, for subclasses of `HuggingFaceService`."""
+        return self.source | self.loading

@@ -96,7 +96,7 @@ class CustomHandler:
         handler = self._handler
         python = await prepare_interpreter(requirements_dir(self._settings.model_dir, handler), handler)
         timeout = self._settings.model_loading_timeout
-        environment, metrics = environment_variables(handler), self.pool.metrics
+        environment, metrics = environment_variables(handler, python), self.pool.metrics
         await self.pool.start(WorkerPlan(python, environment, self._load_request, timeout, self._load_engine, metrics))
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Request:

@@ -42,13 +42,18 @@ _PIP_FILES = frozenset({".txt", ".whl", ".gz", ".zip", ".toml"})
 _LAST_LINES = 5  # Lines of pip's output that the error message repeats.
 
 
-def environment_variables(settings: HandlerSettings) -> Mapping[str, str]:
+def environment_variables(settings: HandlerSettings, python: str = "") -> Mapping[str, str]:
     """Return the server's variables and those of `option.env`.
 
     Another interpreter does not get the variables that concern the server's packages.
+
+    Args:
+        python: The interpreter. Programs that its packages have installed are found first.
     """
     foreign = settings.python_executable is not None
     inherited = {name: value for name, value in os.environ.items() if not (foreign and name in _SERVER_VARIABLES)}
+    if python:
+        inherited["PATH"] = os.pathsep.join((str(Path(python).parent), inherited.get("PATH", os.defpath)))
     return inherited | dict(settings.environment)
 
 

@@ -200,7 +200,7 @@ class WorkerPool:
     async def _start_worker(self) -> None:
         self._pending_starts += 1
         device = least_used(self._settings.devices, [worker.device for worker in (*self._batchers, *self._starting)])
-        plan = on_device(self._plan, device)
+        plan = on_device(self._plan, device, self._settings.sees_own_gpus)
         worker = Worker(next(self._worker_ids), device, plan, lambda reason: self._on_end(worker, reason))
         self._starting.add(worker)
         try:
@@ -324,13 +324,13 @@ def least_used(groups: Sequence[str], used: Sequence[str]) -> str:
     return min(groups or (_CPU,), key=used.count)
 
 
-def on_device(plan: WorkerPlan, group: str) -> WorkerPlan:
+def on_device(plan: WorkerPlan, group: str, sees_own: bool) -> WorkerPlan:
     """Return the plan for a worker on a group of devices.
 
-    With one device the worker gets its `device_id`. With several devices the worker sees only these, and its
-    `device_id` is 0.
+    With one device the worker gets its `device_id`. With several devices, or with `sees_own`, the worker sees only
+    these, and its `device_id` is 0.
     """
-    if "," not in group:
+    if group == _CPU or ("," not in group and not sees_own):
         return replace(plan, load_request=replace(plan.load_request, device_id=group))
     environment = {**plan.environment, _VISIBLE: _of_visible(group, plan.environment.get(_VISIBLE))}
     return replace(plan, environment=environment, load_request=replace(plan.load_request, device_id="0"))

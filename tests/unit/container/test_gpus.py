@@ -31,6 +31,10 @@ from handlers.custom.worker_process.socket_protocol import LoadRequest
         (4, 2, "*", ("0,1", "2,3")),
         (3, 2, "*", ("0,1",)),
         (4, 1, "1;gpu3", ("1", "3")),
+        (4, 2, "0", ("0,1",)),
+        (4, 2, "2;0", ("2,3", "0,1")),
+        (4, 2, "0;1", ("0,1",)),
+        (4, 2, "1;3", ("1,3",)),
         (4, 1, "cpu", ()),
         (4, 1, "-1", ()),
         (0, 1, "0", ()),
@@ -47,7 +51,7 @@ def test_a_device_that_is_named_twice_is_one() -> None:
     assert allowed_devices(4, "*") == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize(("each", "load_on"), [(3, "*"), (1, "2"), (1, "x"), (2, "0")])
+@pytest.mark.parametrize(("each", "load_on"), [(3, "*"), (1, "2"), (1, "x"), (2, "1")])
 def test_devices_that_are_not_there_are_an_error(each: int, load_on: str) -> None:
     with pytest.raises(ValueError, match=r"there (is|are)"):
         device_groups(2, each, load_on)
@@ -215,10 +219,13 @@ def test_a_worker_is_told_its_device_and_sees_only_its_own_of_several() -> None:
     assert least_used((), []) == "-1"
     request = LoadRequest(model_dir="/m", entry_point="x", function="handle", async_mode=False, properties={})
     plan = WorkerPlan(python="python", environment={"A": "1"}, load_request=request, load_timeout=1)
-    assert on_device(plan, "2").load_request.device_id == "2"
-    assert on_device(plan, "2").environment == {"A": "1"}
-    several = on_device(plan, "2,3")
+    assert on_device(plan, "2", False).load_request.device_id == "2"
+    assert on_device(plan, "2", False).environment == {"A": "1"}
+    alone = on_device(plan, "2", True)
+    assert (alone.load_request.device_id, alone.environment) == ("0", {"A": "1", "CUDA_VISIBLE_DEVICES": "2"})
+    assert on_device(plan, "-1", True).environment == {"A": "1"}
+    several = on_device(plan, "2,3", False)
     assert several.environment == {"A": "1", "CUDA_VISIBLE_DEVICES": "2,3"}
     assert several.load_request.device_id == "0"
     hidden = replace(plan, environment={"CUDA_VISIBLE_DEVICES": "4, 5,GPU-a,GPU-b"})
-    assert on_device(hidden, "2,3").environment == {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
+    assert on_device(hidden, "2,3", False).environment == {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}

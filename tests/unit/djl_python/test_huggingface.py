@@ -211,6 +211,7 @@ def test_settings_are_read_from_properties() -> None:
     assert settings.trust_remote_code
     assert settings.stop_sequence == ("a", "b")
     assert settings.loading == {"dtype": "bfloat16", "device_map": "auto"}
+    assert settings.kwargs == settings.loading | {"trust_remote_code": True, "revision": "main"}
 
 
 def test_bits_make_a_quantization_that_needs_a_device_map() -> None:

@@ -107,6 +107,11 @@ def test_an_error_has_the_exact_body_of_the_contract() -> None:
     assert only_value(output) == expected.encode()
 
 
+def test_an_error_may_be_any_value_of_json() -> None:
+    output = Output().error({"detail": ["bad field"]}, code=400)
+    assert json.loads(output.content.values[0])["error"] == {"detail": ["bad field"]}
+
+
 def test_numpy_values_and_dates_become_json() -> None:
     value = {
         "i": np.int64(1),

@@ -181,6 +181,15 @@ def test_a_handler_after_lmis_pattern_serves_each_step_of_its_own_rolling_batch(
     assert [request.id for request in service.parsed({"inputs": "c"}, {"inputs": "d"})] == [1, 2]
 
 
+def test_a_new_request_without_a_body_fails_alone() -> None:
+    service = Service(rolling_batch="auto")
+    (first,) = chunks(service(create_concurrent_batch_request([{"inputs": "ab"}])))
+    assert first["last"] == "False"
+    known, empty = chunks(service(create_concurrent_batch_request([b"", b""])))
+    assert (known["last"], known["data"]) == ("True", '{"generated_text": "ab"}')
+    assert (empty["last"], empty["code"]) == ("True", "424")
+
+
 def test_bedrocks_requests_have_their_own_schema() -> None:
     service = Service(bedrock_compat="true")
     (request,) = service.parsed({"prompt": "a", "max_gen_len": 2, "temperature": 0})

@@ -504,7 +504,8 @@ HANDLE = "async def handle(inputs):\n    return None\n"
 def test_a_handle_beside_lmis_service_for_vllm_comes_before_the_engine(model_dir: Path) -> None:
     (model_dir / "model.py").write_text(HANDLE)
     model = load(
-        model_dir, "option.entryPoint=djl_python.lmi_vllm.vllm_async_service\noption.tensor_parallel_degree=1"
+        model_dir,
+        "option.entryPoint=djl_python.lmi_vllm.vllm_async_service\noption.tensor_parallel_degree=1\noption.env=A=b",
     ).model
     assert (model.handler, model.async_mode, model.formatters) == (None, True, model_dir / "model.py")
     handler = model.handler_before_engine
@@ -512,6 +513,7 @@ def test_a_handle_beside_lmis_service_for_vllm_comes_before_the_engine(model_dir
     assert (handler.entry_point, handler.function) == ("djl_python.lmi_vllm.vllm_async_service", "handle")
     assert (handler.async_mode, handler.min_workers, handler.max_workers) == (True, 1, 1)
     assert handler.properties["tensor_parallel_degree"] == "1"
+    assert handler.environment == {"A": "b"}
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,8 @@ def test_secrets_in_the_workers_environment_are_not_shown(model_dir: Path) -> No
     settings = load(model_dir, HANDLER, "option.env=TOKEN=secret-1")
     assert "option.env" in render_text(settings)
     assert "secret-1" not in render_text(settings)
+    assert settings.model.handler is not None
+    assert "env" not in settings.model.handler.properties, "handlers print their properties"
 
 
 def test_a_formatter_may_be_named(model_dir: Path) -> None:
@@ -280,6 +282,43 @@ def test_workers_are_counted_for_each_gpu(model_dir: Path, monkeypatch: pytest.M
     assert handler(model_dir, HANDLER, "load_on_devices=cpu").devices == ()
     with pytest.raises(SettingsError, match="cannot be placed: there is no device 7"):
         load(model_dir, HANDLER, "load_on_devices=7")
+
+
+def test_a_handler_of_a_hugging_face_model_has_all_gpus_and_lmis_properties(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handler_module, "gpu_count", lambda: 4)
+    named = "option.model_id=org/name\n"
+    found = handler(model_dir, HANDLER, named)
+    assert (found.devices, found.min_workers, found.sees_own_gpus) == (("0,1,2,3",), 1, True)
+    lmi = {"tensor_parallel_degree": "4", "pipeline_parallel_degree": "1", "max_rolling_batch_size": "32"}
+    assert lmi.items() <= found.properties.items()
+    assert (found.properties["rolling_batch"], found.rolling_batch) == ("disable", False)
+    single = handler(model_dir, HANDLER, f"{named}option.tensor_parallel_degree=1\noption.rolling_batch=lmi-dist")
+    assert (single.devices, single.sees_own_gpus, single.rolling_batch) == (("0", "1", "2", "3"), True, True)
+    assert handler(model_dir, HANDLER, f"{named}load_on_devices=1;3").devices == ("1,3",)
+    monkeypatch.setattr(handler_module, "gpu_count", lambda: 0)
+    assert "tensor_parallel_degree" not in handler(model_dir, HANDLER, named).properties
+
+
+@pytest.mark.parametrize(("gpus", "degree"), [(4, "4"), (0, "1")])
+def test_a_handler_gets_the_largest_degree_as_a_number(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, degree: str
+) -> None:
+    monkeypatch.setattr(handler_module, "gpu_count", lambda: gpus)
+    found = handler(model_dir, HANDLER, "option.tensor_parallel_degree=max")
+    assert found.properties["tensor_parallel_degree"] == degree
+    found = handler(model_dir, HANDLER, "", {"TENSOR_PARALLEL_DEGREE": "max", "PIPELINE_PARALLEL_DEGREE": "2"})
+    assert found.properties["tensor_parallel_degree"] == str(max(gpus // 2, 1))
+
+
+def test_a_handler_that_asks_for_mpi_is_told_that_it_has_one_process(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handler_module, "gpu_count", lambda: 2)
+    (warning,) = load(model_dir, HANDLER, "engine=MPI\noption.tensor_parallel_degree=2").warnings
+    assert "MPI is not used" in warning
+    assert not load(model_dir, HANDLER, "engine=MPI\noption.tensor_parallel_degree=1").warnings
 
 
 def test_a_handler_of_pipelines_is_told_the_task(model_dir: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from engines.interface import EngineStartError
 from engines.model_settings import HandlerSettings
 from handlers.custom.custom_handler import CustomHandler
-from handlers.custom.requirements import prepare_interpreter, requirements_dir
+from handlers.custom.requirements import environment_variables, prepare_interpreter, requirements_dir
 from tests.stand_ins.wheel import make_wheel
 from tests.unit.handlers.custom.harness import MODELS, serving, settings_for
 from tests.waiting import until
@@ -145,6 +145,14 @@ async def test_requirements_work_with_another_interpreter(home: Path, tmp_path: 
     command = [str(environment / "bin" / "python"), "-c", "import msgspec"]
     listed = subprocess.run(command, capture_output=True, cwd=tmp_path, check=False)  # noqa: ASYNC221
     assert b"No module named 'msgspec'" in listed.stderr
+
+
+async def test_programs_of_the_models_packages_are_found_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin")
+    settings = HandlerSettings(entry_point="model.py")
+    assert environment_variables(settings, "/e/bin/python")["PATH"] == "/e/bin:/usr/bin"
+    given = HandlerSettings(entry_point="model.py", environment={"PATH": "/own"})
+    assert environment_variables(given, "/e/bin/python")["PATH"] == "/own"
 
 
 async def test_enable_venv_gives_the_model_an_environment_even_without_requirements(home: Path, tmp_path: Path) -> None:
