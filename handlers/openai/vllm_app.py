@@ -16,6 +16,7 @@ The module relies on these internals of vLLM, which tests/live/test_openai_inter
 - A router of JSON bodies has a module `protocol` beside it, with Pydantic's models of its requests.
   Pydantic keeps the schema of a model in `__pydantic_core_schema__`, and its validator in `__pydantic_validator__`.
 - `OnlineRenderer.parser` is the class whose `adjust_request` constrains the calls of tools.
+- The modules in `_WITH_ERRORS` call `sanitize_message` with the text of an error. Its patterns are repeated below.
 - The serving objects have the attributes that `front_end` reads. `OnlineRenderer.preprocess_chat` makes a prompt from
   messages in the steps that `chat_renderer` repeats.
 """
@@ -32,6 +33,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import regex
+import vllm.entrypoints.anthropic.serving
+import vllm.entrypoints.serve.exception_handling.error_response
+import vllm.entrypoints.serve.exception_handling.handlers.http
+import vllm.entrypoints.serve.exception_handling.handlers.validation
 import vllm.envs as envs
 import vllm.tokenizers.hf
 from fastapi import FastAPI
@@ -105,6 +111,12 @@ _WITHOUT_BODIES = ("vllm.entrypoints.openai.models.api_router", "vllm.entrypoint
 _OF_SPEECH = tuple(f"vllm.entrypoints.speech_to_text.{name}.api_router" for name in ("transcription", "translation"))
 _OF_POOLING = tuple(
     f"vllm.entrypoints.pooling.{kind}.api_router" for kind in ("pooling", "classify", "embed", "scoring")
+)
+_WITH_ERRORS: tuple[Any, ...] = (
+    vllm.entrypoints.anthropic.serving,
+    vllm.entrypoints.serve.exception_handling.error_response,
+    vllm.entrypoints.serve.exception_handling.handlers.http,
+    vllm.entrypoints.serve.exception_handling.handlers.validation,
 )
 _POOLING = frozenset(POOLING_TASKS)
 _TASKS = _POOLING | {"generate", "transcription"}  # That Slipway serves.
@@ -251,6 +263,31 @@ class _BackgroundTasks(dict[str, "asyncio.Task[None]"]):
             yield _ResponseFailed(type="response.failed", sequence_number=len(events), response=response)
 
 
+# The patterns of vLLM's `sanitize_message`, changed so that they take a time in proportion to the text.
+_ADDRESS = regex.compile(r" at 0x[0-9a-fA-F]+>")
+_FRAME = regex.compile(r'(?:(?<!\s)|\G)\s*+File "[^"]+", line \d+, in \S+(\n\s+.*)?')
+_SYSTEM_PATH = regex.compile(r"/(?:home|usr|opt|var|tmp|root|lib|mnt|srv)(?:/[\w.\-]+)+")
+_PATH = regex.compile(r"((?:/[\w\-]++){2,}+)(\.\w+)?")
+
+
+def sanitized(message: str) -> str:
+    """Return the text of an error without addresses, stack frames and paths, as vLLM's `sanitize_message`.
+
+    vLLM's function takes minutes for a message that repeats 20,000 characters of a client, such as an unknown model,
+    and stops the event loop.
+    """
+    message = _FRAME.sub("", _ADDRESS.sub(">", message))
+    message = _SYSTEM_PATH.sub("<path>", message)
+    message = _PATH.sub(lambda found: "<path>" if found[2] else found[0], message)
+    return message.strip()
+
+
+def bound_errors() -> None:
+    """Let vLLM's error handlers use `sanitized`."""
+    for module in _WITH_ERRORS:
+        module.sanitize_message = sanitized
+
+
 async def build(
     client: Any,
     arguments: Mapping[str, Any],
@@ -273,6 +310,7 @@ async def build(
         EngineStartError: vLLM refuses an argument.
     """
     lower_client_errors()
+    bound_errors()
     bound_media()
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     args = argparse.Namespace(

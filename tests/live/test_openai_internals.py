@@ -475,3 +475,39 @@ def test_lists_in_requests_are_refused_with_their_first_wrong_item() -> None:
         assert many.value.error_count() == one.value.error_count()
         assert one.value.error_count() < 300
     assert TypeAdapter(ChatCompletionRequest).validate_python({"messages": [{"role": "user", "content": "a"}]}).messages
+
+
+_PARTS = [
+    "/",
+    "a",
+    "-",
+    ".",
+    "/tmp",
+    "\n",
+    " ",
+    'File "x", line 3, in f',
+    'File "',
+    " at 0x",
+    "ff",
+    ">",
+    '", line ',
+    ", in ",
+]
+
+
+@given(st.lists(st.sampled_from(_PARTS), max_size=14).map("".join))
+def test_messages_lose_the_same_parts_as_in_vllm(message: str) -> None:
+    from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
+
+    from handlers.openai.vllm_app import sanitized
+
+    assert sanitized(message) == sanitize_message(message)
+
+
+@pytest.mark.parametrize("part", ["/a", " ", 'File "', " at 0xf", '\nFile "a", line 1, in f'])
+def test_a_long_message_takes_no_minutes(part: str) -> None:
+    from handlers.openai import vllm_app
+
+    vllm_app.bound_errors()
+    refused = vllm_app.create_error_response(ValueError(f"no model {part * 100_000}"))
+    assert refused.error.message.startswith("no model")
