@@ -10,7 +10,7 @@ from python_multipart.multipart import Field, File, FormParser, parse_options_he
 from engines.errors import InvalidRequest
 
 _URLENCODED = "application/x-www-form-urlencoded"
-_MULTIPART = "multipart/form-data"
+MULTIPART = "multipart/form-data"
 _MAX_FIELDS = 1000
 _MOST_SEPARATORS = 100_000  # Includes those between empty fields. Further separators are part of the last field.
 _PIECE = 64 * 1024  # Bytes that are decoded at a time. Other threads can run in between.
@@ -27,7 +27,7 @@ def media_type(content_type: str) -> str:
 
 def is_form(content_type: str) -> bool:
     """Return True if a body of this type has fields."""
-    return media_type(content_type) in (_URLENCODED, _MULTIPART)
+    return media_type(content_type) in (_URLENCODED, MULTIPART)
 
 
 def form_fields(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
@@ -88,7 +88,7 @@ def _multipart(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
 
     in_memory = {"MAX_MEMORY_FILE_SIZE": float("inf")}
     try:
-        parser = FormParser(_MULTIPART, add, add, lambda: ended.append(True), boundary, config=in_memory)
+        parser = FormParser(MULTIPART, add, add, lambda: ended.append(True), boundary, config=in_memory)
         parser.write(body)
         parser.finalize()
     except FormParserError as error:

@@ -534,14 +534,14 @@ def patch_server(context: Callable[[], BaseContext], run: Callable[[Callable[[],
 
 
 def patch_sounds() -> None:
-    """Have sounds read without the packages of which PyPI has no CPU build: soxr resamples, soundfile and PyAV decode.
+    """Have sounds resampled by soxr, and read without torchcodec, of which PyPI has no CPU build.
 
-    vLLM would refuse sounds of another rate than the model's, and log a warning for each sound.
+    torchaudio, vLLM's choice, takes gigabytes of memory for a rate such as 44101 Hz. soundfile and PyAV decode sounds;
+    vLLM would log a warning for each.
     """
     from vllm.multimodal.parse import MultiModalDataParser
 
-    if find_spec("torchaudio") is None:
-        MultiModalDataParser.__init__.__kwdefaults__["audio_resample_method"] = "soxr"
+    MultiModalDataParser.__init__.__kwdefaults__["audio_resample_method"] = "soxr"
     if find_spec("torchcodec") is None:
         logging.getLogger("vllm.multimodal.media.audio").addFilter(_is_error)
 

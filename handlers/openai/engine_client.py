@@ -274,9 +274,11 @@ class EngineClient:
 def _submitted(call: OpenAICall, prompt: Any) -> Any:
     """Return a prompt of a call with the call's salt. The source of the prompt's media is dropped."""
     call.submitted = True
+    if "encoder_prompt" in prompt:  # A clip of a sound. Other clips may follow, and the cache has none of them.
+        return prompt
     if call.media is not None:
         call.media.release()
-    if call.cache_salt and not prompt.get("cache_salt") and "encoder_prompt" not in prompt:  # a sound has no cache
+    if call.cache_salt and not prompt.get("cache_salt"):
         return {**prompt, "cache_salt": call.cache_salt}
     return prompt
 

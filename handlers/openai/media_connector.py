@@ -7,6 +7,7 @@ It relies on these parts of vLLM, which tests/live/test_media_internals.py looks
 - `VideoMediaIO.video_loader` decodes videos: its `compute_frames_index_to_sample` gets the metadata of a file, and its
   `read_frames` gets OpenCV's capture and the indices of the frames to decode;
 - `VideoMediaIO.image_io` decodes the frames of a video that comes as JPEG images;
+- `chat_utils._resolve_items` gets the media of a prompt, each with its `uuid`, in the task of the call;
 - `SpeechToTextBaseServing._decode_and_chunk_speech_async` decodes the file of a transcription or translation.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import ipaddress
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -35,6 +37,7 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, Medi
 from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
+from vllm.renderers import chat_utils
 
 from engines.errors import InvalidRequest, Overloaded, RequestError, UnusableImage
 from handlers.openai.current_call import current_call
@@ -43,16 +46,34 @@ from handlers.openai.media_limits import MOST_FRAMES, MediaMemory, RequestMedia
 
 # Formats whose header has the size of the decoded image. An icon's header does not: the icon may hold a larger image.
 FORMATS = frozenset({"PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF"})  # MPO: a JPEG with further images.
+_SHOWN = 500  # Characters of vLLM's message about a URL, which may repeat the URL.
 _SHOWN_FORMATS = "PNG, JPEG, WebP, GIF, BMP, TIFF"
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # Tags of TIFF.
 _FIELDS: dict[type[Any], str] = {ImageMediaIO: "image_url", VideoMediaIO: "video_url", AudioMediaIO: "audio_url"}
 SOUND_MIB: int = envs.VLLM_MAX_AUDIO_CLIP_FILESIZE_MB  # Of a file of sound.
+_SOUND_TOO_LARGE = f"may have {SOUND_MIB} MiB (VLLM_MAX_AUDIO_CLIP_FILESIZE_MB)"
 _REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 
 
 def bound_media() -> None:
     """Have vLLM load media with `BoundedConnector`."""
     MEDIA_CONNECTOR_REGISTRY.register("http")(BoundedConnector)
+    chat_utils._resolve_items = _resolve_own
+
+
+_resolve_items = chat_utils._resolve_items
+
+
+def _resolve_own(items: dict[str, list[tuple[Any, str | None]]], *others: Any) -> Any:
+    """Keep the media of different API keys apart that clients name by `uuid`: vLLM's caches of media have no salt."""
+    call = current_call.get(None)
+    if call is not None and (salt := call.cache_salt):
+        items = {kind: [(data, _salted(uuid, salt)) for data, uuid in some] for kind, some in items.items()}
+    return _resolve_items(items, *others)
+
+
+def _salted(uuid: str | None, salt: str) -> str | None:
+    return None if uuid is None else hashlib.sha256(f"{salt}\0{uuid}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def bound_speech(*serving: Any) -> None:
@@ -112,7 +133,12 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
             return await super().load_from_url_async(url, bounded, fetch_timeout=fetch_timeout)
 
     def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
-        raise RuntimeError("media are loaded by the asynchronous methods only")
+        # vLLM loads the media of scores so, on the event loop.
+        field = _FIELDS[type(media_io)]
+        raise VLLMValidationError(f"`{field}` is not taken on this route", parameter=field)
+
+    def _assert_url_in_allowed_media_domains(self, url_spec: Any) -> None:
+        """Leave the check to `Downloader`, whose message does not list the hosts."""
 
     async def fetch_video_async(self, video_url: str, **options: Any) -> Any:
         try:
@@ -129,6 +155,8 @@ class _ImageConnector(BoundedConnector):
             return await self._load(url, media_io, fetch_timeout)
         except DownloadFailed as error:
             raise UnusableImage("fetch", str(error)) from None
+        except VLLMClientError:  # The URL has a host that no URL can have.
+            raise UnusableImage("content", "must be an http, https or data URL") from None
         except InvalidRequest as error:
             raise UnusableImage("base64" if isinstance(error, _NoBase64) else "content", error.message) from None
 
@@ -194,7 +222,7 @@ def _own_errors() -> Iterator[None]:
     except NotImplementedError:  # of a data URL; 501 in vLLM
         raise _NoBase64("must be base64: data:<type>;base64,<data>") from None
     except (RuntimeError, ValueError) as error:  # of a URL that vLLM does not take, or not without an option
-        raise InvalidRequest(f"cannot be loaded: {error}") from None
+        raise InvalidRequest(f"cannot be loaded: {str(error)[:_SHOWN]}") from None
 
 
 @contextlib.contextmanager
@@ -202,6 +230,10 @@ def _decoding() -> Iterator[None]:
     """Turn every error of a decoder into InvalidRequest: a broken file may raise anything."""
     try:
         yield
+    except VLLMValidationError as error:
+        if error.parameter == "audio_filesize_mb":
+            raise InvalidRequest(_SOUND_TOO_LARGE) from None
+        raise
     except (RequestError, VLLMClientError, MemoryError):
         raise
     except ImportError:
@@ -303,7 +335,7 @@ class _BoundedLoader:
 
     @classmethod
     def read_frames(cls, cap: Any, frame_idx: list[int], total_frames_num: int, **options: Any) -> Any:
-        capture = _Capture(cap)
+        capture = _Capture(cap, cls.media)
         cls.media.add_frames(capture.width, capture.height, len(frame_idx))
         cls.counted = True
         loader: Any = super()
@@ -311,10 +343,13 @@ class _BoundedLoader:
 
 
 class _Capture:
-    """OpenCV's capture of a video, whose frames may not be larger than its header says."""
+    """OpenCV's capture of a video, whose frames may not be larger than its header says.
 
-    def __init__(self, capture: Any) -> None:
-        self._capture = capture
+    It decodes each frame up to the last that is wanted.
+    """
+
+    def __init__(self, capture: Any, media: RequestMedia) -> None:
+        self._capture, self._media = capture, media
         self.width, self.height = (
             int(capture.get(side)) for side in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT)
         )
@@ -322,8 +357,13 @@ class _Capture:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._capture, name)
 
+    def grab(self) -> bool:
+        self._media.check_decoding()
+        grabbed: bool = self._capture.grab()
+        return grabbed
+
     def read(self) -> tuple[bool, Any]:
-        return self.retrieve() if self._capture.grab() else (False, None)
+        return self.retrieve() if self.grab() else (False, None)
 
     def retrieve(self) -> tuple[bool, Any]:
         done, frame = self._capture.retrieve()
@@ -346,5 +386,14 @@ class _Connection(HTTPConnection):  # type: ignore[misc]
         )
 
     async def async_get_bytes(self, url: str, **options: Any) -> bytes:
-        async with self._media.downloads:
-            return await self._downloader.fetch(url, options["timeout"], self._media.add_download)
+        most, received = options.get("max_bytes"), 0  # vLLM limits sounds alone.
+
+        def count(size: int) -> None:
+            nonlocal received
+            received += size
+            if most is not None and received > most:
+                raise InvalidRequest(_SOUND_TOO_LARGE)
+            self._media.add_download(size)
+
+        async with self._media.download():
+            return await self._downloader.fetch(url, options["timeout"], count)

@@ -92,10 +92,14 @@ class Downloader:
         Raises:
             DownloadFailed: The host cannot be reached, or refuses.
         """
-        target = URL(url)
-        if target.scheme not in ("http", "https") or not target.host:
+        try:
+            target = URL(url)
+            host = target.host
+        except ValueError:  # The host is not one of DNS.
+            host = None
+        if not host or target.scheme not in ("http", "https"):
             raise DownloadFailed("must be an http, https or data URL")
-        if self._domains and target.host not in self._domains:
+        if self._domains and host not in self._domains:
             raise DownloadFailed("must be from one of the hosts of option.allowed_media_domains")
         for attempt in range(self._attempts):
             last = attempt + 1 == self._attempts

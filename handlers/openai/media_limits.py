@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
+from collections.abc import AsyncIterator
 
 from engines.errors import InvalidRequest, Overloaded
 from engines.model_settings import ModelSettings
@@ -14,6 +17,7 @@ _FRAME_BYTES = 3  # A video is an array of RGB.
 # Indices of a video's frames are listed before any frame is decoded. This is nine hours at 30 frames a second.
 MOST_FRAMES = 1_000_000
 _MOST_DOWNLOADS = 100  # At a time, as in vLLM.
+_MOST_OWN_DOWNLOADS = 10  # Of one request, so that hosts that do not answer do not take all places.
 
 
 class MediaMemory:
@@ -36,7 +40,9 @@ class RequestMedia:
     """
 
     def __init__(self, memory: MediaMemory) -> None:
-        self._memory, self.settings, self.downloads = memory, memory.settings, memory.downloads
+        self._memory, self.settings, self._downloads = memory, memory.settings, memory.downloads
+        self._own_downloads = asyncio.Semaphore(_MOST_OWN_DOWNLOADS)
+        self._decode_until = 0.0  # By `time.monotonic`. 0 until a video is decoded.
         self._pixels = self._downloaded = self._held = 0
         self._closed = False
 
@@ -47,6 +53,25 @@ class RequestMedia:
     def add_frames(self, width: int, height: int, count: int) -> None:
         """Count frames of a video, before they are decoded."""
         self._add_pixels(width * height, count, f"a video of {width}x{height}", _FRAME_BYTES)
+
+    @contextlib.asynccontextmanager
+    async def download(self) -> AsyncIterator[None]:
+        """Take a place for a download."""
+        async with self._own_downloads, self._downloads:
+            yield
+
+    def check_decoding(self) -> None:
+        """Check that a video may still be decoded. To be called before each frame, in the video's thread.
+
+        Raises:
+            InvalidRequest: The request has ended, or its videos take too long.
+        """
+        limit, now = self.settings.predict_timeout, time.monotonic()
+        self._decode_until = self._decode_until or now + limit
+        if self._closed:
+            raise InvalidRequest("the request has ended")
+        if now > self._decode_until:
+            raise InvalidRequest(f"takes longer than {limit:g} s to decode (option.predict_timeout)")
 
     def add_download(self, size: int) -> None:
         """Count bytes that a URL has sent."""

@@ -533,7 +533,7 @@ def answer_stumbling_readers(app: FastAPI) -> None:
         refusal = create_error_response(error)
         return JSONResponse(refusal.model_dump(), refusal.error.code)
 
-    for kind in (AttributeError, TypeError, KeyError, IndexError):
+    for kind in (AttributeError, TypeError, KeyError, IndexError, RecursionError):
         app.add_exception_handler(kind, refuse)
 
 

@@ -31,4 +31,5 @@ def with_marks(inputs: str, mark: Callable[[int], str]) -> tuple[str, tuple[str,
         urls.append(url)
         return mark(len(urls))
 
-    return _IMAGE.sub(marked, inputs), tuple(urls)
+    end = inputs.rfind(")") + 1  # For a bracket that does not come, each `![](` would be searched to the end.
+    return _IMAGE.sub(marked, inputs[:end]) + inputs[end:], tuple(urls)

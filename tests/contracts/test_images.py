@@ -36,7 +36,9 @@ def test_tgis_markdown_stays_text_for_a_model_without_images(path: str) -> None:
     assert (exchange.requests[0].prompt, exchange.images) == (f"Is ![]({URL}) a cat?", ())
 
 
-@pytest.mark.parametrize("inputs", [f"![a]({URL})", f"[]({URL})", "![](", f"!({URL})", f"![ ]({URL})", "!\\[]()"])
+@pytest.mark.parametrize(
+    "inputs", [f"![a]({URL})", f"[]({URL})", "![](", f"!({URL})", f"![ ]({URL})", "!\\[]()", "![](" * 100_000]
+)
 def test_other_markdown_is_text(inputs: str) -> None:
     assert with_marks(inputs, numbered) == (inputs, ())
 

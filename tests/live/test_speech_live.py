@@ -144,6 +144,7 @@ def test_the_calls_are_counted(whisper: Server) -> None:
         (SOUND, {"response_format": "srt"}, None, "Currently only support response_format: "),
         (SOUND, {"stream": "true", "response_format": "verbose_json"}, None, "doesn't support streaming"),
         (SOUND, {"temperature": "hot"}, "body.temperature", "validation error"),
+        (SOUND, {"vllm_xargs": "[" * 100_000}, None, "the body has a value that cannot be used"),
         (SOUND, {"temperature": "-1"}, "temperature", "temperature must be non-negative"),
         (silence(601), {}, "file", "`file` cannot be decoded: Audio exceeds maximum allowed duration of 600s"),
         (bytes(27 << 20), {}, "file", "`file` may have 25 MiB (VLLM_MAX_AUDIO_CLIP_FILESIZE_MB)"),

@@ -199,7 +199,9 @@ async def test_other_hosts_than_the_allowed_ones_are_not_asked() -> None:
         assert host.requests == []
 
 
-@pytest.mark.parametrize("url", ["ftp://a/b", "gopher://a", "http://", "http:///x", "/x", "file:///etc/passwd"])
+@pytest.mark.parametrize(
+    "url", ["ftp://a/b", "gopher://a", "http://", "http:///x", "/x", "file:///etc/passwd", "http://xn--a/x"]
+)
 @pytest.mark.asyncio
 async def test_other_urls_are_refused(url: str) -> None:
     assert await failure(url, Downloader(LOOPBACK, [])) == "must be an http, https or data URL"

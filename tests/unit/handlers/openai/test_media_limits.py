@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from engines.errors import InvalidRequest, Overloaded
 from engines.model_settings import ModelSettings
 from handlers.openai.media_limits import MediaMemory, RequestMedia
+from tests.waiting import until
 
 SETTINGS = ModelSettings(name="model", model_dir=Path("."), model_id="m")
 MIB = 1 << 20
@@ -51,6 +53,36 @@ def test_downloads_of_a_request_are_counted_together() -> None:
     media.add_download(MIB)
     with pytest.raises(InvalidRequest, match=r"at most 2 MiB are fetched for a request"):
         media.add_download(1)
+
+
+def test_a_video_has_a_time_to_be_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    media = RequestMedia(MediaMemory(replace(SETTINGS, predict_timeout=30.0)))
+    media.check_decoding()
+    now = 130.0
+    media.check_decoding()
+    now = 130.5
+    with pytest.raises(InvalidRequest, match=r"takes longer than 30 s to decode \(option\.predict_timeout\)"):
+        media.check_decoding()
+
+
+@pytest.mark.asyncio
+async def test_a_request_takes_only_some_of_the_places_for_downloads() -> None:
+    memory = MediaMemory(SETTINGS)
+    first, second = RequestMedia(memory), RequestMedia(memory)
+    held: list[RequestMedia] = []
+
+    async def hold(media: RequestMedia) -> None:
+        async with media.download():
+            held.append(media)
+            await asyncio.Event().wait()
+
+    tasks = [asyncio.create_task(hold(media)) for media in (*[first] * 20, second)]
+    await until(lambda: second in held)
+    assert held.count(first) == 10
+    for task in tasks:
+        task.cancel()
 
 
 def test_requests_share_the_memory_until_the_engine_has_their_prompts() -> None:

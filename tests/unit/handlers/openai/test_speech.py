@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,15 @@ def test_a_form_larger_than_the_largest_file_is_refused_unread() -> None:
     with pytest.raises(InvalidParameter, match="`file` may have 2 MiB") as refused:
         check_form(form(bytes((3 << 20) + 1)), 2)
     assert refused.value.parameter == "file"
+
+
+@pytest.mark.parametrize("separator", [b"&", b";"])
+def test_a_long_form_that_can_have_no_file_is_refused_unread(separator: bytes) -> None:
+    check_form(form(separator * 1001), 25)
+    urlencoded = "application/x-www-form-urlencoded"
+    check_form(replace(form(separator * 1000), content_type=urlencoded), 25)
+    with pytest.raises(InvalidParameter, match="`file` must be a file in a form of the type multipart/form-data"):
+        check_form(replace(form(separator * 1001), content_type=urlencoded), 25)
 
 
 def test_an_adapter_outside_of_the_form_is_refused() -> None:
