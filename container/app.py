@@ -21,7 +21,7 @@ from container.contract_routes import contract_http_routes
 from container.health import ping
 from container.http.cross_site import KnownHosts
 from container.http.refusals import front_end_refusal
-from container.http.request_head import KEY_SALT, RequestHead
+from container.http.request_head import KEY_SALT, LONGEST_PATH, RequestHead
 from container.http.route import AppState, FixedReplyRoute, HttpCounts, HttpRoute
 from container.http.router import ANY_METHOD, Application, Mount, Router
 from container.invocations import InvocationsRoute
@@ -140,7 +140,9 @@ class _NotFoundRoute(HttpRoute):
         for contract in CONTRACTS:
             if contract.prefix and contract.not_found and path.startswith(contract.prefix):
                 return contract.not_found(Call(body=b"", request_id="", method=head.method, path=path))
-        return front_end_reply(404, "ResourceNotFoundException", f"Requested resource is not found: {path}")
+        return front_end_reply(
+            404, "ResourceNotFoundException", f"Requested resource is not found: {path[:LONGEST_PATH]}"
+        )
 
 
 class _WrongMethodRoute(HttpRoute):

@@ -18,6 +18,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 LEAST_RATE = 1024  # The lowest average rate of a body after `GRACE_SECONDS`, in bytes per second.
 GRACE_SECONDS = 60.0
+_MOST_DIGITS = 20  # Python takes no numbers of thousands of digits.
 UNCOUNTED = 64 * 1024  # Bodies of up to this many bytes are not counted in `BodyMemory`.
 
 
@@ -51,6 +52,12 @@ class BodyMemory:
     def give_back(self, size: int) -> None:
         """Release `size` bytes."""
         self.used -= size
+
+
+def announced_size(headers: Mapping[bytes, bytes]) -> int:
+    """Return the size in `Content-Length`. 0 if there is none."""
+    digits = headers.get(b"content-length", b"").lstrip(b"0")[:_MOST_DIGITS]
+    return int(digits) if digits.isdigit() else 0
 
 
 class BodyReader:
@@ -93,8 +100,7 @@ class BodyReader:
             BodyTimeout: The body came too slowly, or the wait was ended.
             Overloaded: The memory for bodies is used up.
         """
-        announced = headers.get(b"content-length", b"")
-        if announced.isdigit() and int(announced) > limit:
+        if announced_size(headers) > limit:
             raise _too_large(limit)
         if (whole := received_body(receive)) is not None:
             self._check_size(len(whole), limit)

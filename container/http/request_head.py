@@ -18,6 +18,7 @@ INFERENCE_ID = (
     b"x-amzn-sagemaker-inference-id"  # SageMaker's header for a client's id. The configured header goes first.
 )
 KEY_SALT = "slipway.key_salt"  # The key in an ASGI scope for the salt of the call's API key.
+LONGEST_PATH = 1024  # Bytes of a path that the log and errors show.
 _ACCEPTABLE = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 # Headers that LMI's documentation writes in lower case.
 _LOWER = ("x-request-id", "x-synchronous", "x-starting-token", "x-next-token", "x-max-items", "x-priority")

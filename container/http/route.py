@@ -12,12 +12,12 @@ from collections import defaultdict
 from dataclasses import replace
 
 from container.error_rates import CLIENT_GONE, ErrorRates
-from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader, Receive
+from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader, Receive, announced_size
 from container.http.cross_site import KnownHosts
 from container.http.disconnect import ClientGone, DisconnectWatch
 from container.http.refusals import connection_headers, front_end_refusal
 from container.http.reply import Headers, HttpReply, OpenStreams, RetryAfter, Send
-from container.http.request_head import RequestHead, Scope
+from container.http.request_head import LONGEST_PATH, RequestHead, Scope
 from container.http.uvicorn_protocol import BREAK_OFF
 from container.logs import access_log
 from container.models.registry import Model, Models
@@ -177,7 +177,7 @@ class HttpRoute:
         if state.error_rates.limited and state.models.loaded:  # While models load, refusals do not count as errors.
             state.error_rates.count(status)
         # Queries, prompts and answers are never logged. The path is logged encoded: decoded, it may have line ends.
-        path = scope["raw_path"].decode("ascii", "backslashreplace")
+        path = scope["raw_path"][:LONGEST_PATH].decode("ascii", "backslashreplace")
         size = reply.bytes_sent
         access_log.add(f"{scope['method']} {path} {status} {seconds * 1000:.1f} ms {size} bytes", head.request_id)
 
@@ -280,5 +280,4 @@ def _shown(body: bytes) -> str:
 
 
 def _is_long(headers: dict[bytes, bytes]) -> bool:
-    length = headers.get(b"content-length", b"")
-    return length.isdigit() and int(length) > UNCOUNTED
+    return announced_size(headers) > UNCOUNTED

@@ -113,7 +113,9 @@ class CorkedTransport:
         return self.lingering or self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """Keep the data until the end of this turn."""
+        """Keep the data until the end of this turn. Nothing is written after `close`."""
+        if self.lingering:
+            return
         if not self._pieces:
             self._cork.add(self.flush)
         self._pieces.append(data)

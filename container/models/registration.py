@@ -15,6 +15,7 @@ from container.models.life_cycle import Lifecycle, State, until_none
 from container.models.loads import LoadFailed, Loads
 from container.models.memory import OutOfMemory, free_memory
 from container.models.registry import AlreadyRegistered, Model, Models
+from container.settings.properties import FILE_NAME
 from container.settings.settings import ServerSettings, Settings
 from container.settings.values import Value
 from container.sources.location import SETTINGS_SECONDS, name_of_url
@@ -113,8 +114,8 @@ class Registrar:
             raise AlreadyRegistered(f"Model {name} is already registered.")
         settings = await self._read(name, order)
         self._check_running()
-        for warning in settings.warnings:  # every model repeats the warnings about the environment
-            if warning not in self._said:
+        for warning in settings.warnings:  # Every model repeats the warnings about the environment.
+            if FILE_NAME in warning or warning not in self._said:
                 self._said.add(warning)
                 logger.warning("model %s: %s", name, warning)
         model = Model(Lifecycle(settings), order.url, order.version, at_startup=False)

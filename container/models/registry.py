@@ -110,14 +110,15 @@ class Models:
         Args:
             name: The name of the model.
             version: The version. None for all.
-            exact: A model without versions does not count as any version.
+            exact: A model without a version does not count as a version that is missing.
 
         Raises:
             UnknownModel: The server has no such model or version.
         """
         found = [model for (known, _), model in self._models.items() if known == name]
         if version is not None:
-            found = [model for model in found if model.version == version or (model.version is None and not exact)]
+            without = [] if exact else [model for model in found if model.version is None]
+            found = [model for model in found if model.version == version] or without
         if found:
             return found
         named = name if version is None else f"{name}:{version}"

@@ -352,7 +352,7 @@ def _one_of_several(
 _WORD = r"[A-Za-z0-9_.-]"
 # An entry of SERVING_LOAD_MODELS: `[<name>:<version>:<engine>:<devices>]=<url>`.
 _LISTED = re.compile(
-    rf"(?:\[?(?P<name>{_WORD}+)(?::(?P<version>{_WORD}*))?(?::(?P<engine>\w*))?(?::(?P<devices>[^\]=]*))?\]?=)?(?P<url>.+)"
+    rf"(?:\[?(?P<name>{_WORD}+)(?::(?P<version>{_WORD}*))?(?::(?P<engine>\w*))?(?::(?P<devices>[^\]=/]*))?\]?=)?(?P<url>.+)"
 )
 
 

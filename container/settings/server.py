@@ -42,6 +42,7 @@ SAGEMAKER_METADATA = Path("/opt/ml/.sagemaker_infra/endpoint-metadata.json")  # 
 _ON_SAGEMAKER = {"request_id_header_key": "X-Amzn-SageMaker-Inference-Id", "console": "false"}
 _ADDRESS = re.compile(r"http://(\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9_.-]+))(:(?P<port>[0-9]{1,5}))?/?")
 _DEFAULT_PORT = "80"
+_LARGEST_PORT = 65535
 _NO_KEYS = "SageMaker passes no key on to the container; IAM decides who may call the endpoint"
 _TLS = "let a proxy in front of the container do TLS"
 
@@ -51,7 +52,10 @@ def address(text: str) -> tuple[str, str]:
     match = _ADDRESS.fullmatch(text.strip())
     if match is None:
         raise ValueError(text)
-    return match["v6"] or match["host"], match["port"] or _DEFAULT_PORT
+    port = match["port"] or _DEFAULT_PORT
+    if not 1 <= int(port) <= _LARGEST_PORT:
+        raise ValueError(text)
+    return match["v6"] or match["host"], port
 
 
 _HTTP_ADDRESS = checked(address, "http://host:port, without TLS")

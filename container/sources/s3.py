@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import re
 import threading
 import weakref
 import zlib
@@ -39,8 +40,12 @@ WEIGHTS = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".onnx", ".tar", ".gz", ".tgz", ".zip"}
 )
 _MAX_SETTINGS_BYTES = 32 << 20  # A larger file counts as weights, even if its name has none of these suffixes.
-# Suffixes of weights that engines do not load if `*.safetensors` are beside them.
-_DUPLICATES = frozenset({".bin", ".pt", ".pth", ".h5", ".msgpack", ".ckpt"})
+# Files that engines do not load if `*.safetensors` are beside them: the weights in other forms, by the names of
+# transformers, diffusers, PEFT and Llama's repositories, and the state of a training. Others may be parts of a model.
+_DUPLICATES = re.compile(
+    r"(diffusion_)?pytorch_model[-\w]*\.bin|tf_model[-\w]*\.h5|flax_model[-\w]*\.msgpack|consolidated[-.\w]*\.pth"
+    r"|adapter_model\.bin|optimizer\.(pt|bin)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +95,11 @@ def selected(files: Iterable[RemoteFile]) -> tuple[RemoteFile, ...]:
 
 
 def _is_duplicate(path: PurePosixPath, with_safetensors: set[str]) -> bool:
-    if path.suffix.lower() in _DUPLICATES and str(path.parent) in with_safetensors:
-        return True
-    # Llama's repositories have a second copy of the weights in `original/`.
-    return any(parent.name == "original" and str(parent.parent) in with_safetensors for parent in path.parents)
+    if _DUPLICATES.fullmatch(path.name) is None:
+        return False
+    # Llama's repositories have the second copy in `original/`.
+    places = (path.parent, path.parent.parent) if path.parent.name == "original" else (path.parent,)
+    return any(str(place) in with_safetensors for place in places)
 
 
 class S3Folder:
@@ -198,9 +204,9 @@ class S3Folder:
         try:
             download.result()
             expected = None if algorithm is None else self._checksum(file, algorithm)
-        except OSError:
-            raise
         except Exception as error:
+            if isinstance(error, OSError) and not _is_botocores(error):
+                raise
             raise self._explained(error, file.path) from error
         if algorithm is None or expected is None:
             return
@@ -281,6 +287,13 @@ def s3_client() -> S3Client:
         raise SourceError(str(error)) from error
     client.meta.events.register("after-call.s3.GetObject", _close_with_body)
     return client
+
+
+def _is_botocores(error: OSError) -> bool:
+    """Return True for an error of the network: some of botocore's are OSErrors, too."""
+    from botocore.exceptions import BotoCoreError
+
+    return isinstance(error, BotoCoreError)
 
 
 def _close_with_body(parsed: dict[str, Any], **_: Any) -> None:

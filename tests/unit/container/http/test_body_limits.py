@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader
+from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader, announced_size
 from container.http.reply import HttpReply
 from container.http.route import AppState, HttpCounts, HttpRoute
 from container.models.life_cycle import State
@@ -55,6 +55,11 @@ async def test_short_bodies_are_not_counted() -> None:
     reader = BodyReader(of_all)
     assert await read(reader, Sender([b"x" * UNCOUNTED])) == b"x" * UNCOUNTED
     assert of_all.used == 0
+
+
+@pytest.mark.parametrize(("text", "size"), [(b"", 0), (b"0" * 5000 + b"2", 2), (b"9" * 5000, 10**20 - 1), (b"x", 0)])
+async def test_a_length_may_have_any_number_of_digits(text: bytes, size: int) -> None:
+    assert announced_size({b"content-length": text}) == size
 
 
 async def test_a_body_of_unknown_length_may_have_the_limit_and_not_a_byte_more() -> None:

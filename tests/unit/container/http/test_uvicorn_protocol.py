@@ -675,6 +675,23 @@ async def test_a_body_that_cannot_be_read_is_answered_at_once() -> None:
         assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.1 400 ")
 
 
+async def test_a_reply_that_comes_after_a_refusal_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    replied = asyncio.Event()
+
+    async def at_once(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+        replied.set()
+
+    async with connected(at_once) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n")
+        reply = await asyncio.wait_for(reader.read(), 60)
+        await replied.wait()
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    assert b"404" not in reply
+    assert "broken off" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("head", "reason"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import socket
 import threading
 import time
@@ -108,3 +109,25 @@ async def test_warnings_of_its_settings_are_logged_once(tmp_path: Path, caplog: 
                 assert (await api.register(name)).status_code == 200
     (warning,) = [record.message for record in caplog.records if record.name == "container.models.registration"]
     assert warning.startswith("model a: NUM_SHARD")
+
+
+async def test_warnings_of_a_models_own_settings_are_logged_for_each_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(ECHO, tmp_path / "m")
+    (tmp_path / "m" / "serving.properties").write_text("minWorkers=2\nmaxWorkers=1\n")
+    async with serving() as api:
+        with caplog.at_level(logging.WARNING, "container.models.registration"):
+            for name in "ab":
+                assert (await api.register(name, str(tmp_path / "m"))).status_code == 200
+    said = [record.message for record in caplog.records if record.name == "container.models.registration"]
+    assert [text[:8] for text in said] == ["model a:", "model b:"]
+
+
+async def test_a_version_that_is_there_is_the_only_one_that_answers() -> None:
+    async with serving("a") as api:
+        await api.registrar.start()
+        assert api.models.choose("a", "2").version is None, "the model without a version stands in"
+        assert (await api.register("a", model_version="2")).status_code == 200
+        assert {api.models.choose("a", "2").version for _ in range(4)} == {"2"}
+        assert {api.models.choose("a").version for _ in range(4)} == {None, "2"}

@@ -680,9 +680,10 @@ def test_a_management_address_that_is_the_servers_own_is_accepted(model_dir: Pat
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0:8080", "unix:/tmp/x", "http://:80", "http://h:port", "http://h:99999"])
-def test_a_wrong_address_is_a_problem(model_dir: Path, text: str) -> None:
-    (problem,) = problems(model_dir, environ={"SERVING_INFERENCE_ADDRESS": text})
-    assert "environment: SERVING_INFERENCE_ADDRESS" in problem
+@pytest.mark.parametrize("name", ["SERVING_INFERENCE_ADDRESS", "SERVING_MANAGEMENT_ADDRESS"])
+def test_a_wrong_address_is_a_problem(model_dir: Path, name: str, text: str) -> None:
+    (problem,) = problems(model_dir, environ={name: text})
+    assert f"environment: {name}" in problem
 
 
 def test_a_token_is_neither_in_entries_nor_in_problems(model_dir: Path) -> None:

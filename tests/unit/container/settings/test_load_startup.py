@@ -83,6 +83,8 @@ def test_a_list_has_names_versions_engines_and_urls(tmp_path: Path) -> None:
     assert "there is no such directory" in problem(None, {"SERVING_LOAD_MODELS": "x=/no/such"})
     assert "there is no such directory" in problem(None, {"SERVING_LOAD_MODELS": f"x=/{'a' * 300}"}), "too long a name"
     assert "engine" in problem(None, {"SERVING_LOAD_MODELS": f"x:1:TensorFlow={a}"})
+    run = model(tmp_path / "run=5" / "m")
+    assert names(load_startup(None, {"SERVING_LOAD_MODELS": f"file://{run}"}, {})) == ["m"]
 
 
 @pytest.mark.parametrize("text", ["{}, ", ",{}", "\n{},,"])

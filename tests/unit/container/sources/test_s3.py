@@ -17,7 +17,10 @@ def test_a_path_stays_below_its_directory_or_is_refused(text: str) -> None:
     assert not {"", ".", ".."} & set(parts)
 
 
-@given(st.lists(st.sampled_from(["a.safetensors", "a.bin", "x/a.bin", "x/b.safetensors", "c.json", "original/p.pth"])))
+_PATHS = ["a.safetensors", "pytorch_model.bin", "x/pytorch_model-1.bin", "x/b.safetensors", "c.json"]
+
+
+@given(st.lists(st.sampled_from([*_PATHS, "original/consolidated.00.pth", "optimizer.pt"])))
 def test_whatever_is_left_out_is_there_in_another_form(paths: list[str]) -> None:
     files = [RemoteFile(path, 1, "v") for path in set(paths)]
     chosen = {file.path for file in selected(files)}
@@ -25,3 +28,10 @@ def test_whatever_is_left_out_is_there_in_another_form(paths: list[str]) -> None
         folder = "" if path.startswith("original/") else path.rpartition("/")[0]
         assert any(one.endswith(".safetensors") and one.rpartition("/")[0] == folder for one in chosen)
     assert {path for path in paths if path.endswith((".json", ".safetensors"))} <= chosen
+
+
+def test_files_that_may_be_further_parts_of_a_model_are_fetched() -> None:
+    parts = ["sparse_linear.pt", "mask_embedding.pt", "voice.bin", "original/params.json", "original/own.pt"]
+    copies = ["pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "original/consolidated.00.pth"]
+    files = [RemoteFile(path, 1, "v") for path in ("model.safetensors", *parts, *copies)]
+    assert {file.path for file in selected(files)} == {"model.safetensors", *parts}
