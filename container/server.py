@@ -295,6 +295,7 @@ class Process:
             host, port = address(startup.server.management_address)
             self.listeners.append((http_server(applications.management), host, int(port)))
         self.exit_code = EXIT_OK
+        self._loading: asyncio.Task[None] | None = None
         self._unfinished = False  # An engine was still being started when it was given up.
         self._stopping: asyncio.Task[None] | None = None
 
@@ -304,10 +305,10 @@ class Process:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        loading = asyncio.create_task(self._load())
+        self._loading = asyncio.create_task(self._load())
         listeners = zip(self.listeners, sockets, strict=True)
         await asyncio.gather(*(server.serve([listener]) for (server, _, _), listener in listeners))
-        loading.cancel()
+        self._loading.cancel()
         if self._stopping is not None:
             await self._stopping
         await self.server.drain_mounts(0.0)
@@ -326,6 +327,7 @@ class Process:
             logger.critical("the model cannot be served: %s", error if known else "internal error", exc_info=not known)
             self.exit_code = EXIT_FAILED_TO_START
             await asyncio.sleep(_FAILED_SECONDS)  # /ping says why, as LMI's does
+            await self.server.models.drain(self._settings.drain_timeout)  # Other models may have calls.
             self._end()
         else:
             await self.watch()
@@ -338,10 +340,11 @@ class Process:
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
-        starting = self.server.models.starting
-        if self._stopping is not None or starting:
+        models = self.server.models
+        nothing_runs = models.starting and not models.loaded
+        if self._stopping is not None or nothing_runs:
             logger.warning("%s: ending at once", name)
-            self._end_now(EXIT_OK if starting else 128 + number)
+            self._end_now(EXIT_OK if nothing_runs else 128 + number)
         drain = self._settings.drain_timeout
         logger.info("%s: draining for at most %g s", name, drain)
         # A thread: no step that hangs can put it off.
@@ -365,6 +368,8 @@ class Process:
     async def _drain(self) -> None:
         try:
             self._unfinished = self.server.loading
+            if self.server.models.starting and self._loading is not None:
+                self._loading.cancel()
             await self.server.drain()
             self._unfinished |= self.server.loading
             await self.server.stop()

@@ -50,14 +50,25 @@ class EngineRestarts:
             "model %s: %s; %s; the engine is started again in %g s (%d of %d within %g minutes)",
             *(model.title, reason, status, pause, recent + 1, most, WINDOW_SECONDS / 60),
         )
-        self._loads.begin(model, self._restart(model, pause))
+        self._loads.begin(model, self._restart(model, reason, pause))
         return True
 
-    async def _restart(self, model: Model, pause: float) -> None:
+    async def _restart(self, model: Model, reason: str, pause: float) -> None:
         await asyncio.sleep(pause)
-        async with self._loads.one_at_a_time:
-            try:
+        # Calls do not wait longer than that.
+        late = asyncio.get_running_loop().call_later(model.lifecycle.model.predict_timeout, _is_late, model, reason)
+        try:
+            async with self._loads.one_at_a_time:
+                late.cancel()
                 await model.lifecycle.restart(self._loads.place)
-            except EngineStartError as error:
-                raise LoadFailed(f"model {model.name}: the engine cannot be started again: {error}") from None
+        except EngineStartError as error:
+            raise LoadFailed(f"model {model.name}: the engine cannot be started again: {error}") from None
+        finally:
+            late.cancel()
         logger.info("model %s: the engine is there again", model.title)
+
+
+def _is_late(model: Model, reason: str) -> None:
+    """Count a model as failed, because its restart waits too long for the load of another model."""
+    model.lifecycle.fail(f"{reason}; it is started again when another model is loaded")
+    logger.error("model %s: its restart waits for the load of another model; /ping now answers 500", model.title)

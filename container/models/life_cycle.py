@@ -152,6 +152,7 @@ class Lifecycle:
         if (engine := self._waiting_engine) is not None:
             try:
                 await engine.restart()
+                self._is_back()
                 return
             except EngineStartError as error:
                 if self.stage is State.DRAINING:
@@ -177,6 +178,9 @@ class Lifecycle:
                 await service.stop()
                 raise
         self._serve(service)
+        self._is_back()
+
+    def _is_back(self) -> None:
         if self.stage is State.FAILED:
             self.stage, self._failure = State.READY, ""
 

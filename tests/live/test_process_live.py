@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -239,6 +240,36 @@ def test_ping_is_not_200_before_the_model_generates_and_a_stop_while_loading_is_
     finally:
         server.stop()
         temporary.cleanup()
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "failure"])
+def test_calls_of_a_loaded_model_end_well_if_another_is_still_loading(tmp_path: Path, end: str) -> None:
+    handlers = Path(__file__).parents[1] / "fixtures" / "handlers"
+    shutil.copytree(handlers / "slow", tmp_path / "first")
+    shutil.copytree(handlers / "slow", tmp_path / "second")
+    gate, opened = tmp_path / "gate", tmp_path / "opened"
+    (tmp_path / "second" / "model.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.02)\nraise OSError('broken')\n"
+    )
+    (tmp_path / "second" / "serving.properties").write_text("option.entryPoint=model.py\n")
+    environment = {"SERVING_LOAD_MODELS": f"first={tmp_path / 'first'},second={tmp_path / 'second'}"}
+    server = Server(None, tmp_path / "server.log", environment, name=None)
+    try:
+        wait_until(lambda: "model first is ready" in server.log_text(), START_SECONDS)
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(server.client.post, "/predictions/first", content=str(opened))
+            server.wait_for_metric("slipway_open_requests", 1)
+            if end == "SIGTERM":
+                server.process.send_signal(signal.SIGTERM)
+                wait_until(lambda: server.ping() == 503)
+            else:
+                gate.touch()
+                wait_until(lambda: "cannot be served" in server.log_text())
+            opened.touch()
+            assert call.result().status_code == 200, call.result().text
+        assert server.process.wait(60) == (0 if end == "SIGTERM" else 1), server.log_text()
+    finally:
+        server.stop()
 
 
 def shared_memory(server: Server) -> set[Path]:

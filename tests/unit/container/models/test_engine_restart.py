@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,6 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from container.models import engine_restart
+from container.models.engine_restart import EngineRestarts
+from container.models.loads import Loads
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
@@ -80,6 +83,27 @@ async def test_a_model_whose_calls_wait_has_not_failed_and_old_restarts_do_not_c
     assert life.reasons == []
     assert "calls wait for it; the engine is started again in 0.01 s (1 of 1 within 10 minutes)" in caplog.text
     assert not registrar.engine_restarts.begin(model, "the engine has died")
+
+
+@pytest.mark.asyncio
+async def test_a_model_whose_restart_waits_for_another_load_longer_than_its_calls_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_restart, "LONGEST_PAUSE_SECONDS", 0.01)
+    life: Any = Failed()
+    life.waits, life.attempts = True, 1
+    life.model = replace(life.model, predict_timeout=0.05)
+    model = Model(life, "m")
+    loads = Loads(lambda: ())
+    restarts = EngineRestarts(Models([model]), ServerSettings(engine_restart=2), loads)
+    async with loads.one_at_a_time:
+        assert restarts.begin(model, "the engine has died")
+        await until(lambda: bool(life.reasons))
+        assert life.attempts == 1
+    await until(lambda: not loads.running)
+    assert life.reasons == ["the engine has died; it is started again when another model is loaded"]
+    assert life.attempts == 2
+    assert not loads.one_at_a_time.locked()
 
 
 @pytest.mark.asyncio
