@@ -15,6 +15,7 @@ from djl_python.np_util import to_nd_list, to_npz
 from djl_python.pair_list import PairList
 
 StreamFormatter = Callable[[Any], Any]
+_NO_ITEM = object()  # No stream has it.
 
 
 class _JsonEncoder(json.JSONEncoder):
@@ -161,7 +162,10 @@ class Output:
 
     def stream_chunks(self) -> Iterator[bytes]:
         """Yield the bytes of each streamed item. Exceptions of the iterator and of the formatter pass through."""
-        for item in self.stream_content or ():
+        content: Any = self.stream_content or ()
+        if not hasattr(content, "__iter__"):  # LMI needs no more than `next`.
+            content = iter(content.__next__, _NO_ITEM)
+        for item in content:
             yield self.encode_value(self.stream_output_formatter(item) if self.stream_output_formatter else item)
 
     def finalize(self, finalize_function: Callable[..., Any], *args: Any) -> Self:

@@ -102,11 +102,14 @@ class Lifecycle:
         try:
             return service.runtime.health()
         except Exception as error:
-            logger.critical(
-                "model %s: its health cannot be read; /ping now answers 500", self.model.name, exc_info=True
-            )
-            self.fail(f"the engine's health cannot be read: {error!r}")
-            return EngineHealth(alive=False, reason=self._failure)
+            reason = f"the engine's health cannot be read: {error!r}"
+            if self._failure != reason:
+                logger.critical(
+                    "model %s: its health cannot be read; /ping now answers 500", self.model.name, exc_info=True
+                )
+            self.fail(reason)
+            self._failure = reason
+            return EngineHealth(alive=False, reason=reason)
 
     @property
     def short_of_workers(self) -> bool:

@@ -69,6 +69,20 @@ def test_the_default_formatter_of_a_stream_makes_escaped_json_lines() -> None:
     assert list(output.stream_chunks()) == [b'{"outputs": ["\\u00e9", "b"]}\n']
 
 
+def test_a_stream_may_be_an_object_with_next_alone() -> None:
+    class Countdown:
+        left = 2
+
+        def __next__(self) -> str:
+            if not self.left:
+                raise StopIteration
+            self.left -= 1
+            return str(self.left)
+
+    stream: Any = Countdown()
+    assert [*Output().add_stream_content(stream, None).stream_chunks()] == [b"1", b"0"]
+
+
 def test_a_stream_that_fails_ends_with_the_errors_text() -> None:
     def failing() -> Iterator[str]:
         yield "a"

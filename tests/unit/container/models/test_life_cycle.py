@@ -123,6 +123,9 @@ async def test_a_model_whose_health_cannot_be_told_is_unhealthy_and_the_log_says
     reply = ping(Models([Model(life, str(life.model.model_dir))]), settings, ErrorRates({}, frozenset()))
     assert (reply.status, life.state) == (500, State.FAILED)
     assert life.reason == "the engine's health cannot be read: RuntimeError('no such process')"
+    await life.drain(0.0)
+    assert life.died_while_draining
+    assert life.died_while_draining
     (record,) = [record for record in caplog.records if record.levelname == "CRITICAL"]
     assert record.message == "model m: its health cannot be read; /ping now answers 500"
     assert record.exc_info is not None
