@@ -55,6 +55,9 @@ def replay(
     component: Annotated[
         str | None, typer.Option(help="Inference component of the SageMaker endpoint of --to.")
     ] = None,
+    against_component: Annotated[
+        str | None, typer.Option(help="Inference component of the SageMaker endpoint of --against.")
+    ] = None,
     region: Annotated[str | None, typer.Option(help="AWS's region.")] = None,
     profile: Annotated[str | None, typer.Option(help="AWS's profile.")] = None,
     other_model: Annotated[
@@ -81,13 +84,13 @@ def replay(
     paths = _paths(path_map or [])
     new_headers = _headers("--header", header) + _headers("--to-header", to_header)
     old_headers = _headers("--header", header) + _headers("--against-header", against_header)
-    connection = _Connection(region, profile, timeout, concurrency, component)
+    connection = _Connection(region, profile, timeout, concurrency)
     try:
         found = open_source(source, path, connection.s3)
     except SourceError as error:
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
-    new = connection.target("--to", to, new_headers, paths)
-    old = None if against is None else connection.target("--against", against, old_headers, {})
+    new = connection.target("--to", to, new_headers, paths, component)
+    old = None if against is None else connection.target("--against", against, old_headers, {}, against_component)
     options = {
         "source": source,
         "to": masked("", to),
@@ -121,12 +124,18 @@ class _Connection:
     profile: str | None
     timeout: float
     concurrency: int
-    component: str | None
 
     def s3(self) -> Any:
         return self._client("s3")
 
-    def target(self, option: str, name: str, headers: Sequence[tuple[str, str]], paths: Mapping[str, str]) -> Target:
+    def target(
+        self,
+        option: str,
+        name: str,
+        headers: Sequence[tuple[str, str]],
+        paths: Mapping[str, str],
+        component: str | None,
+    ) -> Target:
         """Return the target that an option names.
 
         Raises:
@@ -145,7 +154,6 @@ class _Connection:
         if headers:
             raise typer.BadParameter("SageMaker passes no headers on; leave out --header", param_hint=option)
         client = self._client("sagemaker-runtime")
-        component = self.component if option == "--to" else None
         return SageMakerTarget(client, name, self.timeout, self.concurrency, paths, component)
 
     def _client(self, service: str) -> Any:

@@ -7,8 +7,10 @@ all others together: servers may put one text into different numbers of records.
 
 from __future__ import annotations
 
+import base64
 import difflib
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -40,7 +42,8 @@ _WORD = re.compile(r"\s*\S+|\s+")
 _WORDS = 400  # Words of a text that count for the similarity. The time grows with the square.
 _SHOWN = 200
 _NEAR = 0.99  # The least cosine of equal vectors.
-_TOLERANCE = 0.02  # Of a score, beside rounding.
+_TOLERANCE = 0.02  # Of a score, relative to it.
+_LEAST = 0.001  # Smaller differences of scores do not count.
 # The words of each contract for the end of a text. Two words of one list are no difference if the texts differ.
 _REASONS = (
     frozenset(("length", "eos_token", "stop_sequence")),
@@ -407,10 +410,12 @@ class _Comparing:
             return  # TGI counts its records.
         elif self._is_message(where):
             self._add(Kind.ERROR_MESSAGE, where, str(old), str(new), is_text=True)
+        elif name == "embedding" and (vectors := _decoded(old, new)) is not None:
+            self._vectors(where, *vectors)
         elif isinstance(old, str) and key_of(where) in TEXTS:
             return  # Texts are compared as wholes.
         elif isinstance(old, float) or isinstance(new, float):
-            if not self._other_model and abs(old - new) > _TOLERANCE * max(1.0, abs(old)):
+            if not self._other_model and abs(old - new) > max(_LEAST, _TOLERANCE * max(abs(old), abs(new))):
                 self._add(Kind.NUMBER, where, _said(old), _said(new))
         else:
             self._add(Kind.VALUE, where, _said(old), _said(new), is_text=isinstance(old, str))
@@ -521,6 +526,17 @@ def _unwrapped(answer: Answer, other: Answer) -> Any:
     if answer.framing is Framing.ARRAY and other.framing is Framing.OBJECT and value:
         return value[0]
     return value
+
+
+def _decoded(old: Any, new: Any) -> tuple[list[float], list[float]] | None:
+    """Return two vectors in base64, as OpenAI's Python client asks for them. None if they are no such texts."""
+    vectors = array("f"), array("f")
+    try:
+        for vector, text in zip(vectors, (old, new), strict=True):
+            vector.frombytes(base64.b64decode(text, validate=True))
+    except (TypeError, ValueError):
+        return None
+    return vectors[0].tolist(), vectors[1].tolist()
 
 
 def _media_type(text: str) -> tuple[str, str]:

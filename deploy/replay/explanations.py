@@ -36,6 +36,7 @@ _LIKE_VLLM = (
 _TWO_SCHEMAS = "For clients of the default schema of LMI's images since v17. It is on with `option.async_mode=true`"
 
 _FIELDS = (Kind.MISSING, Kind.EXTRA, Kind.NULL, Kind.TYPE, Kind.ORDER, Kind.PROBABILITIES, Kind.VALUE)
+_OVERLOADED = ("429", "503")
 _FORM = (Kind.CONTENT_TYPE, Kind.FRAMING, Kind.EVENTS, Kind.RECORDS)
 
 
@@ -52,12 +53,16 @@ class Explanation:
     where: str = ""  # Is found in the difference's place.
     old: str = ""
     new: str = ""
-    asked: tuple[str, ...] = ()  # The request has one of these fields.
+    asked: tuple[str, ...] = ()  # The request asks for something with one of these fields.
+    not_asked: tuple[str, ...] = ()  # The request leaves these fields to their defaults.
+    asked_zero: str = ""  # The request has this field with the number 0.
     has_null: bool = False  # The request has a field that is null.
     framings: tuple[Framing, ...] = ()  # Forms of the old answer.
     old_has: tuple[str, ...] = ()  # Fields of the old answer.
     old_lacks: tuple[str, ...] = ()  # Fields that it does not have.
     new_has: tuple[str, ...] = ()  # The new answer has one of these fields.
+    new_says: str = ""  # Is found in the new answer's error.
+    is_shorter: bool = False  # A text of the new answer is the beginning of the old one.
     new_lacks: tuple[str, ...] = ()  # Fields that the new answer would have if the setting were in effect already.
     setting: str | None = None  # Gives the old behaviour.
 
@@ -91,7 +96,19 @@ class Explanation:
             return False
         if before.search(difference.old) is None or after.search(difference.new) is None:
             return False
+        if self.is_shorter and difference.kind is Kind.TEXT and not difference.old.startswith(difference.new):
+            return False
+        if self.new_says and re.search(self.new_says, str(new.error)) is None:
+            return False
+        return self._asks(request)
+
+    def _asks(self, request: RecordedRequest) -> bool:
+        """Return True if the request is one of those that are explained."""
         if self.has_null and not request.has_null:
+            return False
+        if self.asked_zero and not request.has_zero(self.asked_zero):
+            return False
+        if any(request.asks(field) for field in self.not_asked):
             return False
         return not self.asked or any(request.asks(field) for field in self.asked)
 
@@ -175,6 +192,7 @@ EXPLANATIONS = (
         (Kind.TOKENS, Kind.FINISH_REASON),
         _INVOCATIONS,
         asked=("messages",),
+        not_asked=("max_tokens", "max_completion_tokens"),
     ),
     Explanation(
         "lmi-chat-top-logprobs",
@@ -256,6 +274,7 @@ EXPLANATIONS = (
         (Kind.TOKENS, Kind.FINISH_REASON),
         _INVOCATIONS,
         asked=("inputs",),
+        not_asked=("max_new_tokens",),
         framings=(Framing.ARRAY, Framing.EVENTS),
     ),
     # LMI's asynchronous handler.
@@ -289,6 +308,7 @@ EXPLANATIONS = (
         asked=("stop_sequences",),
         framings=(Framing.LINES, Framing.OBJECT),
         new="^(?!length$)",
+        is_shorter=True,
     ),
     Explanation(
         "lmi-async-mode",
@@ -412,7 +432,7 @@ EXPLANATIONS = (
         _TGI,
         old="^200$",
         new="^422$",
-        asked=("best_of",),
+        asked_zero="best_of",
     ),
     Explanation(
         "tgi-watermark",
@@ -454,6 +474,7 @@ EXPLANATIONS = (
         _TGI,
         new="^(?!length$)",
         asked=("stop", "stop_sequences"),
+        is_shorter=True,
     ),
     Explanation(
         "tgi-seed",
@@ -559,6 +580,7 @@ EXPLANATIONS = (
         old="^200$",
         new="^404$",
         asked=("model",),
+        new_says="does not exist",
         setting="option.served_model_name",
     ),
     Explanation(
@@ -647,7 +669,7 @@ EXPLANATIONS = (
         "tei.md",
         "differences-from-tei",
         "`/v1/embeddings` | always scaled; long texts are cut; no `id` | as vLLM does",
-        (Kind.EXTRA, Kind.NUMBER),
+        (Kind.EXTRA,),
         "(/openai)?/v1/embeddings",
     ),
     # Every contract.
@@ -681,4 +703,6 @@ def explanation_of(request: RecordedRequest, old: Answer, new: Answer, differenc
         new: The answer of the new one.
         difference: The difference.
     """
+    if difference.kind is Kind.STATUS and difference.new in _OVERLOADED:
+        return None
     return next((one.name for one in EXPLANATIONS if one.matches(request, old, new, difference)), None)

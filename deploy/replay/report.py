@@ -96,7 +96,7 @@ class Report:
         self._groups: dict[tuple[str, str, str, str | None], Group] = {}
         self._beyond: Counter[bool] = Counter()  # Differences without a group: explained or not.
         self._requests = self._compared = self._equal = self._explained = self._unexplained = 0
-        self._without_answer = 0
+        self._without_answer = self._sampled = 0
         self._malformed: list[MalformedLine] = []
         self._malformed_count = 0
         self._new, self._old = Times(), Times()
@@ -107,6 +107,7 @@ class Report:
         """Add the result of a request."""
         self._requests += 1
         self._compared += result.compared
+        self._sampled += result.compared and result.similarity is not None and not result.greedy
         if result.failed:
             self._without_answer += 1
         elif any(found.explanation is None for found in result.differences):
@@ -175,6 +176,7 @@ class Report:
             "requests": self._requests,
             "compared": self._compared,
             "equal": self._equal,
+            "sampled": self._sampled,
             "with_explained_differences": self._explained,
             "with_unexplained_differences": self._unexplained,
             "without_answer": self._without_answer,
@@ -214,6 +216,8 @@ def summary(report: Mapping[str, Any]) -> list[str]:
             f"{report['with_explained_differences']} with explained differences only, "
             f"{report['with_unexplained_differences']} with unexplained differences."
         ]
+    if count := report["sampled"]:
+        found.append(f"{_count(count, 'answer')} may be sampled: the form was compared, and not the text.")
     if count := report["without_answer"]:
         found.append(f"{_count(count, 'request')} without an answer.")
     if count := report["without_recorded_answer"]:

@@ -15,6 +15,9 @@ CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
 ROUTE = re.compile(r"(?:^|[,;\s])route=(/[^,;\s]*)")
 
 _JSON = "application/json"
+_TGI = re.compile(r"/(generate|generate_stream)?")
+# TGI's parameters that make it sample. Without any, and with `parameters`, it takes the most probable tokens.
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p")
 _STREAMING_PATH = re.compile(r"/(generate_stream|invocations-response-stream)$")
 # Headers of one connection. Each target gets new ones. `accept-encoding` could lead to compressed bytes.
 _OF_CONNECTION = frozenset(
@@ -93,17 +96,28 @@ class RecordedRequest:
 
     @cached_property
     def greedy(self) -> bool:
-        """True if the request says that the most probable token is taken. The same model then gives the same text."""
+        """True if the most probable token is taken for certain. The same model then gives the same text."""
         parameters = [self.fields, *(self.fields.get(name) for name in ("parameters", "sampling_parameters"))]
         given = [fields for fields in parameters if isinstance(fields, dict)]
         temperatures = [fields["temperature"] for fields in given if fields.get("temperature") is not None]
         if any(isinstance(value, int | float) and value == 0 for value in temperatures):
             return True
-        return any(fields.get("do_sample") is False for fields in given) and not temperatures
+        if any(fields.get("do_sample") is False for fields in given) and not temperatures:
+            return True
+        of_tgi = self.fields.get("parameters") if _TGI.fullmatch(self.route) else None
+        return isinstance(of_tgi, dict) and not any(of_tgi.get(name) for name in _SAMPLING)
 
     def asks(self, field: str) -> bool:
-        """Return True if the body has a field with this name at any depth, and its value is not null."""
-        return any(found.get(field) is not None for found in objects_in(self.fields))
+        """Return True if the body has a field with this name at any depth, and its value asks for something.
+
+        Null, false, zero, empty values and the format `text` are what a server does without the field.
+        """
+        values = (found.get(field) for found in objects_in(self.fields))
+        return any(value and value != {"type": "text"} for value in values)
+
+    def has_zero(self, field: str) -> bool:
+        """Return True if the body has a field with this name and the number 0, at any depth."""
+        return any(found.get(field) == 0 and found[field] is not False for found in objects_in(self.fields))
 
     @cached_property
     def has_null(self) -> bool:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
+from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy.replay.explanations import BY_NAME, EXPLANATIONS, Explanation
+from deploy.replay.answer import parse
+from deploy.replay.comparison import compare
+from deploy.replay.explanations import BY_NAME, EXPLANATIONS, Explanation, explanation_of
+from deploy.replay.request import RecordedRequest, Reply
 
 DOCS = Path(__file__).parents[4] / "docs"
 HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
@@ -40,6 +47,77 @@ def test_the_page_says_what_the_explanation_says(explanation: Explanation) -> No
 
 def test_each_explanation_has_its_own_name() -> None:
     assert len(BY_NAME) == len(EXPLANATIONS)
+
+
+def explained(path: str, body: Any, old: tuple[int, Any], new: tuple[int, Any]) -> list[tuple[str, str | None]]:
+    """Return the kinds of the differences of two answers, with the names of their explanations."""
+    request = RecordedRequest("1", "f:1", "POST", path, (), json.dumps(body).encode())
+    before, after = (
+        parse(Reply(status, (("content-type", "application/json"),), json.dumps(value).encode()), streams=False)
+        for status, value in (old, new)
+    )
+    found = compare(before, after, greedy=request.greedy).differences
+    return [(one.kind.value, explanation_of(request, before, after, one)) for one in found]
+
+
+NO_STOP = {"inputs": "Hi", "parameters": {"do_sample": False, "stop": [], "watermark": False}}
+GENERATED = {"generated_text": " Paris, which lies on the Seine"}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "old", "new"),
+    [
+        ("/generate", NO_STOP, (200, GENERATED), (200, {"generated_text": "@@ garbage"})),
+        ("/generate", NO_STOP, (200, GENERATED), (422, {"error": "no", "error_type": "validation"})),
+        (
+            "/generate",
+            {"inputs": "Hi", "parameters": {"do_sample": False, "stop": ["x"]}},
+            (200, GENERATED),
+            (200, {"generated_text": "garbage"}),
+        ),
+        ("/v1/chat/completions", CHAT | {"response_format": {"type": "text"}}, (200, {}), (400, {"error": "no"})),
+        ("/v1/chat/completions", CHAT | {"min_tokens": 0}, (200, {}), (400, {"error": "no"})),
+        ("/v1/chat/completions", CHAT, (200, {}), (404, {"detail": "Not Found"})),
+        ("/invocations", CHAT, (424, {"error": "no"}), (429, {"error": "no"})),
+        (
+            "/v1/embeddings",
+            {"input": "a"},
+            (200, {"data": [{"embedding": [1.0, 0.0] * 20}]}),
+            (200, {"data": [{"embedding": [0.0, 1.0] * 20}]}),
+        ),
+    ],
+)
+def test_defaults_explain_nothing(path: str, body: Any, old: tuple[int, Any], new: tuple[int, Any]) -> None:
+    (difference,) = explained(path, body, old, new)
+    assert difference[1] is None
+
+
+def test_values_that_ask_for_something_explain_a_difference() -> None:
+    asks = {"inputs": "Hi", "parameters": {"do_sample": False, "stop": ["which"], "watermark": True}}
+    refused = (422, {"error": "no", "error_type": "validation"})
+    assert explained("/generate", asks, (200, GENERATED), refused) == [("status", "tgi-watermark")]
+    shorter = (200, {"generated_text": " Paris, "})
+    assert explained("/generate", asks, (200, GENERATED), shorter) == [("text", "tgi-stop-in-token")]
+    zero = {"inputs": "Hi", "parameters": {"best_of": 0}}
+    assert explained("/generate", zero, (200, GENERATED), refused) == [("status", "tgi-best-of-zero")]
+    unknown = (404, {"error": {"message": "The model `m` does not exist.", "type": "NotFoundError"}})
+    assert explained("/v1/chat/completions", CHAT, (200, {}), unknown) == [("status", "openai-unknown-model")]
+
+
+def test_vectors_in_base64_are_compared_as_vectors() -> None:
+    def answer(*numbers: float) -> tuple[int, Any]:
+        data = base64.b64encode(array("f", numbers * 20).tobytes()).decode()
+        return 200, {"data": [{"embedding": data}]}
+
+    assert explained("/v1/embeddings", {"input": "a"}, answer(1.0, 0.5), answer(1.0, 0.50001)) == []
+    assert explained("/v1/embeddings", {"input": "a"}, answer(1.0, 0.0), answer(0.0, 1.0)) == [("number", None)]
+
+
+def test_small_scores_that_are_swapped_are_a_difference() -> None:
+    old, new = (200, [0.00012, 0.0185]), (200, [0.0185, 0.00012])
+    assert explained("/similarity", {"inputs": {}}, old, new)
+    assert not explained("/similarity", {"inputs": {}}, old, (200, [0.00013, 0.0186]))
 
 
 def test_nothing_explains_a_failure_of_the_server() -> None:

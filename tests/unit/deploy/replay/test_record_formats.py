@@ -144,8 +144,15 @@ def test_a_malformed_record_is_named_with_the_expected_value(record: Any, messag
         ({"temperature": 1}, False),
         ({"temperature": None}, False),
         ({"inputs": "temperature"}, False),
+        ({"inputs": "a", "parameters": {"max_new_tokens": 2, "watermark": False}}, True),
+        ({"inputs": "a", "parameters": {"top_p": 0.5}}, False),
         ([1], False),
     ],
 )
 def test_a_request_is_greedy_if_it_says_so(body: Any, greedy: bool) -> None:
     assert read({"path": "/", "body": body}).greedy is greedy
+
+
+def test_requests_to_other_routes_than_tgis_may_be_sampled() -> None:
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
+    assert not read({"path": "/invocations", "body": body}).greedy
