@@ -6,18 +6,22 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from engines.adapters import Adapter
-from engines.errors import RequestError
+from engines.errors import EngineDead, RequestError
 from engines.loaded_model import LoadedModel
 from engines.request import GenerationRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_DEATH_POLL_SECONDS = 0.2
 
 _WATCH_SECONDS = 0.25
 # Seconds between two looks that count at most: time in which this process itself stood still is not the engine's.
@@ -245,6 +249,23 @@ async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
         return await sink.delta
     finally:
         generation.cancel()
+
+
+async def unless_dead(work: Coroutine[Any, Any, _T], is_dead: Callable[[], bool]) -> _T:
+    """Wait for an answer of an engine that nobody would start again if it died.
+
+    Raises:
+        EngineDead: It has died.
+    """
+    task = asyncio.create_task(work)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=_DEATH_POLL_SECONDS)
+            if not task.done() and is_dead():
+                raise EngineDead
+        return task.result()
+    finally:
+        task.cancel()
 
 
 class SequenceGroup:

@@ -23,7 +23,7 @@ from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
 from engines.choice import running_engine
 from engines.daemon_thread import in_daemon_thread
 from engines.errors import RequestError
-from engines.interface import Engine, EngineHealth, EngineStartError, first_delta
+from engines.interface import Engine, EngineHealth, EngineStartError, first_delta, unless_dead
 from engines.memory_release import collect_after_load
 from engines.model_settings import ModelSettings
 from engines.pooling import Pooling
@@ -327,7 +327,7 @@ async def _warm_up(engine: Engine, model: ModelSettings) -> None:
     if engine.pooling is not None:
         request = msgspec.structs.replace(WARM_UP, pooling=Pooling(task=engine.pooling.task), room=0)
     try:
-        first = await first_delta(engine.submit, request)
+        first = await unless_dead(first_delta(engine.submit, request), lambda: not engine.health().alive)
     except RequestError as error:
         given = f" with {model.engine_options}" if model.engine_options else ""
         message = f"the engine started{given} but failed at its first request; the log has its error: {error.message}"

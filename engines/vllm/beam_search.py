@@ -66,19 +66,20 @@ class BeamSearchTask:
         limit = request.sampling.max_tokens or engine.max_model_len
         self._limit = min(limit, engine.max_model_len - len(self._prompt_ids))
         self._statistics.prompt(len(self._prompt_ids))
+        self._failed = False
         self._task = asyncio.create_task(self._run())
 
     def when_done(self, call: Callable[[], None]) -> None:
         self._task.add_done_callback(lambda _: call())
 
     def cancel(self) -> None:
-        if self._task.done() or self._task.cancelling():
+        if self._has_ended():
             return
         self._task.cancel()
         self._statistics.aborted_requests += self._options.width
 
     def abort(self) -> None:
-        if self._task.done() or self._task.cancelling():
+        if self._has_ended():
             return
         self._task.cancel()
         running = [dataclasses.replace(beam, finish_reason=FinishReason.ABORT) for beam in self._running]
@@ -92,16 +93,22 @@ class BeamSearchTask:
             logger.exception("request %s: beam search failed as it was aborted", self._request.request_id)
             self._sink.on_error(GenerationFailed("internal error in beam search"))
 
+    def _has_ended(self) -> bool:
+        return self._failed or self._task.done() or bool(self._task.cancelling())
+
     async def _run(self) -> None:
         try:
             self._emit(await self._search())
         except RequestError as error:
-            self._statistics.failed_requests += self._options.width
-            self._sink.on_error(error)
+            self._fail(error)
         except Exception:
             logger.exception("request %s: beam search failed", self._request.request_id)
-            self._statistics.failed_requests += self._options.width
-            self._sink.on_error(GenerationFailed("internal error in beam search"))
+            self._fail(GenerationFailed("internal error in beam search"))
+
+    def _fail(self, error: RequestError) -> None:
+        self._failed = True  # The sink cancels what it waits for.
+        self._statistics.failed_requests += self._options.width
+        self._sink.on_error(error)
 
     async def _search(self) -> list[_Beam]:
         width, min_tokens = self._options.width, self._request.sampling.min_tokens

@@ -20,7 +20,16 @@ from vllm.lora.request import LoRARequest
 
 from engines.daemon_thread import LastingThreads
 from engines.errors import EngineDead, GenerationFailed, InvalidRequest, NotServed, UnknownAdapter
-from engines.interface import EngineHealth, Generation, Progress, SequenceGroup, Sink, Watchdog
+from engines.interface import (
+    EngineHealth,
+    EngineStartError,
+    Generation,
+    Progress,
+    SequenceGroup,
+    Sink,
+    Watchdog,
+    unless_dead,
+)
 from engines.loaded_model import EngineStatus, ModelTexts
 from engines.model_settings import ModelSettings
 from engines.pooling import Pooling
@@ -65,6 +74,7 @@ class VllmEngine:
         self._down_since = 0.0
         self._up = asyncio.Event()  # It takes requests: those that have survived a death are in the engine again.
         self._returning: asyncio.Task[None] | None = None
+        self._forgetting: asyncio.Task[None] | None = None
         self.adapters: VllmAdapters | None = None
         # Requests that vLLM has checked, without their prompts, by what others may have in common with them.
         self._checked: dict[Hashable, EngineCoreRequest] = {}
@@ -91,7 +101,10 @@ class VllmEngine:
         self._stream_interval: int = llm.vllm_config.scheduler_config.stream_interval
         internals.begin_output(llm, self._reports, lambda: self.waits)
         internals.keep_eos_token_id(llm)
-        self.tasks = await llm.get_supported_tasks()
+        try:
+            self.tasks = await unless_dead(llm.get_supported_tasks(), lambda: llm.errored)
+        except EngineDead:
+            raise EngineStartError("the engine has died right after its start; the log has its error") from None
         self.pooling = model_of(llm.model_config, self.tasks, self.frontend_arguments)
         self._answers_prompts = "generate" in self.tasks or self.pooling is not None
         media = llm.renderer.mm_processor  # None if the model, or its limits, allow texts only.
@@ -159,6 +172,17 @@ class VllmEngine:
             prompt_ids = await self.prompt_token_ids(request)
             return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
         prompt = await self._prompt(request)
+        with internals.media_sent_again_if_it_fails(self.async_llm, prompt):
+            return await self._submit_prompt(request, prompt, sink, statistics, adapter)
+
+    async def _submit_prompt(
+        self,
+        request: GenerationRequest,
+        prompt: Any,
+        sink: Sink,
+        statistics: EngineStatistics,
+        adapter: LoRARequest | None,
+    ) -> VllmGeneration:
         token_ids = (prompt.get("decoder_prompt") or prompt)["prompt_token_ids"]
         core_request = self._known_request(request, token_ids, adapter)
         if core_request is None:
@@ -444,6 +468,9 @@ class VllmEngine:
         self._continuations.engine_died()
         if self.adapters is not None:
             self.adapters.engine_died()
+        if self.async_llm.renderer.mm_processor is not None:
+            # Prompts that are made from now on wait for the new process, which has no media.
+            self._forgetting = asyncio.create_task(self.async_llm.renderer.clear_mm_cache_async())
 
     async def restart(self) -> None:
         self._died()

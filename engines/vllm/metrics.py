@@ -30,7 +30,8 @@ _STEP_HISTOGRAMS = {
 # The value of an ended request in each histogram.
 _REQUEST_HISTOGRAMS: dict[str, Callable[[Any], float]] = {
     "histogram_e2e_time_request": attrgetter("e2e_latency"),
-    "histogram_queue_time_request": attrgetter("queued_time"),
+    # Negative for a request that was continued: vLLM keeps the time at which it first ran.
+    "histogram_queue_time_request": lambda each: max(each.queued_time, 0.0),
     "histogram_prefill_time_request": attrgetter("prefill_time"),
     "histogram_inference_time_request": attrgetter("inference_time"),
     "histogram_decode_time_request": attrgetter("decode_time"),
@@ -194,12 +195,23 @@ class EngineReports(PrometheusStatLogger, Collector):
             self.record(SchedulerStats(), None, engine_idx=engine)
 
     def collect(self) -> Iterable[Metric]:
+        if self._unseen and self.gauge_lora_info is not None:
+            self.gauge_lora_info.clear()  # vLLM would keep a series for each set of adapters that was ever seen.
         for engine, stats in self._unseen.items():
+            for adapters in (stats.waiting_lora_adapters, stats.running_lora_adapters):
+                named = Tally({_public_name(name): count for name, count in adapters.items()})
+                adapters.clear()
+                adapters.update(named)
             super().record(stats, None, engine_idx=engine)
         self._unseen.clear()
         for engine in self.engine_indexes:
             self._count_finished(engine)
         return self._registry.collect()
+
+
+def _public_name(name: str) -> str:
+    """Return the name that clients use for an adapter, without the number that tells it from former ones."""
+    return name.rpartition("#")[0] or name
 
 
 def _has_only_figures(scheduler: Any) -> bool:

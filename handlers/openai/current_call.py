@@ -12,11 +12,43 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from engines.errors import InvalidRequest
+from engines.statistics import EngineStatistics
 from handlers.openai.media_limits import MediaMemory, RequestMedia
 from handlers.queue import EngineQueue
 
 if TYPE_CHECKING:
     from engines.vllm.lora import Claim
+
+
+class BeamSteps:
+    """What the steps of a call's beam searches count. Each step asks the engine for a token after each beam."""
+
+    def __init__(self, statistics: EngineStatistics) -> None:
+        self._all = statistics
+        # The first token of a later step comes after another of its beam, so its time is one between two tokens.
+        self._first = EngineStatistics(
+            time_to_first_token=statistics.time_to_first_token, queue_time=statistics.queue_time
+        )
+        self._later = EngineStatistics(time_to_first_token=statistics.inter_token)
+        self._beginning = 0  # Searches whose first step has not begun.
+
+    def begin(self, prompt_tokens: int) -> None:
+        """Count a search."""
+        self._beginning += 1
+        self._all.prompt(prompt_tokens)
+
+    def of_step(self) -> EngineStatistics:
+        """Return the statistics for a request of the next step."""
+        if self._beginning:
+            self._beginning -= 1
+            return self._first
+        return self._later
+
+    def end(self) -> None:
+        """Count the tokens."""
+        for part in (self._first, self._later):
+            self._all.tokens += part.tokens
+            part.tokens = 0
 
 
 class OpenAICall:
@@ -36,6 +68,7 @@ class OpenAICall:
         self.adapters: dict[str, Claim] = {}
         self.media = RequestMedia(media) if media is not None else None
         self.generates = False  # It was admitted to the queue.
+        self.steps: BeamSteps | None = None  # Its beam searches have begun: all of its requests are steps of them.
         self.submitted = False  # Its body has been read, and something of it is to be generated.
         self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.
 

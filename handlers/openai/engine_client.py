@@ -16,7 +16,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -26,6 +26,7 @@ from vllm.outputs import STREAM_FINISHED
 from engines.errors import (
     AdapterUnusable,
     EngineDead,
+    EngineFault,
     GenerationFailed,
     InvalidParameter,
     InvalidRequest,
@@ -37,12 +38,19 @@ from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
 from engines.vllm.constraints import no_token_left
 from engines.vllm.engine import VllmEngine
-from engines.vllm.internals import EngineDeadError, abort, request_states, seconds_in_queue, sequence_ids
+from engines.vllm.internals import (
+    EngineDeadError,
+    abort,
+    media_sent_again_if_it_fails,
+    request_states,
+    seconds_in_queue,
+    sequence_ids,
+)
 from engines.vllm.output import SequenceStatistics
 from engines.vllm.parsers import tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_words
 from handlers.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
-from handlers.openai.current_call import OpenAICall, current_call
+from handlers.openai.current_call import BeamSteps, OpenAICall, current_call
 
 _INT64 = 2**63
 # Options that vLLM's serving classes give for chats, whose answers are constrained once their reasoning has ended. The
@@ -143,11 +151,48 @@ class EngineClient:
             GracefulHTTPError: 503, the queue has no place.
         """
         call = current_call.get()
-        with _vllms_errors():
+        if call.steps is not None:
+            return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options, places=0)
+        with _vllms_errors(), media_sent_again_if_it_fails(self._llm, prompt):
             check_parameters(sampling_params, self._engine.sampling, self._engine.tokenizer)
             self._check_length(prompt)
             call.take(sampling_params.n)
-        return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options)
+        places = sampling_params.n
+        return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options, places=places)
+
+    def searching(self, beam_search: Callable[..., AsyncGenerator[Any, None]]) -> Any:
+        """Return vLLM's `beam_search` as one request: its steps take no places, and count no prompts."""
+
+        def search(prompt: Any, request_id: str, params: Any, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
+            call = current_call.get()
+            with _vllms_errors(), media_sent_again_if_it_fails(self._llm, prompt):
+                self._check_length(prompt)
+                call.take(params.beam_width)
+            return self._search(
+                call, params.beam_width, prompt, beam_search(prompt, request_id, params, *args, **options)
+            )
+
+        return search
+
+    async def _search(
+        self, call: OpenAICall, width: int, prompt: Any, found: AsyncGenerator[Any, None]
+    ) -> AsyncGenerator[Any, None]:
+        statistics = self._engine.statistics
+        call.steps = call.steps or BeamSteps(statistics)
+        call.steps.begin(len((prompt.get("decoder_prompt") or prompt).get("prompt_token_ids", ())))
+        try:
+            async for output in found:
+                yield output
+            statistics.finished_requests += width
+        except (asyncio.CancelledError, GeneratorExit):
+            statistics.aborted_requests += width
+            raise
+        except Exception:
+            statistics.failed_requests += width
+            raise
+        finally:
+            call.steps.end()
+            call.release(width)
 
     def encode(self, prompt: Any, pooling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """See `AsyncLLM.encode`.
@@ -159,7 +204,7 @@ class EngineClient:
             GracefulHTTPError: 503, the queue has no place.
         """
         call = current_call.get()
-        with _vllms_errors():
+        with _vllms_errors(), media_sent_again_if_it_fails(self._llm, prompt):
             self._check_length(prompt)
             call.take(1)
         return self._encode(call, _submitted(call, prompt), pooling_params, request_id, options)
@@ -208,12 +253,13 @@ class EngineClient:
             raise VLLMValidationError(PromptTooLong(tokens, most).message, parameter="input_tokens", value=tokens)
 
     async def _generate(
-        self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
+        self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any], *, places: int
     ) -> AsyncGenerator[Any, None]:
         request: _Request | None = None
+        statistics = self._engine.statistics if call.steps is None else call.steps.of_step()
         try:
             queue = await self._added(call, prompt, params, request_id, options)
-            request = _Request(self._llm, queue, self._engine.statistics, self._settings.predict_timeout)
+            request = _Request(self._llm, queue, statistics, self._settings.predict_timeout)
             request.watch(request_id)
             finished = False
             while not finished:
@@ -238,9 +284,15 @@ class EngineClient:
                 await request.give_up()
             raise failure from None
         finally:
-            call.release(params.n)
+            call.release(places)
 
     async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
+        with media_sent_again_if_it_fails(self._llm, prompt):
+            return await self._added_now(call, prompt, params, request_id, options)
+
+    async def _added_now(
+        self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
+    ) -> Any:
         with _vllms_errors():
             await self._engine.wait_until_ready()
             if getattr(params, "structured_outputs", None) is not None:  # pooling has none
@@ -348,15 +400,17 @@ class _Request:
 
 
 def _check_end(output: Any, params: Any) -> None:
-    """Raise an error if the engine has ended a request because its parameters forbid every token.
+    """Raise an error if the engine has ended a request with an error.
 
     Raises:
-        VLLMValidationError: That is so.
+        VLLMValidationError: Its parameters forbid every token.
+        GenerationError: There is another reason.
     """
-    if params.structured_outputs is None or all(sequence.finish_reason != "error" for sequence in output.outputs):
+    if output is STREAM_FINISHED or all(sequence.finish_reason != "error" for sequence in output.outputs):
         return
-    if (error := no_token_left(params)) is not None:
+    if params.structured_outputs is not None and (error := no_token_left(params)) is not None:
         raise VLLMValidationError(error.message, parameter=error.parameter)
+    raise GenerationError(EngineFault().message)
 
 
 def _ended(output: Any) -> bool:

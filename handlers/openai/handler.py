@@ -15,7 +15,16 @@ from typing import Any
 import msgspec
 
 from engines.choice import is_vllm
-from engines.errors import InvalidParameter, InvalidRequest, Overloaded, RequestError, UnknownAdapter
+from engines.errors import (
+    AdapterUnusable,
+    EngineDead,
+    GenerationFailed,
+    InvalidParameter,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    UnknownAdapter,
+)
 from engines.model_settings import ModelSettings
 from handlers.contract import LONG_BODY, Call, Exchange, ReplyWriter, Running, adapter_header
 from handlers.images import ImageLoader
@@ -190,9 +199,10 @@ class OpenAIHandler:
             try:
                 await running.submit()
                 return running
-            except Overloaded as full:
+            except (Overloaded, GenerationFailed, EngineDead, AdapterUnusable) as failure:
+                # vLLM's front end would wait as long again.
                 self._queue.engine.statistics.calls.count(0.0, failed=True)
-                writer.reply(refuse(full))  # not raised: the writer of `/invocations` gives it LMI's form
+                writer.reply(refuse(failure))  # not raised: the writer of `/invocations` gives it LMI's form
                 return running
             except RequestError:
                 pass  # vLLM's front end refuses it in vLLM's words

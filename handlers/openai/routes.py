@@ -124,6 +124,8 @@ def refuse(error: errors.RequestError) -> Reply:
             return error_reply(error.message, HTTPStatus.REQUEST_TIMEOUT.phrase, 408)
         case errors.InvalidParameter():
             return error_reply(error.message, "BadRequestError", 400, error.parameter)
+        case errors.AdapterUnusable():
+            return error_reply(error.message, "BadRequestError", 400, "model")
         case errors.EngineDead() | errors.GenerationFailed():
             return error_reply(error.message, "InternalServerError", 500)
         case _:

@@ -15,6 +15,7 @@ The module relies on these internals of vLLM, which tests/live/test_openai_inter
 - `OpenAIServingModels.is_base_model(name)` says if a request's `model` is served, unless `lora_requests` has the name.
 - A router of JSON bodies has a module `protocol` beside it, with Pydantic's models of its requests.
   Pydantic keeps the schema of a model in `__pydantic_core_schema__`, and its validator in `__pydantic_validator__`.
+- The serving objects search beams with their method `beam_search(prompt, request_id, params, ...)`.
 - `OnlineRenderer.parser` is the class whose `adjust_request` constrains the calls of tools.
 - The modules in `_WITH_ERRORS` call `sanitize_message` with the text of an error. Its patterns are repeated below.
 - The serving objects have the attributes that `front_end` reads. `OnlineRenderer.preprocess_chat` makes a prompt from
@@ -339,8 +340,13 @@ async def build(
             await init_app_state(client, app.state, args, supported_tasks=tasks)
         if "generate" in tasks:
             _change_responses(app.state.openai_serving_responses)
+            for name in ("chat", "chat_batch", "completion"):
+                serving = getattr(app.state, f"openai_serving_{name}")
+                serving.beam_search = client.searching(serving.beam_search)
         if "transcription" in tasks:
-            bound_speech(app.state.openai_serving_transcription, app.state.openai_serving_translation)
+            for serving in (app.state.openai_serving_transcription, app.state.openai_serving_translation):
+                serving.beam_search = client.searching(serving.beam_search)
+                bound_speech(serving)
         models = app.state.openai_serving_models
         served = models.is_base_model
         models.is_base_model = lambda name: served(name) or accepts(name)

@@ -234,6 +234,18 @@ def test_a_beam_search_counts_as_one_prompt(server: Server) -> None:
     assert 6 <= grown[tokens] <= 11
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_beam_search_of_vllms_front_end_counts_as_one_prompt(server: Server, path: str) -> None:
+    counted = ("slipway_generations_total", "slipway_generations_finished_total", "slipway_generated_tokens_total")
+    before = {name: server.metric(name) for name in counted}
+    body = {"prompt": "The sea is"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    beams = {"model": "model", "use_beam_search": True, "n": 2, "max_tokens": 6, "ignore_eos": True}
+    answer = server.client.post(path, json=body | beams)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 2
+    assert [server.metric(name) - value for name, value in before.items()] == [1, 2, 11]
+
+
 def test_a_seed_at_the_edge_of_its_range_serves_several_sequences(server: Server) -> None:
     answer = server.invoke("Once", n=2, do_sample=True, seed=2**63 - 1, max_new_tokens=3)
     assert answer.status_code == 200

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +17,9 @@ import pytest
 from tests.live import peak_memory
 from tests.live.bare_media import MediaPrompt, bare_texts
 from tests.live.pictures import bomb, chat, data_url, drawn, encoded
-from tests.live.server import Server, hosted, records, write_model
+from tests.live.server import Server, hosted, records, serving, write_model
 from tests.live.small_vision_model import prepare_small_vision_model
+from tests.waiting import wait_until
 
 IMAGE = data_url(encoded(100, 80))
 JPEG = data_url(encoded(100, 80, "JPEG"), "image/jpeg")
@@ -27,9 +31,8 @@ TEXT = "Compare {0} and {1}: they are"
 LENGTH = 6
 
 
-@pytest.fixture(scope="module")
-def vision(host: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    options: dict[str, object] = {
+def options() -> dict[str, object]:
+    return {
         "model_id": prepare_small_vision_model(),
         "rolling_batch": "vllm",
         "dtype": "fp32",
@@ -39,7 +42,11 @@ def vision(host: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         "max_request_pixels": 1_000_000,
         "limit_mm_per_prompt": '{"image": 3}',
     }
-    with hosted(host, write_model(tmp_path_factory.mktemp("vision") / "model", **options)) as model:
+
+
+@pytest.fixture(scope="module")
+def vision(host: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with hosted(host, write_model(tmp_path_factory.mktemp("vision") / "model", **options())) as model:
         yield model
 
 
@@ -59,6 +66,13 @@ def test_images_are_a_part_of_the_prompt(vision: Server, path: str) -> None:
         tokens.append(answer.json()["usage"]["prompt_tokens"])
     text = tokens[0]
     assert tokens == [text, text + TOKENS_OF_AN_IMAGE, text + TOKENS_OF_AN_IMAGE, text + 2 * TOKENS_OF_AN_IMAGE]
+
+
+def test_an_image_of_a_refused_prompt_can_be_sent_again(vision: Server) -> None:
+    image = data_url(drawn(77))
+    refused = ask(vision, image, structured_outputs={"regex": "("})
+    assert refused.status_code == 400, refused.text
+    assert ask(vision, image, max_tokens=1).status_code == 200
 
 
 def test_images_are_streamed_over(vision: Server) -> None:
@@ -261,3 +275,14 @@ def test_images_are_not_cut_and_not_searched_with_beams(vision: Server) -> None:
     assert (beams.status_code, "beam search takes text only" in beams.json()["error"]) == (400, True)
     long = tgi(vision, "/generate", f"![]({IMAGE})" + "hello " * 3000)
     assert (long.status_code, "must be <= 2048. Given: 3" in long.json()["error"]) == (422, True)
+
+
+@pytest.mark.slow
+def test_images_that_a_dead_engine_knew_are_sent_to_the_next(tmp_path: Path) -> None:
+    with serving(tmp_path, {"SERVING_ENGINE_RESTART": "3"}, **options()) as server:
+        assert ask(server, IMAGE, max_tokens=1).status_code == 200
+        os.kill(server.engine_process(), signal.SIGKILL)
+        wait_until(lambda: "calls wait for it" in server.log_text())
+        for _ in range(2):
+            answer = ask(server, IMAGE, max_tokens=1)
+            assert answer.status_code == 200, answer.text

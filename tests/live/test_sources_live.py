@@ -122,6 +122,9 @@ def test_a_prompt_beyond_the_limit_is_refused_in_the_words_of_each_contract(on_s
         json={"inputs": "The capital of France is", "parameters": {"num_beams": 2, "max_new_tokens": 60}},
     )
     assert beams.status_code == 200
+    search = {"model": "model", "max_tokens": 60, "use_beam_search": True, "n": 2, "ignore_eos": True}
+    for prompt, status in (("The capital of France is", 200), (long, 400)):
+        assert on_s3.client.post("/v1/completions", json=search | {"prompt": prompt}).status_code == status
 
 
 def test_a_download_that_fails_is_the_reason_in_ping_and_ends_the_process(tmp_path: Path) -> None:

@@ -215,3 +215,34 @@ def test_the_sequences_of_a_request_count_as_one_request(sample_model: Path) -> 
     processor.processor.process_outputs([output("b", [5], "LENGTH")], 2.0, iteration)
     assert (iteration.n_params_iter, iteration.max_num_generation_tokens_iter) == ([2], [2])
     assert len(iteration.finished_requests) == 2
+
+
+def test_adapters_have_the_names_of_clients_and_one_series(sample_model: Path) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    from engines.vllm.metrics import EngineReports
+
+    arguments = AsyncEngineArgs(model=str(sample_model), max_model_len=1024, enable_lora=True)
+    reports = EngineReports(arguments.create_engine_config(), [0])
+
+    def seen(*names: str) -> list[dict[str, str]]:
+        reports.record(SchedulerStats(running_lora_adapters=dict.fromkeys(names, 1)), None)
+        (found,) = [family for family in reports.collect() if family.name == "vllm:lora_requests_info"]
+        return [sample.labels for sample in found.samples]
+
+    assert [labels["running_lora_adapters"] for labels in seen("red#1", "a#b#2")] == ["red,a#b"]
+    assert [labels["running_lora_adapters"] for labels in seen("red#3")] == ["red"]
+
+
+def test_a_continued_request_has_waited_no_negative_time(config: Any) -> None:
+    from vllm.v1.engine import FinishReason
+    from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats
+
+    from engines.vllm.metrics import EngineReports
+
+    reports, iteration = EngineReports(config, [0]), IterationStats()
+    iteration.finished_requests = [FinishedRequestStats(finish_reason=FinishReason.STOP, queued_time=-60.0)]
+    reports.record(None, iteration)
+    (found,) = [family for family in reports.collect() if family.name == "vllm:request_queue_time_seconds"]
+    assert [sample.value for sample in found.samples if sample.name.endswith("_sum")] == [0.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,12 +44,27 @@ class DeadEngine:
         raise EngineDead()
 
 
+class DyingEngine:
+    """An engine that ends with its first request, and would keep it for the next engine."""
+
+    pooling = None
+    alive = True
+
+    async def submit(self, *_: object) -> Any:
+        self.alive = False
+        return SimpleNamespace(cancel=lambda: None)
+
+    def health(self) -> EngineHealth:
+        return EngineHealth(self.alive, "" if self.alive else "the engine has died")
+
+
 @pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [DeadEngine, DyingEngine])
 async def test_an_engine_that_dies_of_its_first_request_names_the_options_that_were_given(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, kind: type[Any]
 ) -> None:
     service = SlowToEnd()
-    service.engine = DeadEngine()
+    service.engine = kind()
     service.may_end.set()
 
     async def loaded(*_: object) -> Service:
