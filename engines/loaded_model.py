@@ -33,13 +33,20 @@ def copied(tokenizer: Any) -> Any:
 class ModelTexts:
     """A model's texts to token ids, and back."""
 
-    def __init__(self, tokenizer: Any, image_mark: Callable[[int], str] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        image_mark: Callable[[int], str] | None = None,
+        chat_defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         """Create the texts.
 
         Args:
             tokenizer: One that no other code changes.
             image_mark: Returns the mark of an image in a prompt, by its number from 1. None: the model takes text only.
+            chat_defaults: Variables of the chat template.
         """
+        self._chat_defaults = dict(chat_defaults or {})
         self.tokenizer, self.image_mark = tokenizer, image_mark
         self._fast = fast = fast_tokenizer(tokenizer)
         if fast is not None:
@@ -170,7 +177,11 @@ class ModelTexts:
         """
         return str(
             self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._chat_defaults,
             )
         )
 

@@ -17,6 +17,7 @@ import vllm.platforms
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
+from vllm.renderers.chat_utils import load_chat_template
 
 from engines.daemon_thread import LastingThreads
 from engines.errors import EngineDead, GenerationFailed, InvalidRequest, NotServed, UnknownAdapter
@@ -110,7 +111,10 @@ class VllmEngine:
         media = llm.renderer.mm_processor  # None if the model, or its limits, allow texts only.
         self.takes_images = media is not None and media.info.allowed_mm_limits.get("image", 0) > 0
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
-        self.texts = ModelTexts(own_tokenizer(llm.model_config), image_mark(llm))
+        tokenizer, given = own_tokenizer(llm.model_config), loaded.frontend_arguments
+        if (template := load_chat_template(given.get("chat_template"))) is not None:
+            tokenizer.chat_template = template
+        self.texts = ModelTexts(tokenizer, image_mark(llm), given.get("default_chat_template_kwargs"))
         self._apart = TokensApart(self.texts.tokenizer)
         generation_config = llm.model_config.try_get_generation_config() or {}
         self.eos_token_ids = end_token_ids(generation_config.get("eos_token_id"), self.tokenizer)

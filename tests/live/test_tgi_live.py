@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from pathlib import Path
 
 import pytest
 from huggingface_hub import InferenceClient
@@ -13,7 +14,7 @@ from text_generation import AsyncClient, Client
 from text_generation.errors import OverloadedError, ValidationError
 from text_generation.types import Grammar, GrammarType, Message
 
-from tests.live.server import Server
+from tests.live.server import Server, serving
 from tests.live.small_model import ENDLESS, MAX_MODEL_LEN, stop_within
 from tests.waiting import wait_until
 
@@ -262,3 +263,16 @@ def test_dashboards_find_their_series(server: Server) -> None:
         "tgi_request_success ",
     ):
         assert f"\n{name}" in samples
+
+
+def test_chats_are_tokenized_with_the_template_of_the_options(tmp_path: Path, small_options: dict[str, object]) -> None:
+    templating = {
+        "chat_template": "{{ messages[0].content }} {{ tone }}",
+        "default_chat_template_kwargs": '{"tone": "loudly"}',
+    }
+    with serving(tmp_path, **small_options, **templating) as model:
+        chat = {"messages": [{"role": "user", "content": "Sing"}]}
+        assert model.client.post("/chat_tokenize", json=chat).json()["templated_text"] == "Sing loudly"
+        generated = model.client.post("/v1/chat/completions", json=chat | {"model": "model", "max_tokens": 1})
+        tokens = model.client.post("/tokenize", json={"model": "model", "prompt": "Sing loudly"}).json()
+        assert generated.json()["usage"]["prompt_tokens"] == tokens["count"]
