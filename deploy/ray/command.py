@@ -166,7 +166,11 @@ def _deploy(
     from deploy.ray.deployment import application
 
     local: dict[str, Any] = {"include_dashboard": dashboard, "object_store_memory": _OBJECT_STORE}
-    ray.init(address or "local", runtime_env={"env_vars": environment}, **({} if address else local))
+    try:
+        ray.init(address or "local", runtime_env={"env_vars": environment}, **({} if address else local))
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        typer.echo(f"slipway: Ray cannot be reached: {error}", err=True)
+        raise typer.Exit(1) from None
     try:
         serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
         try:

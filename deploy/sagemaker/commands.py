@@ -147,7 +147,8 @@ def deploy(
     typer.echo(f"{name} is in service")
     _tell_of_old_image(configuration, change)
     way = f" --component {name}" if configuration.component else " --async" if configuration.asynchronous else ""
-    typer.echo(f'try: slipway invoke {name}{way} --prompt "Hello"', err=True)
+    where = f" --region {configuration.region}" + (f" --profile {profile}" if profile else "")
+    typer.echo(f'try: slipway invoke {name}{where}{way} --prompt "Hello"', err=True)
 
 
 def update(
@@ -199,9 +200,12 @@ def template(
 
 def destroy(name: Name, region: Region = None, profile: Profile = None) -> None:
     """Delete the stack of an endpoint: the endpoint and all resources that belong to it."""
-    stack = _stack(Aws(region, profile), name)
-    removed = stack.delete()
-    typer.echo(f"{name} is removed" if removed else f"nothing to remove: the stack {stack.name} does not exist")
+    aws = Aws(region, profile)
+    stack = _stack(aws, name)
+    if not stack.delete():
+        typer.echo(f"slipway: the stack {stack.name} does not exist in {aws.region}", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"{name} is removed")
 
 
 def status(

@@ -9,6 +9,11 @@ from deploy.sagemaker.ecr import ecr_image
 
 Statement = dict[str, Any]
 
+_OF_INTERFACES = (
+    "CreateNetworkInterface CreateNetworkInterfacePermission DeleteNetworkInterface DeleteNetworkInterfacePermission "
+    "DescribeDhcpOptions DescribeNetworkInterfaces DescribeSecurityGroups DescribeSubnets DescribeVpcs"
+)
+
 
 def trust_policy() -> dict[str, Any]:
     """Return the policy that lets SageMaker assume the role."""
@@ -29,6 +34,9 @@ def execution_policy(configuration: Configuration) -> dict[str, Any]:
             _allow("Registry", "ecr", "GetAuthorizationToken", "*"),
             _allow("Image", "ecr", "BatchCheckLayerAvailability BatchGetImage GetDownloadUrlForLayer", repository),
         ]
+    if configuration.properties.get("Model", {}).get("VpcConfig"):
+        # SageMaker connects a container to the VPC as this role.
+        statements.append(_allow("Network", "ec2", _OF_INTERFACES, "*"))
     read = [configuration.model] if configuration.from_s3 else []
     read += [adapter.source for adapter in configuration.adapters]
     asynchronous, capture = configuration.asynchronous, configuration.data_capture

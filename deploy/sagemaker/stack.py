@@ -183,11 +183,15 @@ class Stack:
         return change
 
     def discard(self, change: ChangeSet) -> None:
-        """Delete a change set. A stack that it would have created is deleted, too."""
-        if change.creates:
+        """Delete a change set, and a stack that would have been created by it alone."""
+        self._client.delete_change_set(ChangeSetName=change.id)
+        if not change.creates:
+            return
+        found = self._client.describe_stacks(StackName=change.stack)["Stacks"][0]
+        pages = self._client.get_paginator("list_change_sets").paginate(StackName=change.stack)
+        others = [each for page in pages for each in page["Summaries"] if each["ChangeSetId"] != change.id]
+        if found["StackStatus"] == _ONLY_PROPOSED and not others:
             self._client.delete_stack(StackName=change.stack)
-        else:
-            self._client.delete_change_set(ChangeSetName=change.id)
 
     def carry_out(self, change: ChangeSet) -> None:
         """Create or change the stack. CloudFormation rolls back a change that fails.

@@ -121,6 +121,21 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     assert command in (ROOT / "docs" / "ray.md").read_text()
 
 
+def test_a_cluster_that_is_not_there_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    pytest.importorskip("ray.serve", reason="Ray is not installed")
+
+    def init(*_: object, **__: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setenv("HF_MODEL_ID", "org/model")
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    said = run("--address", "auto")
+    assert said.exit_code == 1
+    assert said.stderr == "slipway: Ray cannot be reached: Could not find any running Ray instance.\n"
+
+
 @pytest.mark.parametrize("where", [("--print-config",), ("--kuberay", "--image", "i"), ("--address", "auto")])
 def test_keys_that_no_replica_would_get_are_refused(monkeypatch: pytest.MonkeyPatch, where: tuple[str, ...]) -> None:
     monkeypatch.setenv("SERVING_API_KEYS_FILE", "/keys")

@@ -34,6 +34,7 @@ class FakeCloudFormation:
         self.outcomes: list[list[Event]] = []
         self.coming: list[str | None] = []  # The next statuses of the stack. Each look at the stack takes one.
         self.proposal_fails = ""
+        self.others: list[str] = []  # Change sets of other users.
         self.proposed: dict[str, Any] | None = None
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.after: Callable[[str], None] = lambda operation: None
@@ -126,6 +127,10 @@ class FakeCloudFormation:
 
     def _DeleteChangeSet(self, parameters: dict[str, Any]) -> None:  # noqa: N802
         self.proposed = None
+
+    def _ListChangeSets(self, parameters: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
+        ids = ["change"] if self.proposed is not None else []
+        return {"Summaries": [{"ChangeSetId": each} for each in (*ids, *self.others)]}
 
     def _ExecuteChangeSet(self, parameters: dict[str, Any]) -> None:  # noqa: N802
         assert self.proposed is not None

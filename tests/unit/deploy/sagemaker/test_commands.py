@@ -126,7 +126,7 @@ def test_a_deployment_from_the_command_line_alone(cloudformation: FakeCloudForma
     assert done.exit_code == 0, done.output
     assert done.stdout == "my-llm is in service\n"
     assert "Endpoint CREATE_COMPLETE" in done.stderr
-    assert 'try: slipway invoke my-llm --prompt "Hello"' in done.stderr
+    assert 'try: slipway invoke my-llm --region eu-west-1 --prompt "Hello"' in done.stderr
     again = _run("deploy", *SHORT, "--env", "OPTION_DTYPE=fp16", "--set", "tags.team=ads")
     assert again.stdout == "my-llm is in service\n"
     other = _run("deploy", *SHORT)

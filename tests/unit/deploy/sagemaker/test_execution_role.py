@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from deploy.sagemaker.execution_role import execution_policy, trust_policy
@@ -56,3 +57,11 @@ def test_a_role_may_read_the_requests_and_write_the_answers_of_asynchronous_call
 def test_a_role_may_write_captured_requests() -> None:
     assert _statements("everything")["Write"]["Resource"] == ["arn:aws:s3:::captured/all/*"]
     assert "Write" not in _statements("scale_to_zero")
+
+
+def test_a_role_may_connect_a_container_to_a_vpc() -> None:
+    assert "Network" not in _statements("asynchronous")
+    in_vpc = {"Model": {"VpcConfig": {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}}}
+    policy = execution_policy(msgspec.structs.replace(configuration("asynchronous"), properties=in_vpc))
+    (network,) = [statement for statement in policy["Statement"] if statement["Sid"] == "Network"]
+    assert "ec2:CreateNetworkInterface" in network["Action"]

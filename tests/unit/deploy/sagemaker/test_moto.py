@@ -91,7 +91,8 @@ def test_a_deployment_is_made_kept_updated_and_removed() -> None:
     gone = _run("destroy", "my-llm")
     assert (gone.exit_code, gone.stdout) == (0, "my-llm is removed\n")
     assert set(_there().values()) == {0}
-    assert _run("destroy", "my-llm").stdout == "nothing to remove: the stack slipway-my-llm does not exist\n"
+    again = _run("destroy", "my-llm")
+    assert (again.exit_code, again.stderr) == (1, "slipway: the stack slipway-my-llm does not exist in eu-west-1\n")
 
 
 def test_a_role_is_made_with_its_policy_and_goes_with_the_stack() -> None:
@@ -137,7 +138,7 @@ def test_an_endpoint_that_slipway_has_not_made_is_kept() -> None:
     )
     sagemaker.create_endpoint(EndpointName="my-llm", EndpointConfigName="theirs")
     done = _run("destroy", "my-llm")
-    assert (done.exit_code, done.stdout) == (0, "nothing to remove: the stack slipway-my-llm does not exist\n")
+    assert (done.exit_code, done.stderr) == (1, "slipway: the stack slipway-my-llm does not exist in eu-west-1\n")
     assert _there()["endpoints"] == 1
 
 
@@ -252,7 +253,7 @@ def test_an_asynchronous_call_that_sagemaker_refuses_is_not_made(options: list[s
 def test_the_hint_after_a_deployment_is_a_call_that_the_endpoint_takes() -> None:
     done = _run("deploy", *GIVEN, "--set", "async.output=s3://answers/")
     assert done.exit_code == 0, done.output
-    assert 'try: slipway invoke my-llm --async --prompt "Hello"' in done.stderr
+    assert 'try: slipway invoke my-llm --region eu-west-1 --async --prompt "Hello"' in done.stderr
 
 
 @pytest.mark.parametrize(

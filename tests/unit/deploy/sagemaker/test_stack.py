@@ -75,6 +75,19 @@ def test_a_stack_is_made_updated_and_deleted(cloudformation: FakeCloudFormation,
     assert cloudformation.changes.count("DeleteStack") == 1
 
 
+def test_a_stack_that_somebody_else_is_about_to_create_is_kept(
+    cloudformation: FakeCloudFormation, stack: Stack
+) -> None:
+    cloudformation.others = ["change of a colleague"]
+    change = stack.propose(WANTED)
+    assert change is not None
+    stack.discard(change)
+    assert (cloudformation.changes[-1], cloudformation.status) == ("DeleteChangeSet", "REVIEW_IN_PROGRESS")
+    cloudformation.others = []
+    stack.discard(change)
+    assert (cloudformation.changes[-1], cloudformation.status) == ("DeleteStack", None)
+
+
 def test_where_nothing_changes_nothing_is_proposed(cloudformation: FakeCloudFormation, stack: Stack) -> None:
     _create(stack)
     assert stack.propose(WANTED) is None
