@@ -15,7 +15,6 @@ from djl_python.np_util import to_nd_list, to_npz
 from djl_python.pair_list import PairList
 
 StreamFormatter = Callable[[Any], Any]
-_NO_ITEM = object()  # No stream has it.
 
 
 class _JsonEncoder(json.JSONEncoder):
@@ -34,6 +33,16 @@ class _JsonEncoder(json.JSONEncoder):
 def _encode_json(value: Any) -> bytes:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2, cls=_JsonEncoder, separators=(",", ":"))
     return text.encode("utf-8")
+
+
+def _items(stream: Any) -> Iterator[Any]:
+    """Yield the items of an object that has no more than `__next__`, which is enough in LMI."""
+    while True:
+        try:
+            item = next(stream)
+        except StopIteration:
+            return
+        yield item
 
 
 def default_stream_formatter(item: Any) -> bytes:
@@ -162,10 +171,8 @@ class Output:
 
     def stream_chunks(self) -> Iterator[bytes]:
         """Yield the bytes of each streamed item. Exceptions of the iterator and of the formatter pass through."""
-        content: Any = self.stream_content or ()
-        if not hasattr(content, "__iter__"):  # LMI needs no more than `next`.
-            content = iter(content.__next__, _NO_ITEM)
-        for item in content:
+        content: Any = self.stream_content if self.stream_content is not None else ()
+        for item in content if hasattr(content, "__iter__") else _items(content):
             yield self.encode_value(self.stream_output_formatter(item) if self.stream_output_formatter else item)
 
     def finalize(self, finalize_function: Callable[..., Any], *args: Any) -> Self:

@@ -178,10 +178,8 @@ class ModelTexts:
         return str(
             self.tokenizer.apply_chat_template(
                 list(messages),
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._chat_defaults,
+                **self._chat_defaults
+                | {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt},
             )
         )
 

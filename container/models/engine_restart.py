@@ -70,5 +70,5 @@ class EngineRestarts:
 
 def _is_late(model: Model, reason: str) -> None:
     """Count a model as failed, because its restart waits too long for the load of another model."""
-    model.lifecycle.fail(f"{reason}; it is started again when another model is loaded")
-    logger.error("model %s: its restart waits for the load of another model; /ping now answers 500", model.title)
+    if model.lifecycle.fail(f"{reason}; it is started again when another model is loaded"):
+        logger.error("model %s: its restart waits for the load of another model; /ping now answers 500", model.title)

@@ -275,10 +275,16 @@ class Lifecycle:
         if self.service is not None:
             await self.service.stop(self.end_reason)
 
-    def fail(self, reason: str) -> None:
-        """Count the model as failed from now on. Its service still answers calls."""
-        if self.stage is State.READY:
-            self.stage, self._failure = State.FAILED, reason
+    def fail(self, reason: str) -> bool:
+        """Count the model as failed from now on. Its service still answers calls.
+
+        Returns:
+            False if the model was not ready, so that nothing has changed.
+        """
+        if self.stage is not State.READY:
+            return False
+        self.stage, self._failure = State.FAILED, reason
+        return True
 
     @property
     def died_while_draining(self) -> bool:

@@ -8,12 +8,14 @@ import copy
 import itertools
 import logging
 import time
+from argparse import Namespace
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 import vllm.platforms
+from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -48,6 +50,7 @@ from engines.vllm.lora import Claim, VllmAdapters
 from engines.vllm.output import OwnState, PooledState, PushedState, Siblings, TokensApart
 from engines.vllm.pooling import cannot_pool, model_of, pooling_params
 from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal, sibling
+from engines.vllm.sent_media import SentMedia
 from engines.vllm.speech import silence
 
 logger = logging.getLogger(__name__)
@@ -102,6 +105,7 @@ class VllmEngine:
         self._stream_interval: int = llm.vllm_config.scheduler_config.stream_interval
         internals.begin_output(llm, self._reports, lambda: self.waits)
         internals.keep_eos_token_id(llm)
+        self.sent_media = SentMedia(llm)
         try:
             self.tasks = await unless_dead(llm.get_supported_tasks(), lambda: llm.errored)
         except EngineDead:
@@ -112,9 +116,14 @@ class VllmEngine:
         self.takes_images = media is not None and media.info.allowed_mm_limits.get("image", 0) > 0
         self.tokenizer = llm.get_tokenizer()  # vLLM's pool
         tokenizer, given = own_tokenizer(llm.model_config), loaded.frontend_arguments
-        if (template := load_chat_template(given.get("chat_template"))) is not None:
+        try:
+            template = load_chat_template(given.get("chat_template"))
+        except (VLLMClientError, ValueError, OSError) as error:
+            raise EngineStartError(f"option.chat_template: {error}") from None
+        if template is not None:
             tokenizer.chat_template = template
-        self.texts = ModelTexts(tokenizer, image_mark(llm), given.get("default_chat_template_kwargs"))
+        chat_defaults = resolve_default_chat_template_kwargs(Namespace(**given))
+        self.texts = ModelTexts(tokenizer, image_mark(llm), chat_defaults)
         self._apart = TokensApart(self.texts.tokenizer)
         generation_config = llm.model_config.try_get_generation_config() or {}
         self.eos_token_ids = end_token_ids(generation_config.get("eos_token_id"), self.tokenizer)
@@ -176,17 +185,6 @@ class VllmEngine:
             prompt_ids = await self.prompt_token_ids(request)
             return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
         prompt = await self._prompt(request)
-        with internals.media_sent_again_if_it_fails(self.async_llm, prompt):
-            return await self._submit_prompt(request, prompt, sink, statistics, adapter)
-
-    async def _submit_prompt(
-        self,
-        request: GenerationRequest,
-        prompt: Any,
-        sink: Sink,
-        statistics: EngineStatistics,
-        adapter: LoRARequest | None,
-    ) -> VllmGeneration:
         token_ids = (prompt.get("decoder_prompt") or prompt)["prompt_token_ids"]
         core_request = self._known_request(request, token_ids, adapter)
         if core_request is None:
@@ -202,6 +200,7 @@ class VllmEngine:
                 if index % SUBMITS_PER_TURN == SUBMITS_PER_TURN - 1:
                     await asyncio.sleep(0)
                 await self._add(request, sibling(core_request, index), index, target, statistics, generation)
+        self.sent_media.engine_got(prompt)
         statistics.prompt(len(token_ids))
         return generation
 

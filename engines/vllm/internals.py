@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import struct
 import time
@@ -532,23 +531,6 @@ def patch_server(context: Callable[[], BaseContext], run: Callable[[Callable[[],
     for module in (engine_utils, coordinator):
         module.get_mp_context = context
     registry._run_in_subprocess = run
-
-
-@contextlib.contextmanager
-def media_sent_again_if_it_fails(llm: AsyncLLM, prompt: Any) -> Iterator[None]:
-    """Have vLLM send the media of a prompt again if the engine does not get this one.
-
-    vLLM takes the media of a prompt that it has made as known to the engine.
-    """
-    try:
-        yield
-    except BaseException:
-        cache = llm.renderer.mm_processor_cache
-        hashes = prompt.get("mm_hashes") or {}
-        if cache is not None:
-            for media_hash in itertools.chain.from_iterable(hashes.values()):
-                cache.invalidate(media_hash)
-        raise
 
 
 def patch_sounds() -> None:

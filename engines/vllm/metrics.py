@@ -133,7 +133,19 @@ class EngineReports(PrometheusStatLogger, Collector):
                 # For the rest, vLLM's function would take ten times as long.
                 self._count_tokens(iteration_stats, engine_idx)
                 return
+        if scheduler_stats is not None:
+            self._name_adapters(scheduler_stats)
         super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+    def _name_adapters(self, stats: Any) -> None:
+        """Give the adapters of a report the names that clients know. The gauge of adapters gets one series."""
+        if self.gauge_lora_info is None:
+            return
+        self.gauge_lora_info.clear()  # vLLM would keep a series for each set of adapters that was ever seen.
+        for adapters in (stats.waiting_lora_adapters, stats.running_lora_adapters):
+            named = {_public_name(name): count for name, count in adapters.items()}
+            adapters.clear()
+            adapters.update(named)
 
     def _take_requests(self, iteration: Any, engine: int) -> None:
         """Take the values of a step's requests, so that vLLM's function counts none of them."""
@@ -195,13 +207,8 @@ class EngineReports(PrometheusStatLogger, Collector):
             self.record(SchedulerStats(), None, engine_idx=engine)
 
     def collect(self) -> Iterable[Metric]:
-        if self._unseen and self.gauge_lora_info is not None:
-            self.gauge_lora_info.clear()  # vLLM would keep a series for each set of adapters that was ever seen.
         for engine, stats in self._unseen.items():
-            for adapters in (stats.waiting_lora_adapters, stats.running_lora_adapters):
-                named = Tally({_public_name(name): count for name, count in adapters.items()})
-                adapters.clear()
-                adapters.update(named)
+            self._name_adapters(stats)
             super().record(stats, None, engine_idx=engine)
         self._unseen.clear()
         for engine in self.engine_indexes:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class BeamSteps:
-    """What the steps of a call's beam searches count. Each step asks the engine for a token after each beam."""
+    """Counts the steps of a call's beam searches. Each step asks the engine for a token after each beam."""
 
     def __init__(self, statistics: EngineStatistics) -> None:
         self._all = statistics

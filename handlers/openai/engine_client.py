@@ -41,7 +41,6 @@ from engines.vllm.engine import VllmEngine
 from engines.vllm.internals import (
     EngineDeadError,
     abort,
-    media_sent_again_if_it_fails,
     request_states,
     seconds_in_queue,
     sequence_ids,
@@ -153,7 +152,7 @@ class EngineClient:
         call = current_call.get()
         if call.steps is not None:
             return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options, places=0)
-        with _vllms_errors(), media_sent_again_if_it_fails(self._llm, prompt):
+        with _vllms_errors():
             check_parameters(sampling_params, self._engine.sampling, self._engine.tokenizer)
             self._check_length(prompt)
             call.take(sampling_params.n)
@@ -165,7 +164,7 @@ class EngineClient:
 
         def search(prompt: Any, request_id: str, params: Any, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
             call = current_call.get()
-            with _vllms_errors(), media_sent_again_if_it_fails(self._llm, prompt):
+            with _vllms_errors():
                 self._check_length(prompt)
                 call.take(params.beam_width)
             return self._search(
@@ -187,8 +186,9 @@ class EngineClient:
         except (asyncio.CancelledError, GeneratorExit):
             statistics.aborted_requests += width
             raise
-        except Exception:
-            statistics.failed_requests += width
+        except Exception as error:
+            if not isinstance(error, VLLMClientError):
+                statistics.failed_requests += width
             raise
         finally:
             call.steps.end()
@@ -204,7 +204,7 @@ class EngineClient:
             GracefulHTTPError: 503, the queue has no place.
         """
         call = current_call.get()
-        with _vllms_errors(), media_sent_again_if_it_fails(self._llm, prompt):
+        with _vllms_errors():
             self._check_length(prompt)
             call.take(1)
         return self._encode(call, _submitted(call, prompt), pooling_params, request_id, options)
@@ -287,12 +287,6 @@ class EngineClient:
             call.release(places)
 
     async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
-        with media_sent_again_if_it_fails(self._llm, prompt):
-            return await self._added_now(call, prompt, params, request_id, options)
-
-    async def _added_now(
-        self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
-    ) -> Any:
         with _vllms_errors():
             await self._engine.wait_until_ready()
             if getattr(params, "structured_outputs", None) is not None:  # pooling has none
@@ -304,7 +298,7 @@ class EngineClient:
                 options = {**options, "lora_request": await self._adapter(call, options["lora_request"].lora_name)}
         known = {*sequence_ids(self._llm, request_id)}  # ids are the clients', who may use one twice
         try:
-            return await self._llm.add_request(request_id, prompt, params, **options)
+            queue = await self._llm.add_request(request_id, prompt, params, **options)
         except BaseException as error:
             # vLLM registers a request before it sends it to the engine, and leaves it there if that fails.
             registered = [sequence for sequence in sequence_ids(self._llm, request_id) if sequence not in known]
@@ -312,6 +306,8 @@ class EngineClient:
             if isinstance(error, OverflowError):  # a number that the engine's message cannot hold
                 raise VLLMValidationError(str(error)) from None
             raise
+        self._engine.sent_media.engine_got(prompt)
+        return queue
 
     async def _adapter(self, call: OpenAICall, name: str) -> Any:
         """Return vLLM's request for the adapter of this name, which is in its memory until the call ends.
@@ -326,7 +322,7 @@ class EngineClient:
 def _submitted(call: OpenAICall, prompt: Any) -> Any:
     """Return a prompt of a call with the call's salt. The source of the prompt's media is dropped."""
     call.submitted = True
-    if "encoder_prompt" in prompt:  # A clip of a sound. Other clips may follow, and the cache has none of them.
+    if "encoder_prompt" in prompt:  # A clip of a sound, after which others may follow. vLLM caches none of them.
         return prompt
     if call.media is not None:
         call.media.release()

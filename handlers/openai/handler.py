@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -196,12 +197,13 @@ class OpenAIHandler:
                 return None
         if (exchange := await self._understood(call, path, any_model, adapter)) is not None:
             running = RunningCall(self._queue, exchange.steered_by(steering), writer, call.request_id)
+            began = time.monotonic()
             try:
                 await running.submit()
                 return running
             except (Overloaded, GenerationFailed, EngineDead, AdapterUnusable) as failure:
                 # vLLM's front end would wait as long again.
-                self._queue.engine.statistics.calls.count(0.0, failed=True)
+                self._queue.engine.statistics.calls.count(time.monotonic() - began, failed=True)
                 writer.reply(refuse(failure))  # not raised: the writer of `/invocations` gives it LMI's form
                 return running
             except RequestError:

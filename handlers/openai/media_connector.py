@@ -41,7 +41,7 @@ from vllm.renderers import chat_utils
 
 from engines.errors import InvalidRequest, Overloaded, RequestError, UnusableImage
 from handlers.openai.current_call import current_call
-from handlers.openai.media_download import Downloader, DownloadFailed
+from handlers.openai.media_download import FORBIDDEN_HOST, Downloader, DownloadFailed, TooLarge
 from handlers.openai.media_limits import MOST_FRAMES, MediaMemory, RequestMedia
 
 # Formats whose header has the size of the decoded image. An icon's header does not: the icon may hold a larger image.
@@ -138,7 +138,9 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
         raise VLLMValidationError(f"`{field}` is not taken on this route", parameter=field)
 
     def _assert_url_in_allowed_media_domains(self, url_spec: Any) -> None:
-        """Leave the check to `Downloader`, whose message does not list the hosts."""
+        # vLLM's message lists the hosts.
+        if self.allowed_media_domains and url_spec.hostname not in self.allowed_media_domains:
+            raise DownloadFailed(FORBIDDEN_HOST)
 
     async def fetch_video_async(self, video_url: str, **options: Any) -> Any:
         try:
@@ -386,14 +388,9 @@ class _Connection(HTTPConnection):  # type: ignore[misc]
         )
 
     async def async_get_bytes(self, url: str, **options: Any) -> bytes:
-        most, received = options.get("max_bytes"), 0  # vLLM limits sounds alone.
-
-        def count(size: int) -> None:
-            nonlocal received
-            received += size
-            if most is not None and received > most:
-                raise InvalidRequest(_SOUND_TOO_LARGE)
-            self._media.add_download(size)
-
+        most = options.get("max_bytes")  # vLLM limits sounds alone.
         async with self._media.download():
-            return await self._downloader.fetch(url, options["timeout"], count)
+            try:
+                return await self._downloader.fetch(url, options["timeout"], self._media.add_download, most)
+            except TooLarge:
+                raise InvalidRequest(_SOUND_TOO_LARGE) from None

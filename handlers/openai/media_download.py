@@ -38,11 +38,16 @@ _EMBEDDING: tuple[tuple[ipaddress.IPv6Network, int], ...] = (
     (ipaddress.IPv6Network("64:ff9b::/96"), 0),
     (ipaddress.IPv6Network("2002::/16"), 80),
 )
+FORBIDDEN_HOST = "must be from one of the hosts of option.allowed_media_domains"
 UNREACHABLE = "cannot be fetched from a public address; others need option.allowed_media_networks"
 
 
 class DownloadFailed(Exception):
     """The URL gave no media. The message is for the client, and tells nothing of inner networks."""
+
+
+class TooLarge(Exception):
+    """The media are larger than the limit."""
 
 
 def is_allowed(address: str, networks: Sequence[Network]) -> bool:
@@ -84,13 +89,18 @@ class Downloader:
         self._networks, self._domains = networks, domains
         self._redirects, self._attempts = redirects and not domains, attempts
 
-    async def fetch(self, url: str, seconds: float, count: Callable[[int], None]) -> bytes:
+    async def fetch(self, url: str, seconds: float, count: Callable[[int], None], most: int | None = None) -> bytes:
         """Return the body of the answer.
 
-        `count` is called with the size of each part, and may raise.
+        Args:
+            url: The URL.
+            seconds: The time of the first attempt.
+            count: Called with the size of each part. It may raise.
+            most: The largest size in bytes. None: no limit.
 
         Raises:
             DownloadFailed: The host cannot be reached, or refuses.
+            TooLarge: The body is larger than `most`.
         """
         try:
             target = URL(url)
@@ -100,11 +110,11 @@ class Downloader:
         if not host or target.scheme not in ("http", "https"):
             raise DownloadFailed("must be an http, https or data URL")
         if self._domains and host not in self._domains:
-            raise DownloadFailed("must be from one of the hosts of option.allowed_media_domains")
+            raise DownloadFailed(FORBIDDEN_HOST)
         for attempt in range(self._attempts):
             last = attempt + 1 == self._attempts
             try:
-                data = await self._attempt(target, seconds * _BACKOFF**attempt, count, last=last)
+                data = await self._attempt(target, seconds * _BACKOFF**attempt, count, most, last=last)
             except TimeoutError:
                 if last:
                     raise DownloadFailed("cannot be fetched: its host did not answer in time") from None
@@ -116,7 +126,9 @@ class Downloader:
             await asyncio.sleep(_BACKOFF**attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _attempt(self, target: URL, seconds: float, count: Callable[[int], None], *, last: bool) -> bytes | None:
+    async def _attempt(
+        self, target: URL, seconds: float, count: Callable[[int], None], most: int | None, *, last: bool
+    ) -> bytes | None:
         """Return the body; None if the host is busy and another attempt is left."""
         proxy = _proxy_for(target)
         if proxy is not None:
@@ -140,6 +152,8 @@ class Downloader:
             async for part in response.content.iter_chunked(_CHUNK):
                 count(len(part))
                 parts += part
+                if most is not None and len(parts) > most:
+                    raise TooLarge
             return bytes(parts)
 
     def _check_for_proxy(self, host: str) -> None:

@@ -403,3 +403,29 @@ def test_the_prompts_images_are_dropped_when_the_engine_has_it() -> None:
 
     asyncio.run(generate())
     assert loading.memory.used == 0
+
+
+def test_media_count_as_sent_when_the_engine_has_got_their_prompt() -> None:
+    import torch
+    from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
+    from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
+    from vllm.renderers.base import BaseRenderer
+
+    from engines.vllm.sent_media import SentMedia
+
+    config: Any = SimpleNamespace(get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=1))
+    cache = LruKeyReplicatedSenderCache(config)
+    thread: Any = SimpleNamespace(submit=lambda call, *args: call(*args))
+    renderer = SimpleNamespace(mm_processor_cache=cache, _mm_executor=thread)
+    sent = SentMedia(SimpleNamespace(renderer=renderer))  # type: ignore[arg-type]
+    item = MultiModalKwargsItem({"a": MultiModalFieldElem(data=torch.zeros(2), field=MultiModalBatchedField())})
+    for _ in range(2):
+        assert not cache.is_cached_item("x"), "a prompt that was only made has sent nothing"
+        assert cache.get_and_update_item((item, ["updates"]), "x") == (item, ["updates"])
+    sent.engine_got({"mm_hashes": {"image": ["x"]}})
+    assert cache.is_cached_item("x")
+    assert cache.get_and_update_item(None, "x") == (None, ["updates"])
+    cache.clear_cache()
+    assert not cache.is_cached_item("x")
+    assert "_mm_executor" in BaseRenderer.__init__.__code__.co_names
+    assert isinstance(BaseRenderer.mm_processor_cache, property)

@@ -69,10 +69,20 @@ def test_images_are_a_part_of_the_prompt(vision: Server, path: str) -> None:
 
 
 def test_an_image_of_a_refused_prompt_can_be_sent_again(vision: Server) -> None:
-    image = data_url(drawn(77))
-    refused = ask(vision, image, structured_outputs={"regex": "("})
-    assert refused.status_code == 400, refused.text
-    assert ask(vision, image, max_tokens=1).status_code == 200
+    refusals: list[dict[str, Any]] = [{"structured_outputs": {"regex": "("}}, {"temperature": -1}, {"max_tokens": 5000}]
+    for number, fields in enumerate(refusals):
+        image = data_url(drawn(77 + number))
+        refused = ask(vision, image, **fields)
+        assert refused.status_code == 400, refused.text
+        answer = ask(vision, image, max_tokens=1)
+        assert answer.status_code == 200, answer.text
+
+
+def test_an_image_of_a_prompt_that_another_contract_refuses_can_be_sent_again(vision: Server) -> None:
+    image = data_url(drawn(99))
+    refused = tgi(vision, "/generate", f"![]({image})Hello", truncate=3)
+    assert refused.status_code == 422, refused.text
+    assert tgi(vision, "/generate", f"![]({image})Hello", max_new_tokens=1).status_code == 200
 
 
 def test_images_are_streamed_over(vision: Server) -> None:
