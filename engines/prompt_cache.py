@@ -10,14 +10,16 @@ from __future__ import annotations
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
+from typing import Any
 
 from tokenizers import Tokenizer
 
 # Characters above which a text is tokenized in a thread: below it the event loop waits for less than a step.
 LONG_TEXT = 4096
 _MOST_CHARACTERS = 16 * 1024 * 1024  # Of all segments that are kept; their ids take about as many bytes.
+_END = ""  # In a tree of characters: a text ends here.
 _TRIALS = ("a b", " a\n", "\n\na ", "\u4f60 1")
 
 
@@ -44,7 +46,7 @@ class SegmentTokenizer:
         cut = _cutting_tokens(tokenizer)
         self._added = {text: array("I", [token_id]) for text, token_id in cut.items()}
         # At each place the longest, as the tokenizer does.
-        self._cut = re.compile("(" + "|".join(map(re.escape, sorted(cut, key=len, reverse=True))) + ")").split
+        self._cut = re.compile(f"({longest_of(cut)})").split
         self._known: OrderedDict[str, array[int]] = OrderedDict()
         self._characters = 0
         self._lock = Lock()
@@ -83,6 +85,28 @@ class SegmentTokenizer:
             while self._characters > _MOST_CHARACTERS:
                 self._characters -= len(self._known.popitem(last=False)[0])
         return found
+
+
+def longest_of(texts: Iterable[str]) -> str:
+    """Return a regular expression for the longest of some texts.
+
+    Common beginnings are factored out. A list of alternatives would be tried one by one at each place.
+    """
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for character in text:
+            node = node.setdefault(character, {})
+        node[_END] = {}
+    return _expression(tree)
+
+
+def _expression(node: Mapping[str, Any]) -> str:
+    parts = [re.escape(character) + _expression(inner) for character, inner in node.items() if character != _END]
+    if not parts:
+        return ""
+    inside = parts[0] if len(parts) == 1 and _END not in node else f"(?:{'|'.join(parts)})"
+    return f"{inside}?" if _END in node else inside
 
 
 def by_segments(tokenizer: Tokenizer) -> SegmentTokenizer | None:

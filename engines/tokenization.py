@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -53,6 +54,8 @@ def check_beams(sampling: SamplingParameters) -> None:
 _NOT_WITH_BEAMS = "cannot be used together with beam search"
 _PROMPT_CONTEXT = 16  # Tokens of the prompt in front of the answer; decoding all of a long one would take milliseconds.
 _CONTEXT = 8  # Tokens that a slow tokenizer needs to see in front of the next one.
+_LONGEST_CHARACTER = 4  # Tokens: a byte each.
+_MOST_SILENT = 8  # Tokens without a text in a row, after which a stream begins anew.
 # The beginning of the message of `tokenizers` for a stream that has lost its place.
 _INVALID_PREFIX = "Invalid prefix encountered"
 
@@ -69,13 +72,38 @@ class TokenTexts:
         self._window = _decoding_context(tokenizer, prompt_ids, skip_special)
         self._known = len(self._window)
         self._hidden: frozenset[int] = frozenset()
+        self._recent = deque(self._window, maxlen=_CONTEXT)  # The last tokens with a text.
+        self._silent: list[int] = []  # Tokens since then.
         if self._fast is not None:
             self._stream = DecodeStream(ids=self._window, skip_special_tokens=skip_special)
         elif skip_special:
             self._hidden = frozenset(tokenizer.all_special_ids)
 
     def add(self, token_id: int) -> str:
-        return self._step_fast(token_id) if self._fast is not None else self._step_slow(token_id)
+        if self._fast is None:
+            return self._step_slow(token_id)
+        text = self._step_fast(token_id)
+        self._silent.append(token_id)
+        if not text and len(self._silent) > _MOST_SILENT:
+            # A stream decodes all of them again at each step. No character has so many: they are hidden, or U+FFFD.
+            text = self._without_stream()
+        elif text:
+            self._recent.extend(self._silent)
+            self._silent.clear()
+        return text
+
+    def _without_stream(self) -> str:
+        """Return the text of the silent tokens, except for some last ones, which may be of an incomplete character."""
+        silent, whole = self._silent, self._decode(self._silent)
+        # Between the bytes of a character, both parts would have U+FFFD for it.
+        cuts = (len(silent) - rest for rest in range(_LONGEST_CHARACTER, 2 * _LONGEST_CHARACTER))
+        texts = ((cut, self._decode(silent[:cut])) for cut in cuts)
+        cut, text = next(
+            (found for found in texts if found[1] + self._decode(silent[found[0] :]) == whole), (len(silent), whole)
+        )
+        self._stream = DecodeStream(ids=list(self._recent), skip_special_tokens=self._skip_special)
+        self._silent = silent[cut:]
+        return text + "".join(map(self._step_fast, self._silent))
 
     def _step_fast(self, token_id: int) -> str:
         try:

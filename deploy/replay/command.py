@@ -75,6 +75,8 @@ def replay(
         raise typer.BadParameter("has no meaning with --as-recorded", param_hint="--rate")
     if against_header and against is None:
         raise typer.BadParameter("has no meaning without --against", param_hint="--against-header")
+    if against_component and (against is None or "://" in against):
+        raise typer.BadParameter("needs a SageMaker endpoint as --against", param_hint="--against-component")
     if resume and output is None:
         raise typer.BadParameter("needs --output, the directory of the earlier run", param_hint="--resume")
     if sample == 0:
@@ -96,6 +98,8 @@ def replay(
         "to": masked("", to),
         "against": None if against is None else masked("", against),
         "recorded": recorded,
+        "component": component,
+        "against_component": against_component,
         "path": path,
         "map": paths,
         "sample": sample,

@@ -43,7 +43,7 @@ _WORDS = 400  # Words of a text that count for the similarity. The time grows wi
 _SHOWN = 200
 _NEAR = 0.99  # The least cosine of equal vectors.
 _TOLERANCE = 0.02  # Of a score, relative to it.
-_LEAST = 0.001  # Smaller differences of scores do not count.
+_LEAST = 0.01  # Smaller differences of scores do not count.
 # The words of each contract for the end of a text. Two words of one list are no difference if the texts differ.
 _REASONS = (
     frozenset(("length", "eos_token", "stop_sequence")),
@@ -393,7 +393,7 @@ class _Comparing:
         if len(old) != len(new):
             if not is_per_token(where):
                 self._add(Kind.NUMBER, where, f"{len(old)} numbers", f"{len(new)} numbers")
-        elif not self._other_model and not is_per_token(where) and (near := cosine(old, new)) < _NEAR:
+        elif not self._other_model and not is_per_token(where) and not (near := cosine(old, new)) >= _NEAR:
             self._add(Kind.NUMBER, where, "", f"the cosine of the vectors is {near:.3f}")
 
     def _values(self, where: str, old: Any, new: Any) -> None:

@@ -18,6 +18,7 @@ _JSON = "application/json"
 _TGI = re.compile(r"/(generate|generate_stream)?")
 # TGI's parameters that make it sample. Without any, and with `parameters`, it takes the most probable tokens.
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "typical_p")
+_PROMPTS = ("inputs", "messages", "prompt", "model")  # They name the schema, also if they are empty.
 _STREAMING_PATH = re.compile(r"/(generate_stream|invocations-response-stream)$")
 # Headers of one connection. Each target gets new ones. `accept-encoding` could lead to compressed bytes.
 _OF_CONNECTION = frozenset(
@@ -110,9 +111,11 @@ class RecordedRequest:
     def asks(self, field: str) -> bool:
         """Return True if the body has a field with this name at any depth, and its value asks for something.
 
-        Null, false, zero, empty values and the format `text` are what a server does without the field.
+        Null, false, zero, empty values and the format `text` are what a server does without an option.
         """
         values = (found.get(field) for found in objects_in(self.fields))
+        if field in _PROMPTS:
+            return any(value is not None for value in values)
         return any(value and value != {"type": "text"} for value in values)
 
     def has_zero(self, field: str) -> bool:

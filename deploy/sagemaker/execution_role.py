@@ -34,7 +34,7 @@ def execution_policy(configuration: Configuration) -> dict[str, Any]:
             _allow("Registry", "ecr", "GetAuthorizationToken", "*"),
             _allow("Image", "ecr", "BatchCheckLayerAvailability BatchGetImage GetDownloadUrlForLayer", repository),
         ]
-    if configuration.properties.get("Model", {}).get("VpcConfig"):
+    if any(configuration.properties.get(name, {}).get("VpcConfig") for name in ("Model", "EndpointConfiguration")):
         # SageMaker connects a container to the VPC as this role.
         statements.append(_allow("Network", "ec2", _OF_INTERFACES, "*"))
     read = [configuration.model] if configuration.from_s3 else []

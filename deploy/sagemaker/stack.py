@@ -183,15 +183,15 @@ class Stack:
         return change
 
     def discard(self, change: ChangeSet) -> None:
-        """Delete a change set, and a stack that would have been created by it alone."""
+        """Delete a change set, or the stack that it alone would have created."""
+        if change.creates:
+            found = self._client.describe_stacks(StackName=change.stack)["Stacks"][0]
+            pages = self._client.get_paginator("list_change_sets").paginate(StackName=change.stack)
+            sets = [each for page in pages for each in page["Summaries"] if each["Status"] != "FAILED"]
+            if found["StackStatus"] == _ONLY_PROPOSED and all(each["ChangeSetId"] == change.id for each in sets):
+                self._client.delete_stack(StackName=change.stack)
+                return
         self._client.delete_change_set(ChangeSetName=change.id)
-        if not change.creates:
-            return
-        found = self._client.describe_stacks(StackName=change.stack)["Stacks"][0]
-        pages = self._client.get_paginator("list_change_sets").paginate(StackName=change.stack)
-        others = [each for page in pages for each in page["Summaries"] if each["ChangeSetId"] != change.id]
-        if found["StackStatus"] == _ONLY_PROPOSED and not others:
-            self._client.delete_stack(StackName=change.stack)
 
     def carry_out(self, change: ChangeSet) -> None:
         """Create or change the stack. CloudFormation rolls back a change that fails.
@@ -223,10 +223,11 @@ class Stack:
         Raises:
             StackFailed: A resource cannot be deleted.
         """
-        if self.status() != "CREATE_IN_PROGRESS":  # Such a stack can be deleted. Other operations have to end first.
+        before = self.status()
+        if before != "CREATE_IN_PROGRESS":  # Such a stack can be deleted. Other operations have to end first.
             self._settle()
         if self.status() is None:
-            return False
+            return before is not None  # Somebody else was deleting it.
         stack = self._client.describe_stacks(StackName=self.name)["Stacks"][0]["StackId"]
         self._new_events(stack)  # Skips earlier events.
         self._client.delete_stack(StackName=stack)

@@ -9,6 +9,7 @@ They differ where `min_p` is given too: the older runner applies it before, the 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ from engines.vllm.internals import EngineCoreRequest
 # The limits of vLLM's newer model runner. Beyond it, it fails inside the engine and takes all requests with it.
 _LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
 MAX_BAD_WORD_TOKENS = 1024
+_CHARACTERS_PER_TOKEN = 64  # Of bad words, at most on average.
 TYPICAL_P = "typical_p"
 _PROMPT_LOGPROBS = "log probabilities of the prompt (prompt_logprobs, decoder_input_details, echo with logprobs)"
 
@@ -56,6 +58,7 @@ class SamplingTranslator:
         """
         self.check(request)
         s = request.sampling
+        check_bad_texts(s.bad_words)
         room = self.max_model_len - prompt_length
         ranked = request.candidates > request.sequences or (request.candidates > 1 and not request.stream)
         want_logprobs = request.want_logprobs or request.top_tokens > 0 or ranked
@@ -156,6 +159,18 @@ def sibling(request: EngineCoreRequest, index: int) -> EngineCoreRequest:
         params = copy.copy(params)
         params.seed = (params.seed + index + 2**63) % 2**64 - 2**63
     return msgspec.structs.replace(request, sampling_params=params)
+
+
+def check_bad_texts(words: Sequence[str]) -> None:
+    """Refuse bad words that take long to tokenize; to be called before vLLM does so, on the event loop.
+
+    Raises InvalidParameter: they are too many, or too long together.
+    """
+    most = MAX_BAD_WORD_TOKENS * _CHARACTERS_PER_TOKEN
+    if len(words) > MAX_BAD_WORD_TOKENS or sum(map(len, words)) > most:
+        raise InvalidParameter(
+            "bad_words", f"may hold {MAX_BAD_WORD_TOKENS} texts of {most} characters together at most"
+        )
 
 
 def check_bad_words(params: SamplingParams) -> None:

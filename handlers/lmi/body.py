@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -25,6 +25,7 @@ from handlers.json_fields import JsonError, decode_json, json_kind
 _MOST_CSV, _MOST_ROWS = 4 * 1024 * 1024, 10_000  # Bytes, and rows. Each row is a prompt.
 _ARRAYS = ("tensor/", "application/x-npy", "image/", "audio/", "video/")
 _PROMPT = "inputs"
+_READ_OF_CSV = CONSTRAINING | {_PROMPT, "parameters"}  # Columns. A row may leave thousands of others out.
 # Fields of a form that are never the prompt.
 _NO_PROMPT = frozenset({"parameters", "stream", "adapters", "adapter"})
 
@@ -108,8 +109,9 @@ def _csv(body: bytes) -> dict[str, Any]:
     if len(body) > _MOST_CSV:
         raise InvalidRequest(f"the CSV has {len(body)} bytes; at most {_MOST_CSV} are taken")
     try:
-        reader = csv.DictReader(io.StringIO(_text(body.removeprefix(codecs.BOM_UTF8)), newline=""), strict=True)
-        rows = list(islice(reader, _MOST_ROWS + 1))
+        reader = csv.reader(io.StringIO(_text(body.removeprefix(codecs.BOM_UTF8)), newline=""), strict=True)
+        columns = {name: place for place, name in enumerate(next(reader, ())) if name in _READ_OF_CSV}
+        rows = list(islice(_cells(reader, columns), _MOST_ROWS + 1))
     except csv.Error as error:
         raise InvalidRequest(f"the body is not valid CSV: {error}") from None
     if not rows or rows[0].get(_PROMPT) is None:
@@ -119,6 +121,13 @@ def _csv(body: bytes) -> dict[str, Any]:
     for row in rows:
         _refuse_constraints(row, "CSV")
     return {_PROMPT: [row[_PROMPT] for row in rows]}
+
+
+def _cells(rows: Iterable[Sequence[str]], columns: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Yield the cells of some columns for each row that is not empty. A missing cell is None."""
+    for row in rows:
+        if row:
+            yield {name: row[place] if place < len(row) else None for name, place in columns.items()}
 
 
 def _text(body: bytes) -> str:

@@ -72,6 +72,11 @@ class OpenAICall:
         self.submitted = False  # Its body has been read, and something of it is to be generated.
         self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.
 
+    @property
+    def most_sequences(self) -> int:
+        """The most sequences that a call may ever have."""
+        return self._queue.limit
+
     def take(self, sequences: int) -> None:
         """Take places for sequences of this call.
 

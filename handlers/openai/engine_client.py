@@ -16,7 +16,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -47,7 +47,7 @@ from engines.vllm.internals import (
 )
 from engines.vllm.output import SequenceStatistics
 from engines.vllm.parsers import tells_end_of_reasoning
-from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_words
+from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_texts, check_bad_words
 from handlers.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
 from handlers.openai.current_call import BeamSteps, OpenAICall, current_call
 
@@ -56,6 +56,8 @@ _INT64 = 2**63
 # answer to any other prompt has no reasoning, and is constrained from its first token; so is one of a chat if nobody
 # can tell where its reasoning ends.
 _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
+_MOST_REPEATED = 2048  # Tokens that the scheduler may look at for each length of a pattern, after each token.
+_MOST_ID = 512  # Characters. The engine's messages repeat the id for each token.
 _MOST_NESTED = 32  # Levels of `kv_transfer_params` and of `vllm_xargs`.
 # Parameters that go to the engine process as 64-bit numbers.
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
@@ -84,7 +86,14 @@ def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) ->
         _check_depth(name, value)
     if (typical_p := extra.get(TYPICAL_P)) is not None:
         _check_typical_p(typical_p, limits.typical_refusal)
+    if (repetition := getattr(params, "repetition_detection", None)) is not None:
+        most = repetition.max_pattern_size * repetition.min_count
+        if most > _MOST_REPEATED:
+            raise InvalidParameter(
+                "repetition_detection", f"may have {_MOST_REPEATED} as `max_pattern_size` times `min_count` at most"
+            )
     if params.bad_words:
+        check_bad_texts(params.bad_words)
         tokenized = copy.copy(params)
         tokenized.update_from_tokenizer(tokenizer)
         check_bad_words(tokenized)
@@ -149,6 +158,7 @@ class EngineClient:
             VLLMValidationError: The parameters would harm the engine, or there are too many sequences.
             GracefulHTTPError: 503, the queue has no place.
         """
+        _check_id(request_id, options)
         call = current_call.get()
         if call.steps is not None:
             return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options, places=0)
@@ -203,6 +213,7 @@ class EngineClient:
             VLLMValidationError: The prompt is too long, or there are too many.
             GracefulHTTPError: 503, the queue has no place.
         """
+        _check_id(request_id, options)
         call = current_call.get()
         with _vllms_errors():
             self._check_length(prompt)
@@ -317,6 +328,17 @@ class EngineClient:
         assert self._engine.adapters is not None
         claim = call.adapters.get(name) or call.keep(name, await self._engine.claim(name))
         return claim.request
+
+
+def _check_id(request_id: str, options: Mapping[str, Any]) -> None:
+    """Refuse ids that are too long.
+
+    Raises:
+        VLLMValidationError: The field is named.
+    """
+    for name, value in (("request_id", request_id), ("session_id", options.get("session_id"))):
+        if isinstance(value, str) and len(value) > _MOST_ID:
+            raise VLLMValidationError(f"`{name}` may have {_MOST_ID} characters at most", parameter=name)
 
 
 def _submitted(call: OpenAICall, prompt: Any) -> Any:

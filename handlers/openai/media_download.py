@@ -12,10 +12,13 @@ import ipaddress
 import socket
 import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -38,6 +41,9 @@ _EMBEDDING: tuple[tuple[ipaddress.IPv6Network, int], ...] = (
     (ipaddress.IPv6Network("64:ff9b::/96"), 0),
     (ipaddress.IPv6Network("2002::/16"), 80),
 )
+_RESOLVING = ThreadPoolExecutor(16, "media-names")
+_RESOLVE_FLAGS = socket.AI_ADDRCONFIG
+_NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 FORBIDDEN_HOST = "must be from one of the hosts of option.allowed_media_domains"
 UNREACHABLE = "cannot be fetched from a public address; others need option.allowed_media_networks"
 
@@ -67,6 +73,25 @@ def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
         if address in network:
             return ipaddress.IPv4Address(int(address) >> bits & 0xFFFFFFFF)
     return None
+
+
+class _Resolver(AbstractResolver):
+    """Resolves names in threads that do nothing else. A look-up may take long, and cannot be cancelled."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        look_up = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM, flags=_RESOLVE_FLAGS)
+        found = await asyncio.get_running_loop().run_in_executor(_RESOLVING, look_up)
+        return [
+            ResolveResult(
+                hostname=host, host=str(address[0]), port=int(address[1]), family=kind, proto=protocol, flags=_NUMERIC
+            )
+            for kind, _, protocol, _, address in found
+        ]
+
+    async def close(self) -> None:
+        """Do nothing: the threads are for all downloads."""
 
 
 class Downloader:
@@ -134,7 +159,9 @@ class Downloader:
         if proxy is not None:
             self._check_for_proxy(str(target.host))
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(socket_factory=None if proxy else self._socket, force_close=True),
+            connector=aiohttp.TCPConnector(
+                socket_factory=None if proxy else self._socket, force_close=True, resolver=_Resolver()
+            ),
             proxy=proxy,
             timeout=aiohttp.ClientTimeout(total=seconds),
             auto_decompress=False,

@@ -15,6 +15,8 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
 from handlers.contract import LONG_BODY, Call, Reply, ReplyWriter
+from handlers.contract_routes import MOST_BYTES, check_text
+from handlers.contract_routes import check_body as check_length
 from handlers.images import ImageLoader
 from handlers.json_cost import JsonDecoder, JsonTooCostly, check_cost, groups_in, off_the_loop
 from handlers.json_fields import json_fault
@@ -41,6 +43,16 @@ _MARKS = (b"{", b"[", b",")
 _MARKS_PER_TOKEN, _FURTHER_MARKS = 4, 10_000
 _MARKS_OF_PROMPTS = 2_000_000  # Token ids of many prompts cost a tenth of messages.
 
+_LARGE = 16 * 1024  # Bytes of a body, and of a field in it, whose parts are counted.
+_MOST_MEMBERS = 4000  # Of an object. Pydantic describes each wrong one, which takes 0.05 ms.
+_INPUTS = frozenset(
+    ("input", "inputs", "texts", "images", "documents", "queries", "data_1", "data_2", "text_1", "text_2")
+)
+_TOKENIZE, _DETOKENIZE = "/tokenize", "/detokenize"
+_TRUNCATE = "truncate_prompt_tokens"
+
+_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _split = JsonDecoder(dict[str, msgspec.Raw]).decode
 _decode_messages = JsonDecoder(list[dict[str, msgspec.Raw]]).decode
 
@@ -114,6 +126,8 @@ class VllmCall:
         if self._path in SPEECH:
             check_form(call, self._vllm.most_sound_mib)
             return call
+        if self._path in (_TOKENIZE, _DETOKENIZE):
+            check_length(call)
         if len(call.body) < LONG_BODY:  # `OpenAIHandler` has checked longer ones
             check_body(call.body, self._path, held.engine.max_model_len)
         return for_vllm(call, self._path, held, model=self._model, parses_tools=self._vllm.parses_tools)
@@ -254,6 +268,8 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
         if _is_read_by_python(call.body):
             raise InvalidRequest(f"the body is not JSON in UTF-8 (RFC 8259): {json_fault(call.body, error)}") from None
         return call
+    if len(call.body) > _LARGE:
+        _check_sizes(document, path, len(call.body), held)
     if len(call.body) >= LONG_BODY and bytes(document.get("messages", b"")).startswith(b'"'):
         raise InvalidParameter("messages", "must be an array, got a string")  # vLLM would take each character
     changes: dict[str, Any] = {} if model is None else {"model": model}
@@ -266,6 +282,39 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
         return call
     fields = {name: value for name, value in {**document, **changes}.items() if value is not None}
     return replace(call, body=msgspec.json.encode(fields), fields=None)
+
+
+def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, size: int, held: OpenAICall) -> None:
+    """Check the fields of a large body whose cost for vLLM does not depend on the model's context.
+
+    Raises:
+        InvalidParameter: The field is named.
+    """
+    inputs = () if path in _CONVERSATIONS else _INPUTS.intersection(document)
+    for name, value in document.items():
+        if name in inputs and (count := _count_inputs(value)) > held.most_sequences:
+            raise InvalidParameter(name, f"has {count} inputs; at most {held.most_sequences} can be served")
+        is_large = len(memoryview(value)) > _LARGE
+        if is_large and _first(value) == b"{" and len(_decode_members(value)) > _MOST_MEMBERS:
+            raise InvalidParameter(name, f"may have {_MOST_MEMBERS} members at most")
+    if path == _TOKENIZE and _first(document.get("prompt", b"")) == b'"':
+        check_text("prompt", msgspec.json.decode(document["prompt"], type=str))
+    truncates = bytes(document.get(_TRUNCATE, b"null")) != b"null"
+    if truncates and size > MOST_BYTES and bytes(document.get("truncation_side", b"null")) == b"null":
+        raise InvalidParameter(_TRUNCATE, f"needs `truncation_side` in a body of more than {MOST_BYTES} bytes")
+
+
+def _count_inputs(value: msgspec.Raw) -> int:
+    """Return the number of texts, or of other prompts, in a field. An array of numbers is one prompt."""
+    if _first(value) != b"[":
+        return 1
+    items = _decode_items(value)
+    return len(items) if items and _first(items[0]) in (b'"', b"[", b"{") else 1
+
+
+def _first(value: msgspec.Raw | bytes) -> bytes:
+    """Return the first character of a JSON value."""
+    return bytes(memoryview(value)[:1])
 
 
 def _is_read_by_python(body: bytes) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engines.errors import InvalidParameter
 from engines.request import BeamSearch, SamplingParameters
-from handlers.contract import Reply
+from handlers.contract import ContractError, Reply
 from handlers.lmi.parameters import ParameterRules, read_parameters
 from handlers.lmi.rolling_batch import LmiRollingContract
 from tests.contracts.exchange import MODEL, attempt, call, parse, refusal, request_of
@@ -459,3 +459,9 @@ def test_any_bytes_are_understood_or_refused_with_424(body: bytes, content_type:
         json.loads(outcome.body)
     else:
         assert all(isinstance(request.prompt, str) and request.prompt for request in outcome.requests)
+
+
+def test_a_csv_with_many_columns_takes_no_memory_for_missing_cells() -> None:
+    columns = ",".join(map(str, range(100_000)))
+    with pytest.raises(ContractError, match="more than 10000 rows"):
+        parse(f"inputs,{columns}\n".encode() + b"a\n" * 10_001, "text/csv")

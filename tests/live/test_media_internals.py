@@ -405,27 +405,38 @@ def test_the_prompts_images_are_dropped_when_the_engine_has_it() -> None:
     assert loading.memory.used == 0
 
 
-def test_media_count_as_sent_when_the_engine_has_got_their_prompt() -> None:
+def test_the_data_of_media_are_in_each_prompt_until_the_engine_has_got_one(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
-    from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
+    from vllm.multimodal.cache.lru import LruKeyReplicatedReceiverCache, LruKeyReplicatedSenderCache
     from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
     from vllm.renderers.base import BaseRenderer
 
-    from engines.vllm.sent_media import SentMedia
+    from engines.vllm import sent_media
 
-    config: Any = SimpleNamespace(get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=1))
-    cache = LruKeyReplicatedSenderCache(config)
-    thread: Any = SimpleNamespace(submit=lambda call, *args: call(*args))
-    renderer = SimpleNamespace(mm_processor_cache=cache, _mm_executor=thread)
-    sent = SentMedia(SimpleNamespace(renderer=renderer))  # type: ignore[arg-type]
-    item = MultiModalKwargsItem({"a": MultiModalFieldElem(data=torch.zeros(2), field=MultiModalBatchedField())})
-    for _ in range(2):
-        assert not cache.is_cached_item("x"), "a prompt that was only made has sent nothing"
-        assert cache.get_and_update_item((item, ["updates"]), "x") == (item, ["updates"])
-    sent.engine_got({"mm_hashes": {"image": ["x"]}})
-    assert cache.is_cached_item("x")
-    assert cache.get_and_update_item(None, "x") == (None, ["updates"])
-    cache.clear_cache()
-    assert not cache.is_cached_item("x")
-    assert "_mm_executor" in BaseRenderer.__init__.__code__.co_names
+    config: Any = SimpleNamespace(get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=2e-5))
+    cache, engine = LruKeyReplicatedSenderCache(config), LruKeyReplicatedReceiverCache(config)
+    sent = sent_media.SentMedia(SimpleNamespace(renderer=SimpleNamespace(mm_processor_cache=cache)))  # type: ignore[arg-type]
+    item = MultiModalKwargsItem({"a": MultiModalFieldElem(data=torch.zeros(2000), field=MultiModalBatchedField())})
+
+    def made(media_hash: str) -> Any:
+        data, updates = cache.get_and_update_item((item, ["updates"]), media_hash)
+        assert updates == ["updates"]
+        return data
+
+    def got(media_hash: str, data: Any) -> None:
+        engine.get_and_update_item(data, media_hash)
+        sent.engine_got({"mm_hashes": {"image": [media_hash]}})
+
+    assert made("x") is item
+    assert made("x") is item, "the first prompt may have been refused"
+    got("x", item)
+    assert made("x") is None
+    got("y", made("y"))
+    # Both caches are full. Two prompts are made before the engine gets the first of them.
+    first, second = made("z"), made("x")
+    got("z", first)
+    got("x", second)
+    monkeypatch.setattr(sent_media, "_MOST_BYTES", 0)
+    assert made("w") is item
+    assert not cache.is_cached_item("w"), "what is dropped is made anew"
     assert isinstance(BaseRenderer.mm_processor_cache, property)

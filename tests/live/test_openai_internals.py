@@ -256,7 +256,7 @@ async def test_a_request_that_the_output_processor_does_not_know_fails_and_is_ab
     handler = EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4)  # type: ignore[arg-type]
     call = OpenAICall(handler)
     call.take(1)
-    stream = EngineClient(engine, SETTINGS)._generate(call, "x", SamplingParams(), "a", {})
+    stream = EngineClient(engine, SETTINGS)._generate(call, {}, SamplingParams(), "a", {}, places=1)
     with pytest.raises(RuntimeError, match="does not know a request"):
         await anext(stream)
     assert llm.aborted == ["a-internal"]
@@ -328,7 +328,7 @@ async def test_what_fails_after_vllm_has_registered_it_is_taken_out_again_and_no
     engine: Any = _engine(llm)
     call = OpenAICall(EngineQueue(SimpleNamespace(statistics=EngineStatistics()), 4))  # type: ignore[arg-type]
     call.take(sequences)
-    stream = EngineClient(engine, SETTINGS)._generate(call, "x", SamplingParams(n=sequences), "a", {})
+    stream = EngineClient(engine, SETTINGS)._generate(call, {}, SamplingParams(n=sequences), "a", {}, places=sequences)
     task = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     task.cancel()
@@ -349,7 +349,12 @@ def _engine(llm: Any) -> Any:
     async def wait_until_ready() -> None: ...
 
     return SimpleNamespace(
-        async_llm=llm, statistics=EngineStatistics(), adapters=None, wait_until_ready=wait_until_ready, waits=False
+        async_llm=llm,
+        statistics=EngineStatistics(),
+        adapters=None,
+        wait_until_ready=wait_until_ready,
+        waits=False,
+        sent_media=SimpleNamespace(engine_got=lambda _: None),
     )
 
 
@@ -506,8 +511,43 @@ def test_messages_lose_the_same_parts_as_in_vllm(message: str) -> None:
 
 @pytest.mark.parametrize("part", ["/a", " ", 'File "', " at 0xf", '\nFile "a", line 1, in f'])
 def test_a_long_message_takes_no_minutes(part: str) -> None:
-    from handlers.openai import vllm_app
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-    vllm_app.bound_errors()
-    refused = vllm_app.create_error_response(ValueError(f"no model {part * 100_000}"))
+    from handlers.openai.vllm_app import bound_errors
+
+    bound_errors()
+    refused = create_error_response(ValueError(f"no model {part * 100_000}"))
     assert refused.error.message.startswith("no model")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"bad_words": ["x" * 1_000_000]}, "bad_words"),
+        ({"bad_words": [str(number) for number in range(2000)]}, "bad_words"),
+        ({"repetition_detection": {"max_pattern_size": 3000, "min_count": 2}}, "repetition_detection"),
+    ],
+)
+def test_parameters_that_take_long_are_refused_before_anything_reads_them(fields: dict[str, Any], name: str) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams
+
+    from handlers.openai.engine_client import check_parameters
+
+    if "repetition_detection" in fields:
+        fields = {"repetition_detection": RepetitionDetectionParams(**fields["repetition_detection"])}
+    limits: Any = SimpleNamespace(prompt_logprobs_refusal="", check_listed_tokens=lambda _: None)
+    with pytest.raises(InvalidParameter) as refused:
+        check_parameters(SamplingParams(**fields), limits, None)
+    assert refused.value.parameter == name
+
+
+def test_ids_that_the_engine_would_repeat_are_bounded() -> None:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from handlers.openai.engine_client import EngineClient
+
+    client = EngineClient(_engine(None), SETTINGS)
+    with pytest.raises(VLLMValidationError, match="`request_id` may have 512 characters"):
+        client.generate({}, SamplingParams(), "x" * 513)

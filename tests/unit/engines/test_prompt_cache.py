@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -128,3 +129,15 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         found.encode("ab" * 30, special=False) == tokenizer._tokenizer.encode("ab" * 30, add_special_tokens=False).ids
     )
+
+
+@given(st.lists(st.text("<|ab", min_size=1, max_size=5), min_size=1, max_size=8), st.text("<|abc", max_size=12))
+def test_the_longest_of_some_texts_is_found(texts: list[str], text: str) -> None:
+    found = re.match(segments.longest_of(texts), text)
+    expected = max((each for each in texts if text.startswith(each)), key=len, default=None)
+    assert (found and found[0]) == expected
+
+
+def test_many_added_tokens_with_one_beginning_are_looked_for_together() -> None:
+    cut = re.compile(segments.longest_of(f"<unused{number}>" for number in range(6000))).split
+    assert len(cut("<unused" * 100_000)) == 1

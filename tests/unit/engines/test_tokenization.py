@@ -18,7 +18,7 @@ from engines.loaded_model import ModelTexts, copied, fast_tokenizer
 from engines.pooling import Pooling, Side
 from engines.prompt_cache import LONG_TEXT
 from engines.request import GenerationRequest
-from engines.tokenization import PromptTokenizer
+from engines.tokenization import PromptTokenizer, TokenTexts
 from tests.contracts.pooling_exchange import FakeTokenizer
 
 LONG = "one two three " * 60_000
@@ -184,3 +184,8 @@ async def test_a_pooled_text_is_cut_to_the_limit_of_prompts(side: Side, ids: lis
     assert await prompts.pair("deep learning is fun", pooling) == (ids, 4)
     with pytest.raises(PromptTooLong, match="the prompt has 6 tokens; at most 4 are taken"):
         await prompts.pair("deep learning is fun", Pooling(task="embed"))
+
+
+def test_a_row_of_replacement_characters_is_no_incomplete_character(tokenizer: Any) -> None:
+    texts, ids = TokenTexts(tokenizer, [], skip_special=True), tokenizer.encode("\ufffd" * 3000 + " one")
+    assert "".join(map(texts.add, ids)).strip() == "\ufffd" * 3000 + " one"

@@ -130,7 +130,7 @@ class FakeCloudFormation:
 
     def _ListChangeSets(self, parameters: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
         ids = ["change"] if self.proposed is not None else []
-        return {"Summaries": [{"ChangeSetId": each} for each in (*ids, *self.others)]}
+        return {"Summaries": [{"ChangeSetId": each, "Status": "CREATE_COMPLETE"} for each in (*ids, *self.others)]}
 
     def _ExecuteChangeSet(self, parameters: dict[str, Any]) -> None:  # noqa: N802
         assert self.proposed is not None

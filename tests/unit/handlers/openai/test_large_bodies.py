@@ -1,0 +1,55 @@
+"""Large bodies whose cost for vLLM's front end does not depend on the model's context."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engines.errors import InvalidParameter
+from handlers.contract import Call
+from handlers.openai.current_call import OpenAICall
+from handlers.openai.vllm_call import for_vllm
+from handlers.queue import EngineQueue
+from tests.stand_ins.scripted_engine import ScriptedEngine
+
+
+def translated(path: str, body: dict[str, Any]) -> Call:
+    given = Call(body=json.dumps(body).encode(), content_type="application/json", request_id="r", path=path)
+    return for_vllm(given, path, OpenAICall(EngineQueue(ScriptedEngine(), 1000)))
+
+
+MANY = {f"name{number}": 1 for number in range(4001)}
+LONG = "a" * (2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/completions", {"prompt": "a", "vllm_xargs": MANY}, "`vllm_xargs` may have 4000 members"),
+        ("/v1/embeddings", {"input": ["text"] * 3000}, "`input` has 3000 inputs; at most 1000 can be served"),
+        ("/v1/rerank", {"query": "a", "documents": ["text"] * 3000}, "`documents` has 3000 inputs"),
+        ("/v1/embeddings", {"input": [[1]] * 5000}, "`input` has 5000 inputs"),
+        ("/tokenize", {"prompt": LONG}, "`prompt` may have at most 1048576 bytes of text"),
+        ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": 1}, "needs `truncation_side`"),
+    ],
+)
+def test_they_are_refused(path: str, body: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameter, match=message):
+        translated(path, body)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a" * 20_000, "vllm_xargs": {"a": 1}}),
+        ("/v1/embeddings", {"input": list(range(10_000))}),
+        ("/v1/embeddings", {"input": ["text" * 10] * 1000}),
+        ("/v1/responses", {"input": [{"role": "user", "content": "a" * 20}] * 2000}),
+        ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": 1, "truncation_side": "left"}),
+        ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": None}),
+    ],
+)
+def test_others_pass(path: str, body: dict[str, Any]) -> None:
+    assert json.loads(translated(path, body).body) == body
