@@ -102,6 +102,14 @@ def longest_of(texts: Iterable[str]) -> str:
 
 
 def _expression(node: Mapping[str, Any]) -> str:
+    chain = ""
+    while len(node) == 1 and _END not in node:  # A recursion for each character could be too deep.
+        ((character, node),) = node.items()
+        chain += re.escape(character)
+    return chain + _alternatives(node)
+
+
+def _alternatives(node: Mapping[str, Any]) -> str:
     parts = [re.escape(character) + _expression(inner) for character, inner in node.items() if character != _END]
     if not parts:
         return ""

@@ -55,7 +55,8 @@ _NOT_WITH_BEAMS = "cannot be used together with beam search"
 _PROMPT_CONTEXT = 16  # Tokens of the prompt in front of the answer; decoding all of a long one would take milliseconds.
 _CONTEXT = 8  # Tokens that a slow tokenizer needs to see in front of the next one.
 _LONGEST_CHARACTER = 4  # Tokens: a byte each.
-_MOST_SILENT = 8  # Tokens without a text in a row, after which a stream begins anew.
+_MOST_SILENT = 8  # Tokens without a text in a row, after which a stream may begin anew.
+_MOST_BROKEN = 64  # The same, if they are no whole characters.
 # The beginning of the message of `tokenizers` for a stream that has lost its place.
 _INVALID_PREFIX = "Invalid prefix encountered"
 
@@ -72,20 +73,21 @@ class TokenTexts:
         self._window = _decoding_context(tokenizer, prompt_ids, skip_special)
         self._known = len(self._window)
         self._hidden: frozenset[int] = frozenset()
-        self._recent = deque(self._window, maxlen=_CONTEXT)  # The last tokens with a text.
+        self._recent = deque(self._window, maxlen=_PROMPT_CONTEXT)  # The last tokens with a text.
         self._silent: list[int] = []  # Tokens since then.
         if self._fast is not None:
             self._stream = DecodeStream(ids=self._window, skip_special_tokens=skip_special)
-        elif skip_special:
+        if skip_special:
             self._hidden = frozenset(tokenizer.all_special_ids)
 
     def add(self, token_id: int) -> str:
+        if token_id in self._hidden:
+            return ""  # It has no text, and a row of such tokens would be decoded again at each step.
         if self._fast is None:
             return self._step_slow(token_id)
         text = self._step_fast(token_id)
         self._silent.append(token_id)
         if not text and len(self._silent) > _MOST_SILENT:
-            # A stream decodes all of them again at each step. No character has so many: they are hidden, or U+FFFD.
             text = self._without_stream()
         elif text:
             self._recent.extend(self._silent)
@@ -93,17 +95,31 @@ class TokenTexts:
         return text
 
     def _without_stream(self) -> str:
-        """Return the text of the silent tokens, except for some last ones, which may be of an incomplete character."""
+        """Return the text of a row of U+FFFD, which a stream takes for an incomplete character.
+
+        It would decode the whole row again at each step. The last tokens stay silent: they may be of such a character.
+        """
         silent, whole = self._silent, self._decode(self._silent)
+        if whole.strip("\ufffd"):
+            return ""
         # Between the bytes of a character, both parts would have U+FFFD for it.
         cuts = (len(silent) - rest for rest in range(_LONGEST_CHARACTER, 2 * _LONGEST_CHARACTER))
         texts = ((cut, self._decode(silent[:cut])) for cut in cuts)
-        cut, text = next(
-            (found for found in texts if found[1] + self._decode(silent[found[0] :]) == whole), (len(silent), whole)
-        )
-        self._stream = DecodeStream(ids=list(self._recent), skip_special_tokens=self._skip_special)
+        found = next((each for each in texts if each[1] + self._decode(silent[each[0] :]) == whole), None)
+        if found is None:
+            if len(silent) <= _MOST_BROKEN:
+                return ""
+            found = len(silent), whole
+        cut, text = found
+        self._stream = DecodeStream(ids=self._beginning(), skip_special_tokens=self._skip_special)
         self._silent = silent[cut:]
         return text + "".join(map(self._step_fast, self._silent))
+
+    def _beginning(self) -> list[int]:
+        """Return the last tokens with a text, from the beginning of a character."""
+        recent = list(self._recent)
+        starts = range(min(_LONGEST_CHARACTER, len(recent)))
+        return next((recent[start:] for start in starts if not self._decode(recent[start:]).endswith("\ufffd")), [])
 
     def _step_fast(self, token_id: int) -> str:
         try:
@@ -117,8 +133,6 @@ class TokenTexts:
 
     def _step_slow(self, token_id: int) -> str:
         """Decode with the tokens before, since a token's text may depend on them."""
-        if token_id in self._hidden:
-            return ""  # it has no text, and a row of such tokens would make the window grow and grow
         self._window.append(token_id)
         before, whole = self._decode(self._window[: self._known]), self._decode(self._window)
         if whole.endswith("\ufffd") or len(whole) <= len(before):

@@ -14,6 +14,7 @@ The module relies on these internals of vLLM, which tests/live/test_media_intern
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import OrderedDict
 from typing import Any
@@ -55,8 +56,7 @@ class SentMedia:
         return item
 
     def _drop_oldest(self) -> None:
-        """Keep the data below the limit. What is dropped is made anew if it comes again."""
-        assert self._cache is not None
+        """Keep the data below the limit. Media whose data are dropped count as sent, as in vLLM."""
         while sum(size for _, size in tuple(self._unsent.values())) > _MOST_BYTES:
-            media_hash, _ = self._unsent.popitem(last=False)
-            self._cache._cache.pop(media_hash, None)
+            with contextlib.suppress(KeyError):  # The event loop has taken the last one.
+                self._unsent.popitem(last=False)

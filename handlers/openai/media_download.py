@@ -85,13 +85,20 @@ class _Resolver(AbstractResolver):
         found = await asyncio.get_running_loop().run_in_executor(_RESOLVING, look_up)
         return [
             ResolveResult(
-                hostname=host, host=str(address[0]), port=int(address[1]), family=kind, proto=protocol, flags=_NUMERIC
+                hostname=host, host=_shown(address), port=int(address[1]), family=kind, proto=protocol, flags=_NUMERIC
             )
             for kind, _, protocol, _, address in found
         ]
 
     async def close(self) -> None:
         """Do nothing: the threads are for all downloads."""
+
+
+def _shown(address: tuple[Any, ...]) -> str:
+    """Return an address as a text, with the zone of a local one in IPv6."""
+    if address[3:] and address[3]:
+        return socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
+    return str(address[0])
 
 
 class Downloader:

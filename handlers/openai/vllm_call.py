@@ -48,6 +48,7 @@ _MOST_MEMBERS = 4000  # Of an object. Pydantic describes each wrong one, which t
 _INPUTS = frozenset(
     ("input", "inputs", "texts", "images", "documents", "queries", "data_1", "data_2", "text_1", "text_2")
 )
+_TEXTS = _INPUTS | {"prompt", "query", "messages"}
 _TOKENIZE, _DETOKENIZE = "/tokenize", "/detokenize"
 _TRUNCATE = "truncate_prompt_tokens"
 
@@ -126,8 +127,6 @@ class VllmCall:
         if self._path in SPEECH:
             check_form(call, self._vllm.most_sound_mib)
             return call
-        if self._path in (_TOKENIZE, _DETOKENIZE):
-            check_length(call)
         if len(call.body) < LONG_BODY:  # `OpenAIHandler` has checked longer ones
             check_body(call.body, self._path, held.engine.max_model_len)
         return for_vllm(call, self._path, held, model=self._model, parses_tools=self._vllm.parses_tools)
@@ -269,7 +268,10 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
             raise InvalidRequest(f"the body is not JSON in UTF-8 (RFC 8259): {json_fault(call.body, error)}") from None
         return call
     if len(call.body) > _LARGE:
-        _check_sizes(document, path, len(call.body), held)
+        try:
+            _check_sizes(document, path, call, held)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return call  # vLLM refuses it.
     if len(call.body) >= LONG_BODY and bytes(document.get("messages", b"")).startswith(b'"'):
         raise InvalidParameter("messages", "must be an array, got a string")  # vLLM would take each character
     changes: dict[str, Any] = {} if model is None else {"model": model}
@@ -284,10 +286,11 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
     return replace(call, body=msgspec.json.encode(fields), fields=None)
 
 
-def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, size: int, held: OpenAICall) -> None:
+def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, held: OpenAICall) -> None:
     """Check the fields of a large body whose cost for vLLM does not depend on the model's context.
 
     Raises:
+        InvalidRequest: The body is too long for this route.
         InvalidParameter: The field is named.
     """
     inputs = () if path in _CONVERSATIONS else _INPUTS.intersection(document)
@@ -297,15 +300,32 @@ def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, size: int, held
         is_large = len(memoryview(value)) > _LARGE
         if is_large and _first(value) == b"{" and len(_decode_members(value)) > _MOST_MEMBERS:
             raise InvalidParameter(name, f"may have {_MOST_MEMBERS} members at most")
-    if path == _TOKENIZE and _first(document.get("prompt", b"")) == b'"':
-        check_text("prompt", msgspec.json.decode(document["prompt"], type=str))
+    if path in (_TOKENIZE, _DETOKENIZE) and "messages" not in document:
+        check_length(call)
+        if _first(document.get("prompt", b"")) == b'"':
+            check_text("prompt", msgspec.json.decode(document["prompt"], type=str))
     truncates = bytes(document.get(_TRUNCATE, b"null")) != b"null"
-    if truncates and size > MOST_BYTES and bytes(document.get("truncation_side", b"null")) == b"null":
-        raise InvalidParameter(_TRUNCATE, f"needs `truncation_side` in a body of more than {MOST_BYTES} bytes")
+    if truncates and bytes(document.get("truncation_side", b"null")) == b"null":
+        longest = max((_longest_text(document[name]) for name in _TEXTS.intersection(document)), default=0)
+        if longest > MOST_BYTES:
+            raise InvalidParameter(_TRUNCATE, f"needs `truncation_side` for a text of more than {MOST_BYTES} bytes")
+
+
+def _longest_text(value: msgspec.Raw) -> int:
+    """Return the length of the longest text in a field: in bytes of a string, of an item, or of a message's text."""
+    if _first(value) == b'"':
+        return len(memoryview(value))
+    if _first(value) == b"{":
+        members = _decode_members(value)
+        return max((_longest_text(members[name]) for name in ("content", "text") if name in members), default=0)
+    return max(map(_longest_text, _decode_items(value)), default=0) if _first(value) == b"[" else 0
 
 
 def _count_inputs(value: msgspec.Raw) -> int:
     """Return the number of texts, or of other prompts, in a field. An array of numbers is one prompt."""
+    if _first(value) == b"{":
+        content = _decode_members(value).get("content")
+        return 1 if content is None else _count_inputs(content)
     if _first(value) != b"[":
         return 1
     items = _decode_items(value)

@@ -141,3 +141,7 @@ def test_the_longest_of_some_texts_is_found(texts: list[str], text: str) -> None
 def test_many_added_tokens_with_one_beginning_are_looked_for_together() -> None:
     cut = re.compile(segments.longest_of(f"<unused{number}>" for number in range(6000))).split
     assert len(cut("<unused" * 100_000)) == 1
+
+
+def test_an_added_token_may_be_long() -> None:
+    assert re.fullmatch(segments.longest_of(["a" * 5000, "b"]), "a" * 5000)

@@ -189,3 +189,31 @@ async def test_a_pooled_text_is_cut_to_the_limit_of_prompts(side: Side, ids: lis
 def test_a_row_of_replacement_characters_is_no_incomplete_character(tokenizer: Any) -> None:
     texts, ids = TokenTexts(tokenizer, [], skip_special=True), tokenizer.encode("\ufffd" * 3000 + " one")
     assert "".join(map(texts.add, ids)).strip() == "\ufffd" * 3000 + " one"
+
+
+CHINESE = "\u4f60\u597d" * 4
+
+
+def byte_fallback() -> tuple[Any, dict[str, int]]:
+    """Return a tokenizer with words, a special token, and a token for each byte, as that of Llama 2."""
+    names = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581world", "\u2581hello", "</s>"]
+    vocabulary = {name: place for place, name in enumerate(names)}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    raw.add_special_tokens([AddedToken("</s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"), vocabulary
+
+
+@pytest.mark.parametrize(
+    "parts", [["w", CHINESE, "e", "w", "h"], [CHINESE, "e", "w"], ["w", "\ufffd" * 30, "h"], ["e", "h"]]
+)
+def test_hidden_tokens_and_characters_of_bytes_do_not_change_the_text(parts: list[str]) -> None:
+    raw, vocabulary = byte_fallback()
+    named = {"w": [vocabulary["\u2581world"]], "h": [vocabulary["\u2581hello"]], "e": [vocabulary["</s>"]] * 12}
+    ids = [token for part in parts for token in named.get(part, part.encode())]
+    prompt = [vocabulary["\u2581hello"]] * 3
+    texts = TokenTexts(raw, prompt, skip_special=True)
+    whole = raw.decode([*prompt, *ids], skip_special_tokens=True)
+    assert " hello" * 3 + "".join(map(texts.add, ids)) == " " + whole

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines.errors import InvalidParameter
+from engines.errors import InvalidRequest
 from handlers.contract import Call
 from handlers.openai.current_call import OpenAICall
 from handlers.openai.vllm_call import for_vllm
@@ -22,6 +22,7 @@ def translated(path: str, body: dict[str, Any]) -> Call:
 
 MANY = {f"name{number}": 1 for number in range(4001)}
 LONG = "a" * (2 << 20)
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (5 << 20)}}
 
 
 @pytest.mark.parametrize(
@@ -33,10 +34,18 @@ LONG = "a" * (2 << 20)
         ("/v1/embeddings", {"input": [[1]] * 5000}, "`input` has 5000 inputs"),
         ("/tokenize", {"prompt": LONG}, "`prompt` may have at most 1048576 bytes of text"),
         ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": 1}, "needs `truncation_side`"),
+        ("/v1/embeddings", {"input": ["a", LONG], "truncate_prompt_tokens": 1}, "needs `truncation_side`"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"content": LONG}], "truncate_prompt_tokens": 1},
+            "needs `truncation_side`",
+        ),
+        ("/v1/rerank", {"documents": {"content": [{"text": "a" * 20}] * 1500}}, "`documents` has 1500 inputs"),
+        ("/tokenize", {"prompt": "a" * (5 << 20)}, "this route takes at most"),
     ],
 )
 def test_they_are_refused(path: str, body: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidParameter, match=message):
+    with pytest.raises(InvalidRequest, match=message):
         translated(path, body)
 
 
@@ -49,7 +58,18 @@ def test_they_are_refused(path: str, body: dict[str, Any], message: str) -> None
         ("/v1/responses", {"input": [{"role": "user", "content": "a" * 20}] * 2000}),
         ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": 1, "truncation_side": "left"}),
         ("/v1/completions", {"prompt": LONG, "truncate_prompt_tokens": None}),
+        ("/v1/embeddings", {"input": ["a" * 2000] * 900, "truncate_prompt_tokens": -1}),
+        ("/v1/chat/completions", {"messages": [{"content": [IMAGE]}], "truncate_prompt_tokens": 1}),
+        ("/tokenize", {"messages": [{"content": [IMAGE]}]}),
     ],
 )
 def test_others_pass(path: str, body: dict[str, Any]) -> None:
     assert json.loads(translated(path, body).body) == body
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": "' + b"x" * 20_000 + b'\xff"}', b'{"a": {"\xff": "' + b"x" * 20_000 + b'"}}']
+)
+def test_bytes_that_are_no_text_are_left_to_vllm(body: bytes) -> None:
+    given = Call(body=body, content_type="application/json", request_id="r", path="/tokenize")
+    assert for_vllm(given, "/tokenize", OpenAICall(EngineQueue(ScriptedEngine(), 1000))) is given
