@@ -126,7 +126,6 @@ async def test_warnings_of_a_models_own_settings_are_logged_for_each_model(
 
 async def test_a_version_that_is_there_is_the_only_one_that_answers() -> None:
     async with serving("a") as api:
-        await api.registrar.start()
         assert api.models.choose("a", "2").version is None, "the model without a version stands in"
         assert (await api.register("a", model_version="2")).status_code == 200
         assert {api.models.choose("a", "2").version for _ in range(4)} == {"2"}
