@@ -199,6 +199,7 @@ def test_a_server_that_stops_finishes_calls_on_another_engine(
             if dies_first:
                 kill(server, len(calls))
                 server.wait_for_log(WAITING)
+            wait_until(lambda: server.metric("slipway_open_requests") >= len(calls))
             os.kill(server.process.pid, signal.SIGTERM)
             wait_until(lambda: server.ping() == 503)
             if not dies_first:
