@@ -38,7 +38,8 @@ class HandlerSettings:
     max_workers: int = 1
     # GPUs of one worker each, such as "0", or "0,1" for two; empty: the CPU. Workers are spread over them.
     devices: tuple[str, ...] = ()
-    sees_own_gpus: bool = False  # A worker sees only its GPU, too, if that is one. Several are always all that it sees.
+    # Other GPUs are hidden from a worker with one GPU, as they always are from a worker with several.
+    sees_own_gpus: bool = False
     # The function is a coroutine function, and calls of it run together (`option.async_mode`).
     async_mode: bool = False
     rolling_batch: bool = False  # The function is called for each step, with all active requests.

@@ -116,6 +116,12 @@ class EngineStatistics:
         self.prompt_tokens += tokens
         self.prompt_lengths.observe(tokens)
 
+    def of_beam_steps(self) -> tuple[EngineStatistics, EngineStatistics]:
+        """Return the statistics for the first step of a beam search, and for its later steps."""
+        first = EngineStatistics(time_to_first_token=self.time_to_first_token, queue_time=self.queue_time)
+        # The first token of a later step comes after another of its beam, so its time is one between two tokens.
+        return first, EngineStatistics(time_to_first_token=self.inter_token)
+
     def pooled(self, seconds: float, queued: float) -> None:
         """Count a prompt whose numbers came after `seconds`, of which it waited `queued` for its first step."""
         self.finished_requests += 1

@@ -40,7 +40,7 @@ def form_fields(body: bytes, content_type: str) -> list[tuple[str, bytes]]:
 
 
 def form_text(body: bytes, content_type: str, name: str) -> str | None:
-    """Return the first field of this name as text. None if there is no such field, or the body is not a form."""
+    """Return the first field of this name as text. None if the field is missing, or the body is not a form."""
     if name.encode() not in body or not is_form(content_type):
         return None
     try:

@@ -55,7 +55,7 @@ class BodyMemory:
 
 
 def announced_size(headers: Mapping[bytes, bytes]) -> int:
-    """Return the size in `Content-Length`. 0 if there is none."""
+    """Return the size in `Content-Length`, or 0 if the header is missing or is not a number."""
     digits = headers.get(b"content-length", b"").lstrip(b"0")[:_MOST_DIGITS]
     return int(digits) if digits.isdigit() else 0
 

@@ -191,7 +191,7 @@ class HttpRoute:
             found = self.find(head)
             if isinstance(found, Model):
                 service = found.service()  # refuses before the body is read
-                if self._queued and _is_long(head.headers):
+                if self._queued and announced_size(head.headers) > UNCOUNTED:
                     service.check_place()
             if not isinstance(found, Reply):
                 seconds = state.settings.request_read_timeout
@@ -277,7 +277,3 @@ def _shown(body: bytes) -> str:
     """Return the first `UNCOUNTED` bytes of a body for the log. A line of many megabytes would hold up the process."""
     text = body[:UNCOUNTED].decode(errors="replace")
     return text if len(body) <= UNCOUNTED else f"{text}... ({len(body)} bytes)"
-
-
-def _is_long(headers: dict[bytes, bytes]) -> bool:
-    return announced_size(headers) > UNCOUNTED

@@ -51,11 +51,7 @@ class BeamSearchTask:
         assert request.beam_search is not None
         self._engine, self._request, self._options, self._sink = engine, request, request.beam_search, sink
         self._submit, self._statistics = submit, engine.statistics
-        # The first token of a later step comes after another of its beam, so its time is one between two tokens.
-        self._first_step = EngineStatistics(
-            time_to_first_token=self._statistics.time_to_first_token, queue_time=self._statistics.queue_time
-        )
-        self._later_steps = EngineStatistics(time_to_first_token=self._statistics.inter_token)
+        self._first_step, self._later_steps = self._statistics.of_beam_steps()
         self._prompt_ids = tuple(prompt_ids)
         self._prompt_tokens: list[Token] | None = None
         self._running, self._finished = [_Beam()], list[_Beam]()
@@ -106,7 +102,7 @@ class BeamSearchTask:
             self._fail(GenerationFailed("internal error in beam search"))
 
     def _fail(self, error: RequestError) -> None:
-        self._failed = True  # The sink cancels what it waits for.
+        self._failed = True  # Set first: the sink may cancel its generations, of which this is one.
         self._statistics.failed_requests += self._options.width
         self._sink.on_error(error)
 

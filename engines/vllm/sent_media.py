@@ -28,7 +28,7 @@ _MOST_BYTES = 512 << 20  # Of data that wait. Prompts that were refused leave th
 
 
 class SentMedia:
-    """Replaces the way in which one engine's renderer learns what the engine has."""
+    """Tells one engine's renderer which media the engine has, in place of the renderer's own record."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         cache: Any = llm.renderer.mm_processor_cache

@@ -25,11 +25,7 @@ class BeamSteps:
 
     def __init__(self, statistics: EngineStatistics) -> None:
         self._all = statistics
-        # The first token of a later step comes after another of its beam, so its time is one between two tokens.
-        self._first = EngineStatistics(
-            time_to_first_token=statistics.time_to_first_token, queue_time=statistics.queue_time
-        )
-        self._later = EngineStatistics(time_to_first_token=statistics.inter_token)
+        self._first, self._later = statistics.of_beam_steps()
         self._beginning = 0  # Searches whose first step has not begun.
 
     def begin(self, prompt_tokens: int) -> None:

@@ -36,7 +36,7 @@ from handlers.openai.embeddings import EmbeddingsContract
 from handlers.openai.media_limits import MediaMemory
 from handlers.openai.routes import ALIASED, EMBEDDINGS, QUEUED, SHORT_EMBEDDINGS, refuse
 from handlers.openai.speech import SPEECH
-from handlers.openai.vllm_call import VllmApp, VllmCall, check_body
+from handlers.openai.vllm_call import VllmApp, VllmCall, check_readable
 from handlers.queue import EngineQueue
 from handlers.running_call import RunningCall
 
@@ -191,7 +191,7 @@ class OpenAIHandler:
         if len(call.body) >= LONG_BODY and path not in SPEECH:
             try:
                 async with self._long:
-                    await asyncio.to_thread(check_body, call.body, path, self._queue.engine.max_model_len)
+                    await asyncio.to_thread(check_readable, call.body, path, self._queue.engine.max_model_len)
             except InvalidRequest as error:
                 writer.reply(refuse(error))
                 return None

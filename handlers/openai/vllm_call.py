@@ -15,8 +15,7 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
 from handlers.contract import LONG_BODY, Call, Reply, ReplyWriter
-from handlers.contract_routes import MOST_BYTES, check_text
-from handlers.contract_routes import check_body as check_length
+from handlers.contract_routes import MOST_BYTES, check_body, check_text
 from handlers.images import ImageLoader
 from handlers.json_cost import JsonDecoder, JsonTooCostly, check_cost, groups_in, off_the_loop
 from handlers.json_fields import json_fault
@@ -128,7 +127,7 @@ class VllmCall:
             check_form(call, self._vllm.most_sound_mib)
             return call
         if len(call.body) < LONG_BODY:  # `OpenAIHandler` has checked longer ones
-            check_body(call.body, self._path, held.engine.max_model_len)
+            check_readable(call.body, self._path, held.engine.max_model_len)
         return for_vllm(call, self._path, held, model=self._model, parses_tools=self._vllm.parses_tools)
 
     async def _receive(self) -> dict[str, Any]:
@@ -216,7 +215,7 @@ def scope(call: Call, path: str) -> dict[str, Any]:
     }
 
 
-def check_body(body: bytes, path: str, max_model_len: int) -> None:
+def check_readable(body: bytes, path: str, max_model_len: int) -> None:
     """Check that vLLM's front end can read a body without holding up the event loop for long.
 
     Raises:
@@ -301,7 +300,7 @@ def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, hel
         if is_large and _first(value) == b"{" and len(_decode_members(value)) > _MOST_MEMBERS:
             raise InvalidParameter(name, f"may have {_MOST_MEMBERS} members at most")
     if path in (_TOKENIZE, _DETOKENIZE) and "messages" not in document:
-        check_length(call)
+        check_body(call)
         if _first(document.get("prompt", b"")) == b'"':
             check_text("prompt", msgspec.json.decode(document["prompt"], type=str))
     truncates = bytes(document.get(_TRUNCATE, b"null")) != b"null"
