@@ -59,8 +59,16 @@ class JsonDecoder(Generic[T]):
 
         Raises:
             JsonTooCostly: The text would take too long to decode.
-            msgspec.DecodeError: The text is no JSON, or not of the expected type.
+            msgspec.DecodeError: The text is no JSON in UTF-8, is nested too deeply, or is not of the expected type.
         """
+        try:
+            return self._checked(text)
+        except msgspec.DecodeError:
+            raise
+        except (ValueError, RecursionError) as error:  # A ValueError: bad UTF-8, or a number that is too long to read.
+            raise msgspec.DecodeError(str(error)) from None
+
+    def _checked(self, text: bytes | str) -> T:
         if len(text) < CHECKED:
             return self._decode(text)
         if isinstance(text, str):

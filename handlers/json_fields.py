@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from engines.errors import InvalidParameter
 from handlers.json_cost import JsonDecoder
 
@@ -38,7 +40,7 @@ def decode_json(text: bytes | str) -> Any:
     """
     try:
         return _decode(text)
-    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, and numbers too long to read, as well
+    except msgspec.DecodeError as error:
         raise JsonError(json_fault(text, error)) from None
 
 

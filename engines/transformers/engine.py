@@ -293,7 +293,10 @@ class BatchEngine:
         if not job.ended:
             job.ended = True
             self.statistics.failed_requests += job.open_sequences
-            job.sink.on_error(error)
+            try:
+                job.sink.on_error(error)
+            except Exception:  # The other jobs are still to be told.
+                logger.exception("request %s: internal error while handling an error", job.request.request_id)
 
     def cancel(self, job: Job) -> None:
         """End a request for which nobody waits: it leaves the queue, or its batch before the next step."""

@@ -37,6 +37,7 @@ from engines.vllm import grammar_trial
 logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 1 << 17  # Of a schema, an expression or a grammar: what people write has a hundredth of it.
+_MAX_WITH_WHITE_SPACE = 8 * MAX_CHARACTERS  # Of a schema that is still to be read.
 MAX_CHOICE_CHARACTERS = 1 << 21  # Of all choices together; they cost the engine less, since each is a plain text.
 _ERROR_CHARACTERS = 200
 # How long a request waits until its constraint has been tried out, those before it included, before it is refused.
@@ -53,6 +54,7 @@ _STOPPING = "the server is stopping; the request was not completed"
 _NO_TAGS = (
     'is not enforced by this model\'s back end: it needs option.structured_outputs_config={"backend": "xgrammar"}'
 )
+_NO_SCHEMA, _TOO_DEEP = "must be a JSON schema, which is a JSON object", "is nested too deeply"
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = ("items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf")
 # llguidance's options for writing JSON, which stand in the schema in the place of the client's.
@@ -104,7 +106,8 @@ class ConstraintTranslator:
         if constraint.as_is:
             form = constraint.for_vllm()
             if constraint.json_schema is not None:
-                form["json"] = json.loads(constraint.json_schema)
+                _check_size(constraint.parameter, (constraint.json_schema,), _MAX_WITH_WHITE_SPACE)
+                form["json"] = _read(constraint.parameter, constraint.json_schema)
             outputs = StructuredOutputsParams(**form)
             return await self.checked(constraint.parameter, SamplingParams(structured_outputs=outputs))
         _check_company(constraint.parameter, sampling)
@@ -119,7 +122,7 @@ class ConstraintTranslator:
         """Return the structured outputs that vLLM's front end has read, as the engine will follow them.
 
         Args:
-            parameter: The client's names for them.
+            parameter: The client's name for them.
 
         Raises:
             InvalidParameter: They would harm the engine, or would not be enforced.
@@ -136,7 +139,7 @@ class ConstraintTranslator:
         for kind in ("json", "choice", "regex", "grammar"):  # it has one of them at most
             if (value := getattr(outputs, kind)) is None:
                 continue
-            text = value if isinstance(value, str) else json.dumps(value)
+            text = value if isinstance(value, str) else _written(parameter, value)
             _check_size(parameter, (text,), MAX_CHOICE_CHARACTERS if kind == "choice" else MAX_CHARACTERS)
             await self._try(parameter, kind, text)
         return outputs
@@ -163,7 +166,7 @@ class ConstraintTranslator:
         if self._guidance:
             compact = self._compact or not constraint.any_whitespace
             schema["x-guidance"] = _COMPACT if compact else _FLEXIBLE
-        return "json", json.dumps(schema)
+        return "json", _written(constraint.parameter, schema)
 
     async def stop(self) -> None:
         if self._trials is not None:
@@ -197,16 +200,30 @@ def _check_size(parameter: str, texts: tuple[str, ...], most: int) -> None:
 
 
 def _schema(parameter: str, text: str) -> dict[str, Any]:
+    schema = _read(parameter, text)
+    if not isinstance(schema, dict):
+        raise InvalidParameter(parameter, _NO_SCHEMA)
     try:
-        schema = json.loads(text)
-        if isinstance(schema, dict):
-            _tighten(schema, closed='"allOf"' not in text)
-            return schema
+        _tighten(schema, closed='"allOf"' not in text)
     except RecursionError:
-        raise InvalidParameter(parameter, "is nested too deeply") from None
+        raise InvalidParameter(parameter, _TOO_DEEP) from None
+    return schema
+
+
+def _read(parameter: str, schema: str) -> Any:
+    try:
+        return json.loads(schema)
+    except RecursionError:
+        raise InvalidParameter(parameter, _TOO_DEEP) from None
     except ValueError:
-        pass
-    raise InvalidParameter(parameter, "must be a JSON schema, which is a JSON object")
+        raise InvalidParameter(parameter, _NO_SCHEMA) from None
+
+
+def _written(parameter: str, schema: Any) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise InvalidParameter(parameter, _TOO_DEEP) from None
 
 
 def _with_options(parameter: str, outputs: StructuredOutputsParams, compact: bool) -> StructuredOutputsParams:
@@ -214,12 +231,12 @@ def _with_options(parameter: str, outputs: StructuredOutputsParams, compact: boo
     engine alone."""
     if outputs.json is None and not (outputs.json_object and compact):
         return outputs
-    text = outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json or {"type": "object"})
+    text = outputs.json if isinstance(outputs.json, str) else _written(parameter, outputs.json or {"type": "object"})
     _check_size(parameter, (text,), MAX_CHARACTERS)
     schema = _schema(parameter, text)
     if compact:
         schema["x-guidance"] = _COMPACT
-    return dataclasses.replace(outputs, json=json.dumps(schema), json_object=None)
+    return dataclasses.replace(outputs, json=_written(parameter, schema), json_object=None)
 
 
 def _below(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from engines.errors import GenerationFailed
 
@@ -24,7 +24,7 @@ class FormatterThread:
     """The thread that runs all formatters of one model.
 
     The methods must run on one event loop. A call that takes longer than the time limit fails. Its thread cannot be
-    stopped, so the next call gets a new thread.
+    stopped, so the next call gets a new thread. A call whose client has left keeps its turn until one of both.
     """
 
     def __init__(self, time_limit: float) -> None:
@@ -32,6 +32,8 @@ class FormatterThread:
         self._time_limit = time_limit
         self._turn = asyncio.Lock()
         self._executor: ThreadPoolExecutor | None = None
+        self._running: asyncio.Future[Any] | None = None  # The last call, whose client may have left.
+        self._overdue_at = 0.0  # By the clock of the event loop.
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` after all earlier calls and return its result.
@@ -40,22 +42,34 @@ class FormatterThread:
             GenerationFailed: The call took too long, or it raised an exception that would end the server.
         """
         async with self._turn:
+            if self._running is not None:
+                await self._end_of(self._running)
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="formatters")
-            job = asyncio.get_running_loop().run_in_executor(self._executor, partial(_call, work))
-            try:
-                if (await asyncio.wait({job}, timeout=self._time_limit))[0]:
-                    return job.result()
-            finally:
-                job.cancel()  # This has no effect on a finished job.
-            self.stop()
+            loop = asyncio.get_running_loop()
+            self._overdue_at = loop.time() + self._time_limit
+            job = self._running = loop.run_in_executor(self._executor, partial(_call, work))
+            if await self._end_of(job):
+                return job.result()
             raise GenerationFailed(f"the formatter did not return within predict_timeout ({self._time_limit:g} s)")
+
+    async def _end_of(self, job: asyncio.Future[Any]) -> bool:
+        """Wait for the end of a call. Return False if it is overdue: the next call gets a new thread then."""
+        left = self._overdue_at - asyncio.get_running_loop().time()
+        ended = bool((await asyncio.wait({job}, timeout=max(left, 0.0)))[0])
+        self._running = None
+        if ended:
+            job.exception()  # Of a client that has left, so that asyncio does not log it.
+        else:
+            job.cancel()
+            self.stop()
+        return ended
 
     def stop(self) -> None:
         """End the thread when its calls have returned. A later call starts a new thread."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)
-            self._executor = None
+            self._executor = self._running = None
 
 
 def _call(work: Callable[[], T]) -> T:
@@ -106,18 +120,20 @@ class FormatterQueue(Generic[T]):
         await self._room.wait()
 
     async def _run(self) -> None:
-        while self._waiting:
-            items = [self._waiting.popleft() for _ in range(min(len(self._waiting), _ITEMS_PER_JOB))]
-            if len(self._waiting) <= _MOST_WAITING:
-                self._room.set()
-            try:
-                self._take(*await self._thread.run(partial(self._formatted, items)))
-            except GenerationFailed as failure:
-                self._take([], failure)
-            except Exception as failure:
-                logger.exception("cannot continue a formatted reply")
-                self._take([], failure)
-        self._task = None
+        try:
+            while self._waiting:
+                items = [self._waiting.popleft() for _ in range(min(len(self._waiting), _ITEMS_PER_JOB))]
+                if len(self._waiting) <= _MOST_WAITING:
+                    self._room.set()
+                try:
+                    self._take(*await self._thread.run(partial(self._formatted, items)))
+                except GenerationFailed as failure:
+                    self._take([], failure)
+                except Exception as failure:
+                    logger.exception("cannot continue a formatted reply")
+                    self._take([], failure)
+        finally:
+            self._task = None
 
     def _formatted(self, items: list[T]) -> tuple[list[tuple[T, bytes]], Exception | None]:
         done: list[tuple[T, bytes]] = []

@@ -60,6 +60,7 @@ class WorkerPool:
         self._stopping = False
         # Starts a batch that is not full after `max_batch_delay`.
         self._batch_timer: asyncio.TimerHandle | None = None
+        self._idle_timers: dict[Worker, asyncio.TimerHandle] = {}  # Each ends a surplus worker after `max_idle_time`.
         self._starts: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[None]] = set()
 
@@ -229,11 +230,14 @@ class WorkerPool:
         if batcher not in self._open_batchers():
             self._end_idle(worker)
         elif len(self._batchers) > self.min_workers:
+            if (former := self._idle_timers.pop(worker, None)) is not None:
+                former.cancel()
             later = asyncio.get_running_loop().call_later
-            later(self._settings.max_idle_time, self._end_surplus, worker, worker.calls)
+            self._idle_timers[worker] = later(self._settings.max_idle_time, self._end_surplus, worker, worker.calls)
 
     def _end_surplus(self, worker: Worker, calls: int) -> None:
         """End a surplus worker that has had no new call since it had `calls` calls."""
+        self._idle_timers.pop(worker, None)
         if worker not in self._batchers or worker.calls != calls or len(self._batchers) <= self.min_workers:
             return
         if self._queue:  # A batch waits until it is full.

@@ -68,7 +68,7 @@ def adapters_in(body: bytes) -> Any:
         return None
     try:
         return _decode_fields(body).adapters
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except msgspec.DecodeError:
         return None  # The reader of the whole body reports the fault.
 
 

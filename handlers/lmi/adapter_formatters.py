@@ -75,10 +75,14 @@ class AdapterFormatters:
             AdapterFailed: The file cannot be run; the message has the file and the line. Or the model's mode cannot
                 call a formatter.
         """
+        running = asyncio.ensure_future(in_daemon_thread(lambda: _run(adapter)))
         try:
-            module = await asyncio.wait_for(in_daemon_thread(lambda: _run(adapter)), self._time_limit)
+            module = await asyncio.wait_for(asyncio.shield(running), self._time_limit)
         except TimeoutError:
             raise AdapterFailed(f"{MODEL_FILE} of the adapter took longer than {self._time_limit:g} s") from None
+        finally:
+            if not running.done():
+                running.add_done_callback(_forget)
         if module is None:
             return None
         own = formatters_of(module)
@@ -97,6 +101,12 @@ class AdapterFormatters:
             former.forget()
         if loaded is not None:
             self._loaded[adapter] = loaded
+
+
+def _forget(late: asyncio.Future[ModuleType | None]) -> None:
+    """Remove the module of a `model.py` whose end nobody waited for."""
+    if not late.cancelled() and late.exception() is None and (module := late.result()) is not None:
+        sys.modules.pop(module.__name__, None)
 
 
 def _run(adapter: Adapter) -> ModuleType | None:

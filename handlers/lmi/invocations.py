@@ -42,6 +42,7 @@ _NULL = b"null"
 
 _split = JsonDecoder(dict[str, msgspec.Raw]).decode
 _decode_ids = JsonDecoder(list[int]).decode
+_decode_any = JsonDecoder[Any]().decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ class InvocationBody:
     def adapters(self) -> Any:
         given = self.given("adapters")
         try:
-            return msgspec.json.decode(given) if given is not None else None
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            return _decode_any(bytes(given)) if given is not None else None
+        except msgspec.DecodeError:
             return None  # vLLM reports the fault
 
 
@@ -81,7 +82,7 @@ def read_body(body: bytes, table: Table) -> InvocationBody:
     """Find out the kind of a JSON body."""
     try:
         fields = _split(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except msgspec.DecodeError:
         return _LMI  # LMI's contract reports the fault
     for field, kind in table:
         found = InvocationBody(kind, field, fields)

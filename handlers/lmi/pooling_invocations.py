@@ -85,5 +85,5 @@ def _fields(body: bytes) -> Mapping[str, msgspec.Raw]:
         return {}
     try:
         return _split(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except msgspec.DecodeError:
         return {}  # LMI's contract reports the fault.

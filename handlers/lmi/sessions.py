@@ -236,7 +236,7 @@ def action_of(body: bytes) -> str:
         raise payload_refused("`requestType` goes without other fields")
     try:
         fields = _decode_fields(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except msgspec.DecodeError:
         raise payload_refused("a field of the body cannot be read") from None
     further = sorted(fields.keys() - {"requestType"})
     if further:

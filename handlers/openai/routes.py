@@ -207,7 +207,7 @@ def _read(call: Call, shape: type[T]) -> T:
         return JsonDecoder(shape).decode(call.body)
     except msgspec.ValidationError as error:
         raise errors.InvalidRequest(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise errors.InvalidRequest(f"the body is not valid JSON: {json_fault(call.body, error)}") from None
 
 

@@ -232,7 +232,7 @@ def _has_source(body: bytes) -> bool:
         return False
     try:
         return bytes(_decode_inputs(body).inputs).startswith(b"{")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except msgspec.DecodeError:
         return False  # The route reports the fault.
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +60,20 @@ async def test_each_kind_becomes_vllms_own(translator: ConstraintTranslator) -> 
     assert json.loads(compact.json)["x-guidance"]["item_separator"] == ","
     assert compact.disable_any_whitespace
     assert await translator.structured_outputs(SamplingParameters()) is None
+
+
+@pytest.mark.parametrize("as_is", [False, True])
+async def test_a_schema_that_is_nested_too_deeply_is_refused(translator: ConstraintTranslator, as_is: bool) -> None:
+    depth = sys.getrecursionlimit()
+    schema = '{"items":' * depth + "{}" + "}" * depth
+    with pytest.raises(InvalidParameter, match="is nested too deeply"):
+        await translated(translator, json_schema=schema, as_is=as_is)
+
+
+async def test_a_schema_that_is_too_long_is_refused_before_it_is_read(translator: ConstraintTranslator) -> None:
+    for as_is in (False, True):
+        with pytest.raises(InvalidParameter, match="must have at most"):
+            await translated(translator, json_schema="no JSON" + " " * (1 << 20), as_is=as_is)
 
 
 async def test_json_is_compact_if_the_engine_is_to_write_no_white_space(sample_model: Path) -> None:

@@ -115,6 +115,12 @@ def test_a_refused_text_is_not_decoded() -> None:
         decoder.decode(b"{} this is no JSON")
 
 
+@pytest.mark.parametrize("text", [b'"\xff"', b"[" * 5000, b'{"a": tru'])
+def test_each_fault_is_one_kind_of_error(text: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        JsonDecoder[Any]().decode(text)
+
+
 @pytest.mark.asyncio
 async def test_long_bodies_are_read_in_a_thread() -> None:
     import threading

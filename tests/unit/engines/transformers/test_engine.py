@@ -619,6 +619,23 @@ async def test_a_sink_that_raises_ends_its_own_request_only(directory: Path) -> 
     assert not good.errors
 
 
+@pytest.mark.asyncio
+async def test_a_sink_that_cannot_take_its_error_leaves_the_engine_alive(directory: Path) -> None:
+    class Failing(Recorder):
+        def on_delta(self, delta: TokenDelta) -> None:
+            raise RuntimeError("a bug in a contract")
+
+        def on_error(self, error: RequestError) -> None:
+            raise RuntimeError("another")
+
+    async with engine_with(directory) as engine:
+        good = Recorder()
+        await engine.submit(request_for("a"), Failing())
+        await engine.submit(request_for("b"), good)
+        await until(lambda: bool(good.deltas) and good.deltas[-1].last)
+        assert engine.health().alive
+
+
 # Cancellation
 
 

@@ -73,6 +73,18 @@ async def test_who_waits_may_go_away() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_call_that_hangs_without_its_client_fails_no_other() -> None:
+    thread, begun, release = FormatterThread(0.2), threading.Event(), threading.Event()
+    hanging: asyncio.Future[Any] = asyncio.ensure_future(thread.run(lambda: begun.set() or release.wait()))
+    await until(begun.is_set)
+    hanging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await hanging
+    assert await asyncio.gather(*(thread.run(lambda number=number: number) for number in range(3))) == [0, 1, 2]
+    release.set()
+
+
+@pytest.mark.asyncio
 async def test_a_thread_that_is_stopped_does_what_waits_and_ends() -> None:
     thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
 
