@@ -14,6 +14,7 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 
 from container.adapter_management import adapter_routes
 from container.api_keys import ApiKeys
+from container.asynchronous_inference import SynchronousRoute
 from container.batch_transform import execution_parameters
 from container.console import page as console
 from container.console.state import console_state
@@ -37,8 +38,8 @@ from engines.errors import CrossSite
 from engines.model_settings import ModelSettings
 from engines.statistics import Distribution
 from handlers.all_contracts import CONTRACTS
-from handlers.contract import Call, Reply
-from handlers.djl_errors import JSON, front_end_reply
+from handlers.contract import JSON, Call, Reply
+from handlers.djl_errors import front_end_reply
 from handlers.openai.handler import OpenAIHandler
 
 _INFERENCE = ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
@@ -195,7 +196,7 @@ def create_app(
         management.add("/", "OPTIONS", options)
     for path in _INFERENCE:
         counted = "/predictions" if path.startswith("/predictions") else path
-        router.add(path, ANY_METHOD, InvocationsRoute(state, counted, router))
+        router.add(path, ANY_METHOD, SynchronousRoute(state, counted, router))
     _add_server_pages(router, state, Metrics(models, counts, lag))
     contract_routes: dict[tuple[str, str], Application] = dict(contract_http_routes(state, CONTRACTS))
     if settings.console:
@@ -225,7 +226,8 @@ def _add_server_pages(router: Router, state: AppState, metrics: Metrics) -> None
     transform = _Page(lambda: _response(execution_parameters(models, state.settings)))
     router.add("/execution-parameters", "GET", transform)
     rendered = _Page(lambda: Response(metrics.render(), headers={"content-type": CONTENT_TYPE}), state.hosts)
-    router.add("/metrics", "GET", rendered)
+    for address in ("/metrics", "/server/metrics"):  # LMI has both.
+        router.add(address, "GET", rendered)
     router.add("/openapi.json", "GET", _Page(_Description(models), state.hosts, in_thread=True))
     assets = swagger_assets()
     if assets:
@@ -289,8 +291,7 @@ class _Description:
             service = model.lifecycle.service
             if service is None or service.openai is None:
                 continue
-            pooling = service.engine.pooling if service.engine is not None else None
-            kind: str = "generation" if pooling is None else pooling.kind
+            kind: str = "generation" if service.pooling is None else service.pooling.kind
             if kind not in self._of_kinds:
                 found[kind] = service.openai
         return found

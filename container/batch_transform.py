@@ -9,8 +9,7 @@ import msgspec
 
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
-from handlers.contract import Reply
-from handlers.djl_errors import JSON
+from handlers.contract import JSON, Reply
 
 _MEBIBYTE = 1 << 20
 _PAYLOAD = 6  # SageMaker's default of MaxPayloadInMB. A larger payload would leave room for fewer calls.

@@ -181,8 +181,7 @@ class KindHttpRoute(HttpRoute):
             service = model_of(self.state.models, scope.get("path_params") or {}).lifecycle.service
         except UnknownModel:
             service = None
-        pools = service is not None and service.engine is not None and service.engine.pooling is not None
-        return self._pooling if pools else self._generating
+        return self._generating if service is None or service.pooling is None else self._pooling
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.chosen(scope)(scope, receive, send)

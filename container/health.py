@@ -8,8 +8,7 @@ from container.error_rates import ErrorRates
 from container.models.life_cycle import State
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
-from handlers.contract import Reply
-from handlers.djl_errors import JSON
+from handlers.contract import JSON, Reply
 
 _TEXT = {
     State.STARTING: "PENDING",

@@ -15,8 +15,8 @@ from container.http.router import Router
 from container.models.registry import Model
 from container.route_attribute import CUSTOM_ATTRIBUTES, attributes_of, is_plain_path, named_route
 from engines.errors import RequestError, UnknownModel
-from handlers.contract import Call, Handler, Reply
-from handlers.djl_errors import JSON, front_end_reply
+from handlers.contract import JSON, Call, Handler, Reply
+from handlers.djl_errors import front_end_reply
 from handlers.forms import form_text
 from handlers.json_cost import off_the_loop
 from handlers.service import Service

@@ -21,14 +21,13 @@ from engines import errors
 from engines.errors import RequestError
 from engines.model_settings import ModelSettings
 from handlers.all_contracts import CONTRACTS
-from handlers.contract import Call, Reply
+from handlers.contract import JSON, Call, Reply
 from handlers.contract_routes import ContractRoutes, InfoRoute, OpenAIRoute, Operation, Route
 from handlers.json_schemas import OBJECT, STRING, Schema, either, struct
 from handlers.lmi import adapter_management as lmi_adapters
 from handlers.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
 from handlers.openai.routes import LOAD, UNLOAD, LoadAdapterRequest, UnloadAdapterRequest, refuse_adapter
 
-JSON = "application/json"
 _FOR_VLLM = ("/v1/chat/completions", "/v1/completions")  # LMI's routes take the bodies of these routes as well.
 _PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _KINDS: Mapping[str, Schema] = {"int": {"type": "integer", "minimum": 0}}

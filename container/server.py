@@ -1,7 +1,7 @@
 """The process: listens, loads, serves, drains.
 
-`serve` reads as what happens: the port is opened at once, so that /ping can tell the truth while the model loads; a
-first SIGTERM drains, a second one ends the process.
+`serve` opens the port at once, so that /ping can tell the truth while the model loads. The first SIGTERM drains, and
+the second one ends the process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SOCKET_PATH = 107  # Bytes of a socket's path on Linux (unix(7)).
 _SOCKET_NAME = 37  # Bytes of the names that vLLM gives them: a slash and a UUID.
 
 _SOCKETS_PREFIX = "slipway-sockets-"
-# How old a directory without a server is that was left behind; a younger one may be about to be locked.
+# A directory of this age without a server was left behind. A younger one may be about to be locked.
 _LEFT_SECONDS = 60.0
 
 _ENGINE_CHECK_SECONDS = 0.5
@@ -132,7 +132,7 @@ def _remove_left_directories() -> None:
 
 
 def _lock(directory: str | Path) -> int | None:
-    """Lock a directory; returns None where another process has."""
+    """Lock a directory. Returns the lock's descriptor, or None if another process has locked it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,7 +188,7 @@ def http_server(application: Application) -> uvicorn.Server:
 
 
 class ModelServer:
-    """The models of a server and their applications: loaded, watched, drained and stopped. Whoever has it listens."""
+    """The models of a server and their applications: loaded, watched, drained and stopped. Its owner listens."""
 
     def __init__(self, startup: Startup, mounts: Sequence[Mount] = ()) -> None:
         self.settings = startup.server

@@ -111,10 +111,12 @@ def _row(row: Any) -> Sequence[Any]:
 
 def _numbers(text: str) -> Any:
     numpy = require("numpy", "CSV without a header")
-    if not text.strip():
+    # `#` starts a comment, and lines with nothing else are skipped, as by numpy's `genfromtxt`.
+    rows = [row for line in io.StringIO(text) if (row := line.partition("#")[0].strip(" \r\n"))]
+    if not rows:
         raise ValueError("The CSV body has no rows")
     try:
-        numbers = numpy.loadtxt(io.StringIO(text), delimiter=",", quotechar='"', comments=None, ndmin=2)
+        numbers = numpy.loadtxt(rows, delimiter=",", quotechar='"', comments=None, ndmin=2)
     except ValueError as error:
         raise ValueError(
             "CSV contains non-numeric data, or rows of different length. Please provide numeric data only."

@@ -23,6 +23,7 @@ _T = TypeVar("_T")
 
 _DEATH_POLL_SECONDS = 0.2
 
+_SUBMITS_PER_TURN = 16
 _WATCH_SECONDS = 0.25
 # Seconds between two looks that count at most: time in which this process itself stood still is not the engine's.
 _LONGEST_LOOK = 2.0
@@ -98,7 +99,7 @@ class Sink(Protocol):
     """Receives one request's answer. Called on the event loop; must neither block nor raise."""
 
     def on_delta(self, delta: TokenDelta) -> None:
-        """Return the addition; `delta.last` says that nothing follows."""
+        """Take the next part of the answer. Nothing follows if `delta.last` is True."""
 
     def on_error(self, error: RequestError) -> None:
         """The request has ended with `error`; nothing follows."""
@@ -119,6 +120,16 @@ class Generation(Protocol):
 
 
 Submit = Callable[[GenerationRequest, Sink], Awaitable[Generation]]  # A function with the signature of `Engine.submit`.
+
+
+async def give_turn(index: int) -> None:
+    """Give other tasks a turn on the event loop before every 16th sequence or prompt of a call.
+
+    Args:
+        index: The position of the sequence or prompt in the call.
+    """
+    if index % _SUBMITS_PER_TURN == _SUBMITS_PER_TURN - 1:
+        await asyncio.sleep(0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,8 +78,10 @@ class ModelTexts:
         """Return token ids.
 
         Args:
-            special: With the special tokens that the model wants around a text. Whatever the tokenizer raises passes
-                through.
+            special: With the special tokens that the model wants around a text.
+
+        Raises:
+            Exception: The tokenizer has raised it.
         """
         fast = self._fast
         if fast is None:

@@ -101,6 +101,9 @@ class ModelSettings:
     scores_in_order: bool = False  # `query` and `texts` on `/invocations` get DJL's scores; otherwise TEI's ranks.
     auto_truncate: bool = True  # TEI's routes cut texts that are too long, unless a request says otherwise.
     max_client_batch_size: int = 32  # Texts of a request on TEI's routes. The default is TEI's.
+    # The text that goes in front of texts for vectors on LMI's and TEI's routes if a request names none, or its name.
+    default_prompt: str | None = None
+    default_prompt_name: str | None = None
     enable_lora: bool = False  # LoRA adapters can be registered; requests name the one they want.
     dtype: str = "auto"
     # GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the most.
@@ -112,7 +115,7 @@ class ModelSettings:
     devices: tuple[int, ...] | None = None
     batch_size: int = 1  # Prompts, or calls of a custom handler, that are run together as one dynamic batch.
     max_batch_delay: float = 0.1  # Seconds that the first of a dynamic batch waits for others.
-    enable_streaming: Streaming = "false"  # Whether answers of the dynamic batch are streamed, and how.
+    enable_streaming: Streaming = "false"  # The way to stream answers of the dynamic batch.
     handler: HandlerSettings | None = None  # A customer's handler instead of an engine.
     # A customer's `handle` that gets every call of `/invocations` first, and may leave it to the engine.
     handler_before_engine: HandlerSettings | None = None

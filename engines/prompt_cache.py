@@ -55,8 +55,10 @@ class SegmentTokenizer:
         """Return token ids.
 
         Args:
-            special: With the special tokens that the model wants around a text. Whatever the tokenizer raises passes
-                through.
+            special: With the special tokens that the model wants around a text.
+
+        Raises:
+            Exception: The tokenizer has raised it.
         """
         segments = [segment for segment in self._cut(text) if segment]
         found = {segment: ids for segment in segments if (ids := self._find(segment)) is not None}

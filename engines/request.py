@@ -185,7 +185,8 @@ class TokenDelta(msgspec.Struct, gc=False):
     # The numbers of a request with `pooling`: an array of float32, with a row for each token if the task is one of
     # tokens. Such a request has one delta.
     numbers: Any = None
-    # With the numbers: when the tokens went to the engine, by the monotonic clock, and their time in its queue.
+    # On the last delta of a sequence: when its prompt went to the engine, by the monotonic clock, and its time in the
+    # queue. Beam search has 0 for both.
     submitted_at: float = 0.0
     queued_seconds: float = 0.0
 

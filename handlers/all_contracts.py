@@ -1,4 +1,4 @@
-"""The contracts that have routes of their own path. A new contract is added here.
+"""The contracts that declare routes. A new contract is added here.
 
 No two contracts may have the same path and method, unless a route has `with_field`, or both have `models`. LMI is not
 in the list, because the model's settings decide which handler serves its routes, `/invocations` and `/predictions`.

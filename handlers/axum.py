@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engines import errors
-from handlers.contract import Call, ContractError, Reply
+from handlers.contract import JSON, Call, ContractError, Reply, media_type
 from handlers.json_fields import JsonError, decode_json
 
 _TEXT = "text/plain; charset=utf-8"
@@ -26,8 +26,8 @@ def read_request(call: Call, shape: type[T]) -> tuple[T, dict[str, Any]]:
     Raises:
         ContractError: The body is not JSON of this shape. The reply is worded like axum.
     """
-    kind = call.content_type.partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+    kind = media_type(call.content_type)
+    if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
         raise unreadable_body(415, "Expected request with `Content-Type: application/json`")
     try:
         document = decode_json(call.body)

@@ -81,7 +81,12 @@ def constraint_of(name: str, value: Any) -> Constraint | None:
 
 
 def asks(name: str, value: Any) -> bool:
-    """Whether a field of this name, one of `CONSTRAINING`, constrains anything: null does not, and no empty list."""
+    """Return True if a field of this name constrains anything. Null and an empty list do not.
+
+    Args:
+        name: One of `CONSTRAINING`.
+        value: The field's value.
+    """
     if name in _CHOICES:
         return value not in (None, "", "auto", "none")
     if name in FORMS:

@@ -18,6 +18,7 @@ from djl_python.input_parser import SAGEMAKER_ADAPTER_IDENTIFIER_HEADER
 from engines.errors import InvalidParameter, RequestError
 from engines.request import GenerationRequest, TokenDelta
 
+JSON = "application/json"
 WITHOUT_BODY = frozenset({204, 304})  # Statuses with neither body nor length (RFC 9110, section 8.6).
 _TRACE_HEADERS = ("Traceparent", "Tracestate")
 _SALT_HEADER, _PRIORITY_HEADER = "X-Cache-Salt", "X-Vllm-Priority"
@@ -25,6 +26,11 @@ _PRIORITIES = range(-(1 << 31), 1 << 31)
 _SALT = re.compile(r"[!-.0-?A-\[\]-~]{1,128}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 LONG_BODY = 256 * 1024  # Bytes. Longer bodies are decoded in a thread, so that no other request waits for them.
+
+
+def media_type(content_type: str) -> str:
+    """Return a content type without its parameters, in lower case."""
+    return content_type.partition(";")[0].strip().lower()
 
 
 class Steering(NamedTuple):

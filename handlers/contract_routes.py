@@ -17,7 +17,7 @@ from engines.adapters import Adapter
 from engines.errors import InvalidParameter, InvalidRequest, NotReady, NotServed, RequestError
 from engines.loaded_model import LoadedModel
 from engines.model_settings import ModelSettings
-from handlers.contract import LONG_BODY, Call, Contract, Reply, adapter_header
+from handlers.contract import JSON, Call, Contract, Reply, adapter_header
 from handlers.json_schemas import Schema
 
 # The error on routes that a model with a custom handler does not serve.
@@ -96,7 +96,7 @@ class Operation:
 
     summary: str
     request: Schema | None = None  # The schema of the body. None if the request has no body.
-    request_type: str = "application/json"
+    request_type: str = JSON
     # For each status its meaning, and the schema of the body by media type. Errors that `ContractRoutes.refuse` words
     # are left out unless they need more words.
     answers: Mapping[str, tuple[str, Mapping[str, Schema]]] = field(default_factory=dict)
@@ -111,7 +111,6 @@ class GenerationRoute:
     methods: tuple[str, ...] = ("POST",)
     models: KindsOfModels = "all"  # The path's other route takes the calls of the other models.
     with_field: str | None = None  # Takes only bodies with this field. The path's other route takes the rest.
-    long_body: int = LONG_BODY  # Bytes. Longer bodies are parsed in a thread.
     streams_refusals: bool = False  # A call that asks for a stream is refused with an event.
     # Returns the refusal of wrong path parameters, which does not depend on the model's state. None if they are right.
     refuse_path: Callable[[Mapping[str, str], ModelSettings], Reply | None] | None = None

@@ -9,9 +9,8 @@ from __future__ import annotations
 from json.encoder import encode_basestring as quote
 
 from engines.errors import Overloaded, UnknownAdapter
-from handlers.contract import ContractError, Reply
+from handlers.contract import JSON, ContractError, Reply
 
-JSON = "application/json"
 FAILED_DEPENDENCY = 424  # LMI's status for an inference request that failed, for any reason.
 # The front end writes JSON that can be embedded in HTML.
 HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=": "\\u003d", "'": "\\u0027"})

@@ -25,7 +25,6 @@ class EngineHandler:
         self,
         queue: EngineQueue,
         contract: Contract,
-        long_body: int = LONG_BODY,
         refuse_unread: Callable[[Overloaded], Reply] | None = None,
         images: ImageLoader | None = None,
     ) -> None:
@@ -34,19 +33,17 @@ class EngineHandler:
         Args:
             queue: The engine's queue.
             contract: Reads the calls.
-            long_body: Bodies of this many bytes or more are read in a thread.
             refuse_unread: Makes the reply to a call if the queue has no place at all. The body is not read then. None
                 if the form of a refusal depends on the body.
             images: Loads the images of the calls. None if the model takes text only.
         """
-        self._queue, self._contract = queue, contract
-        self._long_body, self._refuse_unread, self._images = long_body, refuse_unread, images
+        self._queue, self._contract, self._refuse_unread, self._images = queue, contract, refuse_unread, images
 
     async def handle(self, call: Call, writer: ReplyWriter) -> RunningCall:
         queue = self._queue
         if self._refuse_unread is not None:
             try:
-                queue.check_place()
+                queue.refuse_if_full()
             except Overloaded as full:
                 raise ContractError(self._refuse_unread(full), full.message) from None
         exchange = await self._parse(call)
@@ -71,7 +68,7 @@ class EngineHandler:
             return await self._submitted(replace(exchange, requests=tuple(requests), images=()), writer, request_id)
 
     async def _parse(self, call: Call) -> Exchange:
-        if len(call.body) < self._long_body:
+        if len(call.body) < LONG_BODY:
             return self._contract.parse(call)
         return await asyncio.to_thread(self._contract.parse, call)
 

@@ -212,7 +212,6 @@ def generation_handlers(
                 route.path: EngineHandler(
                     queue,
                     route.contract(setting),
-                    long_body=route.long_body,
                     refuse_unread=None if route.streams_refusals else contract.refuse,
                     images=images,
                 )

@@ -8,6 +8,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import Field, File, FormParser, parse_options_header
 
 from engines.errors import InvalidRequest
+from handlers.contract import media_type
 
 _URLENCODED = "application/x-www-form-urlencoded"
 MULTIPART = "multipart/form-data"
@@ -18,11 +19,6 @@ _PIECE = 64 * 1024  # Bytes that are decoded at a time. Other threads can run in
 
 class FormError(InvalidRequest):
     """The body is not the form that its content type says."""
-
-
-def media_type(content_type: str) -> str:
-    """Return the content type without its parameters, in lower case."""
-    return content_type.partition(";")[0].strip().lower()
 
 
 def is_form(content_type: str) -> bool:

@@ -26,6 +26,8 @@ _LONE_SURROGATE = re.compile(
     rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\?\Z|\\u[0-9a-fA-F]{0,3}\Z|\\u[dD][c-fC-F][0-9a-fA-F]{2})"
 )
 _decode = JsonDecoder[Any]().decode
+_encoder = json.JSONEncoder(ensure_ascii=False)
+_SHOWN = 80  # Characters of a value in a message.
 
 
 class JsonError(ValueError):
@@ -190,7 +192,7 @@ class ParameterReader:
             numeric = isinstance(bias, int | float) and not isinstance(bias, bool)
             if not (_DIGITS(token_id) and numeric and -100 <= bias <= 100):
                 raise InvalidParameter(
-                    name, f"must map token ids to numbers from -100 to 100, got {_show({token_id: bias})}"
+                    name, f"must map token ids to numbers from -100 to 100, got {shown({token_id: bias})}"
                 )
             biases[int(token_id)] = float(bias)
         return biases
@@ -199,8 +201,8 @@ class ParameterReader:
         """Return the value, or the default.
 
         Args:
-            kind: JSON schema's `type`, and what else it says.
-            limits: JSON schema's `type`, and what else it says.
+            kind: The type of the value, as in a JSON schema.
+            limits: Further keywords of the JSON schema.
         """
         self._read.add(name)
         if (given := self._values.get(name)) is None:
@@ -228,9 +230,14 @@ def _check_range(name: str, value: float, minimum: float | None, maximum: float 
 
 
 def _wrong(name: str, expected: str, value: Any) -> InvalidParameter:
-    return InvalidParameter(name, f"must be {expected}, got {_show(value)}")
+    return InvalidParameter(name, f"must be {expected}, got {shown(value)}")
 
 
-def _show(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+def shown(value: Any) -> str:
+    """Return the beginning of a value in JSON, for a message."""
+    text = ""
+    for part in _encoder.iterencode(value):  # A value may be long, or nested deeply.
+        text += part
+        if len(text) > _SHOWN:
+            return text[: _SHOWN - 3] + "..."
+    return text

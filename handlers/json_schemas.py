@@ -122,7 +122,7 @@ MEANINGS = {
     "truncation_side": "Where to truncate: left or right.",
     "typical_p": "Locally typical sampling, if the engine has it.",
     "use_beam_search": "Beam search, best_of or n wide.",
-    "vanilla": "Tokenize the text by itself; false: as part of a longer text.",
+    "vanilla": "Tokenize the text alone; false: as part of a longer text.",
     "with_tokens_str": "Return the tokens' texts as well.",
 }
 

@@ -10,9 +10,8 @@ import numpy as np
 import orjson
 
 from engines.request import TokenDelta
-from handlers.contract import Answer
+from handlers.contract import JSON, Answer
 
-JSON = "application/json"
 _LARGEST_EXPONENT = 700.0  # e to this power is a float64.
 
 

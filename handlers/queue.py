@@ -44,8 +44,12 @@ class EngineQueue:
             raise self.overloaded()
         self.open_sequences += sequences
 
-    def check_place(self) -> None:
-        """Raise Overloaded if there is no place at all; the call is counted as one that has failed."""
+    def refuse_if_full(self) -> None:
+        """Refuse a call if there is no place at all. A refusal counts as a failed call.
+
+        Raises:
+            Overloaded: There is no place.
+        """
         if self.open_sequences >= self.limit:
             self.engine.statistics.calls.count(0.0, failed=True)
             raise self.overloaded()

@@ -7,7 +7,7 @@ import logging
 import time
 
 from engines.errors import InternalError, RequestError
-from engines.interface import Generation
+from engines.interface import Generation, give_turn
 from engines.request import TokenDelta
 from handlers.contract import CumulativeAnswer, Exchange, Reply, ReplyWriter
 from handlers.queue import EngineQueue
@@ -15,7 +15,6 @@ from handlers.queue import EngineQueue
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 15.0  # Between the comments of a stream that has nothing to say; TGI's interval.
-_SUBMITS_PER_TURN = 16  # After so many prompts of one call others get their turn on the event loop.
 _LONG = 64 * 1024  # Bytes; parts of a cumulative answer up to this length come with each addition.
 _BYTES_PER_SECOND = 32 * 1024 * 1024  # The rate of longer parts of one cumulative answer.
 
@@ -48,8 +47,7 @@ class RunningCall:
             self._queue.admit(places)
             self._places = places
             for prompt, request in enumerate(requests):
-                if prompt % _SUBMITS_PER_TURN == _SUBMITS_PER_TURN - 1:
-                    await asyncio.sleep(0)
+                await give_turn(prompt)
                 generation = await engine.submit(request, _FurtherPrompt(self, prompt) if prompt else self)
                 self._generations.append(generation)
                 if self._aborted:

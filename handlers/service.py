@@ -11,6 +11,7 @@ from pathlib import Path
 from engines.adapters import AdapterDownloads, AdapterRegistry
 from engines.interface import Engine, EngineHealth, EngineStartError
 from engines.model_settings import ModelSettings
+from engines.pooling import PoolingModel
 from handlers.contract import Handler
 from handlers.custom.custom_handler import CustomHandler
 from handlers.openai.handler import OpenAIHandler
@@ -47,6 +48,11 @@ class Service:
     held: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)  # Frees what loading took.
 
     @property
+    def pooling(self) -> PoolingModel | None:
+        """The description of a model that makes vectors or scores. None if it generates, and for a custom handler."""
+        return self.engine.pooling if self.engine is not None else None
+
+    @property
     def running_engine(self) -> Engine | None:
         """The engine, also if a call of a custom handler has loaded it."""
         behind = self.runtime.service if isinstance(self.runtime, EngineBehindHandler) else None
@@ -60,8 +66,8 @@ class Service:
             await self.engine.stop(why)
         await self.held.aclose()
 
-    def check_place(self) -> None:
-        """Check that a further call would get a place now.
+    def refuse_if_full(self) -> None:
+        """Refuse a call if a queue is full. A refusal of the engine's queue counts as a failed call.
 
         Raises:
             Overloaded: The queue of the engine is full.
@@ -70,7 +76,7 @@ class Service:
         if self.custom is not None:
             self.custom.pool.check_place()
         elif self.queue is not None:
-            self.queue.check_place()
+            self.queue.refuse_if_full()
 
     def abort(self, request_id: str) -> None:
         """End the calls with this id. Their clients get an aborted answer."""

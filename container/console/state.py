@@ -20,7 +20,7 @@ from container.settings.values import masked
 from engines.choice import is_vllm
 from engines.loaded_model import LoadedModel
 from engines.model_settings import ModelSettings
-from handlers.djl_errors import JSON
+from handlers.contract import JSON
 
 
 def console_state(

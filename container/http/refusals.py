@@ -8,14 +8,15 @@ from engines.errors import (
     BodyTimeout,
     BodyTooLarge,
     CrossSite,
+    InvalidRequest,
     NotReady,
     Overloaded,
     RequestError,
     Unauthorized,
     UnknownModel,
 )
-from handlers.contract import Reply
-from handlers.djl_errors import JSON, front_end_reply
+from handlers.contract import JSON, Reply
+from handlers.djl_errors import front_end_reply
 
 
 def front_end_refusal(error: RequestError, not_ready: int = 503, otherwise: int = 500) -> Reply:
@@ -45,6 +46,8 @@ def front_end_refusal(error: RequestError, not_ready: int = 503, otherwise: int 
             return front_end_reply(not_ready, "ServiceUnavailableException", error.message)
         case Overloaded():
             return front_end_reply(error.status, "WlmCapacityException", error.message)
+        case InvalidRequest():
+            return front_end_reply(400, "BadRequestException", error.message)
         case _:
             return front_end_reply(otherwise, "InternalServerException", error.message)
 

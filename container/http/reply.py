@@ -117,7 +117,8 @@ class HttpReply:
                 framing.append((b"content-type", reply.content_type.encode("latin-1")))
             framing.append((b"content-length", str(len(reply.body)).encode()))
         if reply.status in _LATER and not any(name == b"retry-after" for name, _ in self.headers):
-            self.headers = [*self.headers, self._retry_after.header()]  # unless a handler has set one
+            # `connection_headers` may have made one already. One of `reply.headers` replaces this one.
+            self.headers = [*self.headers, self._retry_after.header()]
         self._start(reply.status, framing, reply.headers)
         self.end(b"" if reply.status in WITHOUT_BODY else reply.body)
 

@@ -22,7 +22,7 @@ from container.http.uvicorn_protocol import BREAK_OFF
 from container.logs import access_log
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
-from engines.errors import BodyTimeout, CrossSite, InternalError, NotReady, RequestError, Unauthorized
+from engines.errors import BodyTimeout, CrossSite, InternalError, InvalidRequest, NotReady, RequestError, Unauthorized
 from engines.statistics import Distribution
 from handlers.contract import Call, ContractError, Handler, Reply, Running
 from handlers.service import Service
@@ -30,6 +30,7 @@ from handlers.service import Service
 logger = logging.getLogger("slipway.access")
 
 _OVERLOADED = (429, 503)
+_TOO_DEEP = "the body is nested too deeply"
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
@@ -192,7 +193,7 @@ class HttpRoute:
             if isinstance(found, Model):
                 service = found.service()  # refuses before the body is read
                 if self._queued and announced_size(head.headers) > UNCOUNTED:
-                    service.check_place()
+                    service.refuse_if_full()
             if not isinstance(found, Reply):
                 seconds = state.settings.request_read_timeout
                 body = await reader.read(head.headers, receive, self._max_body, seconds, state.models.reading)
@@ -220,10 +221,12 @@ class HttpRoute:
             _log_refusal(error.message, refusal, head)
             reply.headers.extend(connection_headers(error, body_read=reader.complete))
             reply.reply(refusal)
-        except Exception:
+        except Exception as error:
             logger.exception("internal error", extra={"request_id": head.request_id})
             if not reply.status:
-                reply.reply(route.refuse(InternalError()))
+                # A document can be nested so that it can be read, but not written again further down the stack.
+                deep = isinstance(error, RecursionError)
+                reply.reply(route.refuse(InvalidRequest(_TOO_DEEP) if deep else InternalError()))
         finally:
             if running is None:
                 reader.let_go()

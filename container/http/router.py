@@ -68,15 +68,16 @@ class Router:
 
     def find(self, scope: Any) -> Application:
         """Return the application that serves a request."""
-        path = _path(scope)
-        methods = self._plain.get(path) or self._match(scope, path)
+        methods = self._lookup(scope)
         if methods is None:
+            path = _path(scope)
             scope.setdefault("app", self)  # Starlette's key: a mounted application may call the container's own routes
             return next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
         return methods.get(scope["method"]) or methods.get(ANY_METHOD) or self._head(scope["method"], methods)
 
     def is_open(self, scope: Any) -> bool:
         """Return True if a request needs no API key."""
+        self._lookup(scope)
         path, method = _path(scope), scope["method"]
         return not self._open.isdisjoint({(path, ANY_METHOD), (path, "GET" if method == "HEAD" else method)})
 
@@ -88,6 +89,23 @@ class Router:
     def _head(self, method: str, methods: Mapping[str, Application]) -> Application:
         """Serve HEAD on every path that has GET (RFC 9110, section 9.1). The HTTP server leaves the body out."""
         return (methods.get("GET") if method == "HEAD" else None) or self._not_found
+
+    def _lookup(self, scope: Any) -> Mapping[str, Application] | None:
+        """Return the applications of a path by their methods.
+
+        If no route has the path, slashes at its end are taken off it, as in LMI. The scope then has the path without
+        them: contracts compare paths.
+        """
+        path = _path(scope)
+        methods = self._plain.get(path) or self._match(scope, path)
+        if methods is not None or not path.endswith("/"):
+            return methods
+        shorter = path.rstrip("/")
+        methods = self._plain.get(shorter) or self._match(scope, shorter)
+        if methods is not None:
+            scope["path"] = scope["path"][: len(shorter) - len(path)]
+            scope["raw_path"] = scope["raw_path"].rstrip(b"/")
+        return methods
 
     def _match(self, scope: Any, path: str) -> Mapping[str, Application] | None:
         for pattern, methods in self._patterns.values():

@@ -17,6 +17,7 @@ from engines.model_settings import HandlerSettings
 
 # LMI's own handler for vLLM. It calls the `handle` of a `model.py` before the engine.
 SERVICE_FOR_VLLM = "djl_python.lmi_vllm.vllm_async_service"
+_LEAST_IDLE_TIME = 0.01  # Seconds.
 _TENSOR_PARALLEL, _PIPELINE_PARALLEL = _PARALLEL = ("tensor_parallel_degree", "pipeline_parallel_degree")
 
 
@@ -45,6 +46,9 @@ def handler_settings(
     _warn_of_mpi(sources, degrees)
     for name in ("min_workers", "max_workers"):  # Both are numbers for each device.
         fields[name] *= max(len(devices), 1)
+    # 0 ends a worker as soon as it is idle. A pause keeps a worker that waits for a full batch from being checked all
+    # the time.
+    fields["max_idle_time"] = max(fields["max_idle_time"], _LEAST_IDLE_TIME)
     least, most = fields["min_workers"], fields["max_workers"]
     given = layer.get("maxWorkers") or layer.get("max_workers")
     if given is not None and most < least:
@@ -66,7 +70,7 @@ def handler_settings(
         function=function,
         devices=devices,
         sees_own_gpus=_TENSOR_PARALLEL in degrees,
-        rolling_batch=properties.get("rolling_batch", "disable").strip().lower() != "disable",
+        rolling_batch=properties.get("rolling_batch", "").strip().lower() not in ("", "disable"),
         properties=properties,
         **fields,
         **packages,
@@ -150,6 +154,8 @@ def _is_hugging_face(model_dir: Path, model_id: str | None) -> bool:
 def _properties(sources: Sources, model_id: str | None, degrees: Mapping[str, int]) -> dict[str, str]:
     """Return the properties that LMI gives to a handler: every setting of the model, without `option.`.
 
+    Settings without a value are among them, as in LMI.
+
     `option.env` is missing, as in LMI: it may have secrets.
     """
     properties = {
@@ -160,4 +166,6 @@ def _properties(sources: Sources, model_id: str | None, degrees: Mapping[str, in
         properties["model_id"] = model_id
     if "HF_TASK" in sources.variables:
         properties.setdefault("task", sources.variables["HF_TASK"].text)
-    return properties | {name: str(degree) for name, degree in degrees.items()}
+    empty = {key.removeprefix(PREFIX): value.text for key, value in sources.given.items() if not value.text.strip()}
+    empty.pop(ENVIRONMENT.key.removeprefix(PREFIX), None)
+    return empty | properties | {name: str(degree) for name, degree in degrees.items()}

@@ -74,6 +74,8 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
             "not served by this version of Slipway; a model.py with "
             f"{MODEL_FN} that loads the model is served with {ENTRY_POINT.key}={SCRIPT}"
         )
+    elif "://" in name:
+        fault = "entry points are not downloaded: put the file into the model directory, and give its name"
     elif name.endswith(".py"):
         path = sources.model_dir / name
         if os.path.isfile(path):

@@ -205,7 +205,11 @@ def _sources(
 
     Keys that say something of the model are taken out of the server's `layer`.
     """
-    given = option_layer(variables, lookup.problems) | read_properties(directory, lookup.problems)
+    from_environment = option_layer(variables, lookup.problems)
+    in_file = read_properties(directory, lookup.problems)
+    empty = {key: value for key, value in in_file.items() if _is_unset(key, value)}
+    lookup.warnings += [f"{key} ({value.source}) is ignored: it is empty" for key, value in empty.items()]
+    given = from_environment | {key: value for key, value in in_file.items() if key not in empty}
     model = {**given, **sagemaker_model_layer(variables), **arguments}
     for key in ("download_dir", "model_store"):
         layer.pop(key, None)
@@ -218,7 +222,14 @@ def _sources(
             model.pop(alias, None)  # another source's, for the same
     if (queue := model.pop("job_queue_size", None)) is not None:
         layer["job_queue_size"] = queue
-    return Sources(directory, variables, layer, model, {**given, **arguments}, remote.open, remote.has, lookup)
+    return Sources(
+        directory, variables, layer, model, {**in_file, **given, **arguments}, remote.open, remote.has, lookup
+    )
+
+
+def _is_unset(key: str, value: Value) -> bool:
+    """Return True for an empty value of an option. Like an empty variable, it counts as unset."""
+    return key in BY_KEY and not value.text.strip() and not BY_KEY[key].parser.keeps_blanks
 
 
 # Values made from the settings

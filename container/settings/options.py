@@ -21,7 +21,9 @@ from container.settings.values import (
     MILLISECONDS,
     NAMES,
     NETWORKS,
+    PROMPT,
     SECONDS,
+    SECONDS_OR_NEVER,
     STRINGS,
     TEXT,
     Parser,
@@ -163,7 +165,7 @@ class Sources:
     given: Mapping[str, Value]
     # Fetches the small files of a model on S3 and returns its local directory. Raises SourceError.
     open_remote: Callable[[str], Path]
-    is_open: Callable[[str], bool]  # Whether a URL names a model that was opened.
+    is_open: Callable[[str], bool]  # Returns True if a URL names a model that was opened.
     lookup: Lookup
 
     def value(self, option: Option) -> Scalar | None:
@@ -286,6 +288,8 @@ SERVED = (
     Option("option.sigmoid", BOOLEAN, "true", aliases=("sigmoid",), shows_default=False),
     Option("option.auto_truncate", BOOLEAN, "true", shows_default=False),
     Option("option.max_client_batch_size", integer(1), "32", shows_default=False),
+    Option("option.default_prompt", PROMPT, shows_default=False),
+    Option("option.default_prompt_name", TEXT, shows_default=False),
 )
 
 ENTRY_POINT = Option("option.entryPoint", TEXT, variables=("DJL_ENTRY_POINT",), shows_default=False)
@@ -297,7 +301,7 @@ HANDLER_OPTIONS = (
     ASYNC_MODE,
     Option("minWorkers", _WORKERS, "1", aliases=("min_workers",), field_name="min_workers"),
     Option("maxWorkers", _WORKERS, "1", aliases=("max_workers",), field_name="max_workers"),
-    Option("max_idle_time", SECONDS, "60"),
+    Option("max_idle_time", SECONDS_OR_NEVER, "60"),
     Option("retry_threshold", integer(0), "0"),
     Option(
         "option.pythonExecutable",

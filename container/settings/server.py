@@ -95,7 +95,7 @@ SERVED = (
     Option("management_address", _HTTP_ADDRESS),
     Option("multi_model", BOOLEAN, "false", variables=("SAGEMAKER_MULTI_MODEL",)),
     Option("console", BOOLEAN, "true"),
-    Option("model_aliases", NAMES_OR_NONE, '"",dummy,tgi'),
+    Option("model_aliases", NAMES_OR_NONE, '"",dummy,tgi,tei,text-embeddings-inference'),
     Option("error_rate_wlm", _ERROR_RATE),
     Option("error_rate_server", _ERROR_RATE),
     Option("error_rate_model", _ERROR_RATE),

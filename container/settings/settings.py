@@ -57,7 +57,7 @@ class ServerSettings:
     cors_allowed_origin: str | None = None
     cors_allowed_methods: str | None = None
     cors_allowed_headers: str | None = None
-    model_aliases: tuple[str, ...] = ("dummy", "tgi")
+    model_aliases: tuple[str, ...] = ("dummy", "tgi", "tei", "text-embeddings-inference")
     throttle_error_http_code: int = 503
     wlm_error_http_code: int = 503
     server_error_http_code: int = 500

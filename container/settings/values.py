@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ipaddress
 import json
 import math
@@ -21,7 +22,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _ZERO = re.compile(r"0+(\.0*)?")
 _FUNCTION_NAME = re.compile(r"\w+")
-_ASSIGNMENT = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=(.*)", re.DOTALL)
 
 # Names of settings whose whole value is a credential. Names such as `max_num_batched_tokens` do not match.
 _SECRET_NAME = re.compile(r"(token|api_?keys?|password|passwd|secret|credentials?|access_?key)$", re.IGNORECASE)
@@ -80,14 +81,15 @@ class Parser:
     # Takes text without blanks at its ends. Raises ValueError for a value that is not allowed.
     convert: Callable[[str], Scalar]
     allowed: str
+    keeps_blanks: bool = False  # Blanks at the ends of a text belong to the value.
 
     def __call__(self, text: str) -> Scalar:
-        """Convert `text`. Blanks at its ends are ignored.
+        """Convert `text`.
 
         Raises:
             ValueError: The value is not allowed.
         """
-        return self.convert(text.strip())
+        return self.convert(text if self.keeps_blanks else text.strip())
 
 
 def integer(minimum: int, maximum: int | None = None) -> Parser:
@@ -142,19 +144,21 @@ def names(text: str) -> tuple[str, ...]:
 def assignments(text: str) -> dict[str, str]:
     """Return the variables in `K=V,K=V`. If no name and `=` follow a comma, the comma belongs to the value before it.
 
+    Blanks around names and values are dropped, as in LMI, and so is a comma at the end.
+
     Raises:
         ValueError: The text does not begin with a name and `=`.
     """
     variables: dict[str, str] = {}
     name = ""
-    for part in text.split(","):
+    for part in text.rstrip(", \t").split(","):
         if found := _ASSIGNMENT.fullmatch(part):
             name, variables[found[1]] = found[1], found[2]
         elif name:
             variables[name] += f",{part}"
         else:
             raise ValueError(text)
-    return variables
+    return {name: value.strip() for name, value in variables.items()}
 
 
 def checked(check: Callable[[str], object], allowed: str) -> Parser:
@@ -188,9 +192,18 @@ def _formatter(text: str) -> str:
     return text
 
 
-def _are_strings(text: str) -> bool:
-    values = json.loads(text)
-    return isinstance(values, list) and all(isinstance(value, str) and value for value in values)
+def _strings(text: str) -> str:
+    """Return a list of strings as JSON. The quotes may be Python's, as in LMI's examples."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        try:
+            values = ast.literal_eval(text)
+        except (SyntaxError, TypeError, MemoryError, RecursionError):
+            raise ValueError(text) from None
+    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
+        raise ValueError(text)
+    return json.dumps(values)
 
 
 def _are_networks(text: str) -> bool:
@@ -202,9 +215,10 @@ def _are_names(text: str) -> bool:
 
 
 TEXT = matching(".+", "text that is not empty", re.DOTALL)
+PROMPT = Parser(str, "text", keeps_blanks=True)
 _WORDS = choice(dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False))
 BOOLEAN = Parser(_WORDS.convert, "true or false (also 1/0, yes/no, on/off)")
-STRINGS = checked(_are_strings, 'strings as a JSON array, such as ["a", "b"]')
+STRINGS = Parser(_strings, 'strings as a JSON array, such as ["a", "b"]')
 NAMES = checked(_are_names, "names with commas between, or a JSON array")
 NAMES_OR_NONE = checked(lambda text: not text or _are_names(text), NAMES.allowed)
 NETWORKS = checked(_are_networks, "networks such as 10.0.0.0/8, with commas between")

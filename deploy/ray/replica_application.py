@@ -55,7 +55,7 @@ class ReplicaApplication:
         method, path = scope["method"], _normalized(scope["raw_path"])
         if self._hosts.fault(dict(scope["headers"])):
             await self._serve(scope, receive, send)  # The server refuses it, or serves a contract's route.
-        elif method == "GET" and path == b"/metrics":
+        elif method == "GET" and path in (b"/metrics", b"/server/metrics"):
             await _reply(send, 200, [(b"content-type", CONTENT_TYPE.encode())], await self._metrics())
         elif changes_adapters(method, path):
             await self._change_adapters(scope, receive, send)
@@ -111,8 +111,11 @@ class ReplicaApplication:
 
 
 def _normalized(path: bytes) -> bytes:
-    """Decode the escapes of unreserved characters, which have the same meaning (RFC 3986, 6.2.2.2). `%2F` stays."""
-    return _ESCAPE.sub(lambda escape: _UNRESERVED.get(escape[1].lower(), escape[0]), path)
+    """Decode the escapes of unreserved characters, which have the same meaning (RFC 3986, 6.2.2.2). `%2F` stays.
+
+    Slashes at the end are taken off, as the server does.
+    """
+    return _ESCAPE.sub(lambda escape: _UNRESERVED.get(escape[1].lower(), escape[0]), path).rstrip(b"/") or b"/"
 
 
 def _changes_models(method: str, path: bytes) -> bool:

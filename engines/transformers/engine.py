@@ -273,6 +273,9 @@ class BatchEngine:
         if job.request.beam_search is not None:
             self.statistics.tokens += delta.token_count
         if delta.finish_reason is not None:
+            delta.submitted_at = job.arrived_at
+            if self._running is not None:
+                delta.queued_seconds = max(self._running.began_at - job.arrived_at, 0.0)
             if delta.finish_reason is FinishReason.ABORT:
                 self.statistics.aborted_requests += 1
             else:

@@ -31,6 +31,7 @@ from engines.interface import (
     SequenceGroup,
     Sink,
     Watchdog,
+    give_turn,
     unless_dead,
 )
 from engines.loaded_model import EngineStatus, ModelTexts
@@ -55,8 +56,6 @@ from engines.vllm.speech import silence
 
 logger = logging.getLogger(__name__)
 
-# Sequences of one request that are submitted before other tasks get their turn on the event loop.
-SUBMITS_PER_TURN = 16
 REMEMBERED_REQUESTS = 256
 _ONLY_SPEECH = "this model only writes down sounds: send them to /v1/audio/transcriptions or /v1/audio/translations"
 _REMEMBERED_CHARACTERS = 256  # Of stop strings.
@@ -110,7 +109,7 @@ class VllmEngine:
             self.tasks = await unless_dead(llm.get_supported_tasks(), lambda: llm.errored)
         except EngineDead:
             raise EngineStartError("the engine has died right after its start; the log has its error") from None
-        self.pooling = model_of(llm.model_config, self.tasks, self.frontend_arguments)
+        self.pooling = model_of(llm.model_config, self.tasks, self.frontend_arguments, self._settings)
         self._answers_prompts = "generate" in self.tasks or self.pooling is not None
         media = llm.renderer.mm_processor  # None if the model, or its limits, allow texts only.
         self.takes_images = media is not None and media.info.allowed_mm_limits.get("image", 0) > 0
@@ -197,8 +196,7 @@ class VllmEngine:
             target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
         with _cancelled_if_it_fails(generation):
             for index in range(request.candidates):
-                if index % SUBMITS_PER_TURN == SUBMITS_PER_TURN - 1:
-                    await asyncio.sleep(0)
+                await give_turn(index)
                 await self._add(request, sibling(core_request, index), index, target, statistics, generation)
         self.sent_media.engine_got(prompt)
         statistics.prompt(len(token_ids))

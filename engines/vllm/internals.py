@@ -1,8 +1,12 @@
 """vLLM's private names, and every patch of vLLM's engine.
 
-No other module of Slipway imports from `vllm.v1`, reads a name of vLLM that begins with an underscore, or replaces an
-attribute of vLLM. Two kinds of names are exceptions: vLLM documents the interface of logits processors, which
-`sampling` implements, and `handlers.openai.vllm_app` has the names of vLLM's HTTP front end.
+No other module of Slipway imports from `vllm.v1`, reads a name of vLLM that begins with an underscore, or replaces a
+function or a method of vLLM. These modules are exceptions:
+
+- `sampling` implements the interface of logits processors, which vLLM documents.
+- `parsers` has subclasses of vLLM's parsers.
+- `handlers.openai.media_connector` has subclasses of vLLM's loaders of media.
+- `handlers.openai.vllm_app` has the names of vLLM's HTTP front end.
 
 The names belong to the release `engines.vllm.RELEASE`. The import of this module fails if a class or a function has
 moved. `check_names` fails at the start of an engine if an attribute has moved. tests/live/test_vllm_internals.py and
@@ -18,7 +22,7 @@ import contextlib
 import logging
 import struct
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -33,6 +37,10 @@ from vllm.config import VllmConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.exceptions import GenerationError
 from vllm.model_executor.models import registry
+from vllm.multimodal.cache.base import MultiModalProcessorCacheItemMetadata
+from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
+from vllm.multimodal.media import MediaConnector
+from vllm.renderers import chat_utils
 from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import (
     EngineCoreEvent,
@@ -79,6 +87,7 @@ __all__ = [
     "FastIncrementalDetokenizer",
     "FinishReason",
     "IncrementalDetokenizer",
+    "LruKeyReplicatedSenderCache",
     "ParentRequest",
     "PrometheusStatLogger",
     "RequestState",
@@ -108,12 +117,15 @@ _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (engine_utils, ("get_mp_context",)),
     (coordinator, ("get_mp_context",)),
     (registry, ("_run_in_subprocess",)),
+    (chat_utils, ("_resolve_items",)),
+    (LruKeyReplicatedSenderCache, ("cache_if_fits", "get_and_update_item")),
+    (MediaConnector, ("_assert_url_in_allowed_media_domains", "load_from_url", "load_from_url_async")),
     (StructuredOutputManager, ("_create_grammar",)),
     (shm_broadcast, ("sched_yield",)),
     (cpu_resource_utils, ("get_cgroup_memory_usage",)),
     (PrometheusStatLogger, ("_counter_cls", "_gauge_cls", "_histogram_cls", "record", *METRICS_PARTS)),
 )
-"""The attributes that this package reads, replaces or overrides; those of instances are in the live tests."""
+"""The attributes that Slipway reads, replaces or overrides. The live tests have those of instances."""
 
 
 def check_names() -> None:
@@ -410,6 +422,12 @@ def request_states(llm: AsyncLLM) -> dict[str, RequestState]:
     return states
 
 
+def request_ids(llm: AsyncLLM) -> Collection[str]:
+    """Return the ids of the requests that the engine has, as their callers named them."""
+    ids: Collection[str] = llm.output_processor.external_req_ids
+    return ids
+
+
 def sequence_ids(llm: AsyncLLM, request_id: str) -> Sequence[str]:
     """Return the ids of a request's sequences that have not ended."""
     ids: Sequence[str] = llm.output_processor.external_req_ids.get(request_id, ())
@@ -421,6 +439,30 @@ def seconds_in_queue(state: RequestState) -> float:
     assert state.stats is not None  # The states of Slipway and of `AsyncLLM` have `log_stats`.
     seconds: float = state.stats.scheduled_ts - state.stats.queued_ts
     return max(seconds, 0.0)
+
+
+def observe_steps(state: RequestState, observe: Callable[[EngineCoreOutput], None]) -> Callable[[], None]:
+    """Call a function with each output of a sequence, before vLLM handles the output's log probabilities.
+
+    Args:
+        state: The state of a sequence that vLLM's front end has.
+        observe: The function.
+
+    Returns:
+        A function that ends it. Until then the state refers to `observe`.
+    """
+    processor: Any = state.logprobs_processor
+    update = processor.update_from_output
+
+    def observed(output: EngineCoreOutput) -> None:
+        observe(output)
+        update(output)
+
+    def end() -> None:
+        vars(processor).pop("update_from_output", None)
+
+    processor.update_from_output = observed
+    return end
 
 
 def register(llm: AsyncLLM, state: RequestState) -> None:
@@ -607,6 +649,53 @@ def socket_directory() -> str:
     """Return the directory in which vLLM makes sockets."""
     directory: str = envs.VLLM_RPC_BASE_PATH
     return directory
+
+
+# Media in prompts.
+
+_resolve_items = chat_utils._resolve_items
+
+
+def patch_media_ids(rename: Callable[[str], str]) -> None:
+    """Replace the ids that clients give their media. vLLM's caches find media by them.
+
+    Args:
+        rename: Takes an id, and returns the one that takes its place. It runs in the task of the call.
+    """
+
+    def resolve(items: dict[str, list[tuple[Any, str | None]]], *others: Any) -> Any:
+        renamed = {
+            kind: [(data, None if uuid is None else rename(uuid)) for data, uuid in some]
+            for kind, some in items.items()
+        }
+        return _resolve_items(renamed, *others)
+
+    chat_utils._resolve_items = resolve
+
+
+def media_cache(llm: AsyncLLM) -> LruKeyReplicatedSenderCache | None:
+    """Return the renderer's record of the media in earlier prompts. None if options choose another cache."""
+    cache = llm.renderer.mm_processor_cache
+    return cache if isinstance(cache, LruKeyReplicatedSenderCache) else None
+
+
+def patch_media_cache(cache: LruKeyReplicatedSenderCache, item: Callable[[Any, str], Any]) -> None:
+    """Replace the method that returns the part of a prompt for one item. It gets the item and its hash."""
+    cache.get_and_update_item = item
+
+
+def cached_media(cache: LruKeyReplicatedSenderCache, media_hash: str) -> MultiModalProcessorCacheItemMetadata | None:
+    """Return the record of an item of an earlier prompt. None if there is none."""
+    return cache._cache.get(media_hash)
+
+
+def cache_media(
+    cache: LruKeyReplicatedSenderCache, media_hash: str, item: Sequence[Any]
+) -> MultiModalProcessorCacheItemMetadata:
+    """Make the record of an item, and return it."""
+    record = MultiModalProcessorCacheItemMetadata(*item)
+    cache.cache_if_fits(cache._cache, media_hash, record)
+    return record
 
 
 # Patches for parsers of tool calls.

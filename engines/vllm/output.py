@@ -91,14 +91,15 @@ _CHARACTER_TOKENS = 4  # That vLLM looks at in front of a token to find the char
 class SequenceStatistics:
     """Counts the tokens of one sequence, and the times between them, in the engine's statistics."""
 
-    __slots__ = ("_began_at", "_queued_at", "_statistics", "last_at", "token_count")
+    __slots__ = ("_began_at", "_queued_at", "_statistics", "last_at", "submitted_at", "token_count")
 
     def __init__(self, statistics: EngineStatistics) -> None:
         self._statistics = statistics
         self._queued_at: float | None = None
         self.token_count = 0
-        self.last_at = time.monotonic()  # When the last token came; before the first, when the sequence began.
-        self._began_at = self.last_at  # When the engine first ran it.
+        self.submitted_at = time.monotonic()
+        self.last_at = self.submitted_at  # When the last token came.
+        self._began_at = self.submitted_at  # When the engine first ran it.
 
     def step(self, output: EngineCoreOutput) -> None:
         if output.events:
@@ -267,7 +268,7 @@ class PooledState(OwnState):
         # An exception here would end vLLM's output loop and with it every other request.
         try:
             numbers = pooling_output.array()
-            submitted_at, queued = self.reader.last_at, seconds_in_queue(self)
+            submitted_at, queued = self.reader.submitted_at, seconds_in_queue(self)
             self.statistics.pooled(time.monotonic() - submitted_at, queued)
             self.sink.on_delta(
                 TokenDelta(
@@ -476,6 +477,7 @@ class PushedState(OwnState):
             self.end()
             delta.finish_reason = self._finish_reason(finish_reason, stop_reason)
             delta.last, delta.stop_reason = True, stop_reason
+            delta.submitted_at, delta.queued_seconds = self.reader.submitted_at, seconds_in_queue(self)
             if delta.finish_reason is FinishReason.ABORT:
                 self.statistics.aborted_requests += 1
             else:

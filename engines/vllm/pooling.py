@@ -15,6 +15,8 @@ from vllm.transformers_utils.config import get_pooling_config
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from engines.errors import InvalidRequest
+from engines.interface import EngineStartError
+from engines.model_settings import ModelSettings
 from engines.pooling import Pooling, PoolingModel, kind_of_model
 from engines.request import GenerationRequest
 
@@ -24,13 +26,19 @@ _SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
 _SPARSE = "BertSpladeSparseEmbeddingModel"  # vLLM's only model with such vectors.
 
 
-def model_of(config: ModelConfig, tasks: Collection[str], frontend: Mapping[str, Any]) -> PoolingModel | None:
+def model_of(
+    config: ModelConfig, tasks: Collection[str], frontend: Mapping[str, Any], settings: ModelSettings
+) -> PoolingModel | None:
     """Return the description of a pooling model; None if the model generates text.
 
     Args:
         config: vLLM's configuration of the model.
         tasks: The tasks that vLLM's engine has for it.
         frontend: The arguments of vLLM's front end.
+        settings: Slipway's settings of the model.
+
+    Raises:
+        EngineStartError: The model has no prompt of the name `default_prompt_name`, or a text is given as well.
     """
     if "generate" in tasks or not frozenset(tasks).intersection(POOLING_TASKS):
         return None
@@ -41,6 +49,7 @@ def model_of(config: ModelConfig, tasks: Collection[str], frontend: Mapping[str,
     pooler = config.pooler_config
     sparse = config.architecture == _SPARSE
     size = config.get_vocab_size() if sparse else config.embedding_size
+    prompts = _prompts(config)
     return PoolingModel(
         kind=kind_of_model(task, getattr(hf_config, "num_labels", 0)),
         task=task,
@@ -52,7 +61,8 @@ def model_of(config: ModelConfig, tasks: Collection[str], frontend: Mapping[str,
         problem_type=getattr(hf_config, "problem_type", None) or "",
         lower_case=bool((config.encoder_config or {}).get("do_lower_case")),
         pairs_refusal=_pairs_refusal(config, frontend) if task == "classify" else "the model scores no pairs",
-        prompts=_prompts(config),
+        prompts=prompts,
+        default_prompt=_default_prompt(settings, prompts),
     )
 
 
@@ -93,6 +103,18 @@ def _pairs_refusal(config: ModelConfig, frontend: Mapping[str, Any]) -> str:
     if not config.use_sep_token:
         return "the model joins pairs in its own way; send `query` and `documents` to /rerank"
     return ""
+
+
+def _default_prompt(settings: ModelSettings, prompts: Mapping[str, str]) -> str | None:
+    name = settings.default_prompt_name
+    if name is None:
+        return settings.default_prompt
+    if settings.default_prompt is not None:
+        raise EngineStartError("only one of option.default_prompt and option.default_prompt_name can be set")
+    if name not in prompts:
+        known = f"allowed: {', '.join(prompts)}" if prompts else f"the model has no prompts in {_SENTENCE_TRANSFORMERS}"
+        raise EngineStartError(f"option.default_prompt_name is {name!r}; {known}")
+    return prompts[name]
 
 
 def _prompts(config: ModelConfig) -> dict[str, str]:

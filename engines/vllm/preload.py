@@ -72,7 +72,7 @@ def _import_vllm(openmp: bool) -> str:
 
         if current_platform.is_cpu():
             if not openmp:
-                return "torch has no libgomp of its own, whose threads could be bound to processors"
+                return "torch has no copy of libgomp, whose threads could be bound to processors"
             for name in _CPU:
                 importlib.import_module(name)
         # A process finds the room for its title beside the environment that it was started with, once.

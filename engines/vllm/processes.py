@@ -41,26 +41,19 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
-from engines.cpu_memory import page_cache
 from engines.start_failure import StartFailure, failure_of
 from engines.vllm import fork_server, internals
 from engines.vllm.continuation import advance
+from engines.vllm.cpu import Pause, token_ranks, usage_without_page_cache
 
 logger = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 10.0  # A killed process frees the memory of its GPU first, which may take seconds.
-_SPIN_SECONDS = 0.002  # The pause between two steps is shorter, so it costs nothing there.
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.002  # Seconds.
-_PAUSE_SHARE = 1 / 64  # Of the time that the message has taken so far: the share by which it may be seen too late.
-_NEW_WAIT_SECONDS = 0.0005  # A look takes microseconds, and a step longer than this.
 
 
 class _Tied:
@@ -225,38 +218,6 @@ def prepare_worker(report: Connection) -> None:
     internals.patch_worker(reporting, usage_without_page_cache)
 
 
-class Pause:
-    """The pause between two looks for a message, on a CPU.
-
-    The engine process looks for the answer of its workers, and each worker for its next step, until nothing has come
-    for a second. vLLM only yields between two looks, so both keep a processor busy, which the model and the front end
-    need on a CPU. Here the pause grows with the wait.
-    """
-
-    def __init__(self) -> None:
-        self._begun = self._last = 0.0
-
-    def __call__(self) -> None:
-        now = time.monotonic()
-        if now - self._last > _NEW_WAIT_SECONDS:
-            self._begun = now
-        if (waited := now - self._begun) < _SPIN_SECONDS:
-            os.sched_yield()
-        else:
-            time.sleep(min(max(waited * _PAUSE_SHARE, _SHORTEST_PAUSE), _LONGEST_PAUSE))
-        self._last = time.monotonic()
-
-
-def token_ranks(logprobs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return how many tokens of each row are at least as likely as the chosen one: [n, vocabulary] and [n, 1] to [n].
-
-    It replaces, on a CPU, the sampler's own function, which vLLM compiles at the first log probability for 15 to 90
-    seconds. Uncompiled, that function takes eleven times as long as this one: a fifth of a step of 128 sequences.
-    """
-    as_likely = (logprobs >= chosen).numpy()
-    return torch.tensor([np.count_nonzero(row) for row in as_likely])
-
-
 def _in_fork_server(function: Callable[[], Any]) -> Any:
     """Call `function` in a new process: vLLM looks at model classes, which may initialize CUDA."""
     context = fork_server.context()
@@ -272,16 +233,6 @@ def _call(environment: Mapping[str, str], pickled: bytes) -> Any:
     fork_server.apply_environment(environment)
     load_general_plugins()
     return pickle.loads(pickled)()
-
-
-def usage_without_page_cache() -> int | None:
-    """Return the memory that a container uses, for vLLM's check if its KV cache fits. vLLM's function counts pages of
-    files as used, so that no cache fits just after the weights were read.
-    """
-    used = internals.cgroup_usage()
-    if used is None:
-        return None
-    return max(used - max(page_cache(Path("/sys/fs/cgroup", version)) for version in (".", "memory")), 0)
 
 
 @contextlib.contextmanager

@@ -6,9 +6,9 @@ until the engine has got one of them.
 
 The module relies on these internals of vLLM, which tests/live/test_media_internals.py checks:
 
-- `renderer.mm_processor_cache` is a `LruKeyReplicatedSenderCache`, unless options choose another cache. Its `_cache`
-  has the metadata of the items in earlier prompts, in the order of the engine's own cache.
-  `get_and_update_item(item, hash)` returns what a prompt gets. One thread calls it.
+- `renderer.mm_processor_cache` is a `LruKeyReplicatedSenderCache`, unless options choose another cache. It has records
+  of the items in earlier prompts, in the order of the engine's own cache. `get_and_update_item(item, hash)` returns the
+  part of a prompt for an item. One thread calls it.
 - A prompt has its hashes in `mm_hashes`.
 """
 
@@ -19,10 +19,7 @@ import itertools
 from collections import OrderedDict
 from typing import Any
 
-from vllm.multimodal.cache.base import MultiModalProcessorCacheItemMetadata
-from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
-
-from engines.vllm.internals import AsyncLLM
+from engines.vllm.internals import AsyncLLM, cache_media, cached_media, media_cache, patch_media_cache
 
 _MOST_BYTES = 512 << 20  # Of data that wait. Prompts that were refused leave theirs here.
 
@@ -31,12 +28,11 @@ class SentMedia:
     """Tells one engine's renderer which media the engine has, in place of the renderer's own record."""
 
     def __init__(self, llm: AsyncLLM) -> None:
-        cache: Any = llm.renderer.mm_processor_cache
-        self._cache = cache if isinstance(cache, LruKeyReplicatedSenderCache) else None
+        self._cache = media_cache(llm)
         # Data and their size, by their hashes. The renderer's thread adds to it, and the event loop takes away.
         self._unsent: OrderedDict[str, tuple[Any, int]] = OrderedDict()
         if self._cache is not None:
-            self._cache.get_and_update_item = self._item
+            patch_media_cache(self._cache, self._item)
 
     def engine_got(self, prompt: Any) -> None:
         """Note that the engine has got a prompt, and the media in it."""
@@ -46,12 +42,10 @@ class SentMedia:
 
     def _item(self, item: Any, media_hash: str) -> Any:
         assert self._cache is not None
-        if (known := self._cache._cache.get(media_hash)) is not None:
+        if (known := cached_media(self._cache, media_hash)) is not None:
             return self._unsent.get(media_hash, (None, 0))[0], known.prompt_updates
         assert item is not None
-        metadata = MultiModalProcessorCacheItemMetadata(*item)
-        self._cache.cache_if_fits(self._cache._cache, media_hash, metadata)
-        self._unsent[media_hash] = item[0], metadata.item_size
+        self._unsent[media_hash] = item[0], cache_media(self._cache, media_hash, item).item_size
         self._drop_oldest()
         return item
 

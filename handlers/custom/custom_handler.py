@@ -83,6 +83,7 @@ class CustomHandler:
             function=self._handler.function,
             async_mode=self._handler.async_mode,
             properties=dict(self._handler.properties),
+            sets_python_path="PYTHONPATH" not in self._handler.environment,
         )
         self.adapters: Container[str] | None = None  # Allowed values of a call's `adapter`. None allows all.
 

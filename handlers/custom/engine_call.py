@@ -11,9 +11,9 @@ from urllib.parse import urlencode
 
 from engines.errors import RequestError
 from engines.interface import EngineStartError
-from handlers.contract import Call, ContractError, Handler, Reply, Running
+from handlers.contract import JSON, Call, ContractError, Handler, Reply, Running
 from handlers.custom.worker_process.socket_protocol import Message, MessageKind
-from handlers.djl_errors import JSON, front_end_reply, payload_error
+from handlers.djl_errors import front_end_reply, payload_error
 
 logger = logging.getLogger("handlers.custom")
 

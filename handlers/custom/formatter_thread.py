@@ -48,7 +48,8 @@ class FormatterThread:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="formatters")
             loop = asyncio.get_running_loop()
             self._overdue_at = loop.time() + self._time_limit
-            job = self._running = loop.run_in_executor(self._executor, partial(_call, work))
+            job = loop.run_in_executor(self._executor, partial(_call, work))
+            self._running = job
             if await self._end_of(job):
                 return job.result()
             raise GenerationFailed(f"the formatter did not return within predict_timeout ({self._time_limit:g} s)")

@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 
 from djl_python.wire import read_string_map
-from handlers.contract import WITHOUT_BODY, Reply, ReplyWriter
+from handlers.contract import JSON, WITHOUT_BODY, Reply, ReplyWriter
 from handlers.custom.worker_process.socket_protocol import Message, Properties
-from handlers.djl_errors import FAILED_DEPENDENCY, JSON, handler_failure, payload_error
+from handlers.djl_errors import FAILED_DEPENDENCY, handler_failure, payload_error
 
 logger = logging.getLogger("handlers.custom")
 

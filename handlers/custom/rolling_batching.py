@@ -9,14 +9,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from handlers.contract import Reply
+from handlers.contract import JSON, Reply
 from handlers.custom.batch_format import MAX_BATCH, joined, prefixed
 from handlers.custom.handler_reply import decode_part
 from handlers.custom.idle_timeout import IdleTimeout
 from handlers.custom.request import CallSettings, Request
 from handlers.custom.worker import Worker
 from handlers.custom.worker_process.socket_protocol import Message, MessageKind, Properties
-from handlers.djl_errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
+from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, payload_error
 
 logger = logging.getLogger("handlers.custom")
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from engines.errors import RequestError
 from engines.request import FinishReason, TokenDelta
-from handlers.contract import Answer, Reply
-from handlers.happy_vllm.errors import JSON, refuse
+from handlers.contract import JSON, Answer, Reply
+from handlers.happy_vllm.errors import refuse
 from handlers.happy_vllm.request import GenerationParameters
 
 _FINISH_REASONS = {
@@ -58,9 +58,10 @@ class _Answer(Answer):
             self._end = f'{self._style.comma}"prompt"{self._style.colon}{self._style.quote(generation.prompt)}'
 
     def add(self, prompt: int, delta: TokenDelta) -> bool:
-        """Take a delta; whether it changed anything: beams that are not shown do not.
+        """Take a delta. It is called for each token of each stream.
 
-        The hot path: called for each token of each stream.
+        Returns:
+            True if the answer has changed. Beams that are not shown do not change it.
         """
         sequence = delta.sequence
         if sequence >= len(self._responses):

@@ -13,10 +13,8 @@ from typing import Any
 import msgspec
 
 from engines import errors
-from handlers.contract import Reply
+from handlers.contract import JSON, Reply
 from handlers.contract_routes import error_body
-
-JSON = "application/json"
 
 # Any other error is a 500.
 _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {

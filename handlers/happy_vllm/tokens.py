@@ -117,7 +117,10 @@ def _read(call: Call) -> FieldReader:
 
 
 def _with_texts(read: FieldReader) -> bool:
-    """Return True if the original's request schema says `with_token_str`, and its code reads `with_tokens_str`."""
+    """Return True if the request wants the texts of tokens.
+
+    The original's schema calls the field `with_token_str`, but its code reads `with_tokens_str`.
+    """
     return read.boolean("with_tokens_str", read.boolean("with_token_str", False))
 
 
@@ -212,7 +215,7 @@ def texts_inside(model: LoadedModel, token_ids: Sequence[int]) -> list[str]:
 
 
 def _pending(texts: Sequence[str]) -> int:
-    """How many tokens at the end may be the beginning of an incomplete character."""
+    """Count the tokens at the end that may be the beginning of an incomplete character."""
     last = islice(reversed(texts), min(_LONGEST_CHARACTER, len(texts) - 1))
     return next((count for count, text in enumerate(last) if text), min(_LONGEST_CHARACTER, len(texts) - 1))
 

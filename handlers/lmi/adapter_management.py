@@ -14,9 +14,8 @@ import msgspec
 
 from engines import errors
 from engines.adapters import Adapter, AdapterOrder
-from handlers.contract import Call, Reply
-from handlers.djl_errors import JSON, front_end_reply
-from handlers.forms import media_type
+from handlers.contract import JSON, Call, Reply, media_type
+from handlers.djl_errors import front_end_reply
 from handlers.json_fields import JsonError, decode_json, json_kind
 
 ALIAS_HEADER = "X-Amzn-SageMaker-Adapter-Alias"
@@ -129,10 +128,13 @@ def _document(content: Mapping[str, Any]) -> Reply:
 
 
 def _is_json(call: Call) -> bool:
-    return media_type(call.content_type) == JSON and bool(call.body.strip())
+    """Return True if an order has SageMaker's form. An empty object beside a query is LMI's form."""
+    body = call.body.strip()
+    return media_type(call.content_type) == JSON and bool(body) and not (body == b"{}" and call.query)
 
 
 def _given(call: Call) -> dict[str, Any]:
+    """Return the values of an order. A JSON body goes before the query."""
     if not _is_json(call):
         return dict(call.query)
     try:
@@ -141,7 +143,7 @@ def _given(call: Call) -> dict[str, Any]:
         raise errors.InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(document, dict):
         raise errors.InvalidRequest(f"the body must be a JSON object with `name` and `src`, got {json_kind(document)}")
-    return {name: value for name, value in document.items() if value is not None}
+    return {**dict(call.query), **{name: value for name, value in document.items() if value is not None}}
 
 
 def _order(given: Mapping[str, Any], name: str, call: Call) -> AdapterOrder:

@@ -14,11 +14,11 @@ from typing import Any
 
 from djl_python.encode_decode import decode as decode_as_lmi
 from engines.errors import GenerationFailed, InvalidRequest, RequestError
-from handlers.contract import Call
+from handlers.contract import JSON, Call, media_type
 from handlers.custom.formatter_thread import FormatterThread
 from handlers.custom.formatters import Formatter
-from handlers.djl_errors import JSON, failed_dependency
-from handlers.forms import is_form, media_type
+from handlers.djl_errors import failed_dependency
+from handlers.forms import is_form
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.body import decode
 from handlers.lmi.errors import payload_refused

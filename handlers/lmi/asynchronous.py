@@ -18,9 +18,9 @@ from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
 from handlers.constraints import FORMS, refuse_unread
-from handlers.contract import Answer, Call, Exchange, Reply
+from handlers.contract import JSON, Answer, Call, Exchange, Reply
 from handlers.contract_routes import error_body
-from handlers.djl_errors import FAILED_DEPENDENCY, JSON, payload_error
+from handlers.djl_errors import FAILED_DEPENDENCY, payload_error
 from handlers.json_fields import ParameterReader, json_kind
 from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import notes_of, read_body, stream_of
@@ -176,8 +176,8 @@ def _read_parameters(values: Mapping[str, Any], model_defaults: Mapping[str, Any
     own = ParameterReader({name: value for name, value in given.items() if name in _LMI_PARAMETERS})
     passed = {name: value for name, value in model_defaults.items() if name in _MODEL_DEFAULTS and value is not None}
     passed["max_tokens"] = DEFAULT_MAX_NEW_TOKENS
-    passed |= {name: value for name, value in given.items() if name in VLLM_PARAMETERS}
     passed |= {vllm_name: given[name] for name, vllm_name in VLLM_NAMES.items() if name in given}
+    passed |= {name: value for name, value in given.items() if name in VLLM_PARAMETERS}
     if own.has("do_sample") and not own.boolean("do_sample", True):
         passed["temperature"] = 0.0
     if stop := own.strings("stop_sequences"):
@@ -203,7 +203,7 @@ def _read_vllm_parameters(passed: Mapping[str, Any], given: Mapping[str, Any]) -
         return read_vllm_parameters(passed)
     except InvalidParameter as error:
         for name, vllm_name in VLLM_NAMES.items():
-            if vllm_name == error.parameter and name in given:
+            if vllm_name == error.parameter and name in given and vllm_name not in given:
                 raise InvalidParameter(name, error.message.removeprefix(f"`{vllm_name}` ")) from None
         raise
 

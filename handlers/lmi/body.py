@@ -16,9 +16,8 @@ import msgspec
 
 from engines.errors import InvalidRequest
 from handlers.constraints import CONSTRAINING, decoded, refuse_unread
-from handlers.contract import Call
-from handlers.djl_errors import JSON
-from handlers.forms import form_fields, is_form, media_type
+from handlers.contract import JSON, Call, media_type
+from handlers.forms import form_fields, is_form
 from handlers.json_cost import JsonDecoder
 from handlers.json_fields import JsonError, decode_json, json_kind
 
@@ -81,7 +80,7 @@ def decode(body: bytes, content_type: str) -> Any:
         InvalidRequest: The body does not match its content type, or this content type cannot hold a prompt.
     """
     kind = media_type(content_type)
-    if "application/json" in kind or kind in ("", "application/octet-stream"):
+    if JSON in kind or kind in ("", "application/octet-stream"):
         return _json(body)
     if kind == "text/plain":
         return {_PROMPT: _text(body)}
@@ -90,7 +89,7 @@ def decode(body: bytes, content_type: str) -> Any:
     if is_form(kind):
         return _json(body) if body.lstrip()[:1] == b"{" else _form(body, content_type)
     if kind.startswith(_ARRAYS):
-        raise InvalidRequest(f"Content-Type {kind} cannot be a prompt; it is for a model with a handler of its own")
+        raise InvalidRequest(f"Content-Type {kind} cannot be a prompt; it is for a model with a custom handler")
     raise InvalidRequest(
         f"Content-Type {kind} is not supported here; send application/json, text/plain, text/csv or a form"
     )

@@ -14,8 +14,8 @@ import msgspec
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GenerationRequest, TokenDelta
-from handlers.contract import Answer, Call, ContractError, Exchange, Reply
-from handlers.djl_errors import JSON, handler_failure
+from handlers.contract import JSON, Answer, Call, ContractError, Exchange, Reply
+from handlers.djl_errors import handler_failure
 from handlers.json_fields import json_kind
 from handlers.lmi.body import notes_of, read_body, request_ids
 from handlers.lmi.errors import failure, status_of

@@ -10,8 +10,8 @@ from __future__ import annotations
 from json.encoder import encode_basestring as quote
 
 from engines.errors import EngineDead, InvalidRequest, Overloaded, RequestError
-from handlers.contract import ContractError, Reply
-from handlers.djl_errors import FAILED_DEPENDENCY, JSON, overloaded, payload_error
+from handlers.contract import JSON, ContractError, Reply
+from handlers.djl_errors import FAILED_DEPENDENCY, overloaded, payload_error
 
 
 def payload_refused(message: str) -> ContractError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engines.errors import GenerationFailed
-from handlers.contract import Reply, ReplyWriter, Running
+from handlers.contract import JSON, Reply, ReplyWriter, Running
 from handlers.custom.formatter_thread import FormatterQueue
-from handlers.djl_errors import FAILED_DEPENDENCY, JSON, payload_error
+from handlers.djl_errors import FAILED_DEPENDENCY, payload_error
 from handlers.lmi.async_formatters import Formatting
 from handlers.lmi.reply_shapes import AsyncShape, error_of, is_error
 from handlers.lmi.shaped_reply import ShapedReply

@@ -25,10 +25,10 @@ from djl_python.request_io import Token as FormatterToken
 from engines.errors import GenerationFailed, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
 from engines.request import Token, TokenDelta
-from handlers.contract import Answer, Call, Contract, Exchange, Reply
+from handlers.contract import JSON, Answer, Call, Contract, Exchange, Reply
 from handlers.custom.formatters import Formatter
 from handlers.custom.handler_input import input_of
-from handlers.djl_errors import JSON, failed_dependency, payload_error
+from handlers.djl_errors import failed_dependency, payload_error
 from handlers.lmi.body import read_body
 from handlers.lmi.errors import failure, status_of
 from handlers.lmi.rolling_batch import FINISH_REASONS

@@ -10,9 +10,8 @@ import msgspec
 
 from engines.errors import InvalidRequest, UnknownAdapter
 from engines.model_settings import ModelSettings
-from handlers.contract import Call, ContractError, Handler, ReplyWriter, Running, adapter_header
-from handlers.djl_errors import FAILED_DEPENDENCY, JSON, unknown_adapter
-from handlers.forms import media_type
+from handlers.contract import JSON, Call, ContractError, Handler, ReplyWriter, Running, adapter_header, media_type
+from handlers.djl_errors import FAILED_DEPENDENCY, unknown_adapter
 from handlers.json_cost import JsonDecoder, off_the_loop
 from handlers.lmi.adapter_choice import adapter_query, adapters_of
 from handlers.lmi.async_formatters import Formatting

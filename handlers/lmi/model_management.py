@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from handlers.contract import Call, Reply
-from handlers.djl_errors import HTML_SAFE, JSON, bad_request
-from handlers.forms import media_type
+from handlers.contract import JSON, Call, Reply, media_type
+from handlers.djl_errors import HTML_SAFE, bad_request
 from handlers.json_fields import JsonError, decode_json
 
 MAX_LISTED = 100

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from engines.model_settings import HandlerSettings, ModelSettings
+from handlers.contract import JSON
 from handlers.contract_routes import Operation
-from handlers.djl_errors import JSON
 from handlers.json_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, either
 from handlers.json_schemas import parameters as parameter_schemas
 from handlers.lmi import dynamic_batch, rolling_batch
@@ -88,7 +88,7 @@ def _custom_handler(handler: HandlerSettings) -> Operation:
         request=ANYTHING,
         request_type="*/*",
         answers={
-            **_answers("Whatever the handler answers; its status may be another", "*/*"),
+            **_answers("The handler's answer; its status may be another", "*/*"),
             "204": ("The handler returned nothing", {}),
             "507": ("The handler ran out of memory", {}),
         },

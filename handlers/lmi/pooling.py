@@ -20,9 +20,9 @@ from engines.errors import InvalidRequest, Overloaded, RequestError, UnknownAdap
 from engines.model_settings import ModelSettings
 from engines.pooling import Pooling, PoolingModel
 from engines.request import GenerationRequest, pooling_request
-from handlers.contract import Answer, Call, Contract, ContractError, Exchange, Reply
+from handlers.contract import JSON, Answer, Call, Contract, ContractError, Exchange, Reply
 from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, overloaded, payload_error, unknown_adapter
-from handlers.json_fields import json_kind
+from handlers.json_fields import json_kind, shown
 from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import decode, notes_of, request_ids
 from handlers.lmi.vector_options import FIELDS, VectorDefaults, VectorOptions
@@ -79,7 +79,7 @@ class HandlerRefusals(Refusals):
 
     def _reply(self, error: RequestError) -> Reply:
         status = FAILED_DEPENDENCY if isinstance(error, InvalidRequest) else 500
-        return Reply(status, "application/json", payload_error(error.message, status))
+        return Reply(status, JSON, payload_error(error.message, status))
 
 
 _DJL, _HANDLER = Refusals(), HandlerRefusals()
@@ -370,10 +370,10 @@ def _pipeline_options(parameters: Mapping[str, Any]) -> tuple[bool, int | None, 
     """Return True if several classes were asked for, their number, and the function that makes probabilities."""
     top = parameters.get("top_k", 1)
     if top is not None and (type(top) is not int or top < 1):
-        raise InvalidRequest(f"`top_k` must be a positive integer or null, got {json.dumps(top)}")
+        raise InvalidRequest(f"`top_k` must be a positive integer or null, got {shown(top)}")
     function = parameters.get("function_to_apply")
     if function is not None and function not in _FUNCTIONS:
-        raise InvalidRequest(f"`function_to_apply` must be one of {', '.join(_FUNCTIONS)}, got {json.dumps(function)}")
+        raise InvalidRequest(f"`function_to_apply` must be one of {', '.join(_FUNCTIONS)}, got {shown(function)}")
     return "top_k" in parameters, top, function
 
 

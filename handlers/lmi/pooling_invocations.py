@@ -9,8 +9,8 @@ import msgspec
 
 from engines.errors import UnknownAdapter
 from engines.pooling import PoolingModel
-from handlers.contract import Call, ContractError, Handler, ReplyWriter, Running, adapter_header
-from handlers.djl_errors import JSON, unknown_adapter
+from handlers.contract import JSON, Call, ContractError, Handler, ReplyWriter, Running, adapter_header
+from handlers.djl_errors import unknown_adapter
 from handlers.json_cost import JsonDecoder, off_the_loop
 from handlers.openai.handler import OpenAIHandler
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from handlers.contract import Reply
-from handlers.djl_errors import FAILED_DEPENDENCY, JSON, front_end_reply, payload_error
+from handlers.contract import JSON, Reply
+from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, payload_error
 
 DONE = b"[DONE]"
 _EVENT = b"data: "

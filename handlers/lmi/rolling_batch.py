@@ -15,8 +15,8 @@ import msgspec
 from engines.errors import InvalidParameter, InvalidRequest, RequestError, UnknownAdapter
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GeneratedSequence, GenerationRequest, Token, TokenDelta
-from handlers.contract import Answer, Call, ContractError, Exchange, Reply
-from handlers.djl_errors import JSON, unknown_adapter
+from handlers.contract import JSON, Answer, Call, ContractError, Exchange, Reply
+from handlers.djl_errors import unknown_adapter
 from handlers.json_fields import json_kind
 from handlers.lmi.adapter_choice import adapters_of
 from handlers.lmi.body import LmiBody, notes_of, read_body, request_ids, stream_of

@@ -25,8 +25,8 @@ from engines.daemon_thread import in_daemon_thread
 from engines.errors import Overloaded
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
-from handlers.contract import LONG_BODY, Call, ContractError, Reply
-from handlers.djl_errors import JSON, failed_dependency, overloaded
+from handlers.contract import JSON, LONG_BODY, Call, ContractError, Reply
+from handlers.djl_errors import failed_dependency, overloaded
 from handlers.json_cost import JsonDecoder
 from handlers.lmi.errors import payload_refused
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from handlers.contract import Reply, ReplyWriter
-from handlers.djl_errors import JSON
+from handlers.contract import JSON, Reply, ReplyWriter
 from handlers.lmi.reply_shapes import Shape, error_of, events, is_error
 
 

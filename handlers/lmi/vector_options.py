@@ -5,7 +5,6 @@ LMI has none of them. TEI's image on SageMaker takes them on the same route.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import msgspec
 from engines.errors import InvalidParameter
 from engines.pooling import Pooling, PoolingModel, Side
 from engines.request import GenerationRequest, pooling_request
-from handlers.json_fields import ParameterReader
+from handlers.json_fields import ParameterReader, shown
 from handlers.pooled_answer import shortened
 
 FIELDS = frozenset({"normalize", "truncate", "truncation_direction", "prompt_name", "dimensions"})
@@ -63,7 +62,7 @@ class VectorDefaults:
         """
         self._model = model
         self._pooling = Pooling(task="embed", activation=normalize, cut=cut)
-        self._options = VectorOptions(self._pooling)
+        self._options = VectorOptions(self._pooling, model.default_prompt or "")
 
     def read(self, document: Any) -> VectorOptions:
         """Return the options of a body.
@@ -85,13 +84,13 @@ class VectorDefaults:
     def _cut(self, given: ParameterReader) -> Side | None:
         direction = given.optional_string("truncation_direction") or "right"
         if direction not in _SIDES:
-            raise InvalidParameter("truncation_direction", f"must be left or right, got {json.dumps(direction)}")
+            raise InvalidParameter("truncation_direction", f"must be left or right, got {shown(direction)}")
         return _SIDES[direction] if given.boolean("truncate", self._pooling.cut is not None) else None
 
     def _front(self, given: ParameterReader) -> str:
         name, prompts = given.optional_string("prompt_name"), self._model.prompts
         if name is None:
-            return ""
+            return self._model.default_prompt or ""
         if name not in prompts:
             known = ", ".join(prompts) if prompts else "it has none in config_sentence_transformers.json"
             raise InvalidParameter("prompt_name", f"must be one of the model's prompts: {known}")

@@ -18,7 +18,7 @@ import msgspec
 
 from engines.errors import EngineFault, GenerationFailed, RequestError
 from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
-from handlers.contract import Answer, Reply
+from handlers.contract import JSON, Answer, Reply
 from handlers.openai.routes import refuse
 
 EVENTS = "text/event-stream; charset=utf-8"
@@ -86,7 +86,7 @@ class StreamAnswer(Answer):
 class DocumentAnswer(Answer):
     """One JSON document when everything has finished."""
 
-    content_type = "application/json"
+    content_type = JSON
     kind: ClassVar[str]  # `object` of the document.
     further: ClassVar[str]  # Members after the usage.
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from engines.request import GenerationRequest
-from handlers.contract import Answer, Call, Exchange
+from handlers.contract import JSON, Answer, Call, Exchange
 from handlers.openai.answer import (
     AnswerOptions,
     ChatDocument,
@@ -189,7 +189,8 @@ class OpenAIContract:
 
 def is_common(call: Call) -> bool:
     """Return True if content type and headers leave the answer to the body."""
-    is_json = call.content_type.partition(";")[0].lower() == "application/json"
+    # vLLM refuses a blank before the semicolon (`validate_json_request`), so this is not `media_type`.
+    is_json = call.content_type.partition(";")[0].lower() == JSON
     return is_json and not any(name.lower() in _STEERING for name, _ in call.headers)
 
 

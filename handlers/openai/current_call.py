@@ -82,7 +82,7 @@ class OpenAICall:
         """
         limit = self._queue.limit
         if self._closed:  # something that outlives its call
-            raise InvalidRequest("the call has ended; nothing can be generated for it any more")
+            raise InvalidRequest("the call has ended; nothing more can be generated for it")
         if self._held + sequences > limit:
             raise InvalidRequest(f"the request asks for too many sequences; at most {limit} can be served")
         self._queue.admit(sequences)

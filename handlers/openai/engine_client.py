@@ -2,8 +2,7 @@
 
 Requests of the serving classes are ordinary ones of `AsyncLLM`. They run beside those of
 `engines.vllm.engine`, take places in the same queue, count in the same statistics and fail after the same wait for
-a token. For each step of a request vLLM's output processor calls `logprobs_processor.update_from_output`; that is
-where its tokens are counted, at the price of one call.
+a token. `internals.observe_steps` counts their tokens, at the price of one call for each step.
 
 When `AsyncLLM.add_request` has returned a request's queue, vLLM has a state with that queue for each sequence that has
 not ended (tests/live/test_openai_internals.py).
@@ -41,6 +40,7 @@ from engines.vllm.engine import VllmEngine
 from engines.vllm.internals import (
     EngineDeadError,
     abort,
+    observe_steps,
     request_states,
     seconds_in_queue,
     sequence_ids,
@@ -365,7 +365,8 @@ class _Request:
 
     def __init__(self, llm: Any, queue: Any, statistics: EngineStatistics, predict_timeout: float) -> None:
         self._llm, self._queue, self._statistics, self._limit = llm, queue, statistics, predict_timeout
-        self._counters: list[_StepCounter] = []
+        self._counters: list[SequenceStatistics] = []
+        self._ends: list[Callable[[], None]] = []  # of the counting
         self._timer = asyncio.get_running_loop().call_later(predict_timeout, self._check)
         self._open = True
 
@@ -379,7 +380,8 @@ class _Request:
         if not own and not _ended(self._queue.output):
             raise RuntimeError("vLLM's output processor does not know a request that it was given just now")
         self._statistics.prompt(own[0].prompt_len if own else 0)
-        self._counters = [_StepCounter(state.logprobs_processor, self._statistics) for state in own]
+        self._counters = [SequenceStatistics(self._statistics) for _ in own]
+        self._ends = [observe_steps(state, each.step) for state, each in zip(own, self._counters, strict=True)]
 
     def _check(self) -> None:
         last = max((counter.last_at for counter in self._counters), default=0.0)
@@ -409,8 +411,8 @@ class _Request:
     def _close(self) -> None:
         self._open = False
         self._timer.cancel()
-        for counter in self._counters:
-            counter.detach()
+        for end in self._ends:
+            end()
 
     async def _abort(self) -> None:
         self._close()
@@ -433,25 +435,6 @@ def _check_end(output: Any, params: Any) -> None:
 
 def _ended(output: Any) -> bool:
     return output is not None and (isinstance(output, Exception) or output.finished)
-
-
-class _StepCounter(SequenceStatistics):
-    """Takes the place of a sequence's `update_from_output`, and counts its tokens."""
-
-    __slots__ = ("_processor", "_update")
-
-    def __init__(self, processor: Any, statistics: EngineStatistics) -> None:
-        super().__init__(statistics)
-        self._processor, self._update = processor, processor.update_from_output
-        processor.update_from_output = self
-
-    def __call__(self, output: Any) -> None:
-        self.step(output)
-        self._update(output)
-
-    def detach(self) -> None:
-        """Count no more; without it the processor and this refer to each other."""
-        vars(self._processor).pop("update_from_output", None)
 
 
 @contextlib.contextmanager

@@ -149,9 +149,9 @@ class OpenAIHandler:
 
         Their clients get the answer so far, with the finish reason `abort`.
         """
-        from engines.vllm.internals import abort  # the OpenAI contract can be described without vLLM
+        from engines.vllm.internals import abort, request_ids  # the OpenAI contract can be described without vLLM
 
-        ids = [known for known in self._vllm.llm.output_processor.external_req_ids if _belongs(known, request_id)]
+        ids = [known for known in request_ids(self._vllm.llm) if _belongs(known, request_id)]
         if ids:
             task = asyncio.create_task(abort(self._vllm.llm, ids, internal=False))
             self._aborting.add(task)
@@ -160,7 +160,7 @@ class OpenAIHandler:
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
         path = EMBEDDINGS if call.path == SHORT_EMBEDDINGS else call.path.removeprefix(ALIASED)
         if path in QUEUED:
-            self._queue.check_place()
+            self._queue.refuse_if_full()
         return await self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
 
     async def begin(

@@ -7,8 +7,7 @@ It relies on these parts of vLLM, which tests/live/test_media_internals.py looks
 - `VideoMediaIO.video_loader` decodes videos: its `compute_frames_index_to_sample` gets the metadata of a file, and its
   `read_frames` gets OpenCV's capture and the indices of the frames to decode;
 - `VideoMediaIO.image_io` decodes the frames of a video that comes as JPEG images;
-- `chat_utils._resolve_items` gets the media of a prompt, each with its `uuid`, in the task of the call;
-- `SpeechToTextBaseServing._decode_and_chunk_speech_async` decodes the file of a transcription or translation.
+- vLLM looks for the media of a prompt by the ids that clients give them, in the task of the call.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, Medi
 from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
-from vllm.renderers import chat_utils
 
 from engines.errors import InvalidRequest, Overloaded, RequestError, UnusableImage
+from engines.vllm.internals import patch_media_ids
 from handlers.openai.current_call import current_call
 from handlers.openai.media_download import FORBIDDEN_HOST, Downloader, DownloadFailed, TooLarge
 from handlers.openai.media_limits import MOST_FRAMES, MediaMemory, RequestMedia
@@ -58,31 +57,22 @@ _REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 def bound_media() -> None:
     """Have vLLM load media with `BoundedConnector`."""
     MEDIA_CONNECTOR_REGISTRY.register("http")(BoundedConnector)
-    chat_utils._resolve_items = _resolve_own
+    patch_media_ids(_salted)
 
 
-_resolve_items = chat_utils._resolve_items
-
-
-def _resolve_own(items: dict[str, list[tuple[Any, str | None]]], *others: Any) -> Any:
+def _salted(uuid: str) -> str:
     """Keep the media of different API keys apart that clients name by `uuid`: vLLM's caches of media have no salt."""
     call = current_call.get(None)
-    if call is not None and (salt := call.cache_salt):
-        items = {kind: [(data, _salted(uuid, salt)) for data, uuid in some] for kind, some in items.items()}
-    return _resolve_items(items, *others)
+    if call is None or not call.cache_salt:
+        return uuid
+    return hashlib.sha256(f"{call.cache_salt}\0{uuid}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _salted(uuid: str | None, salt: str) -> str | None:
-    return None if uuid is None else hashlib.sha256(f"{salt}\0{uuid}".encode("utf-8", "surrogatepass")).hexdigest()
+def counted_speech(
+    decode: Callable[[bytes], Awaitable[tuple[list[Any], float]]],
+) -> Callable[[bytes], Awaitable[tuple[list[Any], float]]]:
+    """Return a function that decodes the file of a transcription or translation, and counts its sounds."""
 
-
-def bound_speech(*serving: Any) -> None:
-    """Count the decoded sounds of vLLM's serving classes for transcriptions and translations."""
-    for each in serving:
-        each._decode_and_chunk_speech_async = _counting(each._decode_and_chunk_speech_async)
-
-
-def _counting(decode: Callable[[bytes], Awaitable[tuple[list[Any], float]]]) -> Any:
     async def counting(data: bytes) -> tuple[list[Any], float]:
         media = current_call.get().media
         assert media is not None

@@ -16,7 +16,7 @@ import msgspec
 
 from engines import errors
 from engines.adapters import AdapterOrder
-from handlers.contract import Call, Reply
+from handlers.contract import JSON, Call, Reply
 from handlers.contract_routes import ContractRoutes, InfoRoute, ModelView, OpenAIRoute, Operation, error_body
 from handlers.json_cost import JsonDecoder
 from handlers.json_fields import json_fault
@@ -24,7 +24,6 @@ from handlers.json_schemas import OBJECT
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.speech import SPEECH
 
-JSON = "application/json"
 EMBEDDINGS = "/v1/embeddings"
 # Every call of these paths needs a place in the queue.
 QUEUED = frozenset({CHAT, COMPLETIONS, EMBEDDINGS, *SPEECH})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engines.errors import InvalidParameter, InvalidRequest
-from handlers.contract import Call, adapter_header
-from handlers.forms import MULTIPART, media_type
+from handlers.contract import Call, adapter_header, media_type
+from handlers.forms import MULTIPART
 
 SPEECH = ("/v1/audio/transcriptions", "/v1/audio/translations")
 _MIB = 1 << 20

@@ -15,7 +15,9 @@ The module relies on these internals of vLLM, which tests/live/test_openai_inter
 - `OpenAIServingModels.is_base_model(name)` says if a request's `model` is served, unless `lora_requests` has the name.
 - A router of JSON bodies has a module `protocol` beside it, with Pydantic's models of its requests.
   Pydantic keeps the schema of a model in `__pydantic_core_schema__`, and its validator in `__pydantic_validator__`.
-- The serving objects search beams with their method `beam_search(prompt, request_id, params, ...)`.
+- The serving objects search beams with their method `beam_search(prompt, request_id, params, ...)`. Those of
+  transcriptions and translations decode a file with `_decode_and_chunk_speech_async(data)`
+  (tests/live/test_media_internals.py).
 - `OnlineRenderer.parser` is the class whose `adjust_request` constrains the calls of tools.
 - The modules in `_WITH_ERRORS` call `sanitize_message` with the text of an error. Its patterns are repeated below.
 - The serving objects have the attributes that `front_end` reads. `OnlineRenderer.preprocess_chat` makes a prompt from
@@ -75,7 +77,7 @@ from handlers.contract import Reply
 from handlers.openai.constraints import CHAT
 from handlers.openai.contract import FrontEnd
 from handlers.openai.current_call import current_call
-from handlers.openai.media_connector import bound_media, bound_speech
+from handlers.openai.media_connector import bound_media, counted_speech
 from handlers.openai.routes import error_reply
 
 logger = logging.getLogger(__name__)
@@ -346,7 +348,7 @@ async def build(
         if "transcription" in tasks:
             for serving in (app.state.openai_serving_transcription, app.state.openai_serving_translation):
                 serving.beam_search = client.searching(serving.beam_search)
-                bound_speech(serving)
+                serving._decode_and_chunk_speech_async = counted_speech(serving._decode_and_chunk_speech_async)
         models = app.state.openai_serving_models
         served = models.is_base_model
         models.is_base_model = lambda name: served(name) or accepts(name)

@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
-from handlers.contract import LONG_BODY, Call, Reply, ReplyWriter
+from handlers.contract import LONG_BODY, Call, Reply, ReplyWriter, media_type
 from handlers.contract_routes import MOST_BYTES, check_body, check_text
 from handlers.images import ImageLoader
 from handlers.json_cost import JsonDecoder, JsonTooCostly, check_cost, groups_in, off_the_loop
@@ -171,7 +171,7 @@ class VllmCall:
         self._complete = True
         if not self._started:
             self._writer.reply(reply)
-        elif self._content_type.partition(";")[0].strip() == _EVENTS:
+        elif media_type(self._content_type) == _EVENTS:
             self._writer.end(_last_events(self._path, reply))
         else:
             self._writer.end(b"")

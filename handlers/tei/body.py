@@ -6,7 +6,7 @@ Source: TEI's router 1.9, `src/http/types.rs`, and `core/src/tokenization.rs`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from engines.errors import InvalidRequest
 from engines.loaded_model import LoadedModel, ModelTexts
 from engines.model_settings import ModelSettings
-from engines.pooling import Pooling, Side
+from engines.pooling import Pooling, PoolingModel, Side
 from engines.request import GenerationRequest, pooling_request
 from handlers.axum import wrong_shape
 from handlers.tei.errors import TeiRefusal, empty
@@ -170,14 +170,15 @@ def check_length(characters: int, model: LoadedModel) -> None:
         raise InvalidRequest(f"`inputs` must have less than {limit} characters. Given: {characters}")
 
 
-def text_in_front(prompt_name: str | None, prompts: Mapping[str, str]) -> str | None:
-    """Return the text that goes in front of a prompt. None if the request names none.
+def text_in_front(prompt_name: str | None, model: PoolingModel | None) -> str | None:
+    """Return the text that goes in front of a prompt. None if neither the request nor the server names one.
 
     Raises:
         InvalidRequest: The model has no text of this name.
     """
+    prompts = model.prompts if model is not None else {}
     if prompt_name is None:
-        return None
+        return model.default_prompt if model is not None else None
     if not prompts:
         raise InvalidRequest(
             f"`default-prompt-name` is set to `{prompt_name}` but no prompts were found in the Sentence Transformers "
@@ -208,18 +209,21 @@ def request_for(prompt: Prompt, front: str | None, pooling: Pooling, model: Load
     return pooling_request((front or "") + text, pooling, add_special_tokens=is_text or front is not None)
 
 
-def request_for_pair(pair: Pair, pooling: Pooling, model: LoadedModel) -> GenerationRequest:
+def request_for_pair(pair: Pair, front: str | None, pooling: Pooling, model: LoadedModel) -> GenerationRequest:
     """Return the request for a text or a pair of texts.
 
     Raises:
         InvalidRequest: The texts are empty or too long.
+        TeiRefusal: A text would go in front of a pair.
     """
     first, second = pair
+    if second is not None and front is not None:
+        raise TeiRefusal("Validation", "`prompt_name` cannot be set with dual inputs")
     if not first and not second:
         raise empty("inputs")
     if pooling.cut is None:
         check_length(len(first) + len(second or ""), model)
-    return pooling_request(first, msgspec.structs.replace(pooling, second=second))
+    return pooling_request((front or "") + first, msgspec.structs.replace(pooling, second=second))
 
 
 def decoded(ids: Sequence[int], texts: ModelTexts, *, skip_special: bool) -> str:

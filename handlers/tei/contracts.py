@@ -104,7 +104,7 @@ class TeiContract:
         if in_batch:
             check_batch(len(prompts), self._settings)
         self._check_task(task, refusal)
-        front = text_in_front(body.prompt_name, self._model.prompts if self._model is not None else {})
+        front = text_in_front(body.prompt_name, self._model)
         requests = [request_for(prompt, front, pooling, self._loaded) for prompt in prompts]
         return requests, sum(map(len, prompts))
 
@@ -186,8 +186,8 @@ class RerankContract(TeiContract):
             raise empty("texts", prefixed=False)
         self._check_kind(_NOT_RERANKER, "reranker")
         check_batch(len(body.texts), self._settings)
-        pooling = _scores(cut_of(body, self._settings))
-        requests = [request_for_pair((body.query, text), pooling, self._loaded) for text in body.texts]
+        front, pooling = text_in_front(None, self._model), _scores(cut_of(body, self._settings))
+        requests = [request_for_pair((body.query, text), front, pooling, self._loaded) for text in body.texts]
         characters = len(body.query) * len(body.texts) + sum(map(len, body.texts))
         return requests, Ranks(body.texts, characters, raw=body.raw_scores, with_text=body.return_text)
 
@@ -203,8 +203,8 @@ class PredictContract(TeiContract):
             check_batch(len(pairs), self._settings)
         self._check_kind(_NOT_CLASSIFIER, "reranker", "classifier")
         labels = self._model.labels if self._model is not None else {}
-        pooling = _scores(cut_of(body, self._settings))
-        requests = [request_for_pair(pair, pooling, self._loaded) for pair in pairs]
+        front, pooling = text_in_front(None, self._model), _scores(cut_of(body, self._settings))
+        requests = [request_for_pair(pair, front, pooling, self._loaded) for pair in pairs]
         characters = sum([len(first) + len(second or "") for first, second in pairs])
         return requests, Predictions(len(pairs), characters, labels, raw=body.raw_scores, in_batch=in_batch)
 

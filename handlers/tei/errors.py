@@ -7,9 +7,8 @@ from typing import Literal
 
 from engines import errors
 from handlers.axum import refuse_unread
-from handlers.contract import Reply
+from handlers.contract import JSON, Reply
 
-JSON = "application/json"
 Kind = Literal["Empty", "Validation", "Tokenizer", "Backend", "Overloaded", "Unhealthy"]
 
 _STATUS: dict[Kind, int] = {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from handlers.contract import Contract, Reply
+from handlers.contract import JSON, Contract, Reply
 from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, either, struct
 from handlers.tei.body import (
@@ -30,7 +30,7 @@ from handlers.tei.contracts import (
     RootContract,
     SimilarityContract,
 )
-from handlers.tei.errors import JSON, refuse
+from handlers.tei.errors import refuse
 from handlers.tei.info import health, info
 from handlers.tei.tokens import decode, tokenize
 from handlers.tei.vertex import VertexBody, VertexContract

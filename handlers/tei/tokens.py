@@ -9,11 +9,11 @@ from typing import Any
 from engines.errors import InvalidParameter
 from engines.loaded_model import LoadedModel, ModelTexts
 from handlers.axum import read_request, wrong_shape
-from handlers.contract import Call, Reply
+from handlers.contract import JSON, Call, Reply
 from handlers.contract_routes import MOST_IDS, PLACED_BYTES, ModelView, check_body, check_text
 from handlers.pooled_answer import encode
 from handlers.tei.body import DecodeBody, TokenizeBody, check_batch, check_length, decoded, text_in_front
-from handlers.tei.errors import JSON, TeiRefusal, empty
+from handlers.tei.errors import TeiRefusal, empty
 from handlers.token_rows import byte_positions, joined
 
 
@@ -27,8 +27,7 @@ def tokenize(call: Call, view: ModelView) -> Reply:
         raise empty("inputs", prefixed=False)
     if not isinstance(body.inputs, str):
         check_batch(len(texts), view.settings)
-    prompts = model.pooling.prompts if model.pooling is not None else {}
-    front = text_in_front(body.prompt_name, prompts) or ""
+    front = text_in_front(body.prompt_name, model.pooling) or ""
     for text in texts:
         _check(text, model)
     check_text("inputs", "".join(texts), PLACED_BYTES)

@@ -15,16 +15,8 @@ from struct import Struct
 
 from engines.errors import RequestError
 from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
-from handlers.contract import Answer, Reply
-from handlers.tgi.errors import (
-    EVENTS,
-    INCOMPLETE_STREAM,
-    JSON,
-    IncompleteGeneration,
-    error_event,
-    refuse,
-    refuse_stream,
-)
+from handlers.contract import JSON, Answer, Reply
+from handlers.tgi.errors import EVENTS, INCOMPLETE_STREAM, IncompleteGeneration, error_event, refuse, refuse_stream
 
 # The reasons that TGI's clients know. An answer with another reason is incomplete.
 FINISH_REASONS = {
@@ -53,6 +45,10 @@ class AnswerOptions:
     compute_type: str
 
 
+def _milliseconds(seconds: float) -> str:
+    return str(int(seconds * 1000))
+
+
 class WholeAnswer(Answer):
     """One document with the sequence of the highest mean log probability. Details have the other sequences too."""
 
@@ -62,18 +58,25 @@ class WholeAnswer(Answer):
         self._options = options
         self._sequences = [GeneratedSequence() for _ in options.seeds]
         self._open = len(options.seeds)
-        self._begun_at = time.monotonic()
+        self._begun_at = self._submitted_at = time.monotonic()
+        self._queued = 0.0
         self._best = 0
 
     @property
     def headers(self) -> Headers:
-        """Counts and times of the finished answer, in seconds (`x-compute-time`) and milliseconds (`x-total-time`)."""
+        """Counts and times of the finished answer, in seconds (`x-compute-time`) and whole milliseconds."""
         best, seconds = self._sequences[self._best], time.monotonic() - self._begun_at
+        validation = self._submitted_at - self._begun_at
+        inference = max(seconds - validation - self._queued, 0.0)
         return (
             ("x-compute-type", self._options.compute_type),
             ("x-compute-time", f"{seconds:.9f}"),
             ("x-compute-characters", str(self._options.characters)),
-            ("x-total-time", str(int(seconds * 1000))),
+            ("x-total-time", _milliseconds(seconds)),
+            ("x-validation-time", _milliseconds(validation)),
+            ("x-queue-time", _milliseconds(self._queued)),
+            ("x-inference-time", _milliseconds(inference)),
+            ("x-time-per-token", _milliseconds(inference / max(best.count, 1))),
             ("x-prompt-tokens", str(best.prompt_token_count)),
             ("x-generated-tokens", str(best.count)),
         )
@@ -81,6 +84,8 @@ class WholeAnswer(Answer):
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         self._sequences[prompt].add(delta)
         self._open -= delta.last
+        if delta.submitted_at:
+            self._submitted_at, self._queued = max(delta.submitted_at, self._begun_at), delta.queued_seconds
         if self._open:
             return b""
         if any(sequence.finish_reason not in FINISH_REASONS for sequence in self._sequences):

@@ -6,9 +6,8 @@ from json.encoder import encode_basestring as quote
 
 from engines import errors
 from handlers.axum import refuse_unread
-from handlers.contract import Reply
+from handlers.contract import JSON, Reply
 
-JSON = "application/json"
 EVENTS = "text/event-stream"
 _IMAGE_FAULTS = {
     "fetch": "Could not fetch image",

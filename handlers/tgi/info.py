@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from handlers.contract import Call, Reply
+from handlers.contract import JSON, Call, Reply
 from handlers.contract_routes import ModelView
-from handlers.tgi.errors import JSON, error_document
+from handlers.tgi.errors import error_document
 from handlers.tgi.request import max_input_tokens
 
 TGI_VERSION = "3.3.6"  # The release whose contract this is. Clients derive their limits from it.

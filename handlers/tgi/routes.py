@@ -13,7 +13,7 @@ import msgspec
 
 from engines.errors import InvalidRequest
 from handlers.axum import read_request
-from handlers.contract import Call, Contract, ContractError, Exchange, Reply
+from handlers.contract import JSON, Call, Contract, ContractError, Exchange, Reply
 from handlers.contract_routes import (
     ContractRoutes,
     ContractSetting,
@@ -24,7 +24,7 @@ from handlers.contract_routes import (
 )
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
 from handlers.tgi.answer import IDLE_COMMENT, AnswerOptions, StreamAnswer, WholeAnswer, stream_headers
-from handlers.tgi.errors import EVENTS, JSON, refuse, refuse_stream
+from handlers.tgi.errors import EVENTS, refuse, refuse_stream
 from handlers.tgi.images import with_marks
 from handlers.tgi.info import health, info
 from handlers.tgi.request import TgiRequest, unread_names, validate

@@ -10,21 +10,20 @@ import msgspec
 from engines.errors import InvalidRequest
 from engines.loaded_model import ModelTexts
 from handlers.axum import read_request, wrong_shape
-from handlers.contract import Call, ContractError, Reply
+from handlers.contract import JSON, Call, ContractError, Reply
 from handlers.contract_routes import PLACED_BYTES, ModelView, check_body, check_text
 from handlers.json_fields import json_kind
-from handlers.tgi.errors import JSON, error_document
+from handlers.tgi.errors import error_document
 from handlers.tgi.request import TgiRequest
 from handlers.token_rows import byte_positions, joined
 
 
 def tokenize(call: Call, view: ModelView) -> Reply:
-    """Return the last `truncate` tokens of `inputs`, with their positions in the text."""
+    """Return the tokens of `inputs`, with their positions in the text. `truncate` has no effect, as in TGI."""
     texts = view.text().texts
     check_body(call)
     request, _ = read_request(call, TgiRequest)
-    truncate = request.parameters.truncate if request.parameters is not None else None
-    tokens = _tokens(check_text("inputs", request.inputs, PLACED_BYTES), texts, special=True, truncate=truncate)
+    tokens = _tokens(check_text("inputs", request.inputs, PLACED_BYTES), texts, special=True)
     return Reply(200, JSON, b"[%b]" % tokens)
 
 
@@ -38,14 +37,13 @@ def chat_tokenize(call: Call, view: ModelView) -> Reply:
     return Reply(200, JSON, b'{"tokenize_response":[%b],"templated_text":%b}' % (tokens, quote(text).encode()))
 
 
-def _tokens(text: str, texts: ModelTexts, *, special: bool, truncate: int | None = None) -> bytes:
-    """Return the last `truncate` tokens as JSON objects.
+def _tokens(text: str, texts: ModelTexts, *, special: bool) -> bytes:
+    """Return the tokens as JSON objects.
 
     Args:
         text: The text.
         texts: The model's tokenizer.
         special: Add the special tokens that the model expects before and after a text.
-        truncate: The number of tokens to return. None returns all.
 
     Raises:
         InvalidRequest: The tokenizer failed.
@@ -54,14 +52,13 @@ def _tokens(text: str, texts: ModelTexts, *, special: bool, truncate: int | None
         ids, positions = texts.places(text, special=special)
     except Exception as error:  # A tokenizer may raise any exception.
         raise InvalidRequest(f"tokenizer error {error}") from error
-    first = 0 if truncate is None else max(len(ids) - truncate, 0)
     if positions is None:  # The tokenizer is written in Python. TGI shows no positions then.
-        return b",".join(b'{"id":%d,"text":"","start":0,"stop":0}' % token_id for token_id in ids[first:])
+        return b",".join(b'{"id":%d,"text":"","start":0,"stop":0}' % token_id for token_id in ids)
     byte = byte_positions(text)
     parts = (
         f'{{"id":{ids[i]},"text":{quote(text[positions[i][0] : positions[i][1]])},"start":{byte[positions[i][0]]},'
         f'"stop":{byte[positions[i][1]]}}}'
-        for i in range(first, len(ids))
+        for i in range(len(ids))
     )
     return joined(parts)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from engines.errors import RequestError
 from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
-from handlers.contract import Answer, Reply
-from handlers.triton.errors import JSON, VERSION, SeveralResponses, error_object, message_of, refusal
+from handlers.contract import JSON, Answer, Reply
+from handlers.triton.errors import VERSION, SeveralResponses, error_object, message_of, refusal
 from handlers.triton.request import TritonRequest
 
 EVENTS = "text/event-stream; charset=utf-8"

@@ -17,12 +17,12 @@ import orjson
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.pooling import Pooling
 from engines.request import TokenDelta, pooling_request
-from handlers.contract import Answer, Call, Exchange, Reply
+from handlers.contract import JSON, Answer, Call, Exchange, Reply
 from handlers.contract_routes import ContractSetting
 from handlers.json_fields import JsonError, decode_json
 from handlers.pooled_answer import PooledAnswer, encode
 from handlers.triton.answer import EVENTS
-from handlers.triton.errors import JSON, VERSION, TritonRefusal, refusal
+from handlers.triton.errors import VERSION, TritonRefusal, refusal
 from handlers.triton.request import read_inputs, switch
 
 TEXTS = "input_text"  # LiteLLM's name of the input. It reads all outputs.

@@ -12,9 +12,8 @@ from json.encoder import encode_basestring as quote
 
 from engines import errors
 from engines.model_settings import ModelSettings
-from handlers.contract import Reply
+from handlers.contract import JSON, Reply
 
-JSON = "application/json"
 VERSION = "1"  # The only version of a model.
 # Any other error is a 500.
 _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from engines.statistics import EngineStatistics
-from handlers.contract import Call, Reply
+from handlers.contract import JSON, Call, Reply
 from handlers.contract_routes import OWN_HANDLER, ModelView
 from handlers.json_fields import JsonError, decode_json
-from handlers.triton.errors import JSON, VERSION, error_reply, missing_model
+from handlers.triton.errors import VERSION, error_reply, missing_model
 from handlers.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, Kind
 
 PROTOCOL_VERSION = "2.68.0"  # The release of Triton whose protocol this is.

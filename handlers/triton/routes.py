@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from engines.errors import InvalidParameter
-from handlers.contract import Answer, Call, Contract, Exchange, Reply
+from handlers.contract import JSON, Answer, Call, Contract, Exchange, Reply
 from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation, Route
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
 from handlers.triton import metadata as model
@@ -56,7 +56,7 @@ class TritonContract:
         return Exchange((request.for_engine(call.request_id, adapter),), answer, notes, request.images)
 
 
-JSON, EVENTS = "application/json", "text/event-stream"
+EVENTS = "text/event-stream"
 _SCALARS = ("string", "integer", "number", "boolean")
 _KINDS: dict[str, Schema] = {
     "text": STRING,

@@ -148,6 +148,8 @@ class Exchange:
 def service_of(engine: PoolingEngine, places: int = 100, **settings: Any) -> Service:
     """Return a loaded model on the engine, with the handlers that the entry point makes."""
     model = replace(MODEL, model_id="org/model", revision="abc", **settings)
+    if engine.pooling is not None:
+        engine.pooling = replace(engine.pooling, default_prompt=model.default_prompt)
     queue = EngineQueue(engine, places)
     handlers = generation_handlers(model, queue)
     if engine.pooling is None:

@@ -66,7 +66,18 @@ def test_sagemakers_form_is_a_json_body() -> None:
     assert order == AdapterOrder(name="a", src="/x", preload=True, pin=False, alias="nice", options={"rank": "8"})
 
 
+@pytest.mark.parametrize("content", [{}, {"src": "/x", "pin": True}, {"name": None, "src": "/x"}])
+def test_the_query_has_what_a_json_body_lacks(content: dict[str, Any]) -> None:
+    given = (("name", "a"), ("src", "/x" if "src" not in content else "/other"), ("preload", "false"))
+    call = body(content, query=given, path_parameters={"adapter": "a"})
+    expected = AdapterOrder(name="a", src="/x", preload=False, pin=content.get("pin"))
+    assert adapter_management.read_registration(call) == expected
+    assert adapter_management.read_update(call) == expected
+
+
 def test_the_answers_in_lmis_form() -> None:
+    call = body({}, query=(("name", "a"), ("src", "/x")))
+    assert adapter_management.confirmation(call, "a", "x", "").body == b'{\n  "status": "Adapter a x"\n}\n'
     call = query("name=a&src=/x")
     assert (
         adapter_management.confirmation(call, "a", "registered", "").body

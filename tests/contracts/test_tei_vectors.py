@@ -100,6 +100,16 @@ async def test_a_named_prompt_goes_in_front_of_texts_and_ids(path: str) -> None:
     assert [request.add_special_tokens for request in answer.seen] == [True, True]
 
 
+@pytest.mark.parametrize("path", ["/embed", "/embed_all"])
+async def test_the_default_prompt_goes_in_front_if_a_request_names_none(path: str) -> None:
+    for document, prompts in (
+        ({"inputs": ["deep", [2, 5]]}, ["is deep", "is learning"]),
+        ({"inputs": "deep", "prompt_name": "query"}, ["query : deep"]),
+        ({"inputs": "deep", "prompt_name": "document"}, ["deep"]),
+    ):
+        assert (await ask(path, document, default_prompt="is ")).prompts == prompts
+
+
 @pytest.mark.parametrize(
     ("fields", "settings", "cut"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import time
 from typing import Any
 
 import pytest
@@ -181,8 +182,8 @@ def test_the_headers_of_a_plain_reply_count_tokens_and_characters() -> None:
     exchange.answer.feed(0, whole(" a joke", A, JOKE, prompt_token_count=5))
     headers = dict(exchange.answer.headers)
     assert list(headers) == [
-        *("x-compute-type", "x-compute-time", "x-compute-characters", "x-total-time", "x-prompt-tokens"),
-        "x-generated-tokens",
+        *("x-compute-type", "x-compute-time", "x-compute-characters", "x-total-time", "x-validation-time"),
+        *("x-queue-time", "x-inference-time", "x-time-per-token", "x-prompt-tokens", "x-generated-tokens"),
     ]
     assert [headers[name] for name in ("x-compute-characters", "x-prompt-tokens", "x-generated-tokens")] == [
         "7",
@@ -190,6 +191,19 @@ def test_the_headers_of_a_plain_reply_count_tokens_and_characters() -> None:
         "2",
     ]
     assert 0.0 <= float(headers["x-compute-time"]) < 60.0
+
+
+def test_the_times_of_a_plain_reply_are_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    exchange = parse("/generate", PROMPT)
+    delta = whole(" a joke", A, JOKE, prompt_token_count=5)
+    delta.submitted_at, delta.queued_seconds = 101.0, 2.0
+    exchange.answer.feed(0, delta)
+    now = 108.0
+    headers = dict(exchange.answer.headers)
+    names = ("x-total-time", "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token")
+    assert [headers[name] for name in names] == ["8000", "1000", "2000", "5000", "2500"]
 
 
 def test_a_stream_that_is_idle_sends_an_empty_comment() -> None:

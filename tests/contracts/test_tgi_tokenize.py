@@ -11,6 +11,8 @@ from engines.errors import InvalidRequest, NotReady
 from handlers.contract import Reply
 from tests.contracts.tgi_exchange import FakeTokenizer, info_reply, view
 
+TELL_ME = {"inputs": "Tell me"}
+
 
 @pytest.mark.parametrize("path", ["/tokenize", "/chat_tokenize"])
 def test_routes_that_need_the_model_are_refused_while_it_loads(path: str) -> None:
@@ -25,9 +27,10 @@ def test_tokenize_gives_ids_texts_and_places_in_bytes_with_special_tokens_empty(
     )
 
 
-def test_tokenize_keeps_the_last_tokens_where_it_is_to_truncate() -> None:
-    document = {"inputs": "Tell me", "parameters": {"truncate": 1}}
-    assert info_reply("POST", "/tokenize", document).body == b'[{"id":5,"text":"me","start":5,"stop":7}]'
+def test_tokenize_shows_all_tokens_whatever_truncate_says() -> None:
+    for truncate in (0, 1, 5):
+        document = {"inputs": "Tell me", "parameters": {"truncate": truncate}}
+        assert info_reply("POST", "/tokenize", document).body == info_reply("POST", "/tokenize", TELL_ME).body
 
 
 def test_tokenize_shows_no_places_where_the_tokenizer_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,5 +126,5 @@ def test_many_tokens_are_joined_as_few_are() -> None:
     tokens = json.loads(info_reply("POST", "/tokenize", {"inputs": "Tell me " * 5000}).body)
     assert len(tokens) == 10_001
     assert tokens[-1] == {"id": 5, "text": "me", "start": 39_997, "stop": 39_999}
-    few = {"inputs": "Tell me " * 5000, "parameters": {"truncate": 4096}}
-    assert json.loads(info_reply("POST", "/tokenize", few).body) == tokens[-4096:]
+    few = json.loads(info_reply("POST", "/tokenize", {"inputs": "Tell me " * 2000}).body)
+    assert few == tokens[:4001]

@@ -83,3 +83,22 @@ async def test_eight_at_a_time_hold_up_nothing_either(small: Server, watch: Ping
             found = await statuses(small, target.path, target.content_type, body, times=8)
             assert found <= {200, 400, 404, 413, 422, 424}, title
     assert watch.longest() < LONGEST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/invocations", b'{"inputs":"a","parameters":{"max_new_tokens":1,"stop_sequences":%b}}'),
+        ("/invocations", b'{"inputs":"a","parameters":{"max_new_tokens":1,"guided_json":%b}}'),
+        ("/v1/completions", b'{"model":"model","prompt":"a","max_tokens":1,"structured_outputs":{"json":%b}}'),
+        ("/generate", b'{"inputs":"a","parameters":{"max_new_tokens":1,"grammar":{"type":"json","value":%b}}}'),
+        ("/v1/generate", b'{"prompt":"a","max_tokens":1,"json_format":%b}'),
+        ("/v2/models/model/generate", b'{"text_input":"a","max_tokens":1,"guided_json":%b}'),
+    ],
+)
+async def test_a_document_of_any_depth_is_served_or_refused(small: Server, path: str, body: bytes) -> None:
+    # Near the interpreter's limit a document can be read, but not written again further down the stack.
+    for depth in range(900, 1000, 3):
+        document = b'{"items":' * depth + b"{}" + b"}" * depth
+        assert await statuses(small, path, "application/json", body % document) <= {200, 400, 422, 424}, depth

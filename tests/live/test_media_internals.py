@@ -342,7 +342,7 @@ def test_vllm_decodes_the_files_of_transcriptions_where_they_are_counted() -> No
     import numpy as np
     from vllm.entrypoints.speech_to_text.base.serving import SpeechToTextBaseServing
 
-    from handlers.openai.media_connector import bound_speech
+    from handlers.openai.media_connector import counted_speech
 
     assert "_decode_and_chunk_speech_async" in SpeechToTextBaseServing.__init__.__code__.co_names
     assert "_decode_and_chunk_speech_async" in SpeechToTextBaseServing._preprocess_speech_to_text.__code__.co_names
@@ -350,12 +350,11 @@ def test_vllm_decodes_the_files_of_transcriptions_where_they_are_counted() -> No
     async def decode(_: bytes) -> tuple[list[Any], float]:
         return [np.zeros(1000, np.float32)] * 2, 0.1
 
-    serving, loading = SimpleNamespace(_decode_and_chunk_speech_async=decode), Loading()
-    bound_speech(serving)
+    loading = Loading()
 
     async def transcribe() -> None:
         current_call.set(loading.call)
-        await serving._decode_and_chunk_speech_async(b"")
+        await counted_speech(decode)(b"")
 
     asyncio.run(transcribe())
     assert loading.memory.used == 8000

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import math
-import os
-import time
 import weakref
 from collections.abc import Sequence
 from copy import copy
@@ -419,19 +416,6 @@ def test_a_request_that_the_engine_ends_says_which_parameter_left_it_no_token(
     assert [message in error.message for error in sink.errors] == [True], sink.errors
 
 
-def test_ranks_of_tokens_are_those_of_the_function_that_vllm_compiles() -> None:
-    import torch
-    from vllm.v1.sample.ops.logprobs import batched_count_greater_than
-
-    from engines.vllm.processes import token_ranks
-
-    vllms = inspect.unwrap(batched_count_greater_than)
-    rows = torch.randn(5, 1000).round(decimals=1)  # with tokens that are equally likely
-    chosen = rows[:, 7:8]
-    assert torch.equal(token_ranks(rows, chosen), vllms(rows, chosen))
-    assert token_ranks(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[2.0]])).tolist() == [2]
-
-
 def test_a_dying_engine_ends_every_request_once(processor: Processor) -> None:
     sinks = [Recorder(), Recorder()]
     for name, sink in zip("ab", sinks, strict=True):
@@ -614,25 +598,3 @@ async def test_an_engine_that_ends_is_a_failure_of_the_output_loop_unless_it_was
     llm.engine_core.shutdown()
     await asyncio.wait([llm.output_handler])
     assert said == ([] if orderly else ["AsyncLLM output_handler failed."])
-
-
-def test_a_long_wait_for_a_message_leaves_the_processor_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    from engines.vllm import internals, processes
-
-    monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)  # restores it
-    yields: list[bool] = []
-    sleeps: list[float] = []
-    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(True))
-    monkeypatch.setattr(time, "sleep", sleeps.append)
-    internals.patch_waiting(processes.Pause())
-    reader = object.__new__(shm_broadcast.SpinCondition)
-    reader.is_reader, reader.busy_loop_s = True, 600
-    reader.record_read()
-    reader.wait()
-    assert yields
-    assert not sleeps
-    while not sleeps:
-        reader.wait()
-    assert max(sleeps) < 0.001

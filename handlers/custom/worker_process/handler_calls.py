@@ -24,7 +24,8 @@ logger = logging.getLogger("djl_python")
 
 Credits = TypeVar("Credits", threading.Semaphore, asyncio.Semaphore)
 
-_FORMATTERS = {"input_formatter": "is_input_formatter", "output_formatter": "is_output_formatter"}
+_OUTPUT = "output_formatter"
+_FORMATTERS = {"input_formatter": "is_input_formatter", _OUTPUT: "is_output_formatter"}
 _OUT_OF_MEMORY_TYPES = ("OutOfMemoryError", "MemoryError")
 _OUT_OF_MEMORY_TEXTS = ("No available memory for the cache blocks", "CUDA error: out of memory")
 
@@ -55,6 +56,8 @@ class HandlerCaller:
         function = properties.get("handler", self._request.function)
         reserved = {"handler": function, "model_dir": self._request.model_dir, "device_id": self._request.device_id}
         inputs.properties.update({**properties, **reserved, **self._formatters})
+        if _OUTPUT in properties:  # As in LMI, the setting goes before the decorated function.
+            inputs.properties[_OUTPUT] = properties[_OUTPUT]
         for name, value in message.contents:
             inputs.content.add(name, value)
         inputs.function_name = function

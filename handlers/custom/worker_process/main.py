@@ -26,6 +26,7 @@ from .script_mode import LOADS, SageMakerScript
 from .socket_protocol import ONE_BY_ONE, LoadRequest, Message, MessageKind, ServerConnection
 
 _FAILED = 300
+_IMPORTABLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "importable")
 _HANDLE = "handle"  # A module in SageMaker's script mode does not have this function.
 
 
@@ -37,6 +38,8 @@ def serve(descriptor: int) -> None:
     if (first := connection.receive()) is None:
         return
     request = LoadRequest(**json.loads(first.data))
+    if request.sets_python_path:
+        _set_python_path(request.model_dir)
     try:
         caller = handler_calls.HandlerCaller(load_module(request), request)
         if request.async_mode:
@@ -47,6 +50,15 @@ def serve(descriptor: int) -> None:
         connection.send(Message(kind=MessageKind.LOADED, error=sendable(str(error))))
     finally:
         connection.close()
+
+
+def _set_python_path(model_dir: str) -> None:
+    """Let Python processes that the handler starts import `djl_python` and the model's modules, as in LMI.
+
+    The import path of this process stays unchanged: a module of the model could replace one that the start needs.
+    """
+    places = (os.environ.get("PYTHONPATH"), _IMPORTABLE, model_dir)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
 
 
 def _run(serving: Coroutine[None, None, None]) -> None:

@@ -110,6 +110,7 @@ class LoadRequest:
     async_mode: bool
     properties: Mapping[str, str]  # For the initializing call.
     device_id: str = "-1"
+    sets_python_path: bool = True  # False: option.env has PYTHONPATH.
 
 
 class ServerConnection:

@@ -141,7 +141,10 @@ async def test_the_page_comes_without_a_key_and_its_calls_do_not() -> None:
     assert "<title>" in (await client.get("/", headers=BROWSER)).text
     for path in ("/console/state", "/metrics", "/openapi.json", "/docs", "/%63onsole/state", "/console%2fstate"):
         assert (await client.get(path)).status_code == 401
-    assert (await client.get("/p%69ng")).status_code == 200  # another way to write /ping
+    for path in ("/p%69ng", "/ping/", "/ping//", "/p%69ng/"):  # other ways to write /ping
+        assert (await client.get(path)).status_code == 200
+    for path in ("/metrics/", "/server/metrics", "/models/", "/models/model/", "/nowhere/", "/ping/x/", "/ping%2f"):
+        assert (await client.get(path)).status_code == 401
 
 
 MESSAGE = "this server asks for a key: send the header `Authorization: Bearer KEY` or `x-api-key: KEY`"

@@ -142,6 +142,30 @@ async def test_an_encoded_slash_is_a_character_of_a_name_and_separates_nothing(
         assert "resource is not found" in response.text
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/ping"),
+        ("POST", "/invocations"),
+        ("POST", "/predictions/model"),
+        ("GET", "/models"),
+        ("GET", "/models/model"),
+        ("PATCH", "/models/model"),
+        ("GET", "/adapters"),
+        ("GET", "/v2/health/ready"),
+        ("POST", "/v1/chat/completions"),
+    ],
+)
+async def test_a_slash_at_the_end_of_a_path_changes_nothing(
+    starting: httpx.AsyncClient, method: str, path: str
+) -> None:
+    answer = await starting.request(method, path, content=b"{}")
+    same = await starting.request(method, path + "/", content=b"{}")
+    assert (same.status_code, same.content) == (answer.status_code, answer.content)
+    assert same.status_code != 404
+    assert f'{path}/"' not in (await starting.get("/metrics")).text
+
+
 @pytest.mark.parametrize("path", ["/v2/models/nope/generate", "/v2/models/model/versions/2/generate_stream"])
 async def test_a_model_that_is_never_going_to_be_there_is_unknown_while_another_is_loading(
     starting: httpx.AsyncClient, path: str
@@ -151,7 +175,7 @@ async def test_a_model_that_is_never_going_to_be_there_is_unknown_while_another_
     assert "Request for unknown model" in response.json()["error"]
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/docs", "/openapi.json", "/execution-parameters"])
+@pytest.mark.parametrize("path", ["/metrics", "/server/metrics", "/docs", "/openapi.json", "/execution-parameters"])
 async def test_the_servers_own_pages_answer_head_as_they_answer_get(starting: httpx.AsyncClient, path: str) -> None:
     page, head = await starting.get(path), await starting.head(path)
     assert (page.status_code, head.status_code) == (200, 200)
@@ -399,6 +423,33 @@ async def test_adapters_are_refused_in_lmis_words_where_they_are_off(prefix: str
         assert (unknown.status_code, unknown.json()["type"]) == (404, "ModelNotFoundException")
         vllms = await client.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/x"})
         assert (vllms.status_code, vllms.json()["error"]["type"]) == (404, "NotFoundError")
+
+
+@pytest.mark.parametrize(
+    ("headers", "refused"),
+    [
+        ({"x-starting-token": "t"}, True),
+        ({"x-synchronous": "false"}, True),
+        ({"X-Amzn-SageMaker-Custom-Attributes": "a=b; X-Synchronous = False"}, True),
+        ({"X-Amzn-SageMaker-Custom-Attributes": "x-starting-token=t"}, True),
+        ({"x-synchronous": "True"}, False),
+        ({"X-Amzn-SageMaker-Custom-Attributes": "x-synchronous=true;x-synchronous"}, False),
+        ({"X-Amzn-SageMaker-Custom-Attributes": "x-synchronous=false,route=/generate"}, False),
+    ],
+)
+async def test_asynchronous_inference_is_refused(
+    starting: httpx.AsyncClient, headers: dict[str, str], refused: bool
+) -> None:
+    for path in ("/invocations", "/predictions/model", "/models/model/invoke"):
+        if "route" in str(headers) and path != "/invocations":
+            continue
+        answer = await starting.post(path, json={"inputs": "x"}, headers=headers)
+        assert answer.status_code == (400 if refused else 503)
+        if refused:
+            assert answer.json()["type"] == "BadRequestException"
+            assert "asynchronous inference" in answer.json()["message"]
+    if refused:
+        assert (await starting.options("/invocations", headers=headers)).status_code == 200
 
 
 async def test_adapters_of_a_model_that_is_loading_are_not_ready(starting: httpx.AsyncClient) -> None:

@@ -82,7 +82,19 @@ def test_csv_without_a_header_is_an_array_of_numbers() -> None:
     assert table.tolist() == [[1.0, 2.5], [3.0, 4.0]]
 
 
-@pytest.mark.parametrize("body", [b"1,a\n", b"1,nan\n", b"1,\n", b"1,2\n3\n", b""])
+@pytest.mark.parametrize(
+    ("body", "rows"),
+    [
+        (b"# a, b\n1,2 # the first\n\n  \r\n # x\n 3, 4\r\n", [[1.0, 2.0], [3.0, 4.0]]),
+        (b"1,2\n", [[1.0, 2.0]]),
+        (b"1\n2", [[1.0], [2.0]]),
+    ],
+)
+def test_csv_without_a_header_may_have_comments_and_empty_lines(body: bytes, rows: list[list[float]]) -> None:
+    assert decode_csv(request(body), require_headers=False).tolist() == rows
+
+
+@pytest.mark.parametrize("body", [b"1,a\n", b"1,nan\n", b"1,\n", b"1,2\n3\n", b"", b"# 1\n\n"])
 def test_csv_that_is_no_table_of_numbers_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match=r"non-numeric data|no rows"):
         decode_csv(request(body), require_headers=False)

@@ -140,7 +140,7 @@ class Service:
 
     asked = 0
 
-    def check_place(self) -> None:
+    def refuse_if_full(self) -> None:
         self.asked += 1
         raise Overloaded("the queue is full")
 

@@ -71,6 +71,7 @@ def test_nothing_given_means_defaults(model_dir: Path) -> None:
         ("option.rolling_batch=disable\nmax_batch_delay=250", "max_batch_delay", 0.25),
         ("option.rolling_batch=disable\noption.enable_streaming=True", "enable_streaming", "true"),
         ('option.rolling_batch=disable\noption.stop_sequence=["a", "b"]', "stop_sequences", ("a", "b")),
+        ("option.rolling_batch=disable\noption.stop_sequence=['</s>', 'x']", "stop_sequences", ("</s>", "x")),
         ("option.rolling_batch=disable\noption.device_map=auto", "engine_arguments", {"device_map": "auto"}),
         ("option.rolling_batch=trtllm\noption.max_num_tokens=9", "engine_arguments", {}),
         ("option.rolling_batch=scheduler\noption.model_impl=vllm", "engine_arguments", {"model_impl": "vllm"}),
@@ -280,6 +281,11 @@ def test_teis_variables_are_read(model_dir: Path) -> None:
     assert (model.auto_truncate, model.max_client_batch_size, model.pooling) == (False, 64, "LAST")
 
 
+def test_teis_default_prompt_keeps_its_blank(model_dir: Path) -> None:
+    model = load(model_dir, environ={"DEFAULT_PROMPT": "query: ", "DEFAULT_PROMPT_NAME": "passage"}).model
+    assert (model.default_prompt, model.default_prompt_name) == ("query: ", "passage")
+
+
 def test_reranking_loads_the_model_for_scores(model_dir: Path) -> None:
     model = load(model_dir, "option.reranking=true").model
     assert (model.task, model.scores_in_order) == ("classify", True)
@@ -454,17 +460,32 @@ def test_a_batch_size_that_does_not_count_is_warned_of(model_dir: Path) -> None:
     )
 
 
+def test_an_empty_value_in_the_file_counts_as_unset(model_dir: Path) -> None:
+    settings = load(
+        model_dir,
+        "option.quantize=\noption.revision=\noption.dtype= \nbatch_size=\noption.max_num_seqs=",
+        {"OPTION_DTYPE": "fp16"},
+    )
+    model = settings.model
+    assert (model.revision, model.dtype, model.batch_size, model.max_rolling_batch_size) == (None, "float16", 1, None)
+    assert model.engine_arguments == {}
+    assert settings.warnings == tuple(
+        f"{key} (serving.properties: {key}) is ignored: it is empty"
+        for key in ("option.quantize", "option.revision", "option.dtype", "batch_size", "option.max_num_seqs")
+    )
+
+
 def test_all_problems_are_listed_at_once(model_dir: Path) -> None:
     found = problems(
         model_dir,
-        "option.dtype=fp17\noption.predict_timeout=soon\noption.trust_remote_code=",
+        "option.dtype=fp17\noption.predict_timeout=soon\noption.trust_remote_code=maybe",
         {"SERVING_PORT": "tcp://10.0.0.1:8080", "OPTION_BEDROCK_COMPAT": "true"},
         {"nonsense": "1"},
     )
     expected = [
         'port is "tcp://10.0.0.1:8080" (environment: SERVING_PORT); allowed: an integer from 1 to 65535',
         "command line: --nonsense: there is no such option",
-        'option.trust_remote_code is "" (serving.properties: option.trust_remote_code); allowed: true or false',
+        'option.trust_remote_code is "maybe" (serving.properties: option.trust_remote_code); allowed: true or false',
         'option.dtype is "fp17" (serving.properties: option.dtype); allowed: auto, fp32, fp16, bf16, ',
         'option.predict_timeout is "soon" (serving.properties: option.predict_timeout); allowed: seconds',
         f'option.bedrock_compat is "true" (environment: OPTION_BEDROCK_COMPAT): {NOT_SERVED}; ',
@@ -555,7 +576,7 @@ def test_without_served_names_a_model_has_its_own(model_dir: Path) -> None:
 
 
 def test_aliases_of_the_model_are_a_list(model_dir: Path) -> None:
-    assert load(model_dir, "").server.model_aliases == ("dummy", "tgi")
+    assert load(model_dir, "").server.model_aliases == ("dummy", "tgi", "tei", "text-embeddings-inference")
     assert load(model_dir, environ={"SERVING_MODEL_ALIASES": "gpt-4, x"}).server.model_aliases == ("gpt-4", "x")
     assert load(model_dir, environ={"SERVING_MODEL_ALIASES": '""'}).server.model_aliases == ()
 

@@ -200,6 +200,22 @@ def test_settings_of_the_workers_reach_their_fields(model_dir: Path) -> None:
     assert found.environment == {"A": "1", "B": "x", "y": "2,z"}
 
 
+def test_workers_may_end_as_soon_as_they_are_idle(model_dir: Path) -> None:
+    assert 0 < handler(model_dir, HANDLER, "max_idle_time=0").max_idle_time < 0.1
+
+
+def test_a_handler_gets_empty_values_which_count_as_unset(model_dir: Path) -> None:
+    found = handler(model_dir, HANDLER, "option.quantize=\noption.mine=\noption.rolling_batch=\noption.env=")
+    assert {name: found.properties[name] for name in ("quantize", "mine")} == {"quantize": "", "mine": ""}
+    assert (found.rolling_batch, found.environment, "env" in found.properties) == (False, {}, False)
+
+
+@pytest.mark.parametrize("url", ["https://example.com/model.py", "s3://bucket/model.py", "HTTP://example.com/x"])
+def test_an_entry_point_is_not_downloaded(model_dir: Path, url: str) -> None:
+    with pytest.raises(SettingsError, match="entry points are not downloaded: put the file into the model directory"):
+        load(model_dir, None, f"option.entryPoint={url}")
+
+
 @pytest.mark.parametrize(
     ("properties", "environ", "workers"),
     [

@@ -12,8 +12,10 @@ from container.settings.values import (
     MODEL_NAME,
     NETWORKS,
     SECONDS,
+    STRINGS,
     TEXT,
     Parser,
+    assignments,
     choice,
     integer,
     integer_or,
@@ -51,6 +53,9 @@ from container.settings.values import (
         (NETWORKS, "10.0.0.0/8, fd00::/8", "10.0.0.0/8, fd00::/8"),
         (NETWORKS, '["192.168.1.7"]', '["192.168.1.7"]'),
         (HEADER_NAME, "X-Request-Id", "X-Request-Id"),
+        (STRINGS, '["a", "b"]', '["a", "b"]'),
+        (STRINGS, "['</s>', 'x,y',]", '["</s>", "x,y"]'),
+        (STRINGS, "['it', \"it's\"]", '["it", "it\'s"]'),
     ],
 )
 def test_a_parser_takes_what_it_allows(parser: Parser, text: str, expected: Any) -> None:
@@ -96,3 +101,24 @@ def test_a_parser_takes_what_it_allows(parser: Parser, text: str, expected: Any)
 def test_a_parser_refuses_what_it_does_not_allow(parser: Parser, text: str) -> None:
     with pytest.raises(ValueError):
         parser(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A=1", {"A": "1"}),
+        ("A=1 , B = 2 ", {"A": "1", "B": "2"}),
+        ("FOO-BAR=1,my.var=2", {"FOO-BAR": "1", "my.var": "2"}),
+        ("A=x,y,z=1,2", {"A": "x,y", "z": "1,2"}),
+        ("A=http://h/?q=1,2&r=3", {"A": "http://h/?q=1,2&r=3"}),
+        ("A=,B=1,", {"A": "", "B": "1"}),
+    ],
+)
+def test_assignments_are_names_and_values_without_blanks(text: str, expected: dict[str, str]) -> None:
+    assert assignments(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", ",", "A", "=1", "1=2"])
+def test_text_that_begins_with_no_assignment_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="^" + text):
+        assignments(text)

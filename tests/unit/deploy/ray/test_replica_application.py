@@ -80,7 +80,8 @@ async def test_the_end_of_a_reply_is_told_though_the_connection_stays() -> None:
 
 async def test_metrics_and_adapters_concern_all_replicas() -> None:
     replica = Replica()
-    assert (await client(replica).get("/metrics")).text == "all 1\n"
+    for path in ("/metrics", "/metrics/", "/server/metrics"):
+        assert (await client(replica).get(path)).text == "all 1\n"
     answer = await client(replica).post("/adapters?a=1", content=b"{}", headers={"x-request-id": "r"})
     assert (answer.status_code, answer.text, answer.headers.get_list("x-request-id")) == (200, "done", [])
     assert replica.changed == [("POST", b"/adapters?a=1", b"{}")]
@@ -148,7 +149,13 @@ async def test_a_body_that_does_not_come_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("path", "status"),
-    [("/%61dapters?name=a&src=b", 200), ("/models/m/%61dapters?name=a&src=b", 200), ("/%6Dodels", 501)],
+    [
+        ("/%61dapters?name=a&src=b", 200),
+        ("/models/m/%61dapters?name=a&src=b", 200),
+        ("/%6Dodels", 501),
+        ("/adapters/?name=a&src=b", 200),
+        ("/models/", 501),
+    ],
 )
 async def test_a_path_with_escaped_letters_is_the_same_path(path: str, status: int) -> None:
     replica = Replica()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -160,6 +161,57 @@ async def test_enable_venv_gives_the_model_an_environment_even_without_requireme
         executable = json.loads((await client.ask(query={"inspect": "1"})).body)["executable"]
     assert executable != sys.executable
     assert Path(executable).is_relative_to(home)
+
+
+CHILD = "import os, sys, djl_python.inputs, json, beside; print(beside.NAME, djl_python.Input.__name__)"
+STARTS_A_CHILD = f"""
+import os, subprocess, sys
+from djl_python import Output
+
+def handle(inputs):
+    if inputs.is_empty():
+        return None
+    done = subprocess.run([sys.executable, "-c", {CHILD!r}], cwd="/", capture_output=True, text=True)
+    paths = "|".join(sys.path)
+    return Output().add(done.stdout + done.stderr + os.environ["PYTHONPATH"] + "|" + paths)
+"""
+
+
+def model_with_a_child(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "model.py").write_text(STARTS_A_CHILD)
+    (folder / "beside.py").write_text("NAME = 'beside'\n")
+    # A start that had the model directory on its path would import this module.
+    (folder / "queue.py").write_text("raise ImportError('not the standard library')\n")
+    return folder
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+async def test_processes_of_the_handler_import_the_models_modules_and_the_sdk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: bool
+) -> None:
+    model = model_with_a_child(tmp_path / "model")
+    venv.create(tmp_path / "venv")
+    monkeypatch.setenv("PYTHONPATH", "/given")
+    python = str(tmp_path / "venv" / "bin" / "python") if foreign else None
+    async with serving(model, python_executable=python) as client:
+        answer = (await client.ask(b"x")).body.decode()
+    said, _, rest = answer.partition("\n")
+    assert said == "beside Input", answer
+    python_path, *import_path = rest.split("|")
+    given, *own = python_path.split(os.pathsep) if not foreign else ("/given", *python_path.split(os.pathsep))
+    assert (given, own[-1], len(own)) == ("/given", str(model), 2)
+    assert os.listdir(own[0]) != []
+    assert own[0] not in import_path
+    assert import_path.count(str(model)) == 1
+
+
+async def test_a_python_path_in_the_handlers_environment_stays(tmp_path: Path) -> None:
+    model = model_with_a_child(tmp_path / "model")
+    async with serving(model, environment={"PYTHONPATH": "/own"}) as client:
+        answer = (await client.ask(b"x")).body.decode()
+    assert "No module named 'beside'" in answer
+    assert "\n/own|" in answer
 
 
 async def test_an_interpreter_that_is_too_old_fails_the_load_with_the_reason(tmp_path: Path) -> None:

@@ -294,3 +294,40 @@ async def test_a_stalled_client_does_not_hide_a_handler_that_hangs(monkeypatch: 
         running.cancel()
         assert (await client.ask(b"next")).body == b"next"
         assert client.handler.pool.failures == 1
+
+
+FORMATTERS = """
+from djl_python import Output
+from djl_python.input_parser import input_formatter
+from djl_python.output_formatter import output_formatter
+
+@input_formatter
+def read(given, **keywords): ...
+
+@output_formatter
+def write(output): ...
+
+loaded = {}
+
+def handle(inputs):
+    found = {key: inputs.get_property(key) for key in ("input_formatter", "output_formatter")}
+    names = {key: getattr(value, "__name__", value) for key, value in found.items()}
+    if inputs.is_empty():
+        loaded.update(names)
+        return None
+    return Output().add_as_json([loaded, names])
+"""
+
+
+@pytest.mark.parametrize(
+    ("properties", "output"),
+    [({}, "write"), ({"output_formatter": "jsonlines", "input_formatter": "mine"}, "jsonlines")],
+)
+async def test_the_output_formatter_of_the_settings_goes_before_the_decorated_one(
+    tmp_path: Path, properties: dict[str, str], output: str
+) -> None:
+    (tmp_path / "model.py").write_text(FORMATTERS)
+    async with serving(tmp_path, properties=properties) as client:
+        loaded, of_call = json.loads((await client.ask(b"x", headers={"output_formatter": "sse"})).body)
+    assert loaded == {"input_formatter": "read", "output_formatter": output}
+    assert of_call == {"input_formatter": "read", "output_formatter": "write"}, "as in LMI"

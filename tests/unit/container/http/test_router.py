@@ -1,0 +1,64 @@
+"""The route table: paths with and without a slash at their end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from container.http.router import ANY_METHOD, Application, Mount, Router
+
+
+def application() -> Application:
+    async def serve(scope: Any, receive: Any, send: Any) -> None: ...
+
+    return serve
+
+
+NOT_FOUND, PING, SLASH, MODEL, MOUNTED = (application() for _ in range(5))
+
+
+def made() -> Router:
+    router = Router(NOT_FOUND, [Mount("/mount/", MOUNTED)])
+    router.add("/ping", ANY_METHOD, PING, without_key=True)
+    router.add("/page/", "GET", SLASH)
+    router.add("/page", "GET", PING, without_key=True)
+    router.add("/models/{model}", "GET", MODEL)
+    return router
+
+
+def scope_of(path: str, raw: str = "") -> dict[str, Any]:
+    return {"type": "http", "method": "GET", "path": path, "raw_path": (raw or path).encode()}
+
+
+@pytest.mark.parametrize(
+    ("path", "raw", "found", "served", "is_open"),
+    [
+        ("/ping", "", PING, "/ping", True),
+        ("/ping/", "", PING, "/ping", True),
+        ("/ping//", "/p%69ng//", PING, "/ping", True),
+        ("/ping//", "/ping%2F/", NOT_FOUND, "/ping//", False),
+        ("/ping/x/", "", NOT_FOUND, "/ping/x/", False),
+        ("//", "", NOT_FOUND, "//", False),
+        ("/page/", "", SLASH, "/page/", False),
+        ("/page//", "", PING, "/page", True),
+        ("/mount/", "", MOUNTED, "/mount/", False),
+        ("/models/m/", "", MODEL, "/models/m", False),
+        ("/models/m//", "/models/m%2f/", MODEL, "/models/m/", False),
+    ],
+)
+def test_slashes_at_the_end_count_only_if_a_route_has_them(
+    path: str, raw: str, found: Application, served: str, is_open: bool
+) -> None:
+    scope = scope_of(path, raw)
+    assert made().is_open({**scope}) is is_open
+    for _ in range(2):  # A second search finds the same.
+        assert made().find(scope) is found
+        assert scope["path"] == served
+
+
+def test_the_parameters_of_a_path_with_a_slash_at_its_end_are_read() -> None:
+    for raw, name in (("/models/m/", "m"), ("/models/m%2f/", "m/")):
+        scope = scope_of(raw.replace("%2f", "/"), raw)
+        made().find(scope)
+        assert scope["path_params"] == {"model": name}
