@@ -14,6 +14,9 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 ANY_METHOD = "*"  # Serves the methods for which the path has no other application.
 _ENCODED_SLASH = re.compile("%2f", re.IGNORECASE)
+# LMI's paths, which may end in slashes (DJL Serving, `InferenceRequestHandler` and `ManagementRequestHandler`). The
+# servers of other contracts do not know such a path.
+_ENDS_IN_SLASHES = re.compile(r"/(?:ping|invocations|predictions|models|adapters|workflows|server)(?:/.*)?/").fullmatch
 # Replaces an encoded slash while a route is looked up. An encoded slash belongs to a name and separates nothing (RFC
 # 3986, section 2.2). No decoded path has this character.
 _SLASH_IN_NAME = "\udc2f"
@@ -93,12 +96,12 @@ class Router:
     def _lookup(self, scope: Any) -> Mapping[str, Application] | None:
         """Return the applications of a path by their methods.
 
-        If no route has the path, slashes at its end are taken off it, as in LMI. The scope then has the path without
-        them: contracts compare paths.
+        If no route has the path, slashes at the end of a path of LMI are taken off it. The scope then has the path
+        without them: contracts compare paths.
         """
         path = _path(scope)
         methods = self._plain.get(path) or self._match(scope, path)
-        if methods is not None or not path.endswith("/"):
+        if methods is not None or not _ENDS_IN_SLASHES(path):
             return methods
         shorter = path.rstrip("/")
         methods = self._plain.get(shorter) or self._match(scope, shorter)

@@ -152,11 +152,9 @@ async def test_an_encoded_slash_is_a_character_of_a_name_and_separates_nothing(
         ("GET", "/models/model"),
         ("PATCH", "/models/model"),
         ("GET", "/adapters"),
-        ("GET", "/v2/health/ready"),
-        ("POST", "/v1/chat/completions"),
     ],
 )
-async def test_a_slash_at_the_end_of_a_path_changes_nothing(
+async def test_a_slash_at_the_end_of_a_path_of_lmi_changes_nothing(
     starting: httpx.AsyncClient, method: str, path: str
 ) -> None:
     answer = await starting.request(method, path, content=b"{}")
@@ -164,6 +162,11 @@ async def test_a_slash_at_the_end_of_a_path_changes_nothing(
     assert (same.status_code, same.content) == (answer.status_code, answer.content)
     assert same.status_code != 404
     assert f'{path}/"' not in (await starting.get("/metrics")).text
+
+
+async def test_other_contracts_have_no_path_that_ends_in_a_slash(starting: httpx.AsyncClient) -> None:
+    for method, path in (("GET", "/v2/health/ready/"), ("POST", "/v1/chat/completions/"), ("POST", "/generate/")):
+        assert (await starting.request(method, path, content=b"{}")).status_code == 404
 
 
 @pytest.mark.parametrize("path", ["/v2/models/nope/generate", "/v2/models/model/versions/2/generate_stream"])

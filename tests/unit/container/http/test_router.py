@@ -23,7 +23,9 @@ def made() -> Router:
     router.add("/ping", ANY_METHOD, PING, without_key=True)
     router.add("/page/", "GET", SLASH)
     router.add("/page", "GET", PING, without_key=True)
+    router.add("/models", "GET", MODEL)
     router.add("/models/{model}", "GET", MODEL)
+    router.add("/v2/models/{model}", "GET", MODEL)
     return router
 
 
@@ -41,7 +43,9 @@ def scope_of(path: str, raw: str = "") -> dict[str, Any]:
         ("/ping/x/", "", NOT_FOUND, "/ping/x/", False),
         ("//", "", NOT_FOUND, "//", False),
         ("/page/", "", SLASH, "/page/", False),
-        ("/page//", "", PING, "/page", True),
+        ("/page//", "", NOT_FOUND, "/page//", False),
+        ("/models//", "", MODEL, "/models", False),
+        ("/v2/models/m/", "", NOT_FOUND, "/v2/models/m/", False),
         ("/mount/", "", MOUNTED, "/mount/", False),
         ("/models/m/", "", MODEL, "/models/m", False),
         ("/models/m//", "/models/m%2f/", MODEL, "/models/m/", False),
