@@ -22,7 +22,11 @@ class SynchronousRoute(InvocationsRoute):
 
     def chosen(self, scope: Scope) -> HttpRoute:
         route = super().chosen(scope)
-        if route is self and scope["method"] != "OPTIONS" and any(map(_is_asynchronous, _properties(scope))):
+        if (
+            isinstance(route, SynchronousRoute)
+            and scope["method"] != "OPTIONS"
+            and any(map(_is_asynchronous, _properties(scope)))
+        ):
             return FixedReplyRoute(self.state, self.path, front_end_reply(400, "BadRequestException", _REFUSAL))
         return route
 

@@ -157,7 +157,7 @@ class SharedHttpRoute(HttpRoute):
             return False
         try:
             return bool(bytes(self._decode(body).field))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except msgspec.DecodeError:
             return False
 
 

@@ -101,7 +101,7 @@ class ModelSettings:
     scores_in_order: bool = False  # `query` and `texts` on `/invocations` get DJL's scores; otherwise TEI's ranks.
     auto_truncate: bool = True  # TEI's routes cut texts that are too long, unless a request says otherwise.
     max_client_batch_size: int = 32  # Texts of a request on TEI's routes. The default is TEI's.
-    # The text that goes in front of texts for vectors on LMI's and TEI's routes if a request names none, or its name.
+    # The text that goes in front on TEI's routes, and for vectors on LMI's, if a request names none; or its name.
     default_prompt: str | None = None
     default_prompt_name: str | None = None
     enable_lora: bool = False  # LoRA adapters can be registered; requests name the one they want.

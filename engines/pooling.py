@@ -49,7 +49,7 @@ class PoolingModel:
     pairs_refusal: str = ""  # The reason if pairs of texts cannot be scored by tokenizing them together, else empty.
     # Texts that go in front of a prompt, by their names (sentence-transformers' `prompts`).
     prompts: Mapping[str, str] = field(default_factory=dict)
-    # The text that goes in front on LMI's and TEI's routes if a request names none. None: no text.
+    # The text that goes in front of texts on TEI's routes, and of texts for vectors on LMI's, if a request names none.
     default_prompt: str | None = None
 
 

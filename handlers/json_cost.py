@@ -65,8 +65,10 @@ class JsonDecoder(Generic[T]):
             return self._checked(text)
         except msgspec.DecodeError:
             raise
-        except (ValueError, RecursionError) as error:  # A ValueError: bad UTF-8, or a number that is too long to read.
+        except ValueError as error:  # Bad UTF-8, or a number that is too long to read.
             raise msgspec.DecodeError(str(error)) from None
+        except RecursionError:
+            raise msgspec.DecodeError("the document is nested too deeply") from None
 
     def _checked(self, text: bytes | str) -> T:
         if len(text) < CHECKED:

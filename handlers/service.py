@@ -74,7 +74,7 @@ class Service:
             ContractError: The queue of the custom handler is full, or it has no worker.
         """
         if self.custom is not None:
-            self.custom.pool.check_place()
+            self.custom.pool.refuse_if_full()
         elif self.queue is not None:
             self.queue.refuse_if_full()
 

@@ -222,11 +222,16 @@ class HttpRoute:
             reply.headers.extend(connection_headers(error, body_read=reader.complete))
             reply.reply(refusal)
         except Exception as error:
-            logger.exception("internal error", extra={"request_id": head.request_id})
-            if not reply.status:
+            if isinstance(error, RecursionError) and reader.complete and not reply.status:
                 # A document can be nested so that it can be read, but not written again further down the stack.
-                deep = isinstance(error, RecursionError)
-                reply.reply(route.refuse(InvalidRequest(_TOO_DEEP) if deep else InternalError()))
+                logger.debug("%s", _TOO_DEEP, exc_info=error, extra={"request_id": head.request_id})
+                refusal = route.refuse(InvalidRequest(_TOO_DEEP))
+                _log_refusal(_TOO_DEEP, refusal, head)
+                reply.reply(refusal)
+            else:
+                logger.exception("internal error", extra={"request_id": head.request_id})
+                if not reply.status:
+                    reply.reply(route.refuse(InternalError()))
         finally:
             if running is None:
                 reader.let_go()

@@ -101,10 +101,10 @@ class Router:
         """
         path = _path(scope)
         methods = self._plain.get(path) or self._match(scope, path)
-        if methods is not None or not _ENDS_IN_SLASHES(path):
+        if methods is not None or not path.endswith("/"):
             return methods
-        shorter = path.rstrip("/")
-        methods = self._plain.get(shorter) or self._match(scope, shorter)
+        shorter = without_slashes(path)
+        methods = None if shorter == path else self._plain.get(shorter) or self._match(scope, shorter)
         if methods is not None:
             scope["path"] = scope["path"][: len(shorter) - len(path)]
             scope["raw_path"] = scope["raw_path"].rstrip(b"/")
@@ -118,6 +118,11 @@ class Router:
                 }
                 return methods
         return None
+
+
+def without_slashes(path: str) -> str:
+    """Return a path without the slashes at its end if it is one of LMI's; any other path unchanged."""
+    return path.rstrip("/") if _ENDS_IN_SLASHES(path) else path
 
 
 def _path(scope: Any) -> str:

@@ -154,9 +154,7 @@ def _is_hugging_face(model_dir: Path, model_id: str | None) -> bool:
 def _properties(sources: Sources, model_id: str | None, degrees: Mapping[str, int]) -> dict[str, str]:
     """Return the properties that LMI gives to a handler: every setting of the model, without `option.`.
 
-    Settings without a value are among them, as in LMI.
-
-    `option.env` is missing, as in LMI: it may have secrets.
+    As in LMI, settings without a value are among them, and `option.env` is missing: it may have secrets.
     """
     properties = {
         key.removeprefix(PREFIX): value.text for key, value in sources.model.items() if key != ENVIRONMENT.key
@@ -166,6 +164,5 @@ def _properties(sources: Sources, model_id: str | None, degrees: Mapping[str, in
         properties["model_id"] = model_id
     if "HF_TASK" in sources.variables:
         properties.setdefault("task", sources.variables["HF_TASK"].text)
-    empty = {key.removeprefix(PREFIX): value.text for key, value in sources.given.items() if not value.text.strip()}
-    empty.pop(ENVIRONMENT.key.removeprefix(PREFIX), None)
+    empty = {key.removeprefix(PREFIX): "" for key in sources.empty if key != ENVIRONMENT.key}
     return empty | properties | {name: str(degree) for name, degree in degrees.items()}

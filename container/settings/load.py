@@ -223,13 +223,14 @@ def _sources(
     if (queue := model.pop("job_queue_size", None)) is not None:
         layer["job_queue_size"] = queue
     return Sources(
-        directory, variables, layer, model, {**in_file, **given, **arguments}, remote.open, remote.has, lookup
+        directory, variables, layer, model, {**given, **arguments}, tuple(empty), remote.open, remote.has, lookup
     )
 
 
 def _is_unset(key: str, value: Value) -> bool:
     """Return True for an empty value of an option. Like an empty variable, it counts as unset."""
-    return key in BY_KEY and not value.text.strip() and not BY_KEY[key].parser.keeps_blanks
+    known = key in BY_KEY or key == "job_queue_size" or key.startswith((options.PREFIX, "gpu.", "cpu."))
+    return known and not value.text.strip()
 
 
 # Values made from the settings
@@ -393,7 +394,8 @@ def _has_another(directories: tuple[Path, ...], variables: Mapping[str, Value]) 
         return False
     (directory,) = directories
     properties = read_properties(directory, [])
-    own = next((properties[key] for key in options.MODEL_ID.keys if key in properties), None)
+    given = {key: value for key, value in properties.items() if not _is_unset(key, value)}
+    own = next((given[key] for key in options.MODEL_ID.keys if key in given), None)
     if own is not None:
         return own.text.strip() != hub.text.strip()
     return location.has_model(directory) and Path(hub.text.strip()) != directory

@@ -163,6 +163,7 @@ class Sources:
     model: dict[str, Value]
     # Keys of the model from its file, the environment and the management API, for the secure mode.
     given: Mapping[str, Value]
+    empty: tuple[str, ...]  # Keys of the file without a value. They count as unset.
     # Fetches the small files of a model on S3 and returns its local directory. Raises SourceError.
     open_remote: Callable[[str], Path]
     is_open: Callable[[str], bool]  # Returns True if a URL names a model that was opened.

@@ -196,7 +196,7 @@ def _strings(text: str) -> str:
     """Return a list of strings as JSON. The quotes may be Python's, as in LMI's examples."""
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             values = ast.literal_eval(text)
         except (SyntaxError, TypeError, MemoryError, RecursionError):

@@ -10,7 +10,7 @@ from typing import Any
 
 from container.adapter_management import Refusal, read_adapter_call
 from container.http.cross_site import KnownHosts
-from container.http.router import Application
+from container.http.router import Application, without_slashes
 from container.prometheus_text import CONTENT_TYPE
 from container.settings.settings import ServerSettings
 from deploy.ray.adapter_changes import ReplicaReply, changes_adapters
@@ -113,9 +113,10 @@ class ReplicaApplication:
 def _normalized(path: bytes) -> bytes:
     """Decode the escapes of unreserved characters, which have the same meaning (RFC 3986, 6.2.2.2). `%2F` stays.
 
-    Slashes at the end are taken off, as the server does.
+    Slashes at the end of LMI's paths are taken off, as the server does.
     """
-    return _ESCAPE.sub(lambda escape: _UNRESERVED.get(escape[1].lower(), escape[0]), path).rstrip(b"/") or b"/"
+    decoded = _ESCAPE.sub(lambda escape: _UNRESERVED.get(escape[1].lower(), escape[0]), path)
+    return without_slashes(decoded.decode("latin-1")).encode("latin-1")
 
 
 def _changes_models(method: str, path: bytes) -> bool:

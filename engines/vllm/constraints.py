@@ -106,7 +106,7 @@ class ConstraintTranslator:
         if constraint.as_is:
             form = constraint.for_vllm()
             if constraint.json_schema is not None:
-                _check_size(constraint.parameter, (constraint.json_schema,), _MAX_WITH_WHITE_SPACE)
+                _check_size(constraint.parameter, (constraint.json_schema,), _MAX_WITH_WHITE_SPACE, MAX_CHARACTERS)
                 form["json"] = _read(constraint.parameter, constraint.json_schema)
             outputs = StructuredOutputsParams(**form)
             return await self.checked(constraint.parameter, SamplingParams(structured_outputs=outputs))
@@ -189,9 +189,10 @@ def no_token_left(sampling: SamplingParameters | SamplingParams) -> InvalidParam
     return InvalidParameter(name, "forbids every token that the constraint allows in one place of the text")
 
 
-def _check_size(parameter: str, texts: tuple[str, ...], most: int) -> None:
+def _check_size(parameter: str, texts: tuple[str, ...], most: int, shown: int | None = None) -> None:
+    """Refuse texts with more than `most` characters. The message has `shown` in place of `most`."""
     if (count := sum(map(len, texts))) > most:
-        raise InvalidParameter(parameter, f"must have at most {most} characters, got {count}")
+        raise InvalidParameter(parameter, f"must have at most {shown or most} characters, got {count}")
     try:
         for text in texts:
             text.encode()

@@ -24,7 +24,8 @@ class FormatterThread:
     """The thread that runs all formatters of one model.
 
     The methods must run on one event loop. A call that takes longer than the time limit fails. Its thread cannot be
-    stopped, so the next call gets a new thread. A call whose client has left keeps its turn until one of both.
+    stopped, so the next call gets a new thread. A call whose client has left keeps its turn until
+    it returns or is overdue.
     """
 
     def __init__(self, time_limit: float) -> None:
@@ -49,6 +50,7 @@ class FormatterThread:
             loop = asyncio.get_running_loop()
             self._overdue_at = loop.time() + self._time_limit
             job = loop.run_in_executor(self._executor, partial(_call, work))
+            job.add_done_callback(lambda job: job.cancelled() or job.exception())  # asyncio logs one that nobody reads.
             self._running = job
             if await self._end_of(job):
                 return job.result()
@@ -59,9 +61,7 @@ class FormatterThread:
         left = self._overdue_at - asyncio.get_running_loop().time()
         ended = bool((await asyncio.wait({job}, timeout=max(left, 0.0)))[0])
         self._running = None
-        if ended:
-            job.exception()  # Of a client that has left, so that asyncio does not log it.
-        else:
+        if not ended:
             job.cancel()
             self.stop()
         return ended
@@ -70,7 +70,7 @@ class FormatterThread:
         """End the thread when its calls have returned. A later call starts a new thread."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)
-            self._executor = self._running = None
+            self._executor = None
 
 
 def _call(work: Callable[[], T]) -> T:

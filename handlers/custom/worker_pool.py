@@ -123,15 +123,15 @@ class WorkerPool:
         if not self._batchers and not self._pending_starts:
             self._add_worker(self._backoff if self._no_worker_reason else 0.0)
             self._no_worker_reason = ""
-        self.check_place()
+        self.refuse_if_full()
         request.number = next(self._arrivals)
         request.arrived_at = asyncio.get_running_loop().time()
         request.forget = self._queue.remove
         bisect.insort(self._queue, request, key=lambda one: (one.priority, one.number))
         self._dispatch()
 
-    def check_place(self) -> None:
-        """Check that the queue has room for one more request.
+    def refuse_if_full(self) -> None:
+        """Refuse a call if the queue has no room for one more.
 
         Raises:
             ContractError: The queue is full.
@@ -230,15 +230,18 @@ class WorkerPool:
         if batcher not in self._open_batchers():
             self._end_idle(worker)
         elif len(self._batchers) > self.min_workers:
-            if (former := self._idle_timers.pop(worker, None)) is not None:
-                former.cancel()
+            self._end_timer(worker)
             later = asyncio.get_running_loop().call_later
             self._idle_timers[worker] = later(self._settings.max_idle_time, self._end_surplus, worker, worker.calls)
+
+    def _end_timer(self, worker: Worker) -> None:
+        if (timer := self._idle_timers.pop(worker, None)) is not None:
+            timer.cancel()
 
     def _end_surplus(self, worker: Worker, calls: int) -> None:
         """End a surplus worker that has had no new call since it had `calls` calls."""
         self._idle_timers.pop(worker, None)
-        if worker not in self._batchers or worker.calls != calls or len(self._batchers) <= self.min_workers:
+        if worker.calls != calls or len(self._batchers) <= self.min_workers:
             return
         if self._queue:  # A batch waits until it is full.
             self._on_free(worker)
@@ -248,10 +251,12 @@ class WorkerPool:
 
     def _end_idle(self, worker: Worker) -> None:
         del self._batchers[worker]
+        self._end_timer(worker)
         _spawn(self._ends, worker.stop(_IDLE_GRACE))
 
     def _on_end(self, worker: Worker, reason: str) -> None:
         batcher = self._batchers.pop(worker, None)
+        self._end_timer(worker)
         if batcher is None or self._stopping:
             return
         if time.time() - worker.started > _HEALTHY_SECONDS:

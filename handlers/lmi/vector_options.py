@@ -39,7 +39,7 @@ class VectorOptions:
         if not self.front:
             return pooling_request(prompt, self.pooling)
         if not isinstance(prompt, str):
-            raise InvalidParameter("prompt_name", "needs texts, got token ids")
+            raise InvalidParameter("inputs", "must be texts if a prompt goes in front of them, got token ids")
         return pooling_request(self.front + prompt, self.pooling)
 
     def vector(self, numbers: Any) -> Any:

@@ -170,7 +170,10 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], message: str) -> Non
 
 def test_token_ids_have_no_text_in_front() -> None:
     given = {"inputs": [1, 2], "prompt_name": "query"}
-    assert b"needs texts, got token ids" in refusal(WITH_PROMPTS, given, vector_format="vllm").body
+    assert (
+        b"must be texts if a prompt goes in front of them, got token ids"
+        in refusal(WITH_PROMPTS, given, vector_format="vllm").body
+    )
     nameless = {"inputs": "a", "prompt_name": "query"}
     assert b"config_sentence_transformers.json" in refusal(EMBEDDING, nameless).body
 

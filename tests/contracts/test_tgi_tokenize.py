@@ -27,7 +27,7 @@ def test_tokenize_gives_ids_texts_and_places_in_bytes_with_special_tokens_empty(
     )
 
 
-def test_tokenize_shows_all_tokens_whatever_truncate_says() -> None:
+def test_tokenize_shows_all_tokens_with_any_truncate() -> None:
     for truncate in (0, 1, 5):
         document = {"inputs": "Tell me", "parameters": {"truncate": truncate}}
         assert info_reply("POST", "/tokenize", document).body == info_reply("POST", "/tokenize", TELL_ME).body

@@ -435,6 +435,7 @@ async def test_adapters_are_refused_in_lmis_words_where_they_are_off(prefix: str
         ({"x-synchronous": "false"}, True),
         ({"X-Amzn-SageMaker-Custom-Attributes": "a=b; X-Synchronous = False"}, True),
         ({"X-Amzn-SageMaker-Custom-Attributes": "x-starting-token=t"}, True),
+        ({"X-Amzn-SageMaker-Custom-Attributes": "x-synchronous=false;route=/invocations"}, True),
         ({"x-synchronous": "True"}, False),
         ({"X-Amzn-SageMaker-Custom-Attributes": "x-synchronous=true;x-synchronous"}, False),
         ({"X-Amzn-SageMaker-Custom-Attributes": "x-synchronous=false,route=/generate"}, False),
@@ -444,7 +445,7 @@ async def test_asynchronous_inference_is_refused(
     starting: httpx.AsyncClient, headers: dict[str, str], refused: bool
 ) -> None:
     for path in ("/invocations", "/predictions/model", "/models/model/invoke"):
-        if "route" in str(headers) and path != "/invocations":
+        if "route=/generate" in str(headers) and path != "/invocations":
             continue
         answer = await starting.post(path, json={"inputs": "x"}, headers=headers)
         assert answer.status_code == (400 if refused else 503)

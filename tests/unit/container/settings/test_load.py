@@ -475,6 +475,15 @@ def test_an_empty_value_in_the_file_counts_as_unset(model_dir: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "key", ["option.default_prompt", "option.max_model_len", "option.unknown", "job_queue_size", "cpu.minWorkers"]
+)
+def test_empty_values_of_all_kinds_of_keys_count_as_unset(model_dir: Path, key: str) -> None:
+    settings = load(model_dir, f"{key}=")
+    assert (settings.model.default_prompt, settings.model.engine_arguments) == (None, {})
+    assert settings.warnings == (f"{key} (serving.properties: {key}) is ignored: it is empty",)
+
+
 def test_all_problems_are_listed_at_once(model_dir: Path) -> None:
     found = problems(
         model_dir,

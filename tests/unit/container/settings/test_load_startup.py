@@ -34,6 +34,12 @@ def problem(model_dir: Path | None, environ: dict[str, str], **line: str) -> str
     return str(caught.value)
 
 
+def test_an_empty_model_id_leaves_the_choice_to_the_environment(tmp_path: Path) -> None:
+    directory = model(tmp_path / "m", "option.model_id=", config=False)
+    (found,) = load_startup(directory, {"HF_MODEL_ID": "org/name"}, {}).models
+    assert found.settings.model.model_id == "org/name"
+
+
 def test_one_model_is_read_as_ever(tmp_path: Path) -> None:
     startup = load_startup(model(tmp_path / "m"), {"HF_MODEL_ID": str(tmp_path / "m")}, {"model_name": "x"})
     assert names(startup) == ["x"]

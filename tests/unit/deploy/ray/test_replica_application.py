@@ -80,7 +80,7 @@ async def test_the_end_of_a_reply_is_told_though_the_connection_stays() -> None:
 
 async def test_metrics_and_adapters_concern_all_replicas() -> None:
     replica = Replica()
-    for path in ("/metrics", "/metrics/", "/server/metrics"):
+    for path in ("/metrics", "/server/metrics", "/server/metrics/"):
         assert (await client(replica).get(path)).text == "all 1\n"
     answer = await client(replica).post("/adapters?a=1", content=b"{}", headers={"x-request-id": "r"})
     assert (answer.status_code, answer.text, answer.headers.get_list("x-request-id")) == (200, "done", [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from functools import partial
 from typing import Any
@@ -82,6 +83,25 @@ async def test_a_call_that_hangs_without_its_client_fails_no_other() -> None:
         await hanging
     assert await asyncio.gather(*(thread.run(lambda number=number: number) for number in range(3))) == [0, 1, 2]
     release.set()
+
+
+@pytest.mark.asyncio
+async def test_an_error_that_comes_after_its_client_has_left_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    thread, begun, release = FormatterThread(5), threading.Event(), threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        release.wait()
+        raise ValueError("late")
+
+    call = asyncio.ensure_future(thread.run(fail))
+    await until(begun.is_set)
+    call.cancel()
+    release.set()
+    assert await thread.run(lambda: "on") == "on"
+    del thread, call
+    gc.collect()
+    assert not caplog.records
 
 
 @pytest.mark.asyncio

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -341,6 +342,25 @@ async def test_a_long_queue_starts_workers_that_end_when_idle() -> None:
         await until(lambda: len(client.handler.pool.workers) == 1)
         await until(lambda: not any(map(alive, {*extra} - set(client.pids))))
         assert client.handler.pool.failures == 0
+
+
+async def test_a_surplus_worker_has_one_timer_for_all_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving("echo", min_workers=0, max_workers=1, max_idle_time=60) as client:
+        loop, timers = asyncio.get_running_loop(), []
+        later = loop.call_later
+
+        def call_later(delay: float, *arguments: Any, **options: Any) -> asyncio.TimerHandle:
+            timer = later(delay, *arguments, **options)
+            if delay == 60:
+                timers.append(timer)
+            return timer
+
+        monkeypatch.setattr(loop, "call_later", call_later)
+        for _ in range(5):
+            writer, _ = await client.send("x")
+            await writer.done()
+        assert len(timers) == 5
+        await until(lambda: [timer.cancelled() for timer in timers] == [True] * 4 + [False])
 
 
 async def test_lower_priorities_leave_the_queue_first() -> None:
