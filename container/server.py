@@ -261,7 +261,7 @@ class ModelServer:
     async def drain(self) -> None:
         """Refuse new calls, and wait for the running ones, at most `drain_timeout`."""
         self.models.draining = True
-        # Loads are cancelled, and their callers get an error. Restarts for which calls wait go on.
+        # Loads are cancelled, and their callers get an error. A restart continues if calls wait for it.
         seconds = self.settings.drain_timeout
         await asyncio.gather(self.registrar.stop(draining=True), self.models.drain(seconds), self.drain_mounts(seconds))
 

@@ -80,8 +80,7 @@ class Router:
 
     def is_open(self, scope: Any) -> bool:
         """Return True if a request needs no API key."""
-        self._lookup(scope)
-        path, method = _path(scope), scope["method"]
+        path, method = without_slashes(_path(scope)), scope["method"]
         return not self._open.isdisjoint({(path, ANY_METHOD), (path, "GET" if method == "HEAD" else method)})
 
     def methods(self, path: str) -> list[str]:
@@ -96,17 +95,13 @@ class Router:
     def _lookup(self, scope: Any) -> Mapping[str, Application] | None:
         """Return the applications of a path by their methods.
 
-        If no route has the path, slashes at the end of a path of LMI are taken off it. The scope then has the path
-        without them: contracts compare paths.
+        The scope then has the path without the slashes that LMI's paths may end in: contracts compare paths.
         """
         path = _path(scope)
-        methods = self._plain.get(path) or self._match(scope, path)
-        if methods is not None or not path.endswith("/"):
-            return methods
-        shorter = without_slashes(path)
-        methods = None if shorter == path else self._plain.get(shorter) or self._match(scope, shorter)
-        if methods is not None:
-            scope["path"] = scope["path"][: len(shorter) - len(path)]
+        served = without_slashes(path)
+        methods = self._plain.get(served) or self._match(scope, served)
+        if methods is not None and served != path:
+            scope["path"] = scope["path"][: len(served) - len(path)]
             scope["raw_path"] = scope["raw_path"].rstrip(b"/")
         return methods
 
@@ -122,7 +117,7 @@ class Router:
 
 def without_slashes(path: str) -> str:
     """Return a path without the slashes at its end if it is one of LMI's; any other path unchanged."""
-    return path.rstrip("/") if _ENDS_IN_SLASHES(path) else path
+    return path.rstrip("/") if path.endswith("/") and _ENDS_IN_SLASHES(path) else path
 
 
 def _path(scope: Any) -> str:

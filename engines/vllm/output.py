@@ -98,7 +98,7 @@ class SequenceStatistics:
         self._queued_at: float | None = None
         self.token_count = 0
         self.submitted_at = time.monotonic()
-        self.last_at = self.submitted_at  # When the last token came.
+        self.last_at = self.submitted_at  # When the last token came; before the first, when the prompt was submitted.
         self._began_at = self.submitted_at  # When the engine first ran it.
 
     def step(self, output: EngineCoreOutput) -> None:

@@ -24,8 +24,8 @@ class FormatterThread:
     """The thread that runs all formatters of one model.
 
     The methods must run on one event loop. A call that takes longer than the time limit fails. Its thread cannot be
-    stopped, so the next call gets a new thread. A call whose client has left keeps its turn until
-    it returns or is overdue.
+    stopped, so the next call gets a new thread. A call whose client has left keeps its turn until it
+    returns or is overdue.
     """
 
     def __init__(self, time_limit: float) -> None:
