@@ -14,7 +14,6 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 
 from container.adapter_management import adapter_routes
 from container.api_keys import ApiKeys
-from container.asynchronous_inference import SynchronousRoute
 from container.batch_transform import execution_parameters
 from container.console import page as console
 from container.console.state import console_state
@@ -196,7 +195,7 @@ def create_app(
         management.add("/", "OPTIONS", options)
     for path in _INFERENCE:
         counted = "/predictions" if path.startswith("/predictions") else path
-        router.add(path, ANY_METHOD, SynchronousRoute(state, counted, router))
+        router.add(path, ANY_METHOD, InvocationsRoute(state, counted, router))
     _add_server_pages(router, state, Metrics(models, counts, lag))
     contract_routes: dict[tuple[str, str], Application] = dict(contract_http_routes(state, CONTRACTS))
     if settings.console:

@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping
 from urllib.parse import parse_qs
 
 from container.contract_routes import MODEL_VERSION
+from container.custom_attributes import CUSTOM_ATTRIBUTES, attributes_of, is_plain_path, named_route
 from container.http.body_limits import Receive
 from container.http.refusals import front_end_refusal
 from container.http.reply import NO_CACHE, Send
@@ -13,7 +14,6 @@ from container.http.request_head import RequestHead, Scope
 from container.http.route import AppState, FixedReplyRoute, HandlerRoute, HttpRoute
 from container.http.router import Router
 from container.models.registry import Model
-from container.route_attribute import CUSTOM_ATTRIBUTES, attributes_of, is_plain_path, named_route
 from engines.errors import RequestError, UnknownModel
 from handlers.contract import JSON, Call, Handler, Reply
 from handlers.djl_errors import front_end_reply
@@ -21,10 +21,16 @@ from handlers.forms import form_text
 from handlers.json_cost import off_the_loop
 from handlers.service import Service
 
+_ROUTE = "`route` in X-Amzn-SageMaker-Custom-Attributes"
 _SHOWN = 200  # Characters of a wrong route in the error.
 _OF_SAGEMAKER = "/models/{model}/invoke"  # SageMaker calls it for a model of a multi-model endpoint.
 _TARGET_MODEL = b"x-amzn-sagemaker-target-model"
 _NAME = "model_name"
+_SYNCHRONOUS, _TOKEN = b"x-synchronous", b"x-starting-token"  # DJL Serving's asynchronous inference.
+_NO_TOKENS = (
+    "asynchronous inference (x-synchronous: false, x-starting-token) is not served: leave it out, and the answer has "
+    "the result"
+)
 
 
 class InvocationsRoute(HandlerRoute):
@@ -52,6 +58,12 @@ class InvocationsRoute(HandlerRoute):
             await route(scope, receive, send)
 
     def chosen(self, scope: Scope) -> HttpRoute:
+        route = self._by_attribute(scope)
+        if isinstance(route, InvocationsRoute) and scope["method"] != "OPTIONS" and _asks_for_token(scope):
+            return self._refused(_NO_TOKENS)
+        return route
+
+    def _by_attribute(self, scope: Scope) -> HttpRoute:
         named = named_route(dict(scope["headers"]).get(CUSTOM_ATTRIBUTES, b""))
         if named is None:
             return self
@@ -63,7 +75,7 @@ class InvocationsRoute(HandlerRoute):
                 if asked and given and asked != given:
                     # SageMaker has chosen the model of a multi-model endpoint, and may have checked the right to it.
                     return self._refused(
-                        f"must not name another model than {asked}, which the call is for, got {given}"
+                        f"{_ROUTE} must not name another model than {asked}, which the call is for, got {given}"
                     )
                 try:
                     target["path_params"] = target["path_params"] or self._model_parameters(scope)
@@ -72,13 +84,12 @@ class InvocationsRoute(HandlerRoute):
                 scope.update(target)
                 return route
         return self._refused(
-            "must be the path of a POST route that generates or tokenizes, such as /v1/chat/completions, got "
+            f"{_ROUTE} must be the path of a POST route that generates or tokenizes, such as /v1/chat/completions, got "
             f"{scope['method']} {named[:_SHOWN].decode('latin-1')}"
         )
 
     def _refused(self, reason: str) -> HttpRoute:
-        message = f"`route` in X-Amzn-SageMaker-Custom-Attributes {reason}"
-        return FixedReplyRoute(self.state, self.path, front_end_reply(400, "BadRequestException", message))
+        return FixedReplyRoute(self.state, self.path, front_end_reply(400, "BadRequestException", reason))
 
     def _model_parameters(self, scope: Scope) -> dict[str, str]:
         """Return the model and the version that the call names, as parameters of the path of another route.
@@ -136,14 +147,21 @@ def named_model(
     asked = parse_qs(query.decode("latin-1")) if query else {}
     found = {key: headers[key.encode()].decode("latin-1") for key in (_NAME, MODEL_VERSION) if key.encode() in headers}
     if CUSTOM_ATTRIBUTES in headers:
-        for attribute in attributes_of(headers[CUSTOM_ATTRIBUTES]):
-            key, _, text = attribute.partition(b"=")
-            found.setdefault(key.strip().decode("latin-1"), text.strip().decode("latin-1"))
+        for attribute, value in attributes_of(headers[CUSTOM_ATTRIBUTES]):
+            found.setdefault(attribute.decode("latin-1"), value.decode("latin-1"))
     name = path.get("model") or next(iter(asked.get(_NAME, ())), None) or found.get(_NAME)
     if not name and _TARGET_MODEL in headers:
         name = _target_model(headers[_TARGET_MODEL].decode("latin-1"), served)
     version = path.get("version") or next(iter(asked.get(MODEL_VERSION, ())), None) or found.get(MODEL_VERSION)
     return name or None, version
+
+
+def _asks_for_token(scope: Scope) -> bool:
+    """Return True if a call asks for a token, with which a later call would fetch the answer. No answer is kept."""
+    headers = scope["headers"]
+    attributes = [pair for name, value in headers if name == CUSTOM_ATTRIBUTES for pair in attributes_of(value)]
+    given = [*headers, *attributes]
+    return any(name == _TOKEN or (name == _SYNCHRONOUS and value.lower() != b"true") for name, value in given)
 
 
 def _target_model(artifact: str, served: Container[str]) -> str | None:

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from container.custom_attributes import CUSTOM_ATTRIBUTES
 from container.request_capture import RecordFiles
-from container.route_attribute import CUSTOM_ATTRIBUTES
 from deploy.local.invocation import ContainerRequest
 from deploy.local.parameters import INFERENCE_ID, VARIANT, Headers, value_of
 

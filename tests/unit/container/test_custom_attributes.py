@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from container.api_keys import ApiKeys
 from container.app import create_app
+from container.custom_attributes import is_plain_path, named_route
 from container.http.route import HttpRoute
 from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
-from container.route_attribute import is_plain_path, named_route
 from container.settings.settings import ServerSettings, Settings
 from engines.model_settings import ModelSettings
 from handlers.all_contracts import CONTRACTS

@@ -1,12 +1,14 @@
-"""The attribute `route` of SageMaker's custom attributes. It names the route that answers a call of `/invocations`.
+"""SageMaker's custom attributes: a header that holds further properties of a call, as `name=value; name=value`.
 
-SageMaker calls no other path for most clients. AWS's vLLM image has the attribute too, for all of its routes. Here it
-reaches only routes that infer or tokenize: a client of an endpoint must not load adapters or models.
+The attribute `route` names the route that answers a call of `/invocations`. SageMaker calls no other path for most
+clients. AWS's vLLM image has the attribute too, for all of its routes. Here it reaches only routes that infer or
+tokenize: a client of an endpoint must not load adapters or models.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
 _SEPARATOR = re.compile(rb"[,;\s]+")  # AWS's image separates attributes by commas, LMI by semicolons.
@@ -14,12 +16,15 @@ _ROUTE = re.compile(rb"(?:^|[,;\s])route=([^,;\s]*)")
 _PATH = re.compile(rb"(/(?!\.\.?(/|$))[^/%?#\\\x00-\x20\x7f-\xff]+)+|/")  # No escape, query, fragment, `//` or `..`.
 
 
-def attributes_of(header: bytes) -> list[bytes]:
-    """Split the header's value into attributes.
+def attributes_of(header: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the attributes of the header's value, with names in lower case. One without `=` is left out, as in LMI.
 
     Semicolons separate them, as in LMI. Commas and white space do so, too, if one of the attributes is `route`.
     """
-    return _SEPARATOR.split(header) if _ROUTE.search(header) else header.split(b";")
+    for attribute in _SEPARATOR.split(header) if _ROUTE.search(header) else header.split(b";"):
+        name, equals, value = attribute.partition(b"=")
+        if equals:
+            yield name.strip().lower(), value.strip()
 
 
 def named_route(header: bytes) -> bytes | None:
