@@ -65,7 +65,8 @@ class TextReader(ParameterReader):
 
     def _meant(self, kind: Kind, value: Any) -> Any:
         if not isinstance(value, str):
-            return value
+            # Triton's vLLM backend and Pydantic take these two numbers.
+            return bool(value) if kind == "boolean" and isinstance(value, int) and value in (0, 1) else value
         if kind == "boolean":
             return TEXT_BOOLEANS.get(value.strip().lower(), value)
         if kind in ("integer", "number"):

@@ -442,7 +442,8 @@ class PushedState(OwnState):
                 ids = reader.logprobs.logprob_token_ids[i, 1 : 1 + self.top_tokens].tolist()
                 values = reader.logprobs.logprobs[i, 1 : 1 + self.top_tokens].tolist()
                 top = tuple([Token(t, apart.text(t, before), v) for t, v in zip(ids, values, strict=True)])
-            self.pending.add(Token(token_id, apart.text(token_id, before), logprobs[i], False, top))
+            rank = reader.logprobs.sampled_token_ranks[i].item() if self.want_ranks else None
+            self.pending.add(Token(token_id, apart.text(token_id, before), logprobs[i], False, top, rank))
 
     def _top(self, row: int) -> tuple[Token, ...]:
         raw = self.reader.logprobs

@@ -36,6 +36,7 @@ class HappyVllmContract:
             request_id=call.request_id,
             prompt=generation.prompt,
             stream=stream,
+            tokens_apart=True,  # Each step is a line, also one whose text is held back.
             adapter=self._setting.adapter_of(call, None),
         )
         if not self._stream:

@@ -16,6 +16,7 @@ from handlers.contract_routes import ModelView, check_body, check_text
 from handlers.happy_vllm.errors import json_reply, vllm_error
 from handlers.happy_vllm.request import FieldReader, document
 from handlers.json_fields import json_kind
+from handlers.vllm_parameters import number_of_text
 
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
 DEFAULT_CHUNK = 200
@@ -92,6 +93,9 @@ def _tokenize(call: Call, view: ModelView) -> Reply:
     if is_chat:
         if read.has("chat_template"):
             raise InvalidParameter("chat_template", "cannot be set by a request; the model has its own")
+        for name in ("continue_final_message", "tools", "chat_template_kwargs"):
+            if values.get(name):
+                raise InvalidParameter(name, "is not taken here, but by /tokenize, which is vLLM's")
         add_generation_prompt = read.boolean("add_generation_prompt", True)
         text = check_text("messages", _chat_prompt(model.texts, values["messages"], add_generation_prompt))
     else:
@@ -103,12 +107,21 @@ def _tokenize(call: Call, view: ModelView) -> Reply:
 def decode_v2(call: Call, view: ModelView) -> Reply:
     """`POST /v2/decode`, which is vLLM's `/detokenize`, with vLLM's errors."""
     try:
-        read, model = _read(call), view.text()
+        check_body(call)
+        values, model = document(call), view.text()
+        if isinstance(given := values.get("tokens"), list):  # Pydantic takes "16" and 16.0 for 16.
+            values["tokens"] = [_whole(token) for token in given]
+        read = FieldReader(values)
         _check_model(read, view)
         ids = read.required_ids("tokens", model.texts.vocabulary_size)
         return json_reply({"prompt": model.texts.decode(ids)})
     except RequestError as error:
         return vllm_error(error)
+
+
+def _whole(value: Any) -> Any:
+    number = number_of_text(value) if isinstance(value, str) else value
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def _read(call: Call) -> FieldReader:

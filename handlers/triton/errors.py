@@ -29,7 +29,7 @@ _LONGEST_NAME = 200
 
 
 class TritonRefusal(errors.InvalidRequest):
-    """Triton itself refuses the call, before its backend sees it. The message is Triton's."""
+    """Triton, or its backend before it generates, refuses the call. The message is theirs."""
 
 
 class SeveralResponses(TritonRefusal):
@@ -56,6 +56,8 @@ def message_of(error: errors.RequestError) -> str:
     """Return the message for the client. An error of the model begins with the words of Triton's vLLM backend."""
     if isinstance(error, errors.UnknownModel):
         return unknown_model(error.name)
+    if isinstance(error, errors.UnknownAdapter):
+        return f"LoRA {error.name[:_LONGEST_NAME]} is not supported"
     if isinstance(error, errors.UnusableImage):
         return f"Error generating stream: `image` {error.reason}"
     if isinstance(error, errors.InvalidRequest | errors.GenerationFailed) and not isinstance(error, TritonRefusal):

@@ -80,7 +80,9 @@ def metadata(call: Call, view: ModelView) -> Reply:
             "inputs": [
                 {"name": name, "datatype": _DATA_TYPES[kind], "shape": _shape(kind)} for name, kind in inputs.items()
             ],
-            "outputs": [{"name": name, "datatype": kind, "shape": [-1]} for name, kind in outputs.items()],
+            "outputs": [
+                {"name": name, "datatype": kind, "shape": _output_shape(name)} for name, kind in outputs.items()
+            ],
         }
     )
 
@@ -112,7 +114,7 @@ def configuration(call: Call, view: ModelView) -> Reply:
                 {
                     "name": name,
                     "data_type": _config_type(kind),
-                    "dims": [-1],
+                    "dims": _output_shape(name),
                     "label_filename": "",
                     "is_shape_tensor": False,
                 }
@@ -175,18 +177,26 @@ def _statistics(view: ModelView) -> dict[str, Any]:
 
 def repository_index(call: Call, views: Sequence[ModelView]) -> Reply:
     """Return the models and their states. With `{"ready": true}` return only models that are ready."""
-    only_ready: Any = False
-    if call.body.strip():
-        try:
-            document = decode_json(call.body)
-        except JsonError as error:
-            return error_reply(400, f"failed to parse the request JSON buffer: {error}")
-        if not isinstance(document, dict):
-            return error_reply(400, "attempt to get members for non-object: the body must be a JSON object")
-        only_ready = document.get("ready", False)
+    document = _object_of(call.body)
+    if isinstance(document, Reply):
+        return document
+    only_ready = document.get("ready", False)
     if not isinstance(only_ready, bool):
         return error_reply(400, "Unable to parse 'ready': attempt to access JSON non-boolean as boolean")
     return _json([_indexed(view) for view in views if view.state == "ready" or not only_ready])
+
+
+def _object_of(body: bytes) -> dict[str, Any] | Reply:
+    """Return the object of a body, which may be empty, or the reply with its fault."""
+    if not body.strip():
+        return {}
+    try:
+        document = decode_json(body)
+    except JsonError as error:
+        return error_reply(400, f"failed to parse the request JSON buffer: {error}")
+    if not isinstance(document, dict):
+        return error_reply(400, "attempt to get members for non-object: the body must be a JSON object")
+    return document
 
 
 def _indexed(view: ModelView) -> dict[str, str]:
@@ -196,10 +206,15 @@ def _indexed(view: ModelView) -> dict[str, str]:
 
 
 def load(call: Call, view: ModelView) -> Reply:
-    """Return 200 for the served model if it is ready. Other models cannot be loaded."""
+    """Return 200 for the served model if it is ready. Other models, and other configurations, cannot be loaded."""
     name = call.path_parameters["model"]
     if name != view.settings.name:
         return error_reply(404, f"failed to load '{name[:200]}': this server serves '{view.settings.name}' only")
+    document = _object_of(call.body)
+    if isinstance(document, Reply):
+        return document
+    if document.get("parameters"):
+        return error_reply(501, f"failed to load '{name}': `parameters` must be empty; settings cannot be replaced")
     if view.state == "ready":
         return _YES
     return error_reply(503, f"failed to load '{name}': it is {view.state}" + (view.reason and f" ({view.reason})"))
@@ -233,6 +248,10 @@ def _tensors(view: ModelView) -> tuple[Mapping[str, Kind], Mapping[str, str]]:
     if view.settings.rolling_batch == "trtllm":
         return VLLM_INPUTS | TENSORRT_LLM_INPUTS, _VLLM_OUTPUTS | _TENSORRT_LLM_OUTPUTS
     return VLLM_INPUTS, _VLLM_OUTPUTS
+
+
+def _output_shape(name: str) -> list[int]:
+    return [1] if name == "num_input_tokens" else [-1]
 
 
 def _shape(kind: Kind) -> list[int]:

@@ -133,6 +133,7 @@ class TritonRequest:
             want_tokens=want_logprobs,
             want_logprobs=want_logprobs,
             want_ranks=self.shows_logprobs,
+            tokens_apart=True,  # Each step is an event, also one whose text is held back.
             top_tokens=(self.vllm.logprobs or 0) if self.shows_logprobs else 0,
             adapter=adapter,
         )
@@ -170,9 +171,7 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
     stream = any([switch(values, "stream"), switch(values, "streaming")])  # A list: both are removed.
     leaves_out_prompt = switch(values, "exclude_input_in_output")
     if stream and leaves_out_prompt is False:
-        raise InvalidParameter(
-            "exclude_input_in_output", "must not be false when streaming: send true, or leave it out"
-        )
+        raise InvalidRequest("When streaming, `exclude_input_in_output` = False is not allowed.")
     outputs = frozenset(output for name, named in _OUTPUTS.items() if switch(values, name) for output in named)
     constraint: Constraint | None = None
     add_special_tokens = True
@@ -355,7 +354,7 @@ def _adapter(name: Any, setting: ContractSetting) -> str | None:
     if name is None:
         return None
     if not setting.settings.enable_lora:
-        raise InvalidParameter("lora_name", NO_ADAPTERS)
+        raise TritonRefusal("LoRA feature is not enabled.")
     if not isinstance(name, str):
         raise InvalidParameter("lora_name", f"must be a string, got {json_kind(name)}")
     return name or None

@@ -44,7 +44,7 @@ class TritonContract:
         if request.stream and request.vllm.request.sequences > 1 and not self._events:
             raise SeveralResponses
         most = self._setting.model.max_top_tokens
-        if request.shows_logprobs and (request.vllm.logprobs or 0) > most:
+        if (request.vllm.logprobs or 0) > most:
             raise InvalidParameter("logprobs", f"must be at most {most}, got {request.vllm.logprobs}")
         model = self._setting.settings.name
         if request.stream and self._events:

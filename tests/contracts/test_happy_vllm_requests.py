@@ -39,7 +39,7 @@ def schema_of(document: dict[str, Any]) -> Any:
 
 def test_a_bare_prompt_has_vllms_defaults_and_wants_text_alone() -> None:
     assert request_of({}) == GenerationRequest(
-        request_id="r", prompt="p", sampling=SamplingParameters(max_tokens=16, temperature=1.0)
+        request_id="r", prompt="p", tokens_apart=True, sampling=SamplingParameters(max_tokens=16, temperature=1.0)
     )
 
 

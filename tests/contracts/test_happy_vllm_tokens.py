@@ -280,6 +280,10 @@ def test_a_chat_is_tokenized_by_the_models_template_without_further_special_toke
 def test_the_second_decoder_has_the_prompt_alone() -> None:
     ids = LIKE_GPT.tokenizer.encode(SENTENCE)
     assert ask("/v2/decode", {"model": "model", "tokens": ids}) == {"prompt": SENTENCE}
+    # The original's example has texts, which Pydantic takes as numbers.
+    assert ask("/v2/decode", {"model": "model", "tokens": [*map(str, ids[:1]), *map(float, ids[1:])]}) == {
+        "prompt": SENTENCE
+    }
 
 
 @pytest.mark.parametrize(
@@ -318,6 +322,26 @@ def test_the_second_decoder_has_the_prompt_alone() -> None:
                 "message": "the model's chat template does not take these messages: nobody must not speak",
                 "type": "BadRequestError",
                 "param": None,
+                "code": 400,
+            },
+        ),
+        (
+            "/v2/tokenizer",
+            {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True},
+            {
+                "message": "`continue_final_message` is not taken here, but by /tokenize, which is vLLM's",
+                "type": "BadRequestError",
+                "param": "continue_final_message",
+                "code": 400,
+            },
+        ),
+        (
+            "/v2/decode",
+            {"tokens": ["1.5"]},
+            {
+                "message": "`tokens` must be a list of whole numbers, got [1.5]",
+                "type": "BadRequestError",
+                "param": "tokens",
                 "code": 400,
             },
         ),

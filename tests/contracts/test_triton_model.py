@@ -72,6 +72,7 @@ def test_model_metadata_has_the_vllm_backends_tensors() -> None:
     assert metadata["inputs"][0] == {"name": "text_input", "datatype": "BYTES", "shape": [1]}
     assert {"name": "stream", "datatype": "BOOL", "shape": [1]} in metadata["inputs"]
     assert metadata["outputs"][0] == {"name": "text_output", "datatype": "BYTES", "shape": [-1]}
+    assert {"name": "num_input_tokens", "datatype": "UINT32", "shape": [1]} in metadata["outputs"]
     assert document(told(VERSION, NAMED | {"version": "1"})) == metadata
 
 
@@ -208,6 +209,22 @@ def test_the_served_model_is_loaded_and_stays_so(
 ) -> None:
     path = "/v2/repository/models/{model}/" + action
     assert parts(told(path, {"model": name}, method="POST", of=view(state))) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{}", 200, ""),
+        (b'{"parameters": {}}', 200, ""),
+        (b'{"parameters": {"config": "{}"}}', 501, "`parameters` must be empty"),
+        (b"garbage", 400, "failed to parse the request JSON buffer"),
+        (b"[]", 400, "the body must be a JSON object"),
+    ],
+)
+def test_a_configuration_to_load_is_refused(body: bytes, status: int, message: str) -> None:
+    reply = told("/v2/repository/models/{model}/load", {"model": "model"}, method="POST", body=body)
+    assert reply.status == status
+    assert message in reply.body.decode()
 
 
 def test_tensors_are_refused_with_the_routes_to_use() -> None:

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.errors import UnknownAdapter
 from engines.request import BeamSearch, Constraint, SamplingParameters
 from handlers.contract import Exchange, Reply
+from handlers.triton.errors import message_of
 from tests.contracts.triton_exchange import PROMPT, attempt, parse, refused, request_of
 
 GREEDY = SamplingParameters(max_tokens=16)
@@ -63,6 +65,7 @@ def test_constraints_are_a_json_object_in_a_string(name: str) -> None:
 def test_the_engine_is_asked_only_for_what_the_answer_shows() -> None:
     quiet = request_of(PROMPT | {"logprobs": 5, "prompt_logprobs": 1})
     assert not any((quiet.want_tokens, quiet.want_logprobs, quiet.want_ranks, quiet.top_tokens))
+    assert quiet.tokens_apart  # A step whose text is held back is an event, too.
     cumulative = request_of(PROMPT | {"return_cumulative_logprob": True})
     assert (cumulative.want_logprobs, cumulative.want_ranks, cumulative.top_tokens) == (True, False, 0)
     shown = request_of(PROMPT | {"return_logprobs": True, "logprobs": 5})
@@ -267,8 +270,9 @@ def test_a_text_that_names_an_input_is_no_second_input() -> None:
         ({"max_tokens": 0}, "`max_tokens` must be at least 1, got 0"),
         ({"max_tokens": "many"}, '`max_tokens` must be a whole number, got "many"'),
         ({"logprobs": 21, "return_logprobs": True}, "`logprobs` must be at most 20, got 21"),
+        ({"logprobs": 21}, "`logprobs` must be at most 20, got 21"),
+        ({"ignore_eos": 2}, "`ignore_eos` must be true or false, got 2"),
         ({"unheard_of": 1}, "`unheard_of` is not a sampling parameter that vLLM has"),
-        ({"lora_name": "x"}, "`lora_name` cannot be used: this server has no adapters"),
         ({"image": ["aGk="]}, "`image` cannot be used: this model takes text only"),
         ({"sampling_parameters": "[]"}, "`sampling_parameters` must hold a JSON object, got an array"),
         (
@@ -277,7 +281,7 @@ def test_a_text_that_names_an_input_is_no_second_input() -> None:
         ),
         (
             {"stream": True, "exclude_input_in_output": False},
-            "`exclude_input_in_output` must not be false when streaming: send true, or leave it out",
+            "When streaming, `exclude_input_in_output` = False is not allowed.",
         ),
         ({"beam_width": 0}, "`beam_width` must be a whole number, at least 1"),
         (
@@ -323,6 +327,16 @@ def test_a_wrong_parameter_is_400_with_its_name(values: dict[str, Any], message:
     reply = refused(PROMPT | values, "generate_stream")
     assert (reply.status, reply.content_type) == (400, "application/json")
     assert json.loads(reply.body) == {"error": f"Error generating stream: {message}"}
+
+
+def test_adapters_that_cannot_be_used_have_the_backends_words() -> None:
+    assert refused(PROMPT | {"lora_name": "x"}).body == b'{"error":"LoRA feature is not enabled."}'
+    assert message_of(UnknownAdapter("x")) == "LoRA x is not supported"
+
+
+def test_booleans_may_be_one_and_zero() -> None:
+    sampling = request_of(PROMPT | {"ignore_eos": 1, "skip_special_tokens": 0}).sampling
+    assert (sampling.ignore_eos, sampling.skip_special_tokens) == (True, False)
 
 
 def test_several_sequences_streamed_to_generate_are_refused_before_inference() -> None:

@@ -145,6 +145,11 @@ def test_several_sequences_are_arrays(server: Server) -> None:
     )
 
 
+def test_a_step_whose_text_is_held_back_is_an_event(server: Server) -> None:
+    parts = events(server, GREEDY | {"max_tokens": 40, "ignore_eos": True, "stop": "z" * 200, "stream": True})
+    assert len(parts) > 1
+
+
 def test_beams_are_arrays_best_first(server: Server) -> None:
     answer = generate(server, {"beam_width": 2, "max_tokens": 4, "return_log_probs": True})
     assert len(answer["text_output"]) == 2
