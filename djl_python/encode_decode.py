@@ -95,7 +95,7 @@ def encode_csv(content: Any) -> str:
     stream = io.StringIO(newline="")
     if all(isinstance(row, Mapping) for row in rows):
         names = list(dict.fromkeys(name for row in rows for name in row))
-        writer = csv.DictWriter(stream, names, lineterminator="\n")
+        writer = csv.DictWriter(stream, names)  # Lines end with \r\n, as in LMI.
         writer.writeheader()
         writer.writerows(rows)
     else:

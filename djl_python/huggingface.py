@@ -56,6 +56,7 @@ class HuggingFaceService:
         self.initialized = False
         self.hf_pipeline: Any = None
         self.model: Any = None
+        self.model_config: Any = None  # Transformers' configuration of the model.
         self.tokenizer: Any = None
         self.rolling_batch: RollingBatch | None = None
         self.hf_configs: HuggingFaceProperties | None = None
@@ -82,6 +83,7 @@ class HuggingFaceService:
         else:
             self.hf_pipeline = self.get_pipeline(settings.task or infer_task(settings), model, settings.kwargs)
             self.model, self.tokenizer = self.hf_pipeline.model, self.hf_pipeline.tokenizer
+        self.model_config = getattr(self.model, "config", None)
         self.input_format_args = self.get_input_format_args()
         self.initialized = True
 

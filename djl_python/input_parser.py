@@ -98,7 +98,9 @@ def parse_input_with_formatter(inputs: Input, **kwargs: Any) -> ParsedInput:
             parsed.requests.append(Request(request))
         except Exception as error:  # A custom formatter may raise any exception.
             logging.exception("Request %s cannot be parsed", item.get_property("requestId"))
-            parsed.errors[index] = wire.sendable(f"Input Parsing failed. {error}")
+            # The text of a KeyError is the key alone.
+            reason = f"Invalid Request Property: {error}" if isinstance(error, KeyError) else str(error)
+            parsed.errors[index] = wire.sendable(f"Input Parsing failed. {reason}")
     return parsed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from functools import cache
 from socket import socket
 from typing import TYPE_CHECKING, Any
 
@@ -234,7 +235,8 @@ def _read_text(body: Body) -> str:
     try:
         return body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"The body is not UTF-8: byte 0x{body[error.start]:02x} at {error.start}") from error
+        error.reason += ": the body is not UTF-8"
+        raise
 
 
 def _read_json(body: Body) -> Any:
@@ -243,6 +245,8 @@ def _read_json(body: Body) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("The body is not JSON that can be read: it is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise json.JSONDecodeError(f"The body is not JSON: {error.msg}", error.doc, error.pos) from error
     except ValueError as error:
         raise ValueError(f"The body is not JSON: {error}") from error
 
@@ -275,5 +279,12 @@ def _read_image(body: Body) -> Image:
         image: Image = pillow.open(io.BytesIO(body))
         image.load()
     except (OSError, SyntaxError, ValueError, EOFError, pillow.DecompressionBombError) as error:
-        raise ValueError(f"The body is not an image that can be read: {error}") from error
+        raise _image_error()(f"The body is not an image that can be read: {error}") from error
     return image
+
+
+@cache
+def _image_error() -> type[Exception]:
+    """Return the class of errors about images. Handlers of LMI catch Pillow's; all broken content is a ValueError."""
+    unidentified = require("PIL", "an image body", "Pillow").UnidentifiedImageError
+    return type("ImageError", (unidentified, ValueError), {"__doc__": "An image cannot be read."})

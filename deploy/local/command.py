@@ -96,6 +96,7 @@ class LocalOptions:
 def local_endpoint_of(server: ServerSettings, endpoints: list[str], options: LocalOptions) -> tuple[Mount, str]:
     """Return SageMaker's runtime API in front of the server, and the text that tells users how to reach it."""
     settings = options.settings("--local-endpoint", endpoints)
+    _silence_httpx()
     api = RuntimeApi(settings, KnownHosts(server.allowed_hosts))
     return Mount(PREFIX, api, settings.endpoints, api.drain), _greeting(server.host, server.port, settings)
 
@@ -146,7 +147,7 @@ def local(
         stream_timeout=stream_timeout,
     )
     logs.configure("plain", "info")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # the container has an access line for each call
+    _silence_httpx()
     typer.echo(_greeting(host, port, settings))
     uvloop.run(_run(container.rstrip("/"), settings, KnownHosts(names(allowed_hosts)), host, port))
 
@@ -165,6 +166,11 @@ async def _run(url: str, settings: LocalSettings, hosts: KnownHosts, host: str, 
         await server.serve([listener])
     await api.drain(_DRAIN_SECONDS)
     await container.close()
+
+
+def _silence_httpx() -> None:
+    """Keep httpx's lines out of the log. The container has an access line for each call."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def _greeting(host: str, port: int, settings: LocalSettings) -> str:

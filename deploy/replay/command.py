@@ -158,7 +158,7 @@ class _Connection:
         if headers:
             raise typer.BadParameter("SageMaker passes no headers on; leave out --header", param_hint=option)
         client = self._client("sagemaker-runtime")
-        return SageMakerTarget(client, name, self.timeout, self.concurrency, paths, component)
+        return SageMakerTarget(client, name, self.timeout, paths, component)
 
     def _client(self, service: str) -> Any:
         from botocore.exceptions import ProfileNotFound

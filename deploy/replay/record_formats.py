@@ -67,6 +67,8 @@ def _of_sagemaker(record: Mapping[str, Any], place: str, path: str) -> RecordedR
         attributes = ",".join(attributes)
     if attributes is not None and not isinstance(attributes, str):
         raise Malformed("`eventMetadata.customAttributes` must be a string or an array of strings")
+    if attributes and not _is_value(attributes):
+        raise Malformed("`eventMetadata.customAttributes` must be the value of a header, in Latin-1")
     if attributes:
         headers.append((CUSTOM_ATTRIBUTES, attributes))
     reply = None
@@ -95,6 +97,8 @@ def _captured(part: Mapping[str, Any], name: str) -> tuple[bytes, str]:
     content_type = part.get("observedContentType") or ""
     if not isinstance(content_type, str):
         raise Malformed(f"`{name}.observedContentType` must be a string, got {_kind(content_type)}")
+    if not _is_value(content_type):
+        raise Malformed(f"`{name}.observedContentType` must be the value of a header, in Latin-1")
     if encoding == "BASE64":
         return _base64(data, f"{name}.data"), content_type
     if encoding in ("JSON", "CSV", "NONE"):
@@ -244,8 +248,8 @@ def _id(given: Any, place: str) -> str:
 
 
 def _time(given: Any, name: str) -> float:
-    if isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given):
-        return float(given)
+    if (number := _finite(given)) is not None:
+        return number
     try:
         at = datetime.fromisoformat(given)
     except (TypeError, ValueError):
@@ -257,9 +261,21 @@ def _seconds(answer: Mapping[str, Any], key: str) -> float | None:
     given = answer.get(key)
     if given is None:
         return None
-    if not isinstance(given, int | float) or isinstance(given, bool) or not (math.isfinite(given) and given >= 0):
+    number = _finite(given)
+    if number is None or number < 0:
         raise Malformed(f"`answer.{key}` must be a number of at least 0")
-    return float(given)
+    return number
+
+
+def _finite(given: Any) -> float | None:
+    """Return a finite number as a float, and None for anything else. An integer may be too large for a float."""
+    if not isinstance(given, int | float) or isinstance(given, bool):
+        return None
+    try:
+        number = float(given)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _kind(value: Any) -> str:

@@ -7,11 +7,11 @@ import json
 import ssl
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 from deploy.replay.request import CUSTOM_ATTRIBUTES, ROUTE, RecordedRequest, Reply
+from engines.daemon_thread import in_daemon_thread
 
 MAX_ANSWER = 256 << 20  # Bytes of an answer that are kept.
 _CONNECT_SECONDS = 10.0
@@ -116,28 +116,24 @@ class HttpTarget:
 class SageMakerTarget:
     """A SageMaker endpoint. Its client blocks, so calls run in threads."""
 
-    def __init__(
-        self, client: Any, name: str, timeout: float, concurrency: int, paths: Mapping[str, str], component: str | None
-    ) -> None:
-        """Prepare the threads.
+    def __init__(self, client: Any, name: str, timeout: float, paths: Mapping[str, str], component: str | None) -> None:
+        """Create the target.
 
         Args:
             client: boto3's client of SageMaker's runtime.
             name: The name of the endpoint.
             timeout: The time in seconds for a whole reply.
-            concurrency: The number of requests that run together.
             paths: Paths that differ on this target.
             component: The inference component.
         """
         self._client, self._name, self._timeout, self._paths = client, name, timeout, paths
         self._component = component
-        self._threads = ThreadPoolExecutor(concurrency, "sagemaker")
 
     async def ask(self, request: RecordedRequest) -> Reply:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout):
-                return await loop.run_in_executor(self._threads, self._ask, request)
+                # A thread for each call: a late one must not hold up the next call, or the end of the command.
+                return await in_daemon_thread(lambda: self._ask(request))
         except TimeoutError:
             raise NoAnswer(f"no whole answer within {self._timeout:g} s (--timeout)") from None
 
@@ -203,7 +199,7 @@ class SageMakerTarget:
         return Reply(200, _headers(answer), body, headers_known=False, seconds=seconds, first_byte=first)
 
     async def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Do nothing. The process does not wait for the threads of late calls."""
 
 
 def mapped(path: str, paths: Mapping[str, str]) -> str:

@@ -112,6 +112,7 @@ class Stack:
 
         Raises:
             StackFailed: The remains cannot be deleted.
+            StackConflict: The stack cannot be updated.
         """
         self._settle()
         status = self.status()
@@ -119,6 +120,8 @@ class Stack:
             self._report(f"the stack {self.name} is {status}: deleting it first")
             self.delete()
             return True
+        if status is not None and not status.endswith("_COMPLETE"):
+            raise StackConflict(f"the stack {self.name} is {status} and cannot be updated now")
         return status is None
 
     def check_updatable(self) -> None:
@@ -152,7 +155,9 @@ class Stack:
         made = self._client.create_change_set(
             StackName=self.name,
             ChangeSetName=f"slipway-{time.time_ns()}",
-            TemplateBody=json.dumps(template(configuration), separators=(",", ":")),  # At most 51,200 bytes.
+            TemplateBody=json.dumps(
+                template(configuration), separators=(",", ":"), default=str
+            ),  # At most 51,200 bytes.
             Parameters=[
                 {"ParameterKey": parameter, "ParameterValue": configuration.environment[variable]}
                 for variable, parameter in secrets(configuration).items()
@@ -201,15 +206,23 @@ class Stack:
 
         Raises:
             StackFailed: The change failed.
+            botocore.exceptions.ClientError: CloudFormation refused the call.
         """
+        from botocore.exceptions import ClientError
+
         try:
             self._new_events(change.stack)  # Skips earlier events.
-            self._client.execute_change_set(ChangeSetName=change.id)
+            try:
+                self._client.execute_change_set(ChangeSetName=change.id)
+            except ClientError:  # For example, the user may not execute it.
+                self.discard(change)
+                raise
             self._follow(change.stack, "CREATE_COMPLETE", "UPDATE_COMPLETE")
         except KeyboardInterrupt:
             if change.creates:
                 self._report("interrupted: deleting the stack")
-                self.delete()
+                if not self.delete():  # The change has not begun.
+                    self.discard(change)
             else:
                 self._report("interrupted; CloudFormation continues: `slipway status` shows its progress")
             raise

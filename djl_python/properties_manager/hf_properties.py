@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import field_validator
@@ -29,7 +30,8 @@ class HuggingFaceProperties(Properties):
     @field_validator("dtype", mode="before")
     @classmethod
     def validate_dtype(cls, dtype: Any) -> Any:
-        return _DTYPES.get(dtype, dtype)
+        name = dtype.lower() if isinstance(dtype, str) else dtype
+        return _DTYPES.get(name, name)
 
     @field_validator("stop_sequence", mode="before")
     @classmethod
@@ -66,7 +68,7 @@ class HuggingFaceProperties(Properties):
             loading["quantization_config"] = configuration(load_in_8bit=eight, load_in_4bit=four and not eight)
         return {name: value for name, value in loading.items() if value}
 
-    @property
+    @cached_property
     def kwargs(self) -> dict[str, Any]:
-        """The arguments of a pipeline for the model, for subclasses of `HuggingFaceService`."""
+        """The arguments of a pipeline for the model. Subclasses of `HuggingFaceService` may change them."""
         return self.source | self.loading

@@ -88,6 +88,11 @@ class _Call:
             self._reply.write(message.data)
         elif message.kind is MessageKind.STREAM_END or self._reply.started:
             self._reply.end()
+        has_answered = message.kind is MessageKind.STREAM_END or (
+            message.kind is MessageKind.OUTPUT and not message.streams
+        )
+        if has_answered and not self._settings.async_mode:
+            self._timeout.stop()  # `finalize` may take any time, as in LMI.
         if message.kind is MessageKind.DONE:
             # This has no effect on requests that have their answer.
             self._fail(FAILED_DEPENDENCY, "the handler ended without an answer")

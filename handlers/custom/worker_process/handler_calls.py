@@ -59,7 +59,7 @@ class HandlerCaller:
         if _OUTPUT in properties:  # As in LMI, the setting goes before the decorated function.
             inputs.properties[_OUTPUT] = properties[_OUTPUT]
         for name, value in message.contents:
-            inputs.content.add(name, value)
+            inputs.content.add(name, bytearray(value))  # Handlers may change it, as in LMI.
         inputs.function_name = function
         return getattr(self._module, function)(inputs)
 
@@ -73,6 +73,9 @@ def output_of(result: Any) -> Output:
         return Output(204, "No content")
     if isinstance(result, Output):
         return result
+    if inspect.iscoroutine(result):
+        result.close()
+        return Output().error("The handler's function is async, which needs option.async_mode=true")
     return Output().error(f"Invalid output type: {type(result)}")
 
 

@@ -59,6 +59,7 @@ def _set_python_path(model_dir: str) -> None:
     """
     places = (os.environ.get("PYTHONPATH"), _IMPORTABLE, model_dir)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+    sys.path.append(_IMPORTABLE)  # A spawned child takes over this list in place of its own. It is last, as above.
 
 
 def _run(serving: Coroutine[None, None, None]) -> None:

@@ -118,13 +118,16 @@ def test_json_is_what_a_client_gets_that_accepts_nothing_else() -> None:
 
 
 def test_csv_has_a_header_and_is_named_as_csv() -> None:
-    assert encoded([{"a": 1, "b": "x,y"}, {"a": 2, "c": 3}], "text/csv") == (b'a,b,c\n1,"x,y",\n2,,3\n', "text/csv")
+    assert encoded([{"a": 1, "b": "x,y"}, {"a": 2, "c": 3}], "text/csv") == (
+        b'a,b,c\r\n1,"x,y",\r\n2,,3\r\n',
+        "text/csv",
+    )
 
 
 def test_csv_of_values_has_no_header() -> None:
     assert encode_csv([[1, 2], [3, 4]]) == "1,2\n3,4\n"
     assert encode_csv(np.array([1.5, 2])) == "1.5\n2.0\n"
-    assert encode_csv({"a": 1}) == "a\n1\n"
+    assert encode_csv({"a": 1}) == "a\r\n1\r\n"
 
 
 @pytest.mark.parametrize("content", ["text", 1, [{"a": 1}, 2]])

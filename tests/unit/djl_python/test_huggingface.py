@@ -112,7 +112,7 @@ def test_a_parameter_that_the_model_does_not_know_is_an_error(generation: Huggin
 
 def test_the_answer_has_the_form_that_the_client_accepts(generation: HuggingFaceService) -> None:
     body = {"inputs": "the", "parameters": GREEDY}
-    assert text(ask(generation, body, Accept="text/csv")).startswith("generated_text\nthe ")
+    assert text(ask(generation, body, Accept="text/csv")).startswith("generated_text\r\nthe ")
     assert ask(generation, body, Accept="*/*").get_property("Content-Type") == "application/json"
     with pytest.raises(ValueError, match="NDList cannot hold"):
         ask(generation, body, Accept="tensor/ndlist")

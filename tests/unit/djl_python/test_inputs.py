@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from djl_python import Input
 from djl_python.np_util import to_nd_list, to_npz
@@ -152,13 +152,29 @@ def test_an_image_is_decoded() -> None:
 
 
 @pytest.mark.parametrize(
+    ("content_type", "body", "error"),
+    [
+        ("application/json", b"{", json.JSONDecodeError),
+        ("application/json", b"\xff", UnicodeDecodeError),
+        ("image/png", b"no image", UnidentifiedImageError),
+    ],
+)
+def test_the_error_of_a_broken_body_is_the_one_that_handlers_of_lmi_catch(
+    content_type: str, body: bytes, error: type[Exception]
+) -> None:
+    with pytest.raises(error) as raised:
+        request(content_type, body).get_data()
+    assert isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize(
     ("content_type", "body", "wrong"),
     [
         ("application/json", b"{", "The body is not JSON: Expecting property name"),
-        ("application/json", b"\xff{}", "not UTF-8: byte 0xff at 0"),
+        ("application/json", b"\xff{}", "byte 0xff in position 0.*the body is not UTF-8"),
         ("application/json", b"[" * 100_000, "nested too deeply"),
         ("application/jsonlines", b"", "The body is not JSON"),
-        ("text/plain", b"ab\xe4", "byte 0xe4 at 2"),
+        ("text/plain", b"ab\xe4", "byte 0xe4 in position 2"),
         ("image/png", b"no image", "not an image that can be read"),
         ("image/png", png()[:50], "not an image that can be read"),
         ("tensor/npz", b"PK", "npz body cannot be read"),

@@ -48,6 +48,21 @@ def test_any_json_is_a_request_or_malformed(record: Any) -> None:
         assert read(record).path.startswith("/")
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"captureData": {"endpointInput": part("{}", kind="text/\u65e5")}},
+        {"captureData": {"endpointInput": part("{}", kind="text/plain\nx: y")}},
+        {"captureData": {"endpointInput": part("{}")}, "eventMetadata": {"customAttributes": "\u65e5"}},
+        {"path": "/invocations", "body": {}, "time": 10**400},
+        {"path": "/invocations", "body": {}, "answer": {"status": 200, "body": "", "seconds": 10**400}},
+    ],
+)
+def test_values_that_cannot_be_sent_or_counted_are_malformed(record: Any) -> None:
+    with pytest.raises(Malformed):
+        read(record)
+
+
 def test_nested_json_is_malformed() -> None:
     with pytest.raises(Malformed):
         read_line(b"[" * 100_000, "a", "/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from typing import Any
 
 import pytest
@@ -43,7 +44,26 @@ def request(path: str = "/invocations", body: bytes = b"{}", **headers: str) -> 
 
 
 def target(runtime: Runtime, **paths: str) -> SageMakerTarget:
-    return SageMakerTarget(runtime, "my-endpoint", 10, 1, paths, None)
+    return SageMakerTarget(runtime, "my-endpoint", 10, paths, None)
+
+
+async def test_a_call_that_hangs_does_not_hold_up_the_next_one() -> None:
+    go = threading.Event()
+
+    class Hanging(Runtime):
+        def invoke_endpoint(self, **parameters: Any) -> dict[str, Any]:
+            if parameters["Body"] == b"hang":
+                go.wait(60)
+            return super().invoke_endpoint(**parameters)
+
+    asked = SageMakerTarget(Hanging(), "my-endpoint", 0.1, {}, None)
+    with pytest.raises(NoAnswer, match="no whole answer within"):
+        await asked.ask(request(body=b"hang"))
+    patient = SageMakerTarget(asked._client, "my-endpoint", 60, {}, None)
+    try:
+        assert (await patient.ask(request())).status == 200
+    finally:
+        go.set()
 
 
 async def test_headers_become_parameters_and_other_paths_a_route() -> None:

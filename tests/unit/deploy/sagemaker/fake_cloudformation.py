@@ -37,6 +37,7 @@ class FakeCloudFormation:
         self.others: list[str] = []  # Change sets of other users.
         self.proposed: dict[str, Any] | None = None
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.refused: set[str] = set()  # Operations that the user may not call.
         self.after: Callable[[str], None] = lambda operation: None
         self.client: Any = SESSION.client("cloudformation")
         # The client checks the parameters between these two events.
@@ -62,6 +63,8 @@ class FakeCloudFormation:
 
     def _answer(self, model: Any, **more: Any) -> tuple[Any, Any]:
         parameters = self.calls[-1][1]
+        if model.name in self.refused:
+            return SimpleNamespace(status_code=403), {"Error": {"Code": "AccessDenied", "Message": "no"}}
         try:
             answer = getattr(self, f"_{model.name}")(parameters)
         except ClientError as error:

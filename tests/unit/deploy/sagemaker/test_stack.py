@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from botocore.exceptions import ClientError
 
 from deploy.sagemaker.configuration import Configuration
 from deploy.sagemaker.stack import POLL, Stack, StackConflict, StackFailed
@@ -220,6 +221,9 @@ def test_a_stack_that_cannot_be_updated_says_what_to_do(
         cloudformation.there(status)
     with pytest.raises(StackConflict, match=said):
         stack.check_updatable()
+    if status and "FAILED" in status:
+        with pytest.raises(StackConflict, match=said):
+            stack.ready_to_create()
 
 
 def test_a_stack_that_someone_else_has_made_is_kept(cloudformation: FakeCloudFormation, stack: Stack) -> None:
@@ -235,6 +239,28 @@ def test_an_interrupted_creation_is_deleted(cloudformation: FakeCloudFormation, 
     with pytest.raises(KeyboardInterrupt):
         _create(stack)
     assert "interrupted: deleting the stack" in told
+    assert cloudformation.status is None
+
+
+def test_a_creation_that_is_interrupted_before_it_begins_leaves_no_stack(
+    cloudformation: FakeCloudFormation, stack: Stack
+) -> None:
+    change = stack.propose(WANTED)
+    assert change is not None
+    cloudformation.after = _interrupting(cloudformation, "DescribeStackEvents")
+    with pytest.raises(KeyboardInterrupt):
+        stack.carry_out(change)
+    assert cloudformation.status is None
+    assert cloudformation.called("ExecuteChangeSet") == []
+
+
+def test_a_refused_creation_leaves_no_stack(cloudformation: FakeCloudFormation, stack: Stack) -> None:
+    change = stack.propose(WANTED)
+    assert change is not None
+
+    cloudformation.refused = {"ExecuteChangeSet"}
+    with pytest.raises(ClientError, match="AccessDenied"):
+        stack.carry_out(change)
     assert cloudformation.status is None
 
 

@@ -156,6 +156,39 @@ async def test_the_finalize_function_runs_after_the_answer(tmp_path: Path) -> No
     assert path.read_text() == "finalized"
 
 
+async def test_an_async_function_without_async_mode_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "async def other():\n    pass\n\ndef handle(inputs):\n    return None if inputs.is_empty() else other()\n"
+    )
+    async with serving(tmp_path) as client:
+        answer = await client.ask(b"x")
+    assert (answer.status, b"option.async_mode=true" in answer.body) == (424, True)
+
+
+SLOW_FINALIZE = """
+import time
+from pathlib import Path
+from djl_python import Output
+
+def handle(inputs):
+    return None if inputs.is_empty() else Output().add(b"sent").finalize(finish, Path(inputs.get_as_string()))
+
+def finish(directory):
+    while not (directory / "go").exists():
+        time.sleep(0.05)
+    (directory / "done").touch()
+"""
+
+
+async def test_the_finalize_function_may_take_longer_than_the_timeout(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(SLOW_FINALIZE)
+    async with serving(tmp_path, predict_timeout=3.0) as client:
+        assert (await client.ask(str(tmp_path).encode())).body == b"sent"
+        await asyncio.sleep(3.5)  # Longer than predict_timeout.
+        (tmp_path / "go").touch()
+        await until((tmp_path / "done").exists)
+
+
 async def test_what_the_handler_prints_goes_to_the_log_by_worker(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "handlers.custom"):
         async with serving("echo") as client:
