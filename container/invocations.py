@@ -36,7 +36,8 @@ _NO_TOKENS = (
 class InvocationsRoute(HandlerRoute):
     """One of LMI's inference routes. It takes any method, as LMI does.
 
-    The attribute `route` of SageMaker's custom attributes gives the call to another route.
+    The attribute `route` of SageMaker's custom attributes gives the call to another route. A call that asks for an
+    answer by token is refused.
     """
 
     def __init__(self, state: AppState, path: str, router: Router) -> None:
@@ -58,12 +59,12 @@ class InvocationsRoute(HandlerRoute):
             await route(scope, receive, send)
 
     def chosen(self, scope: Scope) -> HttpRoute:
-        route = self._by_attribute(scope)
+        route = self._attribute_route(scope)
         if isinstance(route, InvocationsRoute) and scope["method"] != "OPTIONS" and _asks_for_token(scope):
             return self._refused(_NO_TOKENS)
         return route
 
-    def _by_attribute(self, scope: Scope) -> HttpRoute:
+    def _attribute_route(self, scope: Scope) -> HttpRoute:
         named = named_route(dict(scope["headers"]).get(CUSTOM_ATTRIBUTES, b""))
         if named is None:
             return self

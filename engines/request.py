@@ -125,7 +125,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     want_ranks: bool = False  # Tokens carry their rank as well; only together with `want_logprobs`.
     want_prompt_tokens: bool = False  # The first delta carries the prompt's tokens with their log probabilities.
     top_tokens: int = 0  # How many of the most probable alternatives each token carries.
-    # A token's text does not depend on its neighbours, and tokens do not wait for text that is held back.
+    # A token's text does not depend on its neighbours, and tokens do not wait for text that is held back. So each step
+    # has a delta, which may have no text.
     tokens_apart: bool = False
     adapter: str | None = None
     trace_context: Mapping[str, str] | None = None  # `traceparent` and `tracestate` of the client's trace.

@@ -120,9 +120,10 @@ class Stack:
             self._report(f"the stack {self.name} is {status}: deleting it first")
             self.delete()
             return True
-        if status is not None and not status.endswith("_COMPLETE"):
-            raise StackConflict(f"the stack {self.name} is {status} and cannot be updated now")
-        return status is None
+        if status is None:
+            return True
+        self._check_complete(status)
+        return False
 
     def check_updatable(self) -> None:
         """Check that the stack exists and that no operation runs.
@@ -134,6 +135,9 @@ class Stack:
         if status is None or status in _DEAD:
             there = f"the stack {self.name} is {status}" if status else f"the stack {self.name} does not exist"
             raise StackConflict(f"{there}; `slipway deploy` creates it")
+        self._check_complete(status)
+
+    def _check_complete(self, status: str) -> None:
         if not status.endswith("_COMPLETE"):
             raise StackConflict(f"the stack {self.name} is {status} and cannot be updated now")
 

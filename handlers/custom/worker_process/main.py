@@ -55,11 +55,12 @@ def serve(descriptor: int) -> None:
 def _set_python_path(model_dir: str) -> None:
     """Let Python processes that the handler starts import `djl_python` and the model's modules, as in LMI.
 
-    The import path of this process stays unchanged: a module of the model could replace one that the start needs.
+    This process itself does not import from the model directory yet: a module there could replace one that the start
+    needs.
     """
     places = (os.environ.get("PYTHONPATH"), _IMPORTABLE, model_dir)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
-    sys.path.append(_IMPORTABLE)  # A spawned child takes over this list in place of its own. It is last, as above.
+    sys.path.append(_IMPORTABLE)  # Spawned children take over this list.
 
 
 def _run(serving: Coroutine[None, None, None]) -> None:

@@ -56,10 +56,11 @@ async def test_a_call_that_hangs_does_not_hold_up_the_next_one() -> None:
                 go.wait(60)
             return super().invoke_endpoint(**parameters)
 
-    asked = SageMakerTarget(Hanging(), "my-endpoint", 0.1, {}, None)
+    runtime = Hanging()
+    impatient = SageMakerTarget(runtime, "my-endpoint", 0.1, {}, None)
+    patient = SageMakerTarget(runtime, "my-endpoint", 60, {}, None)
     with pytest.raises(NoAnswer, match="no whole answer within"):
-        await asked.ask(request(body=b"hang"))
-    patient = SageMakerTarget(asked._client, "my-endpoint", 60, {}, None)
+        await impatient.ask(request(body=b"hang"))
     try:
         assert (await patient.ask(request())).status == 200
     finally:
