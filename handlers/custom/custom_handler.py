@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Container
+from importlib.metadata import version
 
 from engines.errors import UnknownAdapter
 from engines.interface import EngineHealth
@@ -83,6 +84,8 @@ class CustomHandler:
             function=self._handler.function,
             async_mode=self._handler.async_mode,
             properties=dict(self._handler.properties),
+            model_name=settings.name,
+            server_version=version("slipway"),
             sets_python_path="PYTHONPATH" not in self._handler.environment,
         )
         self.adapters: Container[str] | None = None  # Allowed values of a call's `adapter`. None allows all.
@@ -109,7 +112,7 @@ class CustomHandler:
             error = UnknownAdapter(name)
             raise ContractError(unknown_adapter(error), error.message)
         request = Request(
-            Message(properties=given.properties, contents=given.contents),
+            Message(properties=given.properties, headers=call.headers, contents=given.contents),
             HandlerReply(writer),
             priority_of(given),
             call.key_salt,

@@ -61,7 +61,8 @@ class HandlerCaller:
         for name, value in message.contents:
             inputs.content.add(name, bytearray(value))  # Handlers may change it, as in LMI.
         inputs.function_name = function
-        return getattr(self._module, function)(inputs)
+        target = getattr(self._module, function)
+        return target(inputs, message.headers) if isinstance(target, SageMakerScript) else target(inputs)
 
     def initialize(self) -> Any:
         return self.call(Message(properties=tuple(self._request.properties.items())))

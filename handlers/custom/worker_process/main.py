@@ -127,7 +127,7 @@ def load_module(request: LoadRequest) -> ModuleType:
     try:
         module = _import(request)
         if request.function == _HANDLE and not hasattr(module, _HANDLE) and callable(getattr(module, LOADS, None)):
-            setattr(module, _HANDLE, SageMakerScript(module))
+            setattr(module, _HANDLE, SageMakerScript(module, request))
     except LoadError:
         raise
     except (Exception, SystemExit) as error:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from djl_python.inputs import Input
 from djl_python.lazy_import import require
 from djl_python.outputs import Output
+
+from .script_context import Context, Headers, RequestProcessor
+from .socket_protocol import LoadRequest, Properties
 
 LOADS = "model_fn"  # The function that a script must have.
 _STEPS = ("input_fn", "predict_fn", "output_fn")
@@ -23,7 +26,7 @@ _JSON, _CSV, _NPY = "application/json", "text/csv", "application/x-npy"
 _TEXT_TYPES = (_JSON, _CSV)
 _ANY = "*/*"
 _PURPOSE = "the default input_fn and output_fn"
-_UNSUPPORTED = 415
+_OK, _UNSUPPORTED = 200, 415
 
 
 class Text(str):
@@ -48,12 +51,15 @@ class SageMakerScript:
     `transform_fn(model, body, content_type, accept)`.
 
     `pre_model_fn(model_dir)` runs before `model_fn`, and `model_warmup_fn(model_dir, model)` after it. Each function
-    may take one more argument, the context. Its attribute `system_properties` has `model_dir` and `gpu_id`, which is
-    None on a CPU.
+    may take one more argument, the context. What a function sets there goes before what the others return.
     """
 
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, module: ModuleType, request: LoadRequest) -> None:
         """Find the functions of the module.
+
+        Args:
+            module: The customer's module.
+            request: The model, for the context.
 
         Raises:
             ValueError: The module has `transform_fn` and a function that `transform_fn` replaces.
@@ -62,28 +68,38 @@ class SageMakerScript:
         steps = [name for name in _STEPS if name in self._functions]
         if "transform_fn" in self._functions and steps:
             raise ValueError(f"transform_fn cannot be used together with {', '.join(steps)}")
+        self._request = request
         self._model: Any = None
-        self._context: Any = None
+        self._context: Context | None = None
         self._default_accept = _JSON
 
-    def __call__(self, inputs: Input) -> Output | None:
+    def __call__(self, inputs: Input, headers: Properties = ()) -> Output | None:
+        """Load the model, if the input is empty, or answer a request.
+
+        Args:
+            inputs: The request's body and id, or the properties of the load.
+            headers: The request's headers. The properties of `inputs` hold the custom attributes, too.
+        """
         if inputs.is_empty():
             self._load(inputs)
             return None
+        assert self._context is not None
+        reply = self._context.begin(inputs.get_property("requestId"), Headers(headers))
         try:
-            body, content_type = self._answer(inputs)
+            body, content_type = self._answer(inputs, reply)
         except Exception as error:
             # The toolkit's errors, which scripts raise, have these attributes.
             code, message = getattr(error, "status_code", None), getattr(error, "message", None)
             if not isinstance(code, int):
                 raise
-            return Output().error(str(message or error), code)
-        return Output().add_property("Content-Type", content_type).add(body, key="data")
+            output = Output().error(str(message or error), code)
+            return _with_headers(output, {**reply.get_response_headers(), **output.properties})
+        output = Output(reply.get_response_status_code() or _OK, reply.get_response_status_phrase() or "OK")
+        return _with_headers(output, {"content-type": content_type, **reply.get_response_headers()}).add(body, "data")
 
     def _load(self, inputs: Input) -> None:
-        model_dir, device = inputs.get_property("model_dir"), inputs.get_property("device_id")
-        gpu = None if device in (None, "-1") else int(device)
-        self._context = SimpleNamespace(system_properties={"model_dir": model_dir, "gpu_id": gpu})
+        model_dir = self._request.model_dir
+        self._context = Context(self._request, inputs.get_property("device_id"))
         self._default_accept = inputs.get_property("default_accept") or _JSON
         if "pre_model_fn" in self._functions:
             self._call("pre_model_fn", None, model_dir)
@@ -91,8 +107,9 @@ class SageMakerScript:
         if "model_warmup_fn" in self._functions:
             self._call("model_warmup_fn", None, model_dir, self._model)
 
-    def _answer(self, inputs: Input) -> tuple[Any, str]:
-        content_type, accept = inputs.get_property("Content-Type") or _JSON, inputs.get_property("Accept")
+    def _answer(self, inputs: Input, request: RequestProcessor) -> tuple[Any, str]:
+        content_type = request.get_request_property("Content-Type") or _JSON
+        accept = request.get_request_property("Accept")
         if not accept or accept == _ANY:
             accept = self._default_accept
         is_text = _media_type(content_type) in _TEXT_TYPES
@@ -129,6 +146,12 @@ class _UnsupportedType(Exception):
 
     def __init__(self, name: str, content_type: str) -> None:
         super().__init__(f"the content type {content_type[:200]!r} needs {name}; without it: {_JSON}, {_CSV}, {_NPY}")
+
+
+def _with_headers(output: Output, headers: Mapping[str, Any]) -> Output:
+    for name, value in Headers(headers.items()).items():
+        output.add_property(name, value)
+    return output
 
 
 def _media_type(content_type: str) -> str:

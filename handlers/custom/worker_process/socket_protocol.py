@@ -63,6 +63,7 @@ class Message:
     code: int = 200
     message: str = ""
     properties: Properties = ()
+    headers: Properties = ()  # Of a CALL: the request's headers, for a script. Its properties have more, and less.
     contents: Contents = ()
     streams: bool = False  # Chunks follow.
     error: str | None = None  # The text of the exception. None without an exception.
@@ -95,9 +96,8 @@ class Message:
         for key, length in fields["contents"]:
             contents.append((key, data[at : at + length]))
             at += length
-        properties = tuple((name, value) for name, value in fields["properties"])
-        kind = MessageKind(fields["kind"])
-        return cls(**fields | {"kind": kind, "properties": properties, "contents": tuple(contents)})
+        pairs = {name: tuple((key, value) for key, value in fields[name]) for name in ("properties", "headers")}
+        return cls(**fields | pairs | {"kind": MessageKind(fields["kind"]), "contents": tuple(contents)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +109,8 @@ class LoadRequest:
     function: str
     async_mode: bool
     properties: Mapping[str, str]  # For the initializing call.
+    model_name: str = "model"
+    server_version: str = ""
     device_id: str = "-1"
     sets_python_path: bool = True  # False: option.env has PYTHONPATH.
 

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from engines.interface import EngineStartError
+from handlers.custom.metrics import HandlerMetrics
 from handlers.custom.worker_process.script_mode import Text
 from tests.unit.handlers.custom.harness import MODELS, Client, Recorder, serving
+from tests.waiting import until
 
 DEFAULTS = {"entry_point": str(MODELS / "script" / "code" / "inference.py")}
 STEPS = """
@@ -107,12 +109,141 @@ def script(directory: Path, code: str) -> dict[str, Any]:
 @pytest.mark.asyncio
 async def test_each_function_gets_what_sagemakers_toolkit_gives_it(tmp_path: Path) -> None:
     async with serving(**script(tmp_path, STEPS)) as client:
-        common = [True, ["before", None, "after"], ["gpu_id", "model_dir"]]
+        properties = ["batch_size", "gpu_id", "model_dir", "server_name", "server_version"]
+        common = [True, ["before", None, "after"], properties]
         answer = await ask(client, "a,b", "text/csv", "x/y")
         assert (answer.status, answer.content_type) == (200, "x/y")
         assert json.loads(answer.body) == ["str", "a,b", "text/csv", *common, "x/y"]
         answer = await ask(client, b"\x00\xff", "application/octet-stream")
         assert json.loads(answer.body) == ["bytes", "00ff", "application/octet-stream", *common, "application/json"]
+
+
+CONTEXT = """
+def shown(context):
+    processor = context.request_processor[0]
+    assert processor.get_request_properties() is context.get_all_request_header(0)
+    return {
+        "id": context.get_request_id(0),
+        "same id": context.request_ids[0] == context.get_request_id(),
+        "attributes": context.get_request_header(0, "X-Amzn-SageMaker-Custom-Attributes"),
+        "lower case": processor.get_request_property("x-amzn-sagemaker-custom-attributes"),
+        "all": context.get_all_request_header(0).get("x-other"),
+        "there": ["X-OTHER" in context.get_all_request_header(0), context.get_all_request_header(0)["x-Other"]],
+        "missing": [context.get_request_header(0, name) for name in ("user", "X-None")],
+    }
+
+def model_fn(model_dir, context):
+    assert context.get_request_id() is None
+    return [context.model_name, context.manifest, context.system_properties["model_dir"] == model_dir]
+"""
+STEPS_WITH_CONTEXT = """
+def input_fn(body, content_type, context):
+    return [shown(context)]
+
+def predict_fn(data, model, context):
+    return data + [shown(context), model]
+
+def output_fn(prediction, accept, context):
+    import json
+    context.set_response_header(0, "X-Rows", "3")
+    context.set_response_content_type(0, "text/x-rows")
+    assert context.get_response_content_type(0) == "text/x-rows"
+    context.set_response_status(code=201, phrase="Made", idx=0)
+    assert context.get_response_status(0) == (201, "Made")
+    return json.dumps(prediction + [shown(context)])
+"""
+TRANSFORM_WITH_CONTEXT = """
+def transform_fn(model, body, content_type, accept, context):
+    import json
+    context.set_response_header(0, "Content-Type", "text/x-rows")
+    context.set_response_header(0, "x-rows", 3)
+    context.set_all_response_status(201, "Made")
+    return json.dumps([shown(context), shown(context), model, shown(context)]), accept
+"""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("functions", [STEPS_WITH_CONTEXT, TRANSFORM_WITH_CONTEXT], ids=["steps", "transform_fn"])
+async def test_the_context_has_the_request_and_sets_the_reply(tmp_path: Path, functions: str) -> None:
+    async with serving(**script(tmp_path, CONTEXT + functions)) as client:
+        for attributes in ("user=7; plan", '{"user": 7}'):
+            headers = {"X-Amzn-SageMaker-Custom-Attributes": attributes, "X-Other": "é"}
+            answer = await client.ask("[1]", headers=headers)
+            request, same, model, last = json.loads(answer.body)
+            assert request == same == last
+            assert request.pop("id").startswith("id-")
+            assert request == {
+                "same id": True,
+                "attributes": attributes,
+                "lower case": attributes,
+                "all": "é",
+                "there": [True, "é"],
+                "missing": [None, None],
+            }
+            assert model == ["model", None, True]
+            assert (answer.status, answer.content_type) == (201, "text/x-rows")
+            assert {name.lower(): value for name, value in answer.headers.items()} == {"x-rows": "3"}
+
+
+@pytest.mark.asyncio
+async def test_the_metrics_of_the_context_are_those_of_the_handler(tmp_path: Path) -> None:
+    code = """
+def model_fn(model_dir, context):
+    context.metrics.add_size("Weights", 2, unit="GB")
+
+def predict_fn(data, model, context):
+    context.metrics.add_counter("Rows seen", 3)
+    context.metrics.add_time("Predict", 1.5, 0)
+    context.metrics.add_percent("Hits", 50, dimensions=["Kind:warm"])
+    context.metrics.add_error("Cause", "none")
+    context.metrics.add_metric("Depth", 4, None, "levels")
+    return data
+"""
+    async with serving(**script(tmp_path, code)) as client:
+        for _ in range(2):
+            assert (await client.ask("[1]")).status == 200
+        metrics = client.handler.pool.metrics
+        # The lines come through a pipe, after the answers.
+        await until(lambda: any(m.name == "Depth" for m in metrics.snapshot()) and _total(metrics, "Rows_seen") == 6)
+        assert {(m.name, m.unit, m.label, *m.numbers.items()) for m in metrics.snapshot()} == {
+            ("Weights", "Gigabytes", "ModelName", ("model", 2.0)),
+            ("Rows_seen", "Count", "ModelName", ("model", 6.0)),
+            ("Predict", "Milliseconds", "ModelName", ("model", 1.5)),
+            ("Hits", "Percent", "Kind", ("warm", 50.0)),
+            ("Depth", "levels", "ModelName", ("model", 4.0)),
+        }
+
+
+def _total(metrics: HandlerMetrics, name: str) -> float:
+    return sum(sum(metric.numbers.values()) for metric in metrics.snapshot() if metric.name == name)
+
+
+@pytest.mark.asyncio
+async def test_a_reply_of_one_request_does_not_reach_the_next(tmp_path: Path) -> None:
+    code = """
+class Busy(Exception):
+    status_code, message = 503, "busy"
+
+def model_fn(model_dir, context):
+    return None
+
+def transform_fn(model, body, content_type, accept, context):
+    if body != "[1]":
+        context.set_response_status(202)
+        context.set_response_header(0, "Retry-After", "3")
+    if body == "[3]":
+        raise Busy
+    return body
+"""
+    async with serving(**script(tmp_path, code)) as client:
+        for body, status, headers in (
+            ("[1]", 200, {}),
+            ("[2]", 202, {"Retry-After": "3"}),
+            ("[3]", 503, {"Retry-After": "3"}),
+            ("[1]", 200, {}),
+        ):
+            answer = await client.ask(body)
+            assert (answer.status, answer.headers, answer.content_type) == (status, headers, "application/json")
 
 
 LMIS = """
