@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hmac
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Self
+
+from container.settings.values import json_value
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -63,7 +64,7 @@ def keys_in(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: The setting is empty, or a key has other characters than visible ASCII.
     """
-    keys = json.loads(text) if text.lstrip().startswith("[") else [key.strip().strip("\"'") for key in text.split(",")]
+    keys = json_value(text) if text.lstrip().startswith("[") else [key.strip().strip("\"'") for key in text.split(",")]
     keys = [key for key in keys if key != ""]
     if not keys or not all(isinstance(key, str) and _KEY.fullmatch(key) for key in keys):
         raise ValueError(text)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
@@ -27,10 +29,12 @@ from engines.errors import (
 
 logger = logging.getLogger(__name__)
 
+ON_HUB = "hf://"  # `hf://owner/name` or `hf://owner/name@revision`: an adapter that the settings name, on the hub.
 DIRECTORY = "adapters"  # Directory of a model in which its own adapters are, each in a directory.
 
 # Not `.` or `..`: clients resolve them in a path, so that such an adapter could never be removed.
 _NAME = re.compile(r"(?!\.{1,2}\Z)[^/\x00-\x1f\x7f]{1,200}")
+_DECLARED_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,200}")  # Of the settings. It may be an id on the hub.
 _SHOWN = 200  # Characters of a client's text that a message repeats.
 _SCHEME = re.compile(r"file:|[a-z][a-z0-9+.-]*://", re.IGNORECASE)  # Java writes `file:/directory`.
 _ON_S3 = re.compile(r"s3://", re.IGNORECASE)
@@ -86,10 +90,10 @@ class AdapterHost(Protocol):
 
 
 class AdapterDownloads(Protocol):
-    """Copies of adapters that are on S3."""
+    """Copies of adapters that are on S3 or on the hub."""
 
     async def fetch(self, url: str) -> Path:
-        """Download an adapter, and return its directory.
+        """Download an adapter from `s3://` or `hf://`, and return its directory.
 
         Raises:
             InvalidParameter: The place does not exist or cannot be read. AdapterFailed: The download has failed.
@@ -143,23 +147,29 @@ class AdapterRegistry:
             raise UnknownAdapter(alias or name)
         return adapter
 
-    async def preload(self, model_dirs: Sequence[Path]) -> None:
-        """Register the adapters in `adapters/` below these directories.
+    async def preload(self, model_dirs: Sequence[Path], declared: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Register the adapters in `adapters/` below these directories, and those that the settings declare.
+
+        Args:
+            model_dirs: The directories. Of two adapters with one name, the one in the first directory is registered.
+            declared: Places by names. They take precedence over the directories.
 
         Raises AdapterError, InvalidRequest: one of them, which is named, cannot be used or is not allowed.
         """
-        found: dict[str, Path] = {}
+        found: dict[str, str] = {}
         for directory in model_dirs:
             found = await asyncio.to_thread(_adapter_directories, directory) | found
-        for name, path in found.items():
+        for name, src in (found | dict(declared)).items():
             try:
-                await self.register(AdapterOrder(name=name, src=str(path)))
+                if src.startswith(ON_HUB) and self._downloads is not None:
+                    src = str(await self._downloads.fetch(src))
+                await self.register(AdapterOrder(name=name, src=src), declared=name in declared)
             except (AdapterError, InvalidRequest) as error:
-                raise type(error)(
-                    f"the adapter {name} of {path.parent} cannot be registered: {error.message}"
-                ) from None
+                place = src if name in declared else os.path.dirname(src)
+                reason = f"the adapter {name} of {place} cannot be registered: {error.message}"
+                raise AdapterFailed(reason) if isinstance(error, AdapterError) else InvalidRequest(reason) from None
 
-    async def register(self, order: AdapterOrder, *, replacing: bool = False) -> str:
+    async def register(self, order: AdapterOrder, *, replacing: bool = False, declared: bool = False) -> str:
         """Make an adapter usable.
 
         Returns the host's message, or "".
@@ -167,13 +177,14 @@ class AdapterRegistry:
         Args:
             replacing: One of the same name is replaced once the new one is loaded; its running requests are completed.
                 The new one keeps what the order does not give.
+            declared: The settings name the adapter. Its name may have slashes.
 
         Raises:
             AdapterError: It cannot be registered; everything is as before.
             InvalidRequest: `src` does not exist, or its directory is not allowed.
         """
         path = self._path(order.src or "")
-        if not _NAME.fullmatch(order.name):
+        if not (_DECLARED_NAME if declared else _NAME).fullmatch(order.name):
             raise AdapterConflict(
                 "name must have 1 to 200 characters, none of them a slash or a control character, and not be . or ..; "
                 f"got {order.name[:_SHOWN]!r}"
@@ -337,8 +348,10 @@ def _check_pin(adapter: Adapter) -> None:
         raise AdapterFailed("pin is true and preload false: an adapter that stays in memory must be loaded")
 
 
-def _adapter_directories(model_dir: Path) -> dict[str, Path]:
+def _adapter_directories(model_dir: Path) -> dict[str, str]:
     directory = model_dir / DIRECTORY
     if not directory.is_dir():
         return {}
-    return {path.name: path for path in sorted(directory.iterdir()) if path.is_dir() and not path.name.startswith(".")}
+    return {
+        path.name: str(path) for path in sorted(directory.iterdir()) if path.is_dir() and not path.name.startswith(".")
+    }

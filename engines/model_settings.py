@@ -105,6 +105,8 @@ class ModelSettings:
     default_prompt: str | None = None
     default_prompt_name: str | None = None
     enable_lora: bool = False  # LoRA adapters can be registered; requests name the one they want.
+    # Adapters to register at the start: directories, `s3://` or `hf://`, by names.
+    adapters: Mapping[str, str] = field(default_factory=dict)
     dtype: str = "auto"
     # GPUs that share each layer. None: the fewest that hold the model, or with `tensor_parallel_max` the most.
     tensor_parallel_degree: int | None = None

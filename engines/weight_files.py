@@ -72,7 +72,7 @@ def _header(path: Path) -> dict[str, Any]:
         length = int.from_bytes(file.read(_HEADER_LENGTH), "little")
         try:
             header = json.loads(file.read(length)) if length <= _MOST_HEADER else None
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
     return header if isinstance(header, dict) else {}  # a broken file: the engine says so when it loads the model
 
@@ -82,7 +82,7 @@ def draft_model(speculative_config: object) -> str:
     if isinstance(speculative_config, str):
         try:
             speculative_config = json.loads(speculative_config)
-        except ValueError:
+        except (ValueError, RecursionError):
             return ""  # the engine reports the fault
     model = speculative_config.get("model") if isinstance(speculative_config, dict) else None
     return model if isinstance(model, str) else ""
@@ -108,6 +108,6 @@ def _indexed(index: Path) -> tuple[Path, ...]:
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
         files = tuple(sorted(index.parent / name for name in names))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return ()  # no index, or not a usable one: the engine says so when it loads the model
     return files if all(file.is_file() for file in files) else ()

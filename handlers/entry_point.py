@@ -192,7 +192,7 @@ async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) 
     registry = AdapterRegistry(host, settings.model_dir, names, limits.adapter_faults, limits.adapter_downloads)
     model = Path(settings.model_id)
     try:
-        await registry.preload((settings.model_dir, *((model,) if model.is_absolute() else ())))
+        await registry.preload((settings.model_dir, *((model,) if model.is_absolute() else ())), settings.adapters)
     except RequestError as error:
         raise EngineStartError(error.message) from None
     return registry

@@ -8,13 +8,14 @@ of LMI. The alias counts only if the variable of LMI is not set. This module doe
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from container.settings.settings import Alias, Environment
-from container.settings.values import NOT_TEXT, TRUE, Value
+from container.settings.values import FALSE, NOT_TEXT, TRUE, Value
 from container.sources.download import download_dir
 
 # SageMaker's variables that overwrite a key of the model.
@@ -39,9 +40,11 @@ SERVER_DEFAULTS_OF_MODEL_KEYS = (
     *("batch_size", "max_batch_delay", "max_idle_time", "min_workers", "max_workers"),
     *("load_on_devices", "reserved_memory_mb", "retry_threshold"),
 )
+_LEVELS = frozenset({"10", "20", "30", "40", "50"})
 _OPTION_KEYS = {"ENTRYPOINT": "option.entryPoint", "ENGINE": "engine"}
 _UPPER_CASE_NAME = re.compile(r"[A-Z0-9_]+")
 _MEBIBYTE = 1 << 20
+_TGI_ADAPTER = re.compile(r"([^=@]+)(?:=([^=@]+))?(?:@([^=@]+))?")
 VLLM_PREFIX = "SM_VLLM_"
 API_KEYS, API_KEYS_FILE = "SERVING_API_KEYS", "SERVING_API_KEYS_FILE"
 _PREFIXES = ("OPTION_", "ARGS_", "SERVING_", VLLM_PREFIX)
@@ -57,10 +60,35 @@ _VARIABLES = frozenset(
     }
 )
 _LMI, _TGI, _TEI, _VLLM, _AWS, _HUB = "LMI", "TGI", "TEI", "vLLM", "AWS's vLLM image", "Hugging Face"
+_TOOLKIT, _TORCHSERVE = "SageMaker's inference toolkit", "SageMaker's PyTorch images"
 
 
 def _inverted(text: str) -> str:
     return "false" if text.strip().lower() == "true" else "true"
+
+
+def _negated(text: str) -> str:
+    """Turn a word for true into a word for false, and the other way round. Other text stays, and is refused later."""
+    word = text.strip().lower()
+    return "false" if word in TRUE else "true" if word in FALSE else text
+
+
+def _lora_modules(text: str) -> str:
+    """Return TGI's list of `id`, `id=path` and `id=path@revision` in the words of vLLM. Other text stays."""
+    parts = [_TGI_ADAPTER.fullmatch(part.strip()) for part in text.split(",")]
+    if not all(parts):
+        return text
+    named = [{"name": part[1], "path": part[2] or part[1], "revision": part[3]} for part in parts if part]
+    return json.dumps([{key: value for key, value in adapter.items() if value} for adapter in named])
+
+
+def _log_format(text: str) -> str:
+    return "json" if text.strip().lower() in TRUE else "plain"
+
+
+def _log_level(text: str) -> str:
+    """Return the name of one of Python's levels, which the toolkit takes as numbers."""
+    return logging.getLevelName(int(text)).lower() if text.strip() in _LEVELS else text
 
 
 def _chat_format(text: str) -> str:
@@ -116,10 +144,59 @@ ALIASES = (
     Alias("VLLM_API_KEY", API_KEYS, _VLLM, _one_key),
     Alias("HUGGING_FACE_HUB_TOKEN", "HF_TOKEN", _HUB),
     Alias("HF_API_TOKEN", "HF_TOKEN", _TGI),
+    Alias("LORA_ADAPTERS", "OPTION_LORA_MODULES", _TGI, _lora_modules),
+    Alias("JSON_OUTPUT", "SERVING_LOG_FORMAT", _TGI, _log_format),
+    Alias("OTLP_ENDPOINT", "OPTION_OTLP_TRACES_ENDPOINT", _TGI),
+    Alias("GRACEFUL_TERMINATION_TIMEOUT", "SERVING_DRAIN_TIMEOUT", _TGI),
+    Alias("PREFIX_CACHING", "OPTION_ENABLE_PREFIX_CACHING", _TGI),
+    Alias("SERVED_MODEL_NAME", "OPTION_SERVED_MODEL_NAME", _TEI),
+    Alias("MAX_BATCH_REQUESTS", "OPTION_MAX_ROLLING_BATCH_SIZE", _TEI),
+    Alias("SAGEMAKER_MODEL_SERVER_WORKERS", "SAGEMAKER_NUM_MODEL_WORKERS", _TOOLKIT),
+    Alias("SAGEMAKER_MODEL_SERVER_TIMEOUT", "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS", _TOOLKIT),
+    Alias("SAGEMAKER_TS_RESPONSE_TIMEOUT", "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS", _TORCHSERVE),
+    Alias("SAGEMAKER_TS_MIN_WORKERS", "SERVING_MIN_WORKERS", _TORCHSERVE),
+    Alias("SAGEMAKER_TS_MAX_WORKERS", "SERVING_MAX_WORKERS", _TORCHSERVE),
+    Alias("SAGEMAKER_CONTAINER_LOG_LEVEL", "SERVING_LOG_LEVEL", _TOOLKIT, _log_level),
 )
+_IGNORED = {
+    "it has no counterpart here": "VALIDATION_WORKERS TOKENIZATION_WORKERS SHARD_UDS_PATH UDS_PATH DISABLE_SPANS "
+    "DISABLE_CUSTOM_KERNELS TGI_WIGGLE_ROOM COMPUTE_TYPE LOG_COLORIZE EXLLAMA_VERSION DISABLE_EXLLAMA "
+    "ROCM_USE_CUSTOM_PAGED_ATTN ROCM_USE_SKINNY_GEMM XPU_MEMORY_FRACTION SAGEMAKER_MODEL_SERVER_VMARGS "
+    "SAGEMAKER_SAFE_PORT_RANGE",
+    "vLLM schedules requests in its own way": "WAITING_SERVED_RATIO MAX_WAITING_TOKENS",
+    "vLLM chooses its addresses": "MASTER_ADDR MASTER_PORT",
+    "NUM_SHARD or SM_NUM_GPUS says how many GPUs share the model": "SHARDED",
+    "`top_n_tokens` is at most 5, TGI's default": "MAX_TOP_N_TOKENS",
+    "vLLM fills its KV cache; see OPTION_GPU_MEMORY_UTILIZATION": "MAX_BATCH_TOTAL_TOKENS",
+    "set OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS; unlike TEI, vLLM does not cut longer texts": "MAX_BATCH_TOKENS",
+    "set OPTION_ENABLE_CHUNKED_PREFILL": "PREFILL_CHUNKING",
+    "set OPTION_ATTENTION_BACKEND": "ATTENTION USE_FLASH_ATTENTION",
+    "set OPTION_ENFORCE_EAGER, or OPTION_CUDAGRAPH_CAPTURE_SIZES": "CUDA_GRAPHS",
+    "set OPTION_SPECULATIVE_CONFIG": "SPECULATE",
+    "set OPTION_TOKENIZER or OPTION_CHAT_TEMPLATE": "TOKENIZER_CONFIG_PATH",
+    # vLLM replaces the whole of `rope_parameters`, so that the model's own `rope_theta` would be lost.
+    "set OPTION_HF_OVERRIDES to all `rope_parameters`, with the model's `rope_theta`": "ROPE_SCALING ROPE_FACTOR",
+    "constraints cannot be switched off": "DISABLE_GRAMMAR_SUPPORT",
+    "log probabilities of the prompt are always served": "ENABLE_PREFILL_LOGPROBS REQUEST_LOGPROBS",
+    "`watermark` is refused; vLLM has another one (OPTION_WATERMARK)": "WATERMARK_GAMMA WATERMARK_DELTA",
+    "many platforms set it for other purposes; set SERVING_PORT": "PORT",
+    "metrics are at /metrics of the same port": "PROMETHEUS_PORT",
+    "set OTEL_SERVICE_NAME": "OTLP_SERVICE_NAME",
+    "set SERVING_LOG_LEVEL": "LOG_LEVEL",
+    "set HF_HUB_CACHE": "WEIGHTS_CACHE_OVERRIDE",
+    "a tunnel needs a program of its own": "NGROK NGROK_AUTHTOKEN NGROK_EDGE",
+    "the images send no usage statistics": "USAGE_STATS",
+    "the model's `modules.json` names its modules": "DENSE_PATH",
+    "the model directory is --model-dir, or SERVING_MODEL_STORE": "SAGEMAKER_BASE_DIR",
+    "a script gets one request at a time": "SAGEMAKER_TS_BATCH_SIZE SAGEMAKER_TS_MAX_BATCH_DELAY",
+}
+# Variables of other containers that have no effect, and the reason. Two of TGI's variables are not among them: every
+# container has HOSTNAME, and the hub's library reads HUGGINGFACE_HUB_CACHE.
+IGNORED_VARIABLES: Mapping[str, str] = {name: reason for reason, names in _IGNORED.items() for name in names.split()}
 
 # AWS's vLLM image has a variable for each argument of vLLM. The following arguments do not become options of an engine.
 _VLLM_TARGETS = {"MODEL": "HF_MODEL_ID", "HOST": "SERVING_HOST", "PORT": "SERVING_PORT", "API_KEY": API_KEYS}
+_NEGATION = "NO_"  # `--no-x` is the negation of the flag `--x`. No argument of vLLM has a name that begins so.
 
 # Variables that protect the server. If one of them is empty, as when a secret is missing, the start fails.
 _NEVER_EMPTY = (API_KEYS, API_KEYS_FILE, f"{VLLM_PREFIX}API_KEY")
@@ -141,6 +218,8 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         if not text and name in _NEVER_EMPTY:
             problems.append(f"{name} is empty; expected API keys; for a server without API keys, unset the variable")
             continue
+        if text and name in IGNORED_VARIABLES:
+            warnings.append(f"{name} (environment: {name}) is ignored: {IGNORED_VARIABLES[name]}")
         if not (text or flag) or not (name in _KNOWN or name.startswith(_PREFIXES)):
             continue
         if NOT_TEXT.search(text) or not name.isprintable():
@@ -166,11 +245,13 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
 
 def _vllm_aliases(variables: Mapping[str, Value]) -> list[Alias]:
     names = [name.removeprefix(VLLM_PREFIX) for name in sorted(variables) if name.startswith(VLLM_PREFIX)]
-    targets = {name: _VLLM_TARGETS.get(name, f"OPTION_{name}") for name in names if name}
-    return [
-        Alias(VLLM_PREFIX + name, target, _AWS, _one_key if target == API_KEYS else str)
-        for name, target in targets.items()
-    ]
+    return [_vllm_alias(name) for name in names if name]
+
+
+def _vllm_alias(name: str) -> Alias:
+    target = _VLLM_TARGETS.get(name, f"OPTION_{name.removeprefix(_NEGATION)}")
+    convert = _one_key if target == API_KEYS else _negated if name.startswith(_NEGATION) else str
+    return Alias(VLLM_PREFIX + name, target, _AWS, convert)
 
 
 _HUB_MODEL = frozenset({"HF_MODEL_ID", "HF_REVISION"})

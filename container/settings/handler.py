@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from engines.model_settings import HandlerSettings
 
 # LMI's own handler for vLLM. It calls the `handle` of a `model.py` before the engine.
 SERVICE_FOR_VLLM = "djl_python.lmi_vllm.vllm_async_service"
+_DEGREE = re.compile(r"[0-9]{1,9}").fullmatch
 _LEAST_IDLE_TIME = 0.01  # Seconds.
 _TENSOR_PARALLEL, _PIPELINE_PARALLEL = _PARALLEL = ("tensor_parallel_degree", "pipeline_parallel_degree")
 
@@ -107,7 +109,7 @@ def _show_other_keys(sources: Sources) -> None:
 def _degrees(sources: Sources, gpus: int, is_hugging_face: bool) -> dict[str, int]:
     """Return the parallel degrees that are given. LMI uses all GPUs for a Hugging Face model without any."""
     given = {name: sources.model.get(PREFIX + name) or sources.variables.get(name.upper()) for name in _PARALLEL}
-    degrees = {name: max(int(value.word), 1) for name, value in given.items() if value and value.word.isdecimal()}
+    degrees = {name: max(int(value.word), 1) for name, value in given.items() if value and _DEGREE(value.word)}
     tensor = given[_TENSOR_PARALLEL]
     if (tensor is None and is_hugging_face and gpus) or (tensor is not None and tensor.word == "max"):
         allowed = len(_allowed(sources, gpus)) or gpus

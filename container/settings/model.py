@@ -36,9 +36,10 @@ from container.settings.options import (
 )
 from container.settings.server import MODEL_NAME_OPTION
 from container.settings.settings import SettingEntry
-from container.settings.values import FALSE, FORMATTERS, HIDDEN, Value, is_true, names, quoted
+from container.settings.values import FALSE, FORMATTERS, HIDDEN, Value, is_true, json_value, names, quoted
 from container.sources import location
 from container.sources.location import ModelNotFound, SourceError, is_s3
+from engines.adapters import ON_HUB
 
 # The options of an engine's model that a handler's model has, too.
 _SHARED_OPTIONS = frozenset(
@@ -50,6 +51,7 @@ _SHARED_OPTIONS = frozenset(
 _HANDLERS_ROLLING_BATCH = 32  # LMI's default of `option.max_rolling_batch_size` if none of its engines runs.
 _DRAFT_LENGTH = 5  # Tokens that a draft model proposes at a time, as in LMI.
 _SPECULATIVE = "speculative_config"
+_TEMPLATES = frozenset({"chat_template"})
 _NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())  # A custom handler may give `option.model` another meaning.
 
 
@@ -84,6 +86,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     fields["stop_sequences"] = tuple(json.loads(fields.pop("stop_sequence") or "[]"))
     if fields["tensor_parallel_degree"] == "max":
         fields["tensor_parallel_degree"], fields["tensor_parallel_max"] = None, True
+    _set_adapters(sources, fields)
     _set_pooling(sources, fields)
     _choose_engine(layer, fields, lookup)
     _set_formatters(layer, fields, code, lookup)
@@ -91,6 +94,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
         sources.value(option)
     handle_before_engine = _has_handle_before_engine(sources, code)
     arguments |= _other_arguments(layer, fields["rolling_batch"], handle_before_engine, lookup)
+    _check_json(arguments, lookup)
     _set_draft_model(arguments, fields["rolling_batch"], lookup)
     _open_draft_model(arguments, sources)
     fields["engine_arguments"] = {name: value.text for name, value in arguments.items()}
@@ -111,6 +115,39 @@ def _has_handle_before_engine(sources: Sources, code: Path | None) -> bool:
     if given is None or given.text.strip() != SERVICE_FOR_VLLM:
         return False
     return code is not None and code.name == "model.py" and defines(code, "handle")
+
+
+def _set_adapters(sources: Sources, fields: dict[str, Any]) -> None:
+    """Set the adapters that are registered at the start. They switch adapters on."""
+    given = sources.model.get("option.lora_modules")
+    adapters: list[dict[str, str]] = json.loads(fields["adapters"] or "[]")
+    fields["adapters"] = {adapter["name"]: _adapter_source(adapter, sources.model_dir) for adapter in adapters}
+    missing = [adapter["path"] for adapter in adapters if not fields["adapters"][adapter["name"]]]
+    if given is None or not adapters:
+        return
+    if missing:
+        sources.lookup.problems.append(
+            f"{given.describe('option.lora_modules')}: there is no directory {quoted('', missing[0])}; allowed: a "
+            "directory, a relative one below the model directory, s3://bucket/prefix/, or owner/name on the hub"
+        )
+    if "option.enable_lora" not in sources.model:
+        fields["enable_lora"] = True
+        sources.lookup.replace(SettingEntry("option.enable_lora", True, given.source, "for option.lora_modules"))
+    elif not fields["enable_lora"]:
+        off = sources.model["option.enable_lora"].describe("option.enable_lora")
+        sources.lookup.problems.append(f"{off}, but {given.source} names adapters: give one of them")
+
+
+def _adapter_source(adapter: Mapping[str, str], model_dir: Path) -> str:
+    """Return the place of an adapter: a directory, `s3://` or `hf://`; "" if there is none."""
+    path = adapter["path"]
+    if is_s3(path):
+        return path
+    if os.path.isdir(model_dir / path):
+        return str(model_dir / path)
+    if "/" in path and location.is_hub_id(path):
+        return f"{ON_HUB}{path}" + (f"@{adapter['revision']}" if "revision" in adapter else "")
+    return ""
 
 
 def _set_pooling(sources: Sources, fields: dict[str, Any]) -> None:
@@ -200,6 +237,16 @@ def _other_arguments(
     return arguments
 
 
+def _check_json(arguments: Mapping[str, Value], lookup: Lookup) -> None:
+    """Check the engine arguments that are JSON objects. A chat template may begin as an object does."""
+    for name, value in arguments.items():
+        if value.text.lstrip().startswith("{") and name not in _TEMPLATES:
+            try:
+                json_value(value.text)
+            except ValueError as error:
+                lookup.problems.append(f"{value.describe(PREFIX + name)}: {error}; allowed: JSON")
+
+
 def _set_draft_model(arguments: dict[str, Value], rolling_batch: str, lookup: Lookup) -> None:
     """Make the `speculative_config` of vLLM from the two options of LMI for a draft model."""
     draft = arguments.pop(str(DRAFT_MODEL.argument), None)
@@ -227,9 +274,9 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
     if given is None:
         return
     try:
-        config = json.loads(given.text)
+        config = json_value(given.text)
     except ValueError:
-        return  # The engine reports the fault.
+        return  # `_check_json` reports the fault.
     url = config.get("model") if isinstance(config, dict) else None
     if not isinstance(url, str) or not url:
         return

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from container.settings.settings import SettingEntry
 from container.settings.values import (
+    ADAPTERS,
     ASSIGNMENTS,
     BOOLEAN,
     DTYPE,
@@ -33,6 +34,7 @@ from container.settings.values import (
     integer,
     integer_or,
 )
+from engines.vllm.ignored_arguments import WITHOUT_EFFECT
 
 PREFIX = "option."
 DEFAULT = "default"  # The source of a default value.
@@ -247,6 +249,7 @@ SERVED = (
     Option("option.max_media_memory_mb", integer(1), "4096"),
     Option("option.allowed_media_networks", NETWORKS),
     Option("option.enable_lora", BOOLEAN, "false"),
+    Option("option.lora_modules", ADAPTERS, shows_default=False, field_name="adapters"),
     Option("option.dtype", DTYPE, "auto"),
     Option(
         "option.tensor_parallel_degree",
@@ -360,8 +363,9 @@ _IGNORED_OPTIONS = {
     "one engine serves all requests of the model": "mpi_mode parallel_loading waiting_steps cluster_size device_id",
     "`option.reasoning_parser` alone switches it on": "enable_reasoning",
 }
-# LMI's settings that have no effect if an engine serves the model, and the reason.
+# The settings of LMI and of vLLM that have no effect if an engine serves the model, and the reason.
 IGNORED: Mapping[str, str] = {
+    **{f"option.{name}": reason for name, reason in WITHOUT_EFFECT.items()},
     **{f"option.{name}": reason for reason, names in _IGNORED_OPTIONS.items() for name in names.split()},
     **dict.fromkeys(
         ("gpu.minWorkers", "gpu.maxWorkers", "cpu.minWorkers", "cpu.maxWorkers"),

@@ -7,8 +7,9 @@ import ipaddress
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 Scalar = str | int | float | bool
 
@@ -16,6 +17,7 @@ TRUE = frozenset({"true", "1", "yes", "on"})
 FALSE = frozenset({"false", "0", "no", "off"})
 FORMATTERS = ("json", "jsonlines", "sse")  # The built-in output formatters.
 HIDDEN = "***"
+LONGEST = 10**9  # Seconds. Clocks and waits of Python fail with far larger numbers.
 NOT_TEXT = re.compile("[\x00\ud800-\udfff]")  # Characters that no value may have.
 _LONGEST_QUOTE = 200
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -89,7 +91,10 @@ class Parser:
         Raises:
             ValueError: The value is not allowed.
         """
-        return self.convert(text if self.keeps_blanks else text.strip())
+        try:
+            return self.convert(text if self.keeps_blanks else text.strip())
+        except (RecursionError, OverflowError):  # JSON that is nested too deeply, or a number that is too large.
+            raise ValueError(text) from None
 
 
 def integer(minimum: int, maximum: int | None = None) -> Parser:
@@ -132,10 +137,36 @@ def matching(pattern: str, allowed: str, flags: re.RegexFlag = re.NOFLAG) -> Par
     return checked(lambda text: compiled.fullmatch(text) is not None, allowed)
 
 
+def json_value(text: str) -> Any:
+    """Return the value of JSON text.
+
+    Raises:
+        ValueError: The text is not JSON, has a key twice or NaN, or is nested too deeply.
+    """
+    try:
+        return _JSON.decode(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"JSON has no {name}")
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)
+
+
 def names(text: str) -> tuple[str, ...]:
     """Return the names in a JSON array, or in a list with commas or blanks. Quotes and empty names are dropped."""
     if text.lstrip().startswith("["):
-        values = json.loads(text)
+        values = json_value(text)
     else:
         values = [word.strip("\"'") for word in text.replace(",", " ").split()]
     return tuple(value for value in values if value)
@@ -179,7 +210,7 @@ def checked(check: Callable[[str], object], allowed: str) -> Parser:
 
 def _positive(text: str) -> float:
     value = float(text) if _NUMBER.fullmatch(text) else math.nan
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value <= LONGEST:
         raise ValueError(text)
     return value
 
@@ -195,8 +226,8 @@ def _formatter(text: str) -> str:
 def _strings(text: str) -> str:
     """Return a list of strings as JSON. The quotes may be Python's, as in LMI's examples."""
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
+        values = json_value(text)
+    except ValueError:
         try:
             values = ast.literal_eval(text)
         except (SyntaxError, TypeError, MemoryError, RecursionError):
@@ -204,6 +235,50 @@ def _strings(text: str) -> str:
     if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
         raise ValueError(text)
     return json.dumps(values)
+
+
+_ADAPTER_KEYS = frozenset({"name", "path", "revision", "base_model_name", "is_3d_lora_weight"})
+_ADAPTER_WORD = re.compile(r"[^\s,{][^\s,]*")
+
+
+def _adapters(text: str) -> str:
+    """Return LoRA adapters as a JSON array of objects with `name`, `path` and perhaps `revision`.
+
+    The forms are those of `vllm serve --lora-modules`: `name=path` or a JSON object, several with blanks or commas
+    between, or all of them in a JSON array.
+    """
+    given = json_value(text) if text.startswith("[") else list(_adapter_parts(text))
+    adapters = [_adapter(each) for each in given]
+    if not adapters or len({adapter["name"] for adapter in adapters}) < len(adapters):
+        raise ValueError(text)
+    return json.dumps(adapters)
+
+
+def _adapter_parts(text: str) -> Iterator[Any]:
+    at = 0
+    while at < len(text):
+        if text[at] == "{":
+            value, at = _JSON.raw_decode(text, at)
+            yield value
+        elif found := _ADAPTER_WORD.match(text, at):
+            yield found[0]
+            at = found.end()
+        else:
+            at += 1
+
+
+def _adapter(given: Any) -> dict[str, str]:
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        given = json_value(given)
+    elif isinstance(given, str):
+        name, _, path = given.partition("=")
+        given = {"name": name.strip(), "path": path.strip()}
+    if not isinstance(given, dict) or given.keys() - _ADAPTER_KEYS or given.get("is_3d_lora_weight"):
+        raise ValueError(given)
+    adapter = {key: given[key] for key in ("name", "path", "revision") if given.get(key) is not None}
+    if not {"name", "path"} <= adapter.keys() or not all(isinstance(part, str) and part for part in adapter.values()):
+        raise ValueError(given)
+    return adapter
 
 
 def _are_networks(text: str) -> bool:
@@ -222,13 +297,17 @@ STRINGS = Parser(_strings, 'strings as a JSON array, such as ["a", "b"]')
 NAMES = checked(_are_names, "names with commas between, or a JSON array")
 NAMES_OR_NONE = checked(lambda text: not text or _are_names(text), NAMES.allowed)
 NETWORKS = checked(_are_networks, "networks such as 10.0.0.0/8, with commas between")
+ADAPTERS = Parser(_adapters, "name=path, further ones after a blank or a comma, or JSON objects with name and path")
 ASSIGNMENTS = checked(assignments, "NAME=value, further ones after a comma")
 FORMATTER = Parser(_formatter, "json, jsonlines, sse, or the name of a function in model.py")
 FUNCTION_NAME = matching(r"[^\W\d]\w*", "the name of a function")
-MILLISECONDS = Parser(lambda text: int(integer(0).convert(text)) / 1000, "milliseconds, an integer of at least 0")
-SECONDS = Parser(_positive, "seconds, a number above 0")
+MILLISECONDS = Parser(
+    lambda text: int(integer(0, LONGEST * 1000).convert(text)) / 1000,
+    f"milliseconds, an integer from 0 to {LONGEST * 1000}",
+)
+SECONDS = Parser(_positive, f"seconds, a number above 0, at most {LONGEST}")
 SECONDS_OR_NEVER = Parser(
-    lambda text: 0.0 if _ZERO.fullmatch(text) else _positive(text), "seconds, a number of at least 0"
+    lambda text: 0.0 if _ZERO.fullmatch(text) else _positive(text), f"seconds, a number from 0 to {LONGEST}"
 )
 HOST = matching(r"[A-Za-z0-9_.:%-]+", "a host name or an address")
 HTTP_ERROR = integer(400, 599)

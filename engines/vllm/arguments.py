@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from vllm.config import PoolerConfig
-from vllm.engine.arg_utils import AsyncEngineArgs, DeprecatedLogConfigFileAction
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
@@ -31,27 +31,6 @@ _JSON_LOADS = re.compile(r"<function loads at 0x[0-9a-f]+>")
 # vLLM's CPU kernels index the slots with -1 for a prompt without an adapter, in a batch with others that have one. They
 # add the weights of the last slot, which must stay empty (zeros). Its GPU kernels return at -1.
 EMPTY_SLOTS_ON_CPU = 1
-_NOT_TAKEN = "`vllm serve` has no such argument"
-# Fields of vLLM's `AsyncEngineArgs` that its command line cannot set, and the text of a warning.
-NO_ARGUMENTS = {
-    **dict.fromkeys(("_api_process_count", "_api_process_rank", "model_weights"), f"{_NOT_TAKEN}; vLLM sets it"),
-    "enable_mm_processor_stats": _NOT_TAKEN,
-    "mamba_config": f"{_NOT_TAKEN}; option.mamba_backend and others are its parts",
-}
-_LOGS = "vLLM logs as Slipway does; see SERVING_LOG_LEVEL and SERVING_LOG_FORMAT"
-_STATISTICS = "vLLM's statistics are not logged; metrics are at /metrics"
-# Further arguments without effect, of parts of the server of vLLM that Slipway does not use, with the reason.
-WITHOUT_EFFECT = {
-    **NO_ARGUMENTS,
-    # In the server's process, vLLM would put its logging in the place of Slipway's.
-    **dict.fromkeys(("log_level", "logging_config", "log_config_file"), _LOGS),
-    **dict.fromkeys(("disable_log_stats", "aggregate_engine_logging", "cudagraph_metrics"), _STATISTICS),
-    "enable_log_requests": "SERVING_LOG_PROMPTS has requests logged",
-    "profiler_config": "there are no routes that start and stop vLLM's profiler",
-    "tokens_only": "it is for replicas of vLLM's own server that take and return tokens",
-    "shutdown_timeout": "SERVING_DRAIN_TIMEOUT says how long running requests get",
-}
-
 # Arguments of vLLM's OpenAI front end.
 FRONT_END = frozenset(
     {
@@ -180,25 +159,11 @@ def _parse(add_arguments: Callable[[Any], Any], settings: ModelSettings, given: 
     parsed: dict[str, Any] = {}
     for name, text in given.items():
         source = settings.engine_argument_sources.get(name, f"option.{name}")
-        if name not in actions and name not in WITHOUT_EFFECT:
-            logger.warning("%s: option.%s is none of LMI's and not of vLLM's engine; it has no effect", source, name)
-            continue
-        read = _parse_one(parser, actions[name], text.strip(), source) if _is_read(actions.get(name)) else {}
-        if name in WITHOUT_EFFECT:
-            logger.warning("%s: option.%s has no effect: %s", source, name, WITHOUT_EFFECT[name])
+        if name in actions:
+            parsed |= _parse_one(parser, actions[name], text.strip(), source)
         else:
-            parsed |= read
+            logger.warning("%s: option.%s is none of LMI's and not of vLLM's engine; it has no effect", source, name)
     return parsed
-
-
-def _is_read(action: Any) -> bool:
-    """Return True if the parser has the argument, and reads it.
-
-    An action that says of an argument without effect that it is deprecated would say what to write on vLLM's command
-    line instead.
-    """
-    deprecated = isinstance(action, DeprecatedLogConfigFileAction)
-    return action is not None and not deprecated
 
 
 class _Parser(FlexibleArgumentParser):
@@ -219,7 +184,7 @@ def _parse_one(parser: Any, action: Any, text: str, source: str) -> dict[str, An
         else:
             arguments = [f"{flag}={text}"]
         return dict(vars(parser.parse_args(arguments)))
-    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+    except (ValueError, TypeError, ArithmeticError, RecursionError, argparse.ArgumentTypeError) as error:
         reason = _JSON_LOADS.sub("JSON", str(error))
         raise EngineStartError(
             f"{source}: {text!r} is not a value that vLLM takes for {action.dest}: {reason}"

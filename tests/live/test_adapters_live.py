@@ -42,11 +42,15 @@ def made(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, obje
 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory, made: Path, small_options: dict[str, object]) -> Iterator[Server]:
-    """Start a server with `red` and `blue` beside its model. Two adapters fit into a batch, and three into memory."""
+    """Start a server with `blue` beside its model, and `red` as clients of TGI name it.
+
+    Two adapters fit into a batch, and three into memory.
+    """
     directory = tmp_path_factory.mktemp("lora")
     for name in ("red", "blue"):
-        shutil.copytree(made / name, directory / "model" / "adapters" / name)
-    options = {"enable_lora": "true", "max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 8}
+        place = directory / "model" / "adapters" if name == "blue" else directory
+        shutil.copytree(made / name, place / name)
+    options = {"max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 8}
     with moto() as address:
         put(
             address, {f"lora/red/{path.name}": path.read_bytes() for path in (made / "red").iterdir() if path.is_file()}
@@ -54,6 +58,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory, made: Path, small_options: di
         environment = CREDENTIALS | {
             "AWS_ENDPOINT_URL_S3": address,
             "SERVING_DOWNLOAD_DIR": str(directory / "downloads"),
+            "LORA_ADAPTERS": f"red={directory / 'red'}",
         }
         with serving(directory, environment, **options, **small_options) as running:
             yield running

@@ -8,7 +8,6 @@ import json
 import logging
 import subprocess
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -247,64 +246,35 @@ def test_lmis_default_counts_and_on_a_cpu_one_more_slot_that_stays_empty() -> No
     assert slots(True, max_loras="2", max_cpu_loras="8") == (9, 9)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        ("disable_log_stats", "true", "vLLM's statistics are not logged; metrics are at /metrics"),
-        ("cudagraph_metrics", "true", "vLLM's statistics are not logged; metrics are at /metrics"),
-        ("profiler_config", '{"profiler": "torch", "torch_profiler_dir": "/tmp"}', "there are no routes that start"),
-        ("shutdown_timeout", "5", "SERVING_DRAIN_TIMEOUT says how long running requests get"),
-        ("log_level", "DEBUG", "vLLM logs as Slipway does; see SERVING_LOG_LEVEL and SERVING_LOG_FORMAT"),
-        ("logging_config", '{"log_level": "DEBUG"}', "vLLM logs as Slipway does"),
-    ],
-)
-def test_an_argument_of_a_part_of_vllm_that_is_not_used_is_warned_of(
-    settings: ModelSettings, caplog: pytest.LogCaptureFixture, name: str, text: str, reason: str
-) -> None:
-    from engines.vllm.arguments import engine_arguments
-
-    given = engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
-    assert given == engine_arguments(settings, on_cpu=True)
-    assert f"option.{name} has no effect: {reason}" in caplog.text
-    with pytest.raises(EngineStartError, match=f"is not a value that vLLM takes for {name}"):
-        engine_arguments(replace(settings, engine_arguments={name: "{"}), on_cpu=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        ("log_config_file", "logging.json", "vLLM logs as Slipway does; see SERVING_LOG_LEVEL and SERVING_LOG_FORMAT"),
-        ("tokens_only", "true", "it is for replicas of vLLM's own server that take and return tokens"),
-        ("model_weights", "/weights", "`vllm serve` has no such argument; vLLM sets it"),
-        ("enable_mm_processor_stats", "true", "`vllm serve` has no such argument"),
-        ("mamba_config", "{}", "`vllm serve` has no such argument; option.mamba_backend and others are its parts"),
-    ],
-)
-def test_an_argument_that_slipway_does_not_read_is_warned_of(
-    settings: ModelSettings, caplog: pytest.LogCaptureFixture, name: str, text: str, reason: str
-) -> None:
-    from engines.vllm.arguments import engine_arguments
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        given = engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
-    assert given == engine_arguments(settings, on_cpu=True)
-    assert caplog.messages == [f"option.{name}: option.{name} has no effect: {reason}"]
-
-
 def test_a_field_that_is_called_no_argument_is_missing_from_the_parser_of_vllm_serve() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from engines.vllm.arguments import NO_ARGUMENTS
+    from engines.vllm.ignored_arguments import NO_ARGUMENTS
 
     taken = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions}
     fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert fields - taken == NO_ARGUMENTS.keys()
 
 
-@pytest.mark.parametrize(("name", "text"), [("api_key", "hidden"), ("ssl_keyfile", "/key"), ("no_such_thing", "1")])
+def test_each_argument_of_vllm_serve_has_an_effect_or_a_reason() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from engines.vllm.arguments import FRONT_END
+    from engines.vllm.ignored_arguments import NO_ARGUMENTS, WITHOUT_EFFECT
+
+    actions = make_arg_parser(FlexibleArgumentParser())._actions
+    taken = {action.dest for action in actions} - {"help"}
+    read = {field.name for field in dataclasses.fields(AsyncEngineArgs)} | FRONT_END
+    assert taken - read - WITHOUT_EFFECT.keys() == {"api_key", "lora_modules"}  # They are settings of Slipway's own.
+    assert WITHOUT_EFFECT.keys() - NO_ARGUMENTS.keys() <= taken
+    assert not [name for name in taken if name.startswith("no_")]  # Such a name would be read as a negation.
+
+
+@pytest.mark.parametrize(("name", "text"), [("api_key", "hidden"), ("no_such_thing", "1")])
 def test_an_argument_that_is_not_the_engines_is_warned_of(
     settings: ModelSettings, caplog: pytest.LogCaptureFixture, name: str, text: str
 ) -> None:
@@ -371,14 +341,8 @@ def test_each_option_of_the_table_becomes_what_vllm_serve_makes_of_it(sample_mod
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from engines.vllm.arguments import (
-        FRONT_END,
-        NO_ARGUMENTS,
-        WITHOUT_EFFECT,
-        engine_arguments,
-        frontend_arguments,
-        serve_defaults,
-    )
+    from engines.vllm.arguments import FRONT_END, engine_arguments, frontend_arguments, serve_defaults
+    from engines.vllm.ignored_arguments import NO_ARGUMENTS, WITHOUT_EFFECT
 
     paths, parser, defaults = files(tmp_path), make_arg_parser(FlexibleArgumentParser()), serve_defaults()
     differing: dict[str, set[str]] = {}

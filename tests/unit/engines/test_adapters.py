@@ -280,6 +280,41 @@ async def test_adapters_that_come_with_the_model_are_registered_in_order(tmp_pat
     }
 
 
+class HubAndS3:
+    """Implements `AdapterDownloads`, without a network."""
+
+    async def fetch(self, url: str) -> Path:
+        if url == "hf://org/missing":
+            raise InvalidParameter("src", "cannot be fetched from the hub: 404")
+        return Path("/fetched", url.rpartition("/")[2])
+
+
+async def test_adapters_that_the_settings_name_are_registered_before_those_beside_the_model(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "adapters" / name).mkdir(parents=True)
+    registry = AdapterRegistry(Host(), tmp_path, downloads=HubAndS3())
+    declared = {"a": "/other", "org/name": "hf://org/name@v2", "s": "s3://bucket/s"}
+    await registry.preload((tmp_path,), declared)
+    assert {adapter.name: (adapter.src, str(adapter.path)) for adapter in registry.all()} == {
+        "a": ("/other", "/other"),
+        "b": (f"{tmp_path}/adapters/b", f"{tmp_path}/adapters/b"),
+        "org/name": ("/fetched/name@v2", "/fetched/name@v2"),
+        "s": ("s3://bucket/s", "/fetched/s"),
+    }
+    with pytest.raises(AdapterConflict, match="a slash"):
+        await registry.register(AdapterOrder(name="org/other", src="/x"))
+    with pytest.raises(InvalidParameter, match="must be a directory"):
+        await registry.register(AdapterOrder(name="c", src="hf://org/name"))
+    await registry.unregister("org/name")
+    assert "org/name" not in registry
+
+
+async def test_an_adapter_that_the_settings_name_and_that_is_missing_is_named(tmp_path: Path) -> None:
+    registry = AdapterRegistry(Host(), tmp_path, downloads=HubAndS3())
+    with pytest.raises(InvalidRequest, match=r"the adapter m of hf://org/missing cannot be registered: .*404"):
+        await registry.preload((), {"m": "hf://org/missing"})
+
+
 async def test_an_adapter_that_comes_with_the_model_and_fails_is_named(tmp_path: Path) -> None:
     (tmp_path / "adapters" / "a").mkdir(parents=True)
     host, registry = make()

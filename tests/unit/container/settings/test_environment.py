@@ -14,6 +14,7 @@ from container.api_keys import ApiKeys
 from container.settings import server
 from container.settings.environment import (
     ALIASES,
+    IGNORED_VARIABLES,
     KEY_VARIABLES,
     option_layer,
     read_environment,
@@ -24,6 +25,7 @@ from container.settings.environment import (
 from container.settings.report import render_text, startup_json
 from container.settings.settings import Settings, SettingsError, Startup, StartupModel
 from container.settings.values import Value
+from engines.vllm.ignored_arguments import WITHOUT_EFFECT
 from tests.settings import load_settings
 
 
@@ -64,6 +66,18 @@ def texts(layer: dict[str, Value]) -> dict[str, str]:
         ({"SM_VLLM_ENFORCE_EAGER": ""}, "engine_arguments", {"enforce_eager": "true"}),
         ({"SM_VLLM_TENSOR_PARALLEL_SIZE": "8"}, "tensor_parallel_degree", 8),
         ({"SM_VLLM_SERVED_MODEL_NAME": "x"}, "served_model_names", ("x",)),
+        ({"SM_VLLM_NO_ENABLE_PREFIX_CACHING": "true"}, "engine_arguments", {"enable_prefix_caching": "false"}),
+        ({"SM_VLLM_NO_ENABLE_CHUNKED_PREFILL": ""}, "engine_arguments", {"enable_chunked_prefill": "false"}),
+        ({"SM_VLLM_NO_ENABLE_PREFIX_CACHING": "False"}, "engine_arguments", {"enable_prefix_caching": "true"}),
+        ({"SM_VLLM_NO_TRUST_REMOTE_CODE": "1"}, "trust_remote_code", False),
+        ({"SM_VLLM_NO_ENABLE_LORA": "false"}, "enable_lora", True),
+        ({"SM_VLLM_NODE_RANK": "1"}, "engine_arguments", {"node_rank": "1"}),
+        ({"PREFIX_CACHING": "0"}, "engine_arguments", {"enable_prefix_caching": "0"}),
+        ({"OTLP_ENDPOINT": "http://c:4317"}, "engine_arguments", {"otlp_traces_endpoint": "http://c:4317"}),
+        ({"SERVED_MODEL_NAME": "x"}, "served_model_names", ("x",)),
+        ({"MAX_BATCH_REQUESTS": "7"}, "max_rolling_batch_size", 7),
+        ({"SAGEMAKER_MODEL_SERVER_TIMEOUT": "3600"}, "predict_timeout", 3600.0),
+        ({"SAGEMAKER_TS_RESPONSE_TIMEOUT": "5"}, "predict_timeout", 5.0),
         ({"STANDARD_AUTO_INSTALL_REQ": "false"}, "install_requirements", False),
         ({"STANDARD_PIP_ARGS": "-r 'my file.txt'"}, "pip_arguments", ("-r", "my file.txt")),
     ],
@@ -91,6 +105,161 @@ def test_the_environment_of_a_tgi_deployment_is_explained(model_dir: Path) -> No
     assert {"variable": "SM_NUM_GPUS", "of": "LMI, TGI", "setting": "TENSOR_PARALLEL_DEGREE"} in json.loads(
         startup_json(Startup(settings.server, (StartupModel(settings, ""),)))
     )["aliases"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "field", "value"),
+    [
+        ({"JSON_OUTPUT": "true"}, "log_format", "json"),
+        ({"JSON_OUTPUT": "false"}, "log_format", "plain"),
+        ({"GRACEFUL_TERMINATION_TIMEOUT": "90"}, "drain_timeout", 90.0),
+        ({"SAGEMAKER_CONTAINER_LOG_LEVEL": "20"}, "log_level", "info"),
+        ({"SAGEMAKER_CONTAINER_LOG_LEVEL": "10"}, "log_level", "debug"),
+    ],
+)
+def test_a_variable_of_another_container_sets_what_it_means_for_the_server(
+    model_dir: Path, environ: dict[str, str], field: str, value: Any
+) -> None:
+    settings = load_settings(model_dir, environ)
+    assert getattr(settings.server, field) == value
+    assert settings.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("environ", "workers", "warnings"),
+    [
+        ({"SAGEMAKER_MODEL_SERVER_WORKERS": "3"}, (3, 3), 0),
+        ({"SAGEMAKER_NUM_MODEL_WORKERS": "2", "SAGEMAKER_MODEL_SERVER_WORKERS": "2"}, (2, 2), 0),
+        ({"SAGEMAKER_NUM_MODEL_WORKERS": "2", "SAGEMAKER_MODEL_SERVER_WORKERS": "3"}, (2, 2), 1),
+        ({"SAGEMAKER_TS_MIN_WORKERS": "2", "SAGEMAKER_TS_MAX_WORKERS": "4"}, (2, 4), 0),
+        ({"SAGEMAKER_MODEL_SERVER_WORKERS": "3", "SAGEMAKER_TS_MAX_WORKERS": "4"}, (3, 3), 0),
+    ],
+)
+def test_a_script_has_as_many_workers_as_the_variables_of_sagemakers_images_say(
+    model_dir: Path, environ: dict[str, str], workers: tuple[int, int], warnings: int
+) -> None:
+    (model_dir / "config.json").unlink()
+    (model_dir / "code").mkdir()
+    (model_dir / "code" / "inference.py").write_text("def model_fn(model_dir): ...\n")
+    settings = load_settings(model_dir, environ | {"SAGEMAKER_MODEL_SERVER_TIMEOUT": "7"})
+    assert settings.model.handler is not None
+    assert (settings.model.handler.min_workers, settings.model.handler.max_workers) == workers
+    assert settings.model.predict_timeout == 7.0
+    assert len(settings.warnings) == warnings
+
+
+def test_the_timeout_in_seconds_counts_before_the_other_one(model_dir: Path) -> None:
+    environ = {"SAGEMAKER_MODEL_SERVER_TIMEOUT": "7", "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "8"}
+    settings = load_settings(model_dir, environ)
+    assert settings.model.predict_timeout == 8.0
+    assert "SAGEMAKER_MODEL_SERVER_TIMEOUT " in warning(settings)
+
+
+# The variables that the launcher of TGI 3.3.7 and the router of TEI 1.8 read.
+LAUNCHER = """
+MODEL_ID REVISION VALIDATION_WORKERS SHARDED NUM_SHARD QUANTIZE SPECULATE DTYPE KV_CACHE_DTYPE TRUST_REMOTE_CODE
+MAX_CONCURRENT_REQUESTS MAX_BEST_OF MAX_STOP_SEQUENCES MAX_TOP_N_TOKENS MAX_INPUT_TOKENS MAX_INPUT_LENGTH
+MAX_TOTAL_TOKENS WAITING_SERVED_RATIO MAX_BATCH_PREFILL_TOKENS MAX_BATCH_TOTAL_TOKENS MAX_WAITING_TOKENS MAX_BATCH_SIZE
+CUDA_GRAPHS PORT PROMETHEUS_PORT SHARD_UDS_PATH MASTER_ADDR MASTER_PORT WEIGHTS_CACHE_OVERRIDE DISABLE_CUSTOM_KERNELS
+CUDA_MEMORY_FRACTION ROPE_SCALING ROPE_FACTOR JSON_OUTPUT OTLP_ENDPOINT OTLP_SERVICE_NAME CORS_ALLOW_ORIGIN API_KEY
+WATERMARK_GAMMA WATERMARK_DELTA NGROK NGROK_AUTHTOKEN NGROK_EDGE TOKENIZER_CONFIG_PATH DISABLE_GRAMMAR_SUPPORT
+MAX_CLIENT_BATCH_SIZE LORA_ADAPTERS USAGE_STATS PAYLOAD_LIMIT ENABLE_PREFILL_LOGPROBS GRACEFUL_TERMINATION_TIMEOUT
+"""
+ROUTER = """
+MODEL_ID REVISION TOKENIZATION_WORKERS DTYPE SERVED_MODEL_NAME POOLING MAX_CONCURRENT_REQUESTS MAX_BATCH_TOKENS
+MAX_BATCH_REQUESTS MAX_CLIENT_BATCH_SIZE AUTO_TRUNCATE DEFAULT_PROMPT_NAME DEFAULT_PROMPT DENSE_PATH HF_API_TOKEN
+PORT UDS_PATH PAYLOAD_LIMIT API_KEY JSON_OUTPUT DISABLE_SPANS OTLP_ENDPOINT OTLP_SERVICE_NAME PROMETHEUS_PORT
+CORS_ALLOW_ORIGIN
+"""
+# Every container has HOSTNAME, and the hub's own library reads HUGGINGFACE_HUB_CACHE.
+TOOLKITS = """
+SAGEMAKER_BASE_DIR SAGEMAKER_CONTAINER_LOG_LEVEL SAGEMAKER_MODEL_SERVER_WORKERS SAGEMAKER_MODEL_SERVER_TIMEOUT
+SAGEMAKER_MODEL_SERVER_VMARGS SAGEMAKER_SAFE_PORT_RANGE SAGEMAKER_TS_BATCH_SIZE SAGEMAKER_TS_MAX_BATCH_DELAY
+SAGEMAKER_TS_MIN_WORKERS SAGEMAKER_TS_MAX_WORKERS SAGEMAKER_TS_RESPONSE_TIMEOUT
+"""
+
+
+@pytest.mark.parametrize("name", sorted({*LAUNCHER.split(), *ROUTER.split(), *TOOLKITS.split()}))
+def test_each_variable_of_another_container_is_read_or_ignored_with_a_reason(name: str) -> None:
+    aliases = [alias for alias in ALIASES if alias.variable == name]
+    environment = read_environment({name: "1"})
+    if name in IGNORED_VARIABLES:
+        assert not aliases
+        assert environment.warnings == (f"{name} (environment: {name}) is ignored: {IGNORED_VARIABLES[name]}",)
+    else:
+        assert [alias.target in environment.variables for alias in aliases] == [True]
+        assert environment.warnings == ()
+    assert read_environment({name: ""}).warnings == ()
+
+
+A, B = {"name": "a", "path": "one"}, {"name": "b", "path": "two"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "adapters"),
+    [
+        ({"SM_VLLM_LORA_MODULES": '["a=one"]'}, {"a": "one"}),
+        ({"SM_VLLM_LORA_MODULES": '["a=one", "b=two"]'}, {"a": "one", "b": "two"}),
+        ({"SM_VLLM_LORA_MODULES": "a=one b=two"}, {"a": "one", "b": "two"}),
+        ({"SM_VLLM_LORA_MODULES": json.dumps(A)}, {"a": "one"}),
+        (
+            {"SM_VLLM_LORA_MODULES": f"{json.dumps(A)} {json.dumps(B | {'base_model_name': 'm'})}"},
+            {"a": "one", "b": "two"},
+        ),
+        ({"SM_VLLM_LORA_MODULES": f"{json.dumps(A)} b=two"}, {"a": "one", "b": "two"}),
+        ({"SM_VLLM_LORA_MODULES": json.dumps([A, B])}, {"a": "one", "b": "two"}),
+        ({"SM_VLLM_LORA_MODULES": json.dumps([json.dumps(A), "b=two"])}, {"a": "one", "b": "two"}),
+        ({"OPTION_LORA_MODULES": "a=one", "OPTION_ENABLE_LORA": "true"}, {"a": "one"}),
+        ({"SM_VLLM_LORA_MODULES": "a=org/adapter"}, {"a": "hf://org/adapter"}),
+        ({"SM_VLLM_LORA_MODULES": "a=s3://bucket/a"}, {"a": "s3://bucket/a"}),
+        ({"LORA_ADAPTERS": "a=one,b=two"}, {"a": "one", "b": "two"}),
+        ({"LORA_ADAPTERS": "one, b=two"}, {"one": "one", "b": "two"}),
+        ({"LORA_ADAPTERS": "org/x,org/y@v2"}, {"org/x": "hf://org/x", "org/y": "hf://org/y@v2"}),
+        ({"LORA_ADAPTERS": "y=org/y@v2"}, {"y": "hf://org/y@v2"}),
+    ],
+)
+def test_adapters_of_other_containers_are_those_of_the_start(
+    model_dir: Path, environ: dict[str, str], adapters: dict[str, str]
+) -> None:
+    for name in ("one", "two"):
+        (model_dir / name).mkdir()
+    settings = load_settings(model_dir, environ)
+    here = {name: str(model_dir / place) if place in ("one", "two") else place for name, place in adapters.items()}
+    assert settings.model.adapters == here
+    assert settings.model.enable_lora
+    assert settings.model.engine_arguments == {}
+    assert settings.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("environ", "why"),
+    [
+        ({"LORA_ADAPTERS": "a=/nowhere"}, r"environment: LORA_ADAPTERS\): there is no directory .*/nowhere"),
+        ({"LORA_ADAPTERS": "a=b=c"}, "there is no directory"),
+        ({"LORA_ADAPTERS": "alone"}, "there is no directory"),
+        ({"SM_VLLM_LORA_MODULES": "alone"}, "allowed: name=path"),
+        ({"SM_VLLM_LORA_MODULES": '["a=s3://b/a", "a=s3://b/b"]'}, "allowed: name=path"),
+        ({"SM_VLLM_LORA_MODULES": '{"name": "a"}'}, "allowed: name=path"),
+        ({"SM_VLLM_LORA_MODULES": '{"name": "a", "path": "s3://b/a", "rank": 4}'}, "allowed: name=path"),
+        ({"SM_VLLM_LORA_MODULES": '{"name": "a", "name": "b", "path": "s3://b/a"}'}, "allowed: name=path"),
+        ({"SM_VLLM_LORA_MODULES": "[" * 100_000}, "allowed: name=path"),
+        ({"SM_VLLM_LORA_MODULES": '{"a":' * 100_000}, "allowed: name=path"),
+        ({"SM_VLLM_LORA_MODULES": "[1]"}, "allowed: name=path"),
+        ({"LORA_ADAPTERS": "a=org/a", "OPTION_ENABLE_LORA": "false"}, "LORA_ADAPTERS names adapters"),
+    ],
+)
+def test_adapters_that_cannot_be_used_are_a_problem(model_dir: Path, environ: dict[str, str], why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        load_settings(model_dir, environ)
+
+
+@pytest.mark.parametrize(("name", "reason"), WITHOUT_EFFECT.items())
+def test_an_argument_of_vllm_without_effect_is_a_warning(model_dir: Path, name: str, reason: str) -> None:
+    variables = [f"OPTION_{name.upper()}", f"SM_VLLM_{name.upper()}"]
+    for variable in variables[:1] if name in ("host", "port") else variables:  # SM_VLLM_HOST sets SERVING_HOST.
+        settings = load_settings(model_dir, {variable: "/x"})
+        assert warning(settings) == f"option.{name} (environment: {variable}) is ignored: {reason}"
+        assert settings.model.engine_arguments == {}
 
 
 def warning(settings: Settings) -> str:
@@ -186,9 +355,7 @@ def test_on_sagemaker_iam_decides_and_keys_are_not_asked_for(model_dir: Path, mo
     assert "api_keys_file (environment: SERVING_API_KEYS_FILE)" in of_file
 
 
-@pytest.mark.parametrize(
-    "name", ["HOSTNAME", "PORT", "HF_HOME", "SM_NUM_CPUS", "SAGEMAKER_REGION", "SAGEMAKER_MODEL_SERVER_WORKERS"]
-)
+@pytest.mark.parametrize("name", ["HOSTNAME", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "SM_NUM_CPUS", "SAGEMAKER_REGION"])
 def test_variables_of_other_software_are_not_warned_of(model_dir: Path, name: str) -> None:
     assert load_settings(model_dir, {name: "x"}).warnings == ()
 

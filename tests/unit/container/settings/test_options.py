@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from container.settings import options, server
+from container.settings import options, server, values
 from container.settings.environment import ALIASES, SAGEMAKER_MODEL_KEYS, SERVER_DEFAULTS_OF_MODEL_KEYS
 from container.settings.options import Option
 from container.settings.settings import ServerSettings
@@ -55,7 +55,7 @@ def defaults(settings: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(settings)}
 
 
-_LISTS_AND_ID = ("model_id", "stop_sequence", "served_model_name", "allowed_media_networks")
+_LISTS_AND_ID = ("model_id", "stop_sequence", "served_model_name", "allowed_media_networks", "adapters")
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,11 @@ def code(words: tuple[str, ...] | list[str]) -> str:
 SHORT = {
     "true or false (also 1/0, yes/no, on/off)": "boolean",
     "text that is not empty": "text",
+    options.BY_KEY["option.lora_modules"].allowed: "`name=path`, or JSON",
     "the value of an HTTP header, in ASCII": "ASCII",
-    "seconds, a number above 0": "seconds",
-    "seconds, a number of at least 0": "seconds ≥ 0",
+    values.SECONDS.allowed: "seconds",
+    values.SECONDS_OR_NEVER.allowed: "seconds ≥ 0",
+    values.MILLISECONDS.allowed: "milliseconds, ≥ 0",
     "a number, or a number and an ISO-8601 duration, such as 10/PT5M": "N, or N/duration: `10/PT5M`",
 }
 
@@ -162,7 +164,11 @@ def refused_rows() -> list[str]:
 
 
 def alias_rows() -> list[str]:
-    how = {"_inverted": ", the other way round", "_chat_format": "`=openai`, if true"}
+    how = {
+        "_inverted": ", the other way round",
+        "_chat_format": "`=openai`, if true",
+        "_log_format": "`=json`, if true",
+    }
     return grouped(
         (f"`{alias.variable}`", f"`{alias.target}`{how.get(alias.convert.__name__, '')}") for alias in ALIASES
     )

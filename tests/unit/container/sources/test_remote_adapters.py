@@ -1,4 +1,4 @@
-"""Adapters on S3, fetched from moto's server."""
+"""Adapters on S3, fetched from moto's server, and adapters in the cache of the hub."""
 
 from __future__ import annotations
 
@@ -99,3 +99,19 @@ async def test_a_download_does_not_hold_up_the_event_loop_and_ends_when_it_is_ca
 async def test_nothing_is_fetched_where_nobody_may_be_asked(url: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameter, match="DJL_OFFLINE"):
         await RemoteAdapters(60, offline=True, downloads=tmp_path).fetch(url)
+
+
+async def test_an_adapter_on_the_hub_is_that_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--name"
+    for revision, commit in {"main": "1" * 40, "v2": "2" * 40}.items():
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "adapter_config.json").write_text(revision)
+    adapters = RemoteAdapters(60, offline=True, downloads=tmp_path)
+    for url, revision in {"hf://org/name": "main", "hf://org/name@v2": "v2"}.items():
+        assert contents(await adapters.fetch(url)) == {"adapter_config.json": revision.encode()}
+    for url in ("hf://org/other", "hf://org/name@v3", "hf://a/b/c"):
+        with pytest.raises(InvalidParameter, match="cannot be fetched from the hub"):
+            await adapters.fetch(url)
