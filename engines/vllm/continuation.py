@@ -30,7 +30,11 @@ logger = logging.getLogger(__name__)
 _TRIAL_POLL_SECONDS = 0.02
 
 SENT = "slipway_sent_tokens"
-"""The name, in vLLM's `extra_args`, of how many of the prompt's last tokens are of the answer."""
+"""The name, in vLLM's `reasoning_parser_kwargs`, of how many of the prompt's last tokens are of the answer.
+
+vLLM's front end gives these one key, `chat_template_kwargs`, which holds all that comes from the client. Without a
+reasoning parser vLLM does not read them, and with one only if the constraint begins where the reasoning ends.
+"""
 
 
 class CannotContinue(Exception):
@@ -61,9 +65,10 @@ def continued(state: RequestState, config: VllmConfig) -> EngineCoreRequest:
         params.max_tokens -= len(sent)
     params.min_tokens = max(params.min_tokens - len(sent), 0)
     params.prompt_logprobs = params.prompt_logprob_token_ids = None  # They came with the first token.
+    rest = msgspec.structs.replace(request, prompt_token_ids=[*prompt, *sent], sampling_params=params)
     if params.structured_outputs is not None:
-        params.extra_args = {**(params.extra_args or {}), SENT: len(sent)}
-    return msgspec.structs.replace(request, prompt_token_ids=[*prompt, *sent], sampling_params=params)
+        rest.reasoning_parser_kwargs = {**(request.reasoning_parser_kwargs or {}), SENT: len(sent)}
+    return rest
 
 
 def _loss(request: EngineCoreRequest, params: Any, config: VllmConfig) -> str | None:
@@ -102,7 +107,7 @@ def advance(grammar: Any, request: Any) -> None:
     Raises:
         ValueError: The grammar refuses them.
     """
-    sent: int = (request.sampling_params.extra_args or {}).get(SENT, 0)
+    sent: int = (request.structured_output_request.reasoning_parser_kwargs or {}).get(SENT, 0)
     if sent and not grammar.accept_tokens(request.request_id, list(request.prompt_token_ids[-sent:])):
         raise ValueError("the constraint does not allow the answer so far")
 

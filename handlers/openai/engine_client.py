@@ -48,7 +48,7 @@ from engines.vllm.internals import (
 from engines.vllm.output import SequenceStatistics
 from engines.vllm.parsers import tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_texts, check_bad_words
-from handlers.json_fields import MAX_STRING_LENGTH, MAX_STRINGS
+from handlers.json_fields import MAX_STRING_LENGTH, MAX_STRINGS, json_kind
 from handlers.openai.current_call import BeamSteps, OpenAICall, current_call
 
 _INT64 = 2**63
@@ -59,6 +59,8 @@ _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 _MOST_REPEATED = 2048  # Tokens that the scheduler may look at for each length of a pattern, after each token.
 _MOST_ID = 512  # Characters. The engine's messages repeat the id for each token.
 _MOST_NESTED = 32  # Levels of `kv_transfer_params` and of `vllm_xargs`.
+# What vLLM's connectors to other servers read. It is in `extra_args`, and so can come in `vllm_xargs` with any type.
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 # Parameters that go to the engine process as 64-bit numbers.
 _WHOLE_NUMBERS = ("min_tokens", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
 
@@ -84,6 +86,9 @@ def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) ->
     extra = params.extra_args or {}
     for name, value in extra.items():
         _check_depth(name, value)
+    for name in _TRANSFERS:
+        if not isinstance(extra.get(name, {}), dict):
+            raise InvalidParameter(name, f"must be an object, got {json_kind(extra[name])}")
     if (typical_p := extra.get(TYPICAL_P)) is not None:
         _check_typical_p(typical_p, limits.typical_refusal)
     if (repetition := getattr(params, "repetition_detection", None)) is not None:
@@ -164,10 +169,21 @@ class EngineClient:
             return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options, places=0)
         with _vllms_errors():
             check_parameters(sampling_params, self._engine.sampling, self._engine.tokenizer)
+            sampling_params.extra_args = self._read_args(sampling_params.extra_args)
             self._check_length(prompt)
             call.take(sampling_params.n)
         places = sampling_params.n
         return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options, places=places)
+
+    def _read_args(self, args: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the arguments without those of connectors that the engine does not have.
+
+        vLLM would report numbers of them in usage and metrics.
+        """
+        config = self._llm.vllm_config
+        connectors = (config.kv_transfer_config, config.ec_transfer_config)
+        absent = {name for name, connector in zip(_TRANSFERS, connectors, strict=True) if connector is None}
+        return {name: value for name, value in (args or {}).items() if name not in absent} or None
 
     def searching(self, beam_search: Callable[..., AsyncGenerator[Any, None]]) -> Any:
         """Return vLLM's `beam_search` as one request: its steps take no places, and count no prompts."""

@@ -113,7 +113,7 @@ def test_a_constraint_that_begins_after_the_reasoning_is_refused() -> None:
     from engines.vllm.continuation import SENT, CannotContinue
 
     form = StructuredOutputsParams(regex="a+")
-    assert _continued([4, 5], structured_outputs=form).sampling_params.extra_args == {SENT: 2}
+    assert _continued([4, 5], structured_outputs=form).reasoning_parser_kwargs == {SENT: 2}
     with pytest.raises(CannotContinue, match="where the reasoning ends"):
         _continued([4, 5], _config(reasoning_parser="qwen3"), structured_outputs=form)
 

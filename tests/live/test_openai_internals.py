@@ -172,6 +172,9 @@ def limits() -> Any:
         {"extra_args": {"typical_p": True}},
         {"extra_args": {"typical_p": 0.0}},
         {"extra_args": {"typical_p": math.nan}},
+        {"extra_args": {"kv_transfer_params": "x"}},
+        {"extra_args": {"kv_transfer_params": [1]}},
+        {"extra_args": {"ec_transfer_params": 1.5}},
     ],
 )
 def test_what_would_harm_the_engine_is_refused_by_name(fields: dict[str, Any]) -> None:
@@ -179,7 +182,7 @@ def test_what_would_harm_the_engine_is_refused_by_name(fields: dict[str, Any]) -
 
     with pytest.raises(InvalidParameter) as caught:
         check_parameters(params(**fields), limits(), None)
-    assert caught.value.parameter == next(iter(fields)).replace("extra_args", "typical_p")
+    assert caught.value.parameter == next(iter(fields.get("extra_args", fields)))
 
 
 @pytest.mark.parametrize("kind", [lambda inner: [inner], lambda inner: {"a": inner}])
@@ -190,11 +193,11 @@ def test_what_is_nested_deeper_than_the_engine_can_pickle_is_refused(kind: Any) 
         value: Any = 1
         for _ in range(levels):
             value = kind(value)
-        return params(extra_args={"kv_transfer_params": value})
+        return params(extra_args={"x": value})
 
     check_parameters(nested(31), limits(), None)
     for levels in (32, 900):
-        with pytest.raises(InvalidParameter, match="`kv_transfer_params` may be nested 32 levels deep at most"):
+        with pytest.raises(InvalidParameter, match="`x` may be nested 32 levels deep at most"):
             check_parameters(nested(levels), limits(), None)
 
 
