@@ -32,7 +32,7 @@ from vllm.lora.request import LoRARequest
 from engines.adapters import Adapter
 from engines.errors import AdapterFailed, AdapterUnusable, EngineDead, NoRoomForAdapter, Overloaded, UnknownAdapter
 from engines.vllm.internals import AsyncLLM, EngineDeadError, request_states
-from engines.vllm.lora_files import Shapes, base_shapes, check_adapter, read_ahead
+from engines.vllm.lora_files import AdapterFiles, Shapes, base_shapes, check_adapter, file_states, read_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +73,10 @@ class Claim:
 
 
 class _Held:
-    __slots__ = ("adapter", "claims", "loading", "request", "resident", "used")
+    __slots__ = ("adapter", "claims", "files", "loading", "request", "resident", "used")
 
-    def __init__(self, adapter: Adapter) -> None:
-        self.adapter = adapter
+    def __init__(self, adapter: Adapter, files: AdapterFiles) -> None:
+        self.adapter, self.files = adapter, files
         self.request = LoRARequest(f"{adapter.name}#{adapter.id}", adapter.id, str(adapter.path))
         self.claims = 0
         self.resident = False
@@ -114,8 +114,8 @@ class VllmAdapters:
         return base_shapes(Path(self._llm.model_config.model))
 
     async def add(self, adapter: Adapter) -> None:
-        await asyncio.to_thread(check_adapter, adapter.path, self._max_rank)
-        held = self._held[adapter.id] = _Held(adapter)
+        files = await asyncio.to_thread(check_adapter, adapter.path, self._max_rank)
+        held = self._held[adapter.id] = _Held(adapter, files)
         try:
             if adapter.pin:
                 self._check_pins(held)
@@ -220,11 +220,18 @@ class VllmAdapters:
 
     async def _load(self, held: _Held) -> None:
         async with self._turn:
-            await asyncio.to_thread(lambda: read_ahead(held.adapter.path, self._max_rank, self._base))
+            path = held.adapter.path
+            found = await asyncio.to_thread(lambda: read_ahead(path, self._max_rank, self._base))
+            held.files.check_same(found)
             await self._make_place(held)
             started = time.monotonic()
             try:
                 await asyncio.wait_for(self._llm.add_lora(held.request), self._patience)
+                # The engine has read them, too.
+                AdapterFiles(found.states).check_same(AdapterFiles(await asyncio.to_thread(file_states, path)))
+            except AdapterFailed:
+                await self._drop(held)
+                raise
             except EngineDeadError:
                 raise EngineDead from None
             except TimeoutError:
@@ -233,7 +240,7 @@ class VllmAdapters:
             except Exception as error:
                 await self._drop(held)  # it may be half in place
                 raise AdapterFailed(_reason(error)) from None
-            held.resident, held.used = True, time.monotonic()
+            held.files, held.resident, held.used = found, True, time.monotonic()
         logger.info("adapter %s loaded in %.2f s", held.adapter.name, time.monotonic() - started)
 
     def _check_pins(self, held: _Held) -> None:

@@ -1,14 +1,19 @@
 """Checks of a LoRA adapter's files, which are read before an engine reads them.
 
 Weights are safetensors, or what torch has pickled; of the latter only tensors are ever loaded, never code.
+
+An engine reads the files once more whenever it has dropped the adapter, or has died. They must be the same then: the
+tokens of a running call, and blocks in the prefix cache, are of the adapter that was registered.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import pickle
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,6 +34,7 @@ _PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _Rank = Annotated[int, msgspec.Meta(ge=1)]
+_CHANGED = "its files have changed since it was registered; unregister it, and register it again"
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -40,7 +46,24 @@ class _Config(msgspec.Struct, frozen=True):
     alpha_pattern: dict[str, float | None] | None = None
 
 
-def check_adapter(directory: Path, max_rank: int) -> None:
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The files of an adapter that an engine reads, as they were found."""
+
+    states: tuple[tuple[str | int, ...], ...]  # Of each file: name, inode, size, and the times of its last changes.
+    digest: str = ""  # Of their content. Empty if the weights were not read.
+
+    def check_same(self, now: AdapterFiles) -> None:
+        """Compare the files with those that were found later. A copy with the same content is the same.
+
+        Raises:
+            AdapterFailed: They differ.
+        """
+        if (self.digest != now.digest) if self.digest else (self.states != now.states):
+            raise AdapterFailed(_CHANGED)
+
+
+def check_adapter(directory: Path, max_rank: int) -> AdapterFiles:
     """Refuse a directory that is no adapter, or one of too large a rank.
 
     Reads its configuration; may block. Raises AdapterFailed: the file that is missing or broken is named.
@@ -52,13 +75,28 @@ def check_adapter(directory: Path, max_rank: int) -> None:
     for name, rank in {"r": config.r, **patterns}.items():
         if rank > max_rank:
             raise AdapterFailed(f"{CONFIG}: {name} {rank} is greater than max_lora_rank {max_rank}")
-    _weights(directory)
+    return AdapterFiles(file_states(directory))
 
 
-def read_ahead(directory: Path, max_rank: int, base: Shapes) -> None:
+def file_states(directory: Path) -> tuple[tuple[str | int, ...], ...]:
+    """Return the states of the files (`AdapterFiles.states`); may block.
+
+    Raises AdapterFailed: One of them is missing.
+    """
+    found: list[tuple[str | int, ...]] = []
+    for path in (directory / CONFIG, _weights(directory)):
+        try:
+            state = path.stat()
+        except OSError as error:
+            raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
+        found.append((path.name, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+    return tuple(found)
+
+
+def read_ahead(directory: Path, max_rank: int, base: Shapes) -> AdapterFiles:
     """Do as `check_adapter`, and read and check the weights, which an engine then finds in memory.
 
-    May block for long.
+    May block for long. The states that it returns are older than what it has read.
 
     An engine makes no token while it loads an adapter; where files come over a network that may take a minute.
 
@@ -68,12 +106,17 @@ def read_ahead(directory: Path, max_rank: int, base: Shapes) -> None:
     Raises:
         AdapterFailed: As `check_adapter`, or the weights cannot be used; the tensor is named.
     """
-    check_adapter(directory, max_rank)
+    found = check_adapter(directory, max_rank)
     path = _weights(directory)
-    tensors = _tensors(path)
+    weights = _content(path)
+    tensors = _tensors(path, weights)
     _check_pairs(tensors)
     _check_shapes(tensors, max_rank, base)
     _check_finite(path, tensors)
+    digest = hashlib.sha256(path.name.encode())
+    for content in (weights, _content(directory / CONFIG)):
+        digest.update(hashlib.sha256(content).digest())
+    return AdapterFiles(found.states, digest.hexdigest())
 
 
 def base_shapes(model: Path) -> Shapes:
@@ -148,18 +191,22 @@ def _weights(directory: Path) -> Path:
     return weights
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _tensors(path: Path, data: bytes) -> dict[str, Tensor]:
     import torch
     from safetensors.torch import load
 
     try:
-        data = path.read_bytes()
         if path.suffix == ".safetensors":
             safe: dict[str, Tensor] = load(data)
             return safe
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise AdapterFailed(f"{path} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
         raise AdapterFailed(f"{path} is not a safetensors file: {error}") from None
     except pickle.UnpicklingError:  # torch's text continues with a way to run the code in the file

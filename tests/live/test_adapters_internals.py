@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
-from engines.errors import UnknownAdapter
+from engines.errors import AdapterFailed, AdapterUnusable, UnknownAdapter
 from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
 from handlers.openai.current_call import OpenAICall
@@ -166,4 +166,39 @@ async def test_a_removed_adapter_that_the_next_engine_still_loads_is_dropped_aft
     llm.answers.set()
     await asyncio.wait_for(asyncio.gather(again, removal), 60)
     assert llm.orders[-1] == ("remove", 1)
+    await adapters.stop()
+
+
+async def test_an_adapter_whose_files_have_changed_is_in_no_later_engine(source: Path) -> None:
+    from engines.vllm.lora import VllmAdapters
+
+    llm: Any = Llm()
+    adapters = VllmAdapters(llm, 60)
+    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=True))
+    weights = source / "adapter_model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-1] + b"\x3f")
+    adapters.engine_died()
+    await adapters.load_again()
+    assert not adapters.is_loaded(1)
+    with pytest.raises(AdapterUnusable, match="register it again"):
+        await adapters.claim("a")
+    weights.write_bytes(before)
+    (await adapters.claim("a")).release()
+    await adapters.stop()
+
+
+async def test_an_adapter_whose_files_change_while_the_engine_reads_them_is_refused(source: Path) -> None:
+    from engines.vllm.lora import VllmAdapters
+
+    llm: Any = Llm()
+    adapters = VllmAdapters(llm, 60)
+    llm.answers.clear()
+    adding = asyncio.create_task(adapters.add(Adapter(name="a", src="", path=source, id=1, preload=True)))
+    await until(lambda: llm.orders)
+    (source / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 9}))
+    llm.answers.set()
+    with pytest.raises(AdapterFailed, match="have changed"):
+        await adding
+    assert llm.orders == [("add", 1), ("remove", 1)]
     await adapters.stop()

@@ -350,6 +350,36 @@ def test_more_adapters_than_fit_into_memory_take_turns(
     assert text(lora, PROMPTS[0], "blue") == alone["blue"][0]
 
 
+def test_an_adapter_whose_files_have_changed_is_refused_until_it_is_registered_again(
+    lora: Server, made: Path, tmp_path: Path, alone: dict[str, list[str]]
+) -> None:
+    for version in ("red", "blue"):
+        shutil.copytree(made / version, tmp_path / version)
+    current, others = tmp_path / "current", [f"guest{number}" for number in range(3)]
+    current.symlink_to(tmp_path / "red")
+    assert register(lora, "mine", current).status_code == 200
+    assert text(lora, PROMPTS[0], "mine") == alone["red"][0]
+    current.unlink()
+    current.symlink_to(tmp_path / "blue")
+    assert text(lora, PROMPTS[0], "mine") == alone["red"][0], "it is in memory"
+    assert lora.client.post("/adapters/mine/update?preload=false").status_code == 200
+    for name in others:  # They take all places in memory.
+        assert register(lora, name, made / "red").status_code == 200
+    unregister(lora, *others)
+    chat = {"model": "mine", "messages": [{"role": "user", "content": "x"}]}
+    refusals = [
+        lora.client.post("/invocations", json={"inputs": PROMPTS[0], "adapters": "mine"}),
+        lora.client.post("/v1/chat/completions", json=chat),
+        lora.client.post("/adapters/mine/update?preload=true"),
+    ]
+    assert [refused.status_code for refused in refusals] == [424, 400, 424]
+    assert all("register it again" in refused.text for refused in refusals)
+    body = {"lora_name": "mine", "lora_path": str(current), "load_inplace": True}
+    assert lora.client.post("/v1/load_lora_adapter", json=body).status_code == 200
+    assert text(lora, PROMPTS[0], "mine") == alone["blue"][0]
+    unregister(lora, "mine")
+
+
 def test_pinned_adapters_stay_and_leave_no_room_for_more_than_there_is(
     lora: Server, made: Path, alone: dict[str, list[str]]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -16,6 +17,7 @@ import pytest
 from tests.live.chromium import MISSING, PROGRAM, chromium
 from tests.live.continued_calls import CASES, OPTIONS, PLAIN, Case, add_adapters, answer, answers, cases, kill
 from tests.live.deadly_prompts import IS_KILLED, RAISES
+from tests.live.lora import make_adapter
 from tests.live.server import START_SECONDS, Server, serving, stopped
 from tests.live.small_model import ENDLESS, ENDLESS_STREAM
 from tests.live.small_pooling_models import prepare_small_encoder
@@ -102,6 +104,29 @@ def test_a_call_whose_rest_may_depend_on_what_is_lost_gets_the_error(restarting:
     restarting.wait_for_log(": 0 requests are continued")
     for reason in LOST:
         restarting.wait_for_log(f"2 cannot be: {reason}")
+
+
+def test_no_answer_continues_with_an_adapter_whose_files_have_changed(
+    restarting: Server, small_options: dict[str, object], tmp_path: Path
+) -> None:
+    adapter = make_adapter(tmp_path / "mine", small_options["model_id"], 1)
+    other = make_adapter(tmp_path / "other", small_options["model_id"], 2)
+    assert restarting.client.post("/adapters", params={"name": "mine", "src": str(adapter)}).status_code == 200
+    with restarting.client.stream("POST", "/v1/completions", json=ENDLESS_STREAM | {"model": "mine"}) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: {")
+        shutil.copyfile(other / "adapter_model.safetensors", adapter / "adapter_model.safetensors")
+        kill(restarting, 1)
+        *_, last, _done = filter(None, lines)
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == DEAD
+    restarting.wait_for_log("1 cannot be: its adapter cannot be loaded again")
+    asked = {"inputs": "Once", "adapters": "mine"}
+    refused = restarting.client.post("/invocations", json=asked)
+    assert (refused.status_code, "register it again" in refused.text) == (424, True)
+    assert restarting.client.delete("/adapters/mine").status_code == 200
+    assert restarting.client.post("/adapters", params={"name": "mine", "src": str(adapter)}).status_code == 200
+    assert restarting.client.post("/invocations", json=asked).status_code == 200
+    restarting.client.delete("/adapters/mine")
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from safetensors.torch import load_file
 
 from engines.errors import AdapterFailed
 from engines.vllm.lora_files import base_shapes, check_adapter, read_ahead
@@ -99,6 +102,48 @@ def test_files_that_are_missing_or_broken_are_named(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").unlink()
     with pytest.raises(AdapterFailed, match="cannot be read: No such file"):
         read_ahead(adapter, 8, {})
+
+
+def _in_place(adapter: Path) -> None:
+    """Write other weights of the same size, and restore the time."""
+    path = adapter / "adapter_model.safetensors"
+    state, data = path.stat(), path.read_bytes()
+    path.write_bytes(data[:-1] + b"\x3f")
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def _config(adapter: Path) -> None:
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 9}))
+
+
+def _other_directory(adapter: Path) -> None:
+    shutil.copytree(adapter, adapter.with_name("other"))
+    _config(adapter.with_name("other"))
+    adapter.rename(adapter.with_name("former"))
+    adapter.symlink_to(adapter.with_name("other"))
+
+
+def _another_kind(adapter: Path) -> None:
+    """Leave the same weights in a file of the other kind, of which an engine would read this one first."""
+    path = adapter / "adapter_model.safetensors"
+    torch.save(load_file(path), adapter / "adapter_model.bin")
+    path.unlink()
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("change", [_in_place, _config, _other_directory, _another_kind])
+def test_an_adapter_whose_files_have_changed_is_refused_until_they_are_as_before(
+    tmp_path: Path, change: Callable[[Path], None], is_read: bool
+) -> None:
+    adapter = write(tmp_path / "a")
+    shutil.copytree(adapter, tmp_path / "kept")
+    registered = read_ahead(adapter, 8, BASE) if is_read else check_adapter(adapter, 8)
+    registered.check_same(read_ahead(adapter, 8, BASE))
+    change(adapter)
+    with pytest.raises(AdapterFailed, match="have changed since it was registered"):
+        registered.check_same(read_ahead(adapter, 8, BASE))
+    if is_read:  # Otherwise nobody knows what was in them.
+        registered.check_same(read_ahead(tmp_path / "kept", 8, BASE))
 
 
 def test_shapes_of_the_base_model_are_those_of_its_plain_weights(tmp_path: Path) -> None:
