@@ -246,7 +246,8 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
     They refuse a body that is no JSON.
 
     Constraints get the form in which vLLM enforces them. Null fields of a chat's messages are removed: TGI's Python
-    client sends every field, and TGI and Slipway's contracts take null for absent.
+    client sends every field, and TGI and Slipway's contracts take null for absent. Null fields of a response are
+    removed, since vLLM copies some of them into its answer, which cannot hold null.
 
     Args:
         call: The call.
@@ -279,6 +280,8 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
         held.form_name = form_name(given, path)
     if path == CHAT and b"null" in call.body:
         changes |= _without_nulls(document)
+    if path == RESPONSES:
+        changes |= {name: None for name, value in document.items() if bytes(value) == b"null"}
     if not changes:
         return call
     fields = {name: value for name, value in {**document, **changes}.items() if value is not None}
