@@ -18,6 +18,7 @@ The module relies on these internals of vLLM, which tests/live/test_openai_inter
 - The serving objects search beams with their method `beam_search(prompt, request_id, params, ...)`. Those of
   transcriptions and translations decode a file with `_decode_and_chunk_speech_async(data)`
   (tests/live/test_media_internals.py).
+- `PoolingIOProcessor` renders prompts in threads, with what `make_async` of its module makes of its method `render`.
 - `OnlineRenderer.parser` is the class whose `adjust_request` constrains the calls of tools.
 - The modules in `_WITH_ERRORS` call `sanitize_message` with the text of an error. Its patterns are repeated below.
 - The serving objects have the attributes that `front_end` reads. `OnlineRenderer.preprocess_chat` makes a prompt from
@@ -31,13 +32,15 @@ import asyncio
 import importlib
 import logging
 import traceback
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextvars import copy_context
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import regex
 import vllm.entrypoints.anthropic.serving
+import vllm.entrypoints.pooling.base.io_processor
 import vllm.entrypoints.serve.exception_handling.error_response
 import vllm.entrypoints.serve.exception_handling.handlers.http
 import vllm.entrypoints.serve.exception_handling.handlers.validation
@@ -70,6 +73,7 @@ from vllm.renderers.hf import (
     resolve_chat_template_kwargs,
 )
 from vllm.tasks import POOLING_TASKS
+from vllm.utils.async_utils import make_async
 
 from engines.interface import EngineStartError
 from engines.vllm.parsers import parsers_for
@@ -291,6 +295,16 @@ def bound_errors() -> None:
         module.sanitize_message = sanitized
 
 
+def render_in_context() -> None:
+    """Let the threads that render pooled prompts know their call, whose limits and salt hold for its media."""
+
+    def in_context(render: Callable[..., Any], executor: Any = None) -> Callable[..., Awaitable[Any]]:
+        run = make_async(lambda context, *prompts: context.run(render, *prompts), executor)
+        return lambda *prompts: run(copy_context(), *prompts)
+
+    vllm.entrypoints.pooling.base.io_processor.make_async = in_context
+
+
 async def build(
     client: Any,
     arguments: Mapping[str, Any],
@@ -315,6 +329,7 @@ async def build(
     lower_client_errors()
     bound_errors()
     bound_media()
+    render_in_context()
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     args = argparse.Namespace(
         **arguments,

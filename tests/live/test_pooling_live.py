@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import os
@@ -121,6 +122,45 @@ def assert_close(given: Any, expected: Any) -> None:
 def embeddings(document: Any) -> list[Any]:
     assert [item["index"] for item in document["data"]] == list(range(len(document["data"])))
     return [item["embedding"] for item in document["data"]]
+
+
+WITH_MESSAGES = ("/v1/embeddings", "/pooling", "/classify", "/tokenize")
+PICTURE: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+PARTS: tuple[Any, ...] = (
+    PICTURE,
+    {"type": "input_image", "image_url": PICTURE["image_url"]["url"]},
+    {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}},
+    {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AA=="}},
+    {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}},
+    {"type": "image_url", "image_url": None, "uuid": "x"},
+    {"type": "image_embeds", "image_embeds": "AA=="},
+    {"type": "file", "file": {"file_data": "AA=="}},
+    {"type": "refusal", "refusal": 5},
+    {"type": "thinking"},
+    {"type": "unknown"},
+    {"type": None},
+    None,
+    5,
+)
+"""Parts of a message that no model of texts takes."""
+
+
+def test_parts_that_a_model_of_texts_does_not_take_are_the_clients_fault(
+    encoder: Server, reranker: Server, classifier: Server, colbert: Server
+) -> None:
+    for model, part in itertools.product((encoder, reranker, classifier, colbert), PARTS):
+        content = {"content": [part]}
+        calls: list[tuple[str, dict[str, Any]]] = [
+            *((path, {"messages": [{"role": "user", **content}]}) for path in WITH_MESSAGES),
+            *((path, {"text_1": "a", "text_2": content}) for path in ("/score", "/v1/score")),
+            *((path, {"query": content, "documents": ["a"]}) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+            ("/v2/embed", {"inputs": [content]}),
+            ("/v2/embed", {"images": [PICTURE["image_url"]["url"]]}),
+        ]
+        for path, body in calls:
+            answer = model.client.post(path, json={"model": model.name, **body})
+            assert answer.status_code in (400, 404), f"{path} {part}: {answer.text}"
+            assert "ContextVar" not in answer.text
 
 
 # Vectors
