@@ -33,6 +33,7 @@ from engines.errors import EngineDead, GenerationFailed, InvalidParameter, Overl
 from engines.loaded_model import fast_tokenizer
 from engines.request import Constraint, SamplingParameters
 from engines.vllm import grammar_trial
+from engines.vllm.expressions import ascii_expression, grammar_for_guidance
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ MAX_CHARACTERS = 1 << 17  # Of a schema, an expression or a grammar: what people
 _MAX_WITH_WHITE_SPACE = 8 * MAX_CHARACTERS  # Of a schema that is still to be read.
 MAX_CHOICE_CHARACTERS = 1 << 21  # Of all choices together; they cost the engine less, since each is a plain text.
 _ERROR_CHARACTERS = 200
+_FOR_GUIDANCE = {"regex": ascii_expression, "grammar": grammar_for_guidance}
+_LONG = 4096  # Characters of an expression or a grammar. Longer ones hold up the event loop.
 # How long a request waits until its constraint has been tried out, those before it included, before it is refused.
 WAIT_SECONDS = 60.0
 # How long the process may take for its start, and for one constraint, by the clock. Longer than its own limit, which
@@ -84,14 +87,17 @@ def choose_backend(config: VllmConfig, option: str) -> None:
 class ConstraintTranslator:
     """Makes `StructuredOutputsParams` for one model."""
 
-    def __init__(self, tokenizer: Any, vocabulary_size: int, config: StructuredOutputsConfig) -> None:
+    def __init__(
+        self, tokenizer: Any, vocabulary_size: int, config: StructuredOutputsConfig, *, drafts: bool = False
+    ) -> None:
+        """Create the translator; `drafts`: the engine takes back tokens that a draft has proposed."""
         self._guidance = config.backend == "guidance"
         self._compact = config.disable_any_whitespace
         self._trials: GrammarTrials | None = None
         if self._guidance and (fast := fast_tokenizer(tokenizer)) is not None:
             # As vLLM's back end makes its own.
             size = max(vocabulary_size, len(tokenizer))
-            self._trials = GrammarTrials(fast, size, tokenizer.eos_token_id)
+            self._trials = GrammarTrials(fast, size, tokenizer.eos_token_id, drafts=drafts)
 
     async def structured_outputs(self, sampling: SamplingParameters) -> StructuredOutputsParams | None:
         """Return the constraint for vLLM; None without a constraint.
@@ -112,7 +118,7 @@ class ConstraintTranslator:
             return await self.checked(constraint.parameter, SamplingParams(structured_outputs=outputs))
         _check_company(constraint.parameter, sampling)
         kind, text = self._spelled(constraint)
-        await self._try(constraint.parameter, kind, text)
+        text = await self._tried(constraint.parameter, kind, text)
         return StructuredOutputsParams(
             **{kind: json.loads(text) if kind == "choice" else text},
             disable_any_whitespace=not constraint.any_whitespace,
@@ -141,12 +147,29 @@ class ConstraintTranslator:
                 continue
             text = value if isinstance(value, str) else _written(parameter, value)
             _check_size(parameter, (text,), MAX_CHOICE_CHARACTERS if kind == "choice" else MAX_CHARACTERS)
-            await self._try(parameter, kind, text)
+            tried = await self._tried(parameter, kind, text)
+            if tried != text:
+                outputs = dataclasses.replace(outputs, **{kind: tried})
         return outputs
 
-    async def _try(self, parameter: str, kind: str, text: str) -> None:
-        if self._trials is not None and (error := await self._trials.error(kind, text)):
+    async def _tried(self, parameter: str, kind: str, text: str) -> str:
+        """Return the text of a constraint for the back end.
+
+        Raises:
+            InvalidParameter: It cannot be compiled.
+            GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.error`.
+        """
+        error = ""
+        if self._guidance and (written := _FOR_GUIDANCE.get(kind)) is not None:
+            try:
+                text = written(text) if len(text) <= _LONG else await asyncio.to_thread(written, text)
+            except ValueError as fault:
+                error = str(fault)
+        if not error and self._trials is not None:
+            error = await self._trials.error(kind, text)
+        if error:
             raise InvalidParameter(parameter, f"cannot be used as a constraint: {_shortened(error)}")
+        return text
 
     def _spelled(self, constraint: Constraint) -> tuple[str, str]:
         if constraint.choice is not None:
@@ -279,9 +302,16 @@ def _shortened(error: str) -> str:
 class GrammarTrials:
     """Tries constraints out, each once and one after another, in a process that is started with the first."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary_size: int, eos_token_id: int | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocabulary_size: int, eos_token_id: int | None, *, drafts: bool = False
+    ) -> None:
         plain = json.loads(tokenizer.to_str()) | {"padding": None, "truncation": None}  # as llguidance wants it
-        self._first = {"tokenizer": json.dumps(plain), "vocabulary_size": vocabulary_size, "eos": eos_token_id}
+        self._first = {
+            "tokenizer": json.dumps(plain),
+            "vocabulary_size": vocabulary_size,
+            "eos": eos_token_id,
+            "drafts": drafts,
+        }
         self._process: Popen[str] | None = None
         # Starts the process and waits for its answers; the kernel ends the process with it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")

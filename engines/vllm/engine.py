@@ -144,7 +144,8 @@ class VllmEngine:
             prefix_cache=bool(config.cache_config.enable_prefix_caching),
         )
         structured = config.structured_outputs_config
-        self.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, structured)
+        drafts = config.speculative_config is not None
+        self.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, structured, drafts=drafts)
         if config.lora_config is not None:
             empty_slots = EMPTY_SLOTS_ON_CPU if vllm.platforms.current_platform.is_cpu() else 0
             self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)

@@ -29,8 +29,15 @@ _STACK_BYTES = 4 << 20  # Half of the stack of the engine's threads.
 _PR_SET_PDEATHSIG = 1
 
 
-def trial(tokenizer: Any, kind: str, text: str) -> str:
-    """Return the fault of a constraint, as the end of a sentence; "" if nothing was found."""
+def trial(tokenizer: Any, kind: str, text: str, *, drafts: bool = False) -> str:
+    """Return the fault of a constraint, as the end of a sentence; "" if nothing was found.
+
+    Args:
+        tokenizer: llguidance's.
+        kind: Its name in vLLM's `structured_outputs`.
+        text: The constraint.
+        drafts: The engine takes back tokens that a draft has proposed.
+    """
     try:  # as vLLM's back end `guidance` makes its grammars
         if kind == "json":
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True})
@@ -40,24 +47,35 @@ def trial(tokenizer: Any, kind: str, text: str) -> str:
         return str(error)
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
     complaint: str = matcher.get_error()
-    return complaint or _walk(matcher)
+    return complaint or _walk(matcher, tokenizer.eos_token, drafts)
 
 
-def _walk(matcher: Any) -> str:
+def _walk(first: Any, end_token: int, drafts: bool) -> str:
     """Follow it for some tokens: what compiles can still turn out to have no text, or to be slow."""
     chance = random.Random(0)
+    matcher = first.deep_copy()  # Some constraints cannot be reset.
     for _ in range(STEPS):
         begun = time.process_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        ends_early = mask >> end_token & 1 and _goes_on(matcher.deep_copy(), end_token)
         if not matcher.is_error() and mask:
             matcher.consume_token(_one_of(mask, chance))
         if matcher.is_error() or not mask:
             return _complaint(matcher.get_error())
+        if ends_early:
+            return 'something has to follow where it lets the answer end, by `stop=""` or the model\'s end token'
+        if drafts and not matcher.deep_copy().rollback(1):
+            return "`max_tokens` and `stop` of a rule need a model without a draft; `suffix` does not"
         if time.process_time() - begun > STEP_CPU_SECONDS:
             return "it is too ambiguous to be followed in time"
         if matcher.is_stopped():
-            matcher.reset()
+            matcher = first.deep_copy()
     return ""
+
+
+def _goes_on(matcher: Any, end_token: int) -> bool:
+    """Return True if a text is not complete after the end token."""
+    return not matcher.is_accepting() and matcher.consume_token(end_token) and not matcher.is_accepting()
 
 
 def _one_of(mask: int, chance: random.Random) -> int:
@@ -95,7 +113,7 @@ def main() -> None:
     for line in sys.stdin:
         message = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        error = trial(tokenizer, message["kind"], message["text"])
+        error = trial(tokenizer, message["kind"], message["text"], drafts=first["drafts"])
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         print(json.dumps(error), file=answers, flush=True)
 

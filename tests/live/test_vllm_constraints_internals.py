@@ -63,6 +63,18 @@ async def test_each_kind_becomes_vllms_own(translator: ConstraintTranslator) -> 
 
 
 @pytest.mark.parametrize("as_is", [False, True])
+async def test_the_back_end_gets_expressions_and_grammars_in_its_own_form(
+    translator: ConstraintTranslator, as_is: bool
+) -> None:
+    assert (await translated(translator, regex=r"\d+", as_is=as_is)).regex == "[0-9]+"
+    limited = "?start: a\na[max_tokens=8]: /\\d*/\n"
+    assert "/[0-9]*/" in (await translated(translator, grammar=limited, as_is=as_is)).grammar
+    for regex in ("[" * 1000, r"a\b"):
+        with pytest.raises(InvalidParameter, match="guide"):
+            await translated(translator, regex=regex, as_is=as_is)
+
+
+@pytest.mark.parametrize("as_is", [False, True])
 async def test_a_schema_that_is_nested_too_deeply_is_refused(translator: ConstraintTranslator, as_is: bool) -> None:
     depth = sys.getrecursionlimit()
     schema = '{"items":' * depth + "{}" + "}" * depth
