@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import logging
 import os
-import re
 import threading
 import time
 import uuid
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote_plus
 
 import msgspec
 
@@ -24,21 +24,51 @@ logger = logging.getLogger(__name__)
 
 Headers = Iterable[tuple[bytes, bytes]]
 
+RECORDED = "slipway.recorded"  # A key of ASGI scopes. True: a mounted application records the call.
 MAX_PENDING = 256 << 20  # Bytes of records that are collected, or wait to be written.
 _REQUEST_ID = b"x-request-id"
-# Headers that may hold a credential. No file gets them.
-_SECRET = re.compile(
-    rb"authorization|api[-_]?key|access[-_]?key|secret|password|credential|cookie|security-token|signature|salt"
+_OF_SAGEMAKER = (
+    *(b"accept", b"adapter-alias", b"adapter-identifier", b"closed-session-id", b"content-type", b"custom-attributes"),
+    *(b"forwarded-api", b"inference-component", b"inference-id", b"new-session-id", b"session-id", b"target-model"),
+    *(b"target-container-hostname", b"target-variant"),
 )
-# Headers of one connection. A request that is sent again gets new ones.
-_OF_CONNECTION = frozenset(
-    (b"host", b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect", b"te", b"upgrade")
+# The headers that a file gets: those that a contract reads or writes, and the ids of a call. Any other header may hold
+# a credential: gateways and identity providers have their own names for theirs.
+_RECORDED = frozenset(
+    (
+        # The body and its form.
+        *(b"content-type", b"content-encoding", b"inference-header-content-length", b"accept"),
+        # SageMaker's. Its custom attributes are content, like the body, and recorded as they are.
+        *(b"x-amzn-sagemaker-" + name for name in _OF_SAGEMAKER),
+        # The model and the function of a handler; the engine's queue and replica.
+        *(b"model_name", b"model_version", b"handler", b"x-synchronous", b"x-priority", b"x-vllm-priority"),
+        *(b"x-data-parallel-rank", b"x-session-id", b"endpoint-load-metrics-format"),
+        *(b"anthropic-version", b"anthropic-beta"),
+        # The call and its trace.
+        *(_REQUEST_ID, b"request-id", b"x-amzn-trace-id", b"traceparent"),
+        # Of replies.
+        *(b"allow", b"retry-after", b"cache-control", b"x-accel-buffering", b"endpoint-load-metrics"),
+        *(b"x-compute-type", b"x-compute-time", b"x-compute-characters", b"x-compute-tokens", b"x-total-time"),
+        *(b"x-validation-time", b"x-tokenization-time", b"x-queue-time", b"x-inference-time", b"x-time-per-token"),
+        *(b"x-prompt-tokens", b"x-generated-tokens"),
+    )
 )
+_RECORDED_PARAMETERS = frozenset(("model_name", "model_version", "adapter"))  # Of the query. They choose the weights.
 
 
 def recorded_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
-    """Return the headers without those that may hold a credential and those of the connection."""
-    return [(name, value) for name, value in headers if name not in _OF_CONNECTION and _SECRET.search(name) is None]
+    """Return the headers that a record has. Headers of the connection and unknown ones are left out."""
+    return [(name, value) for name, value in headers if name.lower() in _RECORDED]
+
+
+def recorded_query(query: bytes) -> bytes:
+    """Return the parameters of a query that a record has, with a question mark before them."""
+    parameters = [part for part in query.split(b"&") if _parameter(part) in _RECORDED_PARAMETERS]
+    return b"?" + b"&".join(parameters) if parameters else b""
+
+
+def _parameter(part: bytes) -> str:
+    return unquote_plus(part.partition(b"=")[0].decode("latin-1"))
 
 
 class RecordFiles:
@@ -150,8 +180,7 @@ class _Record:
 
     def line(self, request_id: str) -> bytes:
         scope = self.scope
-        query: bytes = scope["query_string"]
-        target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
+        target: bytes = scope["raw_path"] + recorded_query(scope["query_string"])
         answer: dict[str, Any] = {
             "status": self.status,
             "headers": _as_object(self.headers),
@@ -208,7 +237,7 @@ class RequestCapture:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         scope["app"] = self  # A mounted application calls the container's own routes. They are recorded, too.
-        if scope["type"] != "http" or not self._infers(scope):
+        if scope["type"] != "http" or scope.get(RECORDED) or not self._infers(scope):
             await self._application(scope, receive, send)
             return
         # The routes change the scope's path if an attribute names another route.

@@ -58,9 +58,7 @@ def serve(
     capture: Capture = None,
 ) -> None:
     """Serve a model until told to stop."""
-    # With a local endpoint `--capture` records the calls of the endpoint.
-    of_server = None if local_endpoint or capture is None else str(capture)
-    startup = read_startup(model_dir, port, host, model_name, api_key, of_server)
+    startup = read_startup(model_dir, port, host, model_name, api_key, None if capture is None else str(capture))
     if startup.server.capture is not None:
         make_directory("--capture", Path(startup.server.capture))
     options = LocalOptions(

@@ -225,7 +225,7 @@ class AsyncCalls:
         task = asyncio.current_task()
         assert task is not None
         while True:
-            invocation = Invocation(call.scope, _stay, request, MAX_PAYLOAD)
+            invocation = Invocation(call.scope, _stay, request, MAX_PAYLOAD, keep=self._capture is not None)
             self._waiting.discard(task)
             try:
                 await invocation.whole(call.timeout)

@@ -10,6 +10,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from container.http.uvicorn_protocol import BREAK_OFF
+from container.request_capture import RECORDED
 from deploy.local.errors import NO_RESPONSE, TIMED_OUT, model_error, no_answer, no_capacity, not_ready
 from deploy.local.parameters import Headers
 
@@ -79,10 +80,10 @@ class Invocation:
             receive: Reports when the client has left.
             request: The request to the container.
             max_answer: The largest reply in bytes that is held.
-            keep: Hold the reply although it is streamed.
+            keep: Hold the reply although it is streamed, because the endpoint records the call.
         """
         self._receive, self._request, self._max_answer, self._keep = receive, request, max_answer, keep
-        self._scope = request.scope(scope)
+        self._scope = request.scope(scope) | {RECORDED: keep}
         self._unsent: list[Message] = [{"type": "http.request", "body": request.body}]
         self.status = 0
         self.headers: Headers = []

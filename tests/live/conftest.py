@@ -112,9 +112,9 @@ def sample_server(
 def _local_endpoint(directory: Path, options: dict[str, object]) -> Iterator[Server]:
     """Start a server with the default formatter. It also serves SageMaker's runtime API, for `my-endpoint`.
 
-    The folder `s3` beside its log stands for S3, and `captured` has the captured calls.
+    The folder `s3` beside its log stands for S3.
     """
-    folders = ("--s3-folder", str(directory / "s3"), "--capture", str(directory / "captured"))
+    folders = ("--s3-folder", str(directory / "s3"))
     model = write_model(directory / "model", **options)
     running = Server(model, directory / "server.log", arguments=("--local-endpoint", "my-endpoint", *folders))
     try:

@@ -90,7 +90,7 @@ class Endpoint:
 
     url: str
     objects: Objects
-    captured: Path
+    captured: Path  # Records of `slipway local`. Those of `slipway serve` are tested with its other records.
 
     def invoke(self, **parameters: Any) -> Any:
         with contextlib.closing(runtime_at(self.url)) as client:
@@ -128,7 +128,7 @@ def endpoint(
     """The container itself with a folder, or `slipway local` before it with S3's stand-in."""
     if request.param == "serve":
         directory = server.log.parent
-        yield Endpoint(server.url, Folder(directory / "s3"), directory / "captured")
+        yield Endpoint(server.url, Folder(directory / "s3"), directory)
         return
     captured = tmp_path_factory.mktemp("captured")
     with moto() as address:
@@ -183,6 +183,7 @@ def test_boto3_raises_a_validation_error_for_two_inputs_or_none(endpoint: Endpoi
         assert refused.value.response["Error"]["Code"] == "ValidationError"
 
 
+@pytest.mark.parametrize("endpoint", ["local"], indirect=True)
 def test_calls_of_every_kind_are_captured_with_their_whole_output(endpoint: Endpoint) -> None:
     name = type(endpoint.objects).__name__
     body = json.dumps(INPUT)

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.live.server import Server, write_model
-from tests.live.test_local_endpoint_live import environment, local
+from tests.live.test_local_endpoint_live import NAME, environment, local
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ class Recording:
 
     def records(self) -> list[dict[str, Any]]:
         lines = [line for file in self.captured.rglob("*.jsonl") for line in file.read_text().splitlines()]
-        return [json.loads(line) for line in lines]
+        return [record for line in lines if "id" in (record := json.loads(line))]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str,
     directory = tmp_path_factory.mktemp("recording")
     model = write_model(directory / "model", **small_options)
     captured = directory / "captured"
-    server = Server(model, directory / "server.log", arguments=("--capture", str(captured)))
+    server = Server(model, directory / "server.log", arguments=("--capture", str(captured), "--local-endpoint", NAME))
     try:
         server.wait_until_ready()
         yield Recording(server, captured)
@@ -99,12 +99,13 @@ def recording(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str,
 @pytest.fixture(scope="module")
 def capture(recording: Recording) -> Path:
     """Return a copy of the server's capture of a request of each contract."""
-    for path, body in REQUESTS:
-        reply = recording.server.client.post(path, json=body, headers={"authorization": "Bearer secret", "x-mine": "1"})
+    for number, (path, body) in enumerate(REQUESTS):
+        headers = {"x-auth-token": "secret", "x-request-id": f"mine-{number}"}
+        reply = recording.server.client.post(f"{path}?code=secret", json=body, headers=headers)
         assert reply.status_code == (422 if body.get("inputs") == "" else 200), reply.text
 
     def own() -> list[dict[str, Any]]:  # Other tests ask the server, too.
-        return [record for record in recording.records() if "x-mine" in record["headers"]]
+        return [record for record in recording.records() if record["id"].startswith("mine-")]
 
     wait_until(lambda: len(own()) >= len(REQUESTS))
     copy = recording.captured.parent / "copy.jsonl"
@@ -126,7 +127,6 @@ def test_the_capture_has_each_request_whole_and_no_credential(recording: Recordi
     assert "secret" not in capture.read_text()
     for path, body in REQUESTS:
         found = records[path, httpx.Request("POST", "http://x", json=body).content.decode()]
-        assert found["headers"]["x-mine"] == "1"
         assert found["answer"]["complete"] is True
         again = recording.server.client.post(path, json=body)
         assert found["answer"]["status"] == again.status_code
@@ -139,16 +139,30 @@ def test_the_capture_has_each_request_whole_and_no_credential(recording: Recordi
 
 
 def test_what_is_no_inference_is_not_captured(recording: Recording, capture: Path) -> None:
-    client, mark = recording.server.client, {"x-mine": "no inference"}
+    client, mark = recording.server.client, {"x-request-id": "no-inference"}
     for path in ("/ping", "/v1/models", "/metrics", "/info", "/models"):
         client.get(path, headers=mark)
     client.post("/invocations", json=GREEDY | {"parameters": {"max_new_tokens": 1}}, headers=mark)
 
     def marked() -> list[str]:  # Records of earlier requests may still arrive.
-        return [record["path"] for record in recording.records() if record["headers"].get("x-mine") == mark["x-mine"]]
+        return [record["path"] for record in recording.records() if record["id"] == "no-inference"]
 
     wait_until(lambda: "/invocations" in marked())
     assert marked() == ["/invocations"]
+
+
+def test_a_call_of_the_local_endpoint_is_captured_once_and_in_sagemakers_form(recording: Recording) -> None:
+    for path, name in ((f"/endpoints/{NAME}/invocations", "endpoint"), ("/invocations", "direct")):
+        headers = {"X-Amzn-SageMaker-Inference-Id": name}
+        assert recording.server.client.post(path, json=GREEDY, headers=headers).status_code == 200
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        found = [line for file in recording.captured.rglob("*.jsonl") for line in file.read_text().splitlines()]
+        return [json.loads(line) for line in found if f'"{name}"' in line]
+
+    wait_until(lambda: lines("endpoint") and lines("direct"))
+    assert [record["eventMetadata"]["inferenceId"] for record in lines("endpoint")] == ["endpoint"]
+    assert [record["path"] for record in lines("direct")] == ["/invocations"]
 
 
 def test_a_capture_against_two_equal_servers_and_its_own_answers_has_no_difference(
