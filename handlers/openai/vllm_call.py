@@ -113,8 +113,9 @@ class VllmCall:
             if not self._gone.is_set():
                 reason = self._held.failed or "Internal server error"
                 self._finish(error_reply(reason, "InternalServerError", 500))
-                if self._held.generates:
-                    self._held.engine.statistics.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
+            # The server cancels a call as well when its reply is complete.
+            if self._complete and self._held.generates:
+                self._held.engine.statistics.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
 
     def _read(self) -> Call:
         """Return the call for vLLM.

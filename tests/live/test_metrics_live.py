@@ -98,6 +98,43 @@ def test_every_series_has_a_type_and_those_of_other_servers_keep_their_names(lor
         assert re.search(rf"^{name}[{{ ]", text, re.MULTILINE)
 
 
+CHAT = {"model": "model", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+COMPLETION = {"model": "model", "prompt": PROMPT, "max_tokens": 3}
+GENERATE = {"inputs": PROMPT, "parameters": {"max_new_tokens": 3}}
+TRITON = {"text_input": PROMPT, "max_tokens": 3}
+STREAM = {"stream": True}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    *((path, GENERATE) for path in ("/invocations", "/predictions/model", "/models/model/invoke", "/generate", "/")),
+    *(("/invocations", body | STREAM) for body in (GENERATE, CHAT, COMPLETION)),
+    *((path, CHAT) for path in ("/invocations", "/openai/v1/chat/completions", "/v1/messages")),
+    ("/generate_stream", GENERATE),
+    *((path, body) for body in (CHAT, CHAT | STREAM) for path in ("/v1/chat/completions", "/v1/messages")),
+    *(("/v1/completions", COMPLETION | more) for more in ({}, STREAM, {"echo": True}, {"echo": True} | STREAM)),
+    *(("/v1/responses", {"model": "model", "input": "Hi", "max_output_tokens": 3} | more) for more in ({}, STREAM)),
+    ("/v2/models/model/generate", TRITON),
+    ("/v2/models/model/generate_stream", TRITON | STREAM),
+    *((path, {"prompt": PROMPT, "max_tokens": 3}) for path in ("/v1/generate", "/v1/generate_stream")),
+]
+OF_CALLS = (
+    # The parser appends `_total` to the names of Triton's and TGI's counters.
+    *("tgi_request_count_total", "tgi_request_success_total", "nv_inference_request_success_total"),
+    *("tgi_request_duration_count", "slipway_requests_total"),
+)
+
+
+def test_every_call_counts_once_whole_and_streamed(lora: Server) -> None:
+    def counted() -> set[float]:
+        counts = Counts(lora)
+        return {counts.sum(name, {}) - before.sum(name, {}) for name in OF_CALLS}
+
+    before = Counts(lora)
+    for number, (path, body) in enumerate(CALLS, start=1):
+        assert lora.client.post(path, json=body).status_code == 200, (path, body)
+        wait_until(lambda number=number: counted() == {number})
+    failed = [counts.sum("tgi_request_failure_total", {}) for counts in (before, Counts(lora))]
+    assert failed[0] == failed[1]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "sequences"),
     [
