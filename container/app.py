@@ -19,11 +19,13 @@ from container.console import page as console
 from container.console.state import console_state
 from container.contract_routes import contract_http_routes
 from container.health import ping
+from container.http.body_limits import Receive
 from container.http.cross_site import KnownHosts
 from container.http.refusals import front_end_refusal
-from container.http.request_head import KEY_SALT, LONGEST_PATH, RequestHead
-from container.http.route import AppState, FixedReplyRoute, HttpCounts, HttpRoute
-from container.http.router import ANY_METHOD, Application, Mount, Router
+from container.http.reply import Send
+from container.http.request_head import KEY_SALT, LONGEST_PATH, RequestHead, Scope
+from container.http.route import AppState, FixedReplyRoute, HttpCounts, HttpRoute, SlashRedirectRoute
+from container.http.router import ANY_METHOD, WITH_SLASHES, Application, Mount, Router
 from container.invocations import InvocationsRoute
 from container.metrics import Metrics
 from container.model_management import model_routes, wrong_method
@@ -33,17 +35,20 @@ from container.openapi import openapi_document, swagger_assets, swagger_page
 from container.prometheus_text import CONTENT_TYPE
 from container.request_capture import RequestCapture
 from container.settings.settings import ServerReport, ServerSettings
-from engines.errors import CrossSite
+from engines.errors import CrossSite, RequestError
 from engines.model_settings import ModelSettings
 from engines.statistics import Distribution
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import JSON, Call, Reply
+from handlers.contract_routes import ContractRoutes
 from handlers.djl_errors import front_end_reply
 from handlers.openai.handler import OpenAIHandler
 
 _INFERENCE = ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
 # The contracts' own health routes. Like `/ping`, they need no API key if they are asked with GET.
 _PROBES = ("/", "/health", "/liveness", "/readiness", "/v2/health/live", "/v2/health/ready")
+# Paths that vLLM has as well, besides those of its contract.
+_OF_FASTAPI = ("/health", "/metrics", "/docs", "/openapi.json")
 # The API description shows this model if the server has several models, or none yet.
 _ANY_MODEL = ModelSettings(name="{model}", model_dir=Path(), model_id="")
 
@@ -135,11 +140,26 @@ class _Page:
 class _NotFoundRoute(HttpRoute):
     """Answers paths that are not served: in the form of the contract with their prefix, or else in LMI's."""
 
+    def __init__(self, state: AppState, contract: ContractRoutes | None = None) -> None:
+        super().__init__(state, "unknown")
+        self._contract = contract
+        prefixes = () if contract else [(prefix, contract) for contract in CONTRACTS for prefix in contract.prefixes]
+        self._of_contracts = {prefix: _NotFoundRoute(state, contract) for prefix, contract in prefixes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await HttpRoute.__call__(self.chosen(scope), scope, receive, send)
+
+    def chosen(self, scope: Scope) -> HttpRoute:
+        path = scope["raw_path"].decode("latin-1") + "/"
+        return next((route for prefix, route in self._of_contracts.items() if path.startswith(prefix)), self)
+
+    def refuse(self, error: RequestError) -> Reply:
+        return super().refuse(error) if self._contract is None else self._contract.refuse(error)
+
     def find(self, head: RequestHead) -> Reply:
         path = head.scope["path"]
-        for contract in CONTRACTS:
-            if contract.prefix and contract.not_found and path.startswith(contract.prefix):
-                return contract.not_found(Call(body=b"", request_id="", method=head.method, path=path))
+        if self._contract is not None and self._contract.not_found is not None:
+            return self._contract.not_found(Call(body=b"", request_id="", method=head.method, path=path))
         return front_end_reply(
             404, "ResourceNotFoundException", f"Requested resource is not found: {path[:LONGEST_PATH]}"
         )
@@ -185,7 +205,7 @@ def create_app(
     """
     counts = HttpCounts()
     state = AppState(models, settings, counts)
-    not_found = _NotFoundRoute(state, "unknown")
+    not_found = _NotFoundRoute(state)
     router = Router(not_found, mounts)
     options = _Page(lambda: Response(b"{}\n", media_type=JSON))
     router.add("/", "OPTIONS", options)
@@ -242,11 +262,16 @@ def _add_contracts(router: Router, state: AppState, routes: Mapping[tuple[str, s
     for contract in CONTRACTS:
         for declared in contract.routes:
             _refuse_other_methods(router, state, declared.path, contract.wrong_method)
+    for contract in CONTRACTS:
+        for path in (*(declared.path for declared in contract.routes), *_OF_FASTAPI) if contract.redirects else ():
+            router.add(path, WITH_SLASHES, SlashRedirectRoute(state, path, contract.refuse))
 
 
 def _add_management(router: Router, state: AppState, registrar: Registrar) -> None:
     for path, route in adapter_routes(state):
         router.add(path, ANY_METHOD, route)
+        if path.startswith("/v1/"):  # vLLM's. LMI's paths may end in slashes.
+            router.add(path, WITH_SLASHES, SlashRedirectRoute(state, path, route.refuse, same_site=True))
     of_models = list(model_routes(state, registrar))
     for path, method, operation in of_models:
         router.add(path, method, operation)

@@ -180,7 +180,6 @@ def http_server(application: Application) -> uvicorn.Server:
             log_config=None,
             access_log=False,
             server_header=False,
-            date_header=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=5,
         )

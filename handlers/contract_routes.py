@@ -186,8 +186,9 @@ class ContractRoutes:
     # Returns the reply if the path has no such method. The server adds the header `allow`.
     wrong_method: Callable[[Call], Reply]
     body_names_model: bool = False  # Bodies may name the model in `model`.
-    prefix: str | None = None  # Unknown paths below it belong to the contract too.
+    prefixes: tuple[str, ...] = ()  # Unknown paths below these belong to the contract too.
     not_found: Callable[[Call], Reply] | None = None  # Returns the reply to such a path.
+    redirects: bool = False  # A path with slashes at its end is redirected to the path without them, as by FastAPI.
 
 
 # The largest text in UTF-8 that is only tokenized: about 300,000 tokens of English. A tokenizer takes up to 200 bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 
 from container.error_rates import CLIENT_GONE, ErrorRates
@@ -272,6 +273,33 @@ class FixedReplyRoute(HttpRoute):
 
     def find(self, head: RequestHead) -> Reply:
         return self._reply
+
+
+class SlashRedirectRoute(HttpRoute):
+    """Redirects from a path with slashes at its end to the path without them, as FastAPI does.
+
+    The address is relative to the request's. So it holds behind a proxy that removes a prefix of the path or speaks
+    TLS, and never leads to another host. After several slashes it begins at the root, since clients differ in what
+    `../` means there.
+    """
+
+    def __init__(
+        self, state: AppState, path: str, refuse: Callable[[RequestError], Reply], *, same_site: bool = False
+    ) -> None:
+        super().__init__(state, path, same_site=same_site)
+        self._refuse = refuse
+
+    def refuse(self, error: RequestError) -> Reply:
+        return self._refuse(error)
+
+    def find(self, head: RequestHead) -> Reply:
+        if head.method == "OPTIONS" and self.state.cors_headers:
+            return Reply(200, "", b"")  # Browsers follow no redirect of a preflight.
+        path, query = head.scope["raw_path"], head.scope["query_string"]
+        bare = path.rstrip(b"/")
+        address = bare if path.endswith(b"//") else b"../" + bare.rpartition(b"/")[2]
+        location = address + (b"?" + query if query else b"")
+        return Reply(307, "", b"", (("location", location.decode("latin-1")),))
 
 
 def _log_refusal(reason: str, reply: Reply, head: RequestHead) -> None:

@@ -13,9 +13,10 @@ from starlette.routing import compile_path
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 ANY_METHOD = "*"  # Serves the methods for which the path has no other application.
+WITH_SLASHES = "/"  # In place of a method: serves the path with slashes at its end.
 _ENCODED_SLASH = re.compile("%2f", re.IGNORECASE)
-# LMI's paths, which may end in slashes (DJL Serving, `InferenceRequestHandler` and `ManagementRequestHandler`). The
-# servers of other contracts do not know such a path.
+# LMI's paths, which may end in slashes (DJL Serving, `InferenceRequestHandler` and `ManagementRequestHandler`). vLLM
+# and happy_vllm redirect such a path (`WITH_SLASHES`). The servers of other contracts do not know it.
 _ENDS_IN_SLASHES = re.compile(r"/(?:ping|invocations|predictions|models|adapters|workflows|server)(?:/.*)?/").fullmatch
 # Replaces an encoded slash while a route is looked up. An encoded slash belongs to a name and separates nothing (RFC
 # 3986, section 2.2). No decoded path has this character.
@@ -51,7 +52,7 @@ class Router:
 
         Args:
             path: May have `{name}` for a segment.
-            method: An HTTP method, or `ANY_METHOD`.
+            method: An HTTP method, `ANY_METHOD` or `WITH_SLASHES`.
             application: Serves the requests.
             without_key: Callers need no API key, even if the server asks for keys. Such a path has no `{name}`.
         """
@@ -71,6 +72,8 @@ class Router:
 
     def find(self, scope: Any) -> Application:
         """Return the application that serves a request."""
+        if scope["path"].endswith("/") and (redirect := self._with_slashes(scope)) is not None:
+            return redirect
         methods = self._lookup(scope)
         if methods is None:
             path = _path(scope)
@@ -81,16 +84,26 @@ class Router:
     def is_open(self, scope: Any) -> bool:
         """Return True if a request needs no API key."""
         path, method = without_slashes(_path(scope)), scope["method"]
+        if self._with_slashes({**scope}) is not None:
+            path = path.rstrip("/")
         return not self._open.isdisjoint({(path, ANY_METHOD), (path, "GET" if method == "HEAD" else method)})
 
     def methods(self, path: str) -> list[str]:
-        """Return the methods that were added for a path, sorted, without `ANY_METHOD`."""
+        """Return the HTTP methods that were added for a path, sorted."""
         methods = self._patterns[path][1] if path in self._patterns else self._plain.get(path, {})
-        return sorted(methods.keys() - {ANY_METHOD})
+        return sorted(methods.keys() - {ANY_METHOD, WITH_SLASHES})
 
     def _head(self, method: str, methods: Mapping[str, Application]) -> Application:
         """Serve HEAD on every path that has GET (RFC 9110, section 9.1). The HTTP server leaves the body out."""
         return (methods.get("GET") if method == "HEAD" else None) or self._not_found
+
+    def _with_slashes(self, scope: Any) -> Application | None:
+        path = _path(scope)
+        bare = path.rstrip("/")
+        if bare in ("", path):
+            return None
+        methods = self._plain.get(bare) or self._match(scope, bare)
+        return None if methods is None else methods.get(WITH_SLASHES)
 
     def _lookup(self, scope: Any) -> Mapping[str, Application] | None:
         """Return the applications of a path by their methods.

@@ -20,6 +20,7 @@ _CONNECT_SECONDS, _WRITE_SECONDS = 30.0, 60.0
 _IDLE_SECONDS = 4.0
 _MAX_CONNECTIONS = 512
 _CONNECTION_HEADERS = (b"connection", b"keep-alive", b"transfer-encoding")  # Headers that concern one connection.
+_OWN_HEADERS = (*_CONNECTION_HEADERS, b"date")  # Headers that this server sends itself.
 
 
 class RemoteContainer:
@@ -77,11 +78,7 @@ class RemoteContainer:
         begun = False
         try:
             async with self._http.stream(scope["method"], target.decode(), headers=sent, content=body) as reply:
-                own = [
-                    (name.lower(), value)
-                    for name, value in reply.headers.raw
-                    if name.lower() not in _CONNECTION_HEADERS
-                ]
+                own = [(name.lower(), value) for name, value in reply.headers.raw if name.lower() not in _OWN_HEADERS]
                 await send({"type": "http.response.start", "status": reply.status_code, "headers": own})
                 begun = True
                 async for piece in reply.aiter_raw():

@@ -20,7 +20,17 @@ _ATTRIBUTES = re.compile(r"[\x20-\x7e]{0,1024}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 # The server sets these headers. Handlers that echo a request's headers send them, too.
 _FRAMING = frozenset(
-    ["connection", "content-length", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"]
+    [
+        "connection",
+        "content-length",
+        "date",
+        "keep-alive",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    ]
 )
 
 

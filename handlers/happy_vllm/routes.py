@@ -222,4 +222,5 @@ HAPPY_VLLM = ContractRoutes(
     refuse=refuse,
     error=OBJECT,
     wrong_method=lambda _: json_reply({"detail": "Method Not Allowed"}, 405),
+    redirects=True,
 )

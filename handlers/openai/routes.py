@@ -284,6 +284,7 @@ OPENAI = ContractRoutes(
     error=OBJECT,
     wrong_method=wrong_method,
     body_names_model=True,
-    prefix=ALIASED + "/",
+    prefixes=("/v1/", ALIASED + "/"),
     not_found=not_found,
+    redirects=True,
 )

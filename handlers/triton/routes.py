@@ -185,6 +185,6 @@ TRITON = ContractRoutes(
     refuse=refusal,
     error=_ERROR,
     wrong_method=lambda _: error_reply(405, "Method Not Allowed"),
-    prefix="/v2/",
+    prefixes=("/v2/",),
     not_found=lambda _: Reply(404, "text/plain", b'{"error":"Not Found"}'),
 )

@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
+from urllib.parse import urljoin, urlsplit
 
 import httpx
 import pytest
 import pytest_asyncio
 
+from container.api_keys import ApiKeys
 from container.logs import access_log
 from container.models.life_cycle import State
 from engines.interface import EngineHealth
@@ -164,9 +166,71 @@ async def test_a_slash_at_the_end_of_a_path_of_lmi_changes_nothing(
     assert f'{path}/"' not in (await starting.get("/metrics")).text
 
 
-async def test_other_contracts_have_no_path_that_ends_in_a_slash(starting: httpx.AsyncClient) -> None:
-    for method, path in (("GET", "/v2/health/ready/"), ("POST", "/v1/chat/completions/"), ("POST", "/generate/")):
-        assert (await starting.request(method, path, content=b"{}")).status_code == 404
+OF_FASTAPI = {
+    (method, fill(route.path).replace("{response_id}", "r"))
+    for family, route, method in ROUTES
+    if family.name in ("openai", "happy_vllm")
+} | {("GET", path) for path in ("/health", "/metrics", "/docs", "/openapi.json")}
+
+
+async def test_tgis_teis_and_tritons_paths_have_no_slash_at_their_end(starting: httpx.AsyncClient) -> None:
+    for _, route, method in ROUTES:
+        path = fill(route.path).replace("{response_id}", "r")
+        if path != "/" and path not in {path for _, path in OF_FASTAPI}:
+            assert (await starting.request(method, path + "/", content=b"{}")).status_code == 404, path
+
+
+@pytest.mark.parametrize(("slashes", "query"), [("/", ""), ("/", "?a=b%2Fc&d=%25"), ("///", "?a")])
+async def test_a_path_of_vllm_and_happy_vllm_with_slashes_at_its_end_is_redirected(
+    starting: httpx.AsyncClient, slashes: str, query: str
+) -> None:
+    assert {("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("POST", "/tokenize")} < OF_FASTAPI
+    for method, path in OF_FASTAPI:
+        address = f"{path}{slashes}{query}"
+        redirect = await starting.request(method, address, content=b"{}")
+        assert (redirect.status_code, redirect.content) == (307, b""), path
+        for prefix in ("https://elsewhere:8443", *(["https://elsewhere/a/prefix"] if slashes == "/" else [])):
+            expected = f"{prefix}{path}{query}"
+            assert urljoin(prefix + address, redirect.headers["location"]) == expected
+        assert redirect.next_request is not None
+        assert str(redirect.next_request.url) == f"http://server{path}{query}"
+        assert (await starting.send(redirect.next_request)).status_code not in (307, 404), path
+
+
+@pytest.mark.parametrize(
+    "path", ["//evil.example/", "//evil.example/v1/models/", "/v1//models/", "/v1//models", "//", "/nope/", "/v1/"]
+)
+async def test_only_whole_paths_of_vllm_are_redirected(starting: httpx.AsyncClient, path: str) -> None:
+    response = await starting.get(httpx.URL(scheme="http", host="server", raw_path=path.encode()))
+    assert (response.status_code, "location" in response.headers) == (404, False)
+
+
+@pytest.mark.parametrize("name", ["evil.example", "%2f%2fevil.example", "..%2f..", "http:%2f%2fevil.example"])
+async def test_a_redirect_never_leads_to_another_host(starting: httpx.AsyncClient, name: str) -> None:
+    response = await starting.get(f"/v1/models/{name}/")
+    assert response.status_code == 307
+    address = urlsplit(urljoin(f"http://server/v1/models/{name}/", response.headers["location"]))
+    assert (address.netloc, address.path) == ("server", f"/v1/models/{name}")
+
+
+async def test_a_browsers_preflight_is_not_redirected() -> None:
+    _, client = make(cors_allowed_origin="*")
+    async with client:
+        preflight = await client.options("/v1/chat/completions/")
+        redirect = await client.post("/v1/chat/completions/")
+    assert (preflight.status_code, redirect.status_code) == (200, 307)
+    assert redirect.headers["access-control-allow-origin"] == "*"
+
+
+async def test_a_redirect_needs_the_key_of_its_path() -> None:
+    _, client = make(api_keys=ApiKeys.of(["sk-one"]))
+    async with client:
+        refused = await client.post("/v1/chat/completions/")
+        unknown = await client.get("/v1/nope")
+        assert [refused.status_code, (await client.get("/health/")).status_code] == [401, 307]
+        assert refused.json() == unknown.json() == {"error": "Unauthorized"}
+        key = {"authorization": "Bearer sk-one"}
+        assert (await client.post("/v1/chat/completions/", headers=key)).status_code == 307
 
 
 @pytest.mark.parametrize("path", ["/v2/models/nope/generate", "/v2/models/model/versions/2/generate_stream"])
@@ -282,13 +346,19 @@ async def test_a_wrong_method_is_405_and_says_what_is_allowed(
 
 @pytest.mark.parametrize(
     ("path", "content_type"),
-    [("/v2/nope", "text/plain"), ("/nope", "application/json"), ("/v2//health/live", "text/plain")],
+    [
+        *(("/v2/nope", "text/plain"), ("/nope", "application/json"), ("/v2//health/live", "text/plain")),
+        *((path, "application/json") for path in ("/v1", "/v1/nope", "/v1/messages/nope", "/v1//models")),
+        *((path, "application/json") for path in ("/openai", "/openai/v1/nope", "/openai/v1")),
+    ],
 )
 async def test_an_unknown_path_is_404_in_the_words_of_whose_prefix_it_has(
     starting: httpx.AsyncClient, path: str, content_type: str
 ) -> None:
     response = await starting.get(path)
     assert response.status_code == 404
+    if path.startswith(("/v1", "/openai")):
+        assert response.json()["error"] == {"message": "Not Found", "type": "Not Found", "param": None, "code": 404}
     assert response.headers["content-type"].startswith(content_type)
 
 

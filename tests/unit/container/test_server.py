@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +123,27 @@ async def test_a_stop_that_waits_for_calls_alone_does_not_say_that_connections_a
     http.should_exit = True
     await asyncio.wait_for(serving, 60)
     assert "broken off" not in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("head", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n", b"no HTTP\r\n\r\n"])
+async def test_every_reply_has_one_date(head: bytes) -> None:
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"0"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    listener = server.listen("127.0.0.1", 0)
+    http = server.http_server(answer)
+    serving = asyncio.create_task(http.serve([listener]))
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    writer.write(head)
+    reply = await asyncio.wait_for(reader.read(), 60)
+    writer.close()
+    http.should_exit = True
+    await asyncio.wait_for(serving, 60)
+    (date,) = re.findall(rb"(?i)\r\ndate: ([^\r]+)\r\n", reply)
+    assert abs(parsedate_to_datetime(date.decode()).timestamp() - time.time()) < 60
 
 
 @pytest.mark.asyncio
