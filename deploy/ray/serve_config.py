@@ -13,9 +13,13 @@ CLUSTER = {
     # When replicas start or end, a new HAProxy takes over. By default the old one breaks off its requests after two
     # minutes.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-    # If a replica is killed before it has begun its answer, another replica gets the request, once.
-    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    # If a replica is killed before it has begun its answer, another replica gets the request, once. HAProxy can only
+    # send again what it had whole when it sent it first, so it has to wait for the body. Ray writes the text into
+    # HAProxy's defaults as it is.
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response\n    option http-buffer-request",
     "RAY_SERVE_HAPROXY_RETRIES": "1",
+    # The most bytes of a request that HAProxy can send again: 128 KiB. Each call without an answer takes this memory.
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "131072",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # The default is 15.
 }

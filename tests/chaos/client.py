@@ -71,7 +71,9 @@ async def _talk(
             writer.write(request[start : start + step])
             await asyncio.sleep(random.uniform(0.0, 0.1))
     else:
-        writer.write(request)
+        head, end, body = request.partition(b"\r\n\r\n")
+        for part in (head + end, body):  # Most HTTP libraries write them one after the other.
+            writer.write(part)
     if manner == "leaves":
         if random.random() < 0.5:
             await reader.read(random.randrange(1, 2000))

