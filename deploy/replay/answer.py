@@ -91,6 +91,9 @@ def parse(reply: Reply, *, streams: bool) -> Answer:
     Args:
         reply: The reply.
         streams: The request asks for a stream. A body of one line without a content type is a stream then.
+
+    Raises:
+        RecursionError: The JSON is nested too deeply.
     """
 
     def answer(framing: Framing, records: list[Any], events: Events | None = None, broken: int = 0) -> Answer:
@@ -179,5 +182,5 @@ def _values(texts: Iterable[str]) -> tuple[list[Any], int]:
 def _value(text: str) -> tuple[bool, Any]:
     try:
         return True, json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return False, None

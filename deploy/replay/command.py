@@ -18,6 +18,7 @@ import typer
 
 from container.settings.values import masked
 from deploy.local.parameters import check_endpoint_name, is_server_url
+from deploy.replay.request import encodable, printable
 from deploy.replay.results import FILE, CannotResume, Result, ResultFile
 from deploy.replay.run import NoTimes, Plan, Replay
 from deploy.replay.sources import MalformedLine, Sample, Source, SourceError, open_source
@@ -25,7 +26,8 @@ from deploy.replay.targets import HttpTarget, SageMakerTarget, Target
 
 DIFFERENT, WRONG_USE, INTERRUPTED = 1, 2, 130
 _FILE_COLUMNS = 160  # The width of the report if it goes to a file.
-_HEADER = re.compile(r"([A-Za-z0-9!#$%&'*+.^_`|~-]+):\s*([\x20-\x7e]*)")
+_NAME = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"  # Of a header.
+_HEADER = re.compile(rf"({_NAME}):\s*([\x20-\x7e]*)")
 _TARGETS = "expected http://host:port or the name of a SageMaker endpoint"
 
 
@@ -48,6 +50,12 @@ def replay(
     header: Annotated[list[str] | None, typer.Option(help="'Name: value' for both servers; repeatable.")] = None,
     to_header: Annotated[list[str] | None, typer.Option(help="'Name: value' for --to; repeatable.")] = None,
     against_header: Annotated[list[str] | None, typer.Option(help="'Name: value' for --against; repeatable.")] = None,
+    pass_header: Annotated[
+        list[str] | None, typer.Option(help="Name of a recorded header that no contract knows, to send it; repeatable.")
+    ] = None,
+    management: Annotated[
+        bool, typer.Option("--management", help="Send requests that change the server, too, such as its adapters.")
+    ] = False,
     path: Annotated[str, typer.Option(help="Path of requests whose record has none.")] = "/invocations",
     path_map: Annotated[
         list[str] | None, typer.Option("--map", help="OLD=NEW: the path OLD is NEW on --to; repeatable.")
@@ -86,15 +94,18 @@ def replay(
     paths = _paths(path_map or [])
     new_headers = _headers("--header", header) + _headers("--to-header", to_header)
     old_headers = _headers("--header", header) + _headers("--against-header", against_header)
+    if wrong := [name for name in pass_header or [] if re.fullmatch(_NAME, name) is None]:
+        raise typer.BadParameter(f"is {wrong[0]!r}; expected the name of a header", param_hint="--pass-header")
+    passed = frozenset(name.lower() for name in pass_header or [])
     connection = _Connection(region, profile, timeout, concurrency)
     try:
         found = open_source(source, path, connection.s3)
     except SourceError as error:
-        raise typer.BadParameter(str(error), param_hint="SOURCE") from None
+        raise typer.BadParameter(printable(str(error)), param_hint="SOURCE") from None
     new = connection.target("--to", to, new_headers, paths, component)
     old = None if against is None else connection.target("--against", against, old_headers, {}, against_component)
     options = {
-        "source": source,
+        "source": encodable(source),
         "to": masked("", to),
         "against": None if against is None else masked("", against),
         "recorded": recorded,
@@ -102,6 +113,8 @@ def replay(
         "against_component": against_component,
         "path": path,
         "map": paths,
+        "pass_header": sorted(passed),
+        "management": management,
         "sample": sample,
         "seed": seed,
         "other_model": other_model,
@@ -115,6 +128,8 @@ def replay(
         sample=Sample(sample, seed),
         redact=redact,
         other_model=other_model,
+        management=management,
+        passed_headers=passed,
     )
     directory = output or Path(f"replay-{datetime.now():%Y%m%d-%H%M%S}")
     sys.exit(asyncio.run(_run(found, new, old, plan, options, directory, resume)))
@@ -202,7 +217,7 @@ async def _run(
         else:
             results.create(options)
     except (CannotResume, OSError) as error:
-        typer.echo(f"slipway: {error}", err=True)
+        typer.echo(f"slipway: {printable(str(error))}", err=True)
         return WRONG_USE
     progress = Progress(source, plan.limit, report)
 
@@ -215,14 +230,14 @@ async def _run(
         report.add_malformed(line)
         progress.update()
 
-    run = Replay(source, new, old, plan, on_result, on_malformed, done)
+    run = Replay(source, new, old, plan, on_result, on_malformed, report.add_unsent, done)
     code = DIFFERENT
     interrupted = _on_signals(run.stop)
     try:
         with progress:
             await run.run()
     except NoTimes as error:
-        typer.echo(f"slipway: {error}", err=True)
+        typer.echo(f"slipway: {printable(str(error))}", err=True)
         report.ended, code = str(error), WRONG_USE
     finally:
         results.close()
@@ -235,7 +250,7 @@ async def _run(
         report.ended = "too many requests in a row had no answer; --resume continues it"
     _write(report.as_json(), directory)
     report.show(console)
-    console.print(f"The report is in {directory / 'report.html'}", soft_wrap=True, markup=False)
+    console.print(printable(f"The report is in {directory / 'report.html'}"), soft_wrap=True, markup=False)
     return 0 if report.passed else code
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import difflib
+import math
 import re
 from array import array
 from collections.abc import Iterator, Sequence
@@ -415,7 +416,7 @@ class _Comparing:
         elif isinstance(old, str) and key_of(where) in TEXTS:
             return  # Texts are compared as wholes.
         elif isinstance(old, float) or isinstance(new, float):
-            if not self._other_model and abs(old - new) > max(_LEAST, _TOLERANCE * max(abs(old), abs(new))):
+            if not self._other_model and not math.isclose(old, new, rel_tol=_TOLERANCE, abs_tol=_LEAST):
                 self._add(Kind.NUMBER, where, _said(old), _said(new))
         else:
             self._add(Kind.VALUE, where, _said(old), _said(new), is_text=isinstance(old, str))

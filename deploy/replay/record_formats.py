@@ -13,11 +13,13 @@ import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import unquote
 
 from deploy.replay.request import CUSTOM_ATTRIBUTES, Headers, RecordedRequest, Reply, encodable, with_content_type
 
 _METHOD = re.compile(r"[A-Z]{1,20}")
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_SEPARATOR = re.compile(r"[/\\]")
 _FORMATS = "`captureData` (SageMaker), `custom_id` (OpenAI's batches) or `path`"
 
 
@@ -182,6 +184,8 @@ def _json(value: Any) -> bytes:
         return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         return json.dumps(value).encode()
+    except RecursionError:
+        raise Malformed("the JSON is nested too deeply") from None
     except ValueError:
         raise Malformed("`body` must have no NaN and no infinity") from None
 
@@ -229,6 +233,8 @@ def _path(path: Any, name: str) -> str:
         raise Malformed(f"`{name}` must be a path that begins with /, such as /v1/chat/completions")
     if not all("!" <= character <= "~" for character in path) or "#" in path:
         raise Malformed(f"`{name}` must have visible ASCII characters and no fragment; encode others as %XX")
+    if any(part.partition(";")[0] in (".", "..") for part in _SEPARATOR.split(unquote(path.partition("?")[0]))):
+        raise Malformed(f"`{name}` must have no segment `.` or `..`: it would leave the path of --to or --against")
     return path
 
 
@@ -248,11 +254,10 @@ def _id(given: Any, place: str) -> str:
 
 
 def _time(given: Any, name: str) -> float:
-    if (number := _finite(given)) is not None:
-        return number
     try:
-        at = datetime.fromisoformat(given)
-    except (TypeError, ValueError):
+        number = _finite(given)
+        at = datetime.fromisoformat(given) if number is None else datetime.fromtimestamp(number, UTC)
+    except (TypeError, ValueError, OverflowError, OSError):
         raise Malformed(f"`{name}` must be a time such as 2026-11-26T15:00:00.250Z, or seconds since 1970") from None
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 

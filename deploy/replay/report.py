@@ -14,11 +14,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from deploy.replay.explanations import BY_NAME
+from deploy.replay.request import printable
 from deploy.replay.results import Found, Result, Side
 from deploy.replay.sources import MalformedLine
 
 MOST_GROUPS = 500  # Groups with an example. More differences are only counted.
 _SHOWN_LINES = 20  # Malformed lines that the report names.
+_SHOWN_HEADERS = 20
 _SHOWN_PLACES = 3  # Places of a row on the terminal.
 _PERCENTILES = (50, 90, 99)
 
@@ -99,6 +101,8 @@ class Report:
         self._without_answer = self._sampled = 0
         self._malformed: list[MalformedLine] = []
         self._malformed_count = 0
+        self._unsent_requests = 0
+        self._unsent_headers: Counter[str] = Counter()
         self._new, self._old = Times(), Times()
         self._similarities = array("d")
         self.ended = ""  # The reason for an early end.
@@ -137,6 +141,13 @@ class Report:
         self._malformed_count += 1
         if len(self._malformed) < _SHOWN_LINES:
             self._malformed.append(line)
+
+    def add_unsent(self, header: str) -> None:
+        """Add a header that was left out of a request. An empty text is a whole request that was left out."""
+        if not header:
+            self._unsent_requests += 1
+        elif header in self._unsent_headers or len(self._unsent_headers) < _SHOWN_HEADERS:
+            self._unsent_headers[header] += 1
 
     @property
     def requests(self) -> int:
@@ -185,6 +196,10 @@ class Report:
                 "count": self._malformed_count,
                 "first": [{"place": line.place, "message": line.message} for line in self._malformed],
             },
+            "not_sent": {
+                "management_requests": self._unsent_requests,
+                "headers": dict(sorted(self._unsent_headers.items())),
+            },
             "text_similarity": similarity,
             "differences": groups,
             "differences_without_group": {
@@ -198,12 +213,12 @@ class Report:
         """Print the report as tables."""
         report = self.as_json()
         for line in report["malformed_lines"]["first"]:
-            console.print(escape(f"{line['place']}: {line['message']}"), style="red", soft_wrap=True)
+            console.print(escape(printable(f"{line['place']}: {line['message']}")), style="red", soft_wrap=True)
         if report["differences"]:
             console.print(_differences(report["differences"]))
         console.print(_latencies(report["latency"]))
         for line in summary(report):
-            console.print(escape(line), soft_wrap=True, highlight=False)
+            console.print(escape(printable(line)), soft_wrap=True, highlight=False)
 
 
 def summary(report: Mapping[str, Any]) -> list[str]:
@@ -224,6 +239,11 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         found.append(f"{_count(count, 'request')} without a recorded answer, so nothing was compared.")
     if count := report["malformed_lines"]["count"]:
         found.append(f"{_count(count, 'malformed line')} in the source.")
+    not_sent = report["not_sent"]
+    if count := not_sent["management_requests"]:
+        found.append(f"{_count(count, 'management request')} not sent: --management sends them, too.")
+    if names := not_sent["headers"]:
+        found.append(f"Headers that were not sent: {', '.join(names)}. --pass-header sends one.")
     if similarity := report["text_similarity"]:
         found.append(
             f"Similarity of the texts: {similarity['mean']:.0%} on average, {similarity['least']:.0%} at least."
@@ -262,9 +282,10 @@ def _differences(groups: Iterable[Mapping[str, Any]]) -> Table:
             said = escape(explanation["setting"] or "documented") + f"\n[dim]{escape(explanation['page'])}[/dim]"
         example = group["example"]
         places, more = group["places"][:_SHOWN_PLACES], len(group["places"]) - _SHOWN_PLACES
-        where = "\n".join(places) + (f"\nand {more} more" if more > 0 else "")
-        cells = (str(group["count"]), group["kind"], group["route"], where, example["old"], example["new"])
-        table.add_row(*(escape(_printable(cell)) for cell in cells), said)
+        where = "\n".join(map(printable, places)) + (f"\nand {more} more" if more > 0 else "")
+        route, old, new = map(printable, (group["route"], example["old"], example["new"]))
+        cells = (str(group["count"]), group["kind"], route, where, old, new)
+        table.add_row(*map(escape, cells), said)
     return table
 
 
@@ -284,9 +305,3 @@ def _latencies(latency: Mapping[str, Any]) -> Table:
             cells += [f"{points[f'p{at}']:.3f}" if points else "-" for at in _PERCENTILES]
         table.add_row(side, *cells)
     return table
-
-
-def _printable(text: str) -> str:
-    return "".join(
-        character if character.isprintable() or character == "\n" else repr(character)[1:-1] for character in text
-    )

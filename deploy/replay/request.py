@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from urllib.parse import unquote
+
+from container.request_capture import recorded_headers
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -31,6 +34,14 @@ _OF_CONNECTION = frozenset(
 _OF_CALL = frozenset(
     ("x-request-id", "x-amzn-sagemaker-inference-id", "x-amzn-trace-id", "traceparent", "tracestate", "baggage")
 )
+# POST requests that load, unload, stop or pause something: of LMI, of vLLM, of Triton.
+_MANAGEMENT = re.compile(
+    r"/(models|workflows|(models/[^/]+/)?adapters(/.+)?"
+    r"|(v1/)?(un)?load_lora_adapter|(v1/)?abort_requests?|sleep|wake_up|pause|resume|collective_rpc|scale_elastic_ep"
+    r"|fault_tolerance/.+|weight_checker|release_kv_cache_memory|(reset|start|stop|finish|update|init|shutdown)_\w+"
+    r"|v2/repository/.+|v2/.*sharedmemory.*|v2/(models/.+/)?trace/setting|v2/logging)"
+)
+_CHANGING_METHODS = ("PUT", "PATCH", "DELETE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,13 @@ class RecordedRequest:
         """The route that answers: the one that SageMaker's custom attributes name, or the path without the query."""
         named = ROUTE.search(self.header(CUSTOM_ATTRIBUTES))
         return named[1] if named else self.path.partition("?")[0]
+
+    @property
+    def is_management(self) -> bool:
+        """True if the request may change the server: its models, adapters, engine, or what it stores."""
+        paths = (re.sub("//+", "/", unquote(path)) for path in (self.path.partition("?")[0], self.route))
+        named = any(_MANAGEMENT.fullmatch(path.rstrip("/")) for path in paths)
+        return self.method in _CHANGING_METHODS or (named and self.method == "POST")
 
     def header(self, name: str) -> str:
         """Return the value of a header, or an empty text. `name` is in lower case."""
@@ -127,6 +145,21 @@ class RecordedRequest:
         """True if a field of the body is null."""
         return any(value is None for found in objects_in(self.fields) for value in found.values())
 
+    def without_unknown_headers(self, passed: Collection[str]) -> tuple[RecordedRequest, list[str]]:
+        """Return the request without headers that may be a credential of the old server, and the names of these.
+
+        A header is known if a capture of this release would have it.
+
+        Args:
+            passed: The names of further headers that stay, in lower case.
+        """
+        names = {name for name, _ in self.headers}
+        known = {name.decode() for name, _ in recorded_headers((name.encode(), b"") for name in names)}
+        unknown = names - known - set(passed) - _OF_CONNECTION - _OF_CALL
+        if not unknown:
+            return self, []
+        return replace(self, headers=tuple(pair for pair in self.headers if pair[0] not in unknown)), sorted(unknown)
+
     def to(self, path: str, headers: Iterable[tuple[str, str]]) -> RecordedRequest:
         """Return the request for a target, with a path and further headers. They replace headers of the same name."""
         more = tuple((name.lower(), value) for name, value in headers)
@@ -139,6 +172,11 @@ class RecordedRequest:
 def encodable(text: str) -> str:
     """Return a text without halves of surrogate pairs, which JSON may have and UTF-8 may not."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def printable(text: str) -> str:
+    """Return a text for a terminal, which must not obey it: without control characters."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def objects_in(value: Any) -> Iterator[Mapping[str, Any]]:

@@ -23,6 +23,10 @@ _AHEAD = 2  # Requests that are read ahead, for each that runs.
 MOST_FAILURES = 20  # Requests in a row without an answer, beside those that run, after which the replay ends.
 _READER_SECONDS = 3.0  # The time in which the thread that reads the source has to end.
 _LONG = 1 << 18  # Bytes. Longer answers are compared in a thread, so that they hold up no others.
+_MOST_DAYS = (
+    7  # Between two requests, with their recorded distances. A wrong time must not make the replay wait for ever.
+)
+_DAY = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,8 @@ class Plan:
     sample: Sample = field(default_factory=Sample)
     redact: bool = False
     other_model: bool = False
+    management: bool = False  # Requests that change the server are sent, too.
+    passed_headers: frozenset[str] = frozenset()  # Further headers that are sent, in lower case.
 
 
 class NoTimes(Exception):
@@ -53,6 +59,7 @@ class Replay:
         plan: Plan,
         on_result: Callable[[Result], None],
         on_malformed: Callable[[MalformedLine], None],
+        on_unsent: Callable[[str], None],
         done: Collection[bytes] = frozenset(),
     ) -> None:
         """Prepare the replay.
@@ -64,10 +71,11 @@ class Replay:
             plan: How it runs.
             on_result: Gets each result.
             on_malformed: Gets each line that is no request.
+            on_unsent: Gets the name of each header that is left out, and an empty text for each request that is.
             done: `digest` of the requests whose results are known.
         """
         self._source, self._new, self._old, self._plan = source, new, old, plan
-        self._on_result, self._on_malformed, self._done = on_result, on_malformed, done
+        self._on_result, self._on_malformed, self._on_unsent, self._done = on_result, on_malformed, on_unsent, done
         self._stopped = asyncio.Event()
         self._pace, self._failures = _Pace(plan), 0
         self.gave_up = False  # Too many requests in a row had no answer.
@@ -135,19 +143,34 @@ class Replay:
         def put(item: RecordedRequest | None) -> None:
             asyncio.run_coroutine_threadsafe(queue.put(item), loop).result()
 
-        count = 0
+        plan, count = self._plan, 0
+        latest: float | None = None  # The time of the latest request.
         try:
             for item in self._source:
-                if self._stopped.is_set() or (self._plan.limit is not None and count >= self._plan.limit):
+                if self._stopped.is_set() or (plan.limit is not None and count >= plan.limit):
                     break
                 if isinstance(item, MalformedLine):
                     loop.call_soon_threadsafe(self._on_malformed, item)
-                elif self._plan.sample.has(item):
-                    count += 1
-                    if digest(item) not in self._done:
-                        put(item)
+                    continue
+                if not plan.sample.has(item):
+                    continue
+                if item.is_management and not plan.management:
+                    loop.call_soon_threadsafe(self._on_unsent, "")
+                    continue
+                if plan.as_recorded and item.time is not None:
+                    if latest is not None and (days := (item.time - latest) / _DAY) > _MOST_DAYS:
+                        message = f"its time is {days:.0f} days later; --as-recorded expects at most {_MOST_DAYS}"
+                        loop.call_soon_threadsafe(self._on_malformed, MalformedLine(item.place, message))
+                        continue
+                    latest = item.time if latest is None else max(latest, item.time)
+                count += 1
+                request, unknown = item.without_unknown_headers(plan.passed_headers)
+                for name in unknown:
+                    loop.call_soon_threadsafe(self._on_unsent, name)
+                if digest(item) not in self._done:
+                    put(request)
         finally:
-            for _ in range(self._plan.concurrency):
+            for _ in range(plan.concurrency):
                 put(None)
 
     async def _work(self, queue: asyncio.Queue[RecordedRequest | None]) -> None:
@@ -230,13 +253,14 @@ def _judge(
     request: RecordedRequest, old: Reply, new: Reply, other_model: bool
 ) -> tuple[float | None, list[tuple[Difference, str | None]]]:
     """Return the similarity of the texts, and the differences with the names of their explanations."""
-    before, after = (parse(reply, streams=request.streams) for reply in (old, new))
     try:
+        before, after = (parse(reply, streams=request.streams) for reply in (old, new))
         comparison = compare(before, after, greedy=request.greedy, other_model=other_model)
-    except RecursionError:
-        too_deep = Difference(Kind.FRAMING, "", "JSON", "one of the answers is nested too deeply to be compared")
-        return None, [(too_deep, None)]
-    return comparison.similarity, [(one, explanation_of(request, before, after, one)) for one in comparison.differences]
+        differences = [(one, explanation_of(request, before, after, one)) for one in comparison.differences]
+        return comparison.similarity, differences
+    except (RecursionError, OverflowError):
+        said = "one of the answers is nested too deeply, or has too large a number, to be compared"
+        return None, [(Difference(Kind.FRAMING, "", "JSON", said), None)]
 
 
 def digest(request: RecordedRequest) -> bytes:

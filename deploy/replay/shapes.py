@@ -48,6 +48,7 @@ _OF_TOKENS = frozenset(
 )
 _BY_TEXT = frozenset(("top_logprobs", "logprobs", "logit_bias"))  # Objects whose keys are tokens.
 _NUMBERED = re.compile(r"-?\d+")
+_LONGEST_KEY = 200  # Characters. A path repeats the keys above its own, so it would grow with the square of the depth.
 _MANY = 16  # Elements of an array from which an array of numbers is a vector.
 
 
@@ -92,6 +93,7 @@ def inner(where: str, key: str) -> str:
     is_token = name in _BY_TEXT and not (name == "logprobs" and key in _LOGPROB_FIELDS)
     if is_token or _NUMBERED.fullmatch(key):
         key = "*"
+    key = key[:_LONGEST_KEY]
     return f"{where}.{key}" if where else key
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deploy.replay.record_formats import Malformed, read_line
-from deploy.replay.request import RecordedRequest
+from deploy.replay.request import RecordedRequest, encodable
 
 MAX_LINE = 128 << 20  # Bytes. A recorded call has a body of at most 64 MiB, and base64 makes a third more.
 _NAMES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".ndjson", ".ndjson.gz")
@@ -157,7 +157,8 @@ def _paths(place: Path) -> list[_File]:
 
 
 def _local(path: Path, name: str) -> _File:
-    return _File(name, path.stat().st_size, lambda: path.open("rb"))
+    # The name of a file need not be UTF-8 text, but the files of results are.
+    return _File(encodable(name), path.stat().st_size, lambda: path.open("rb"))
 
 
 def _objects(name: str, s3: Callable[[], Any]) -> list[_File]:

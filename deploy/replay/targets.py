@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, Protocol
 from urllib.parse import parse_qs
 
@@ -71,6 +72,7 @@ class HttpTarget:
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency, keepalive_expiry=4),
             verify=ssl.create_default_context() if url.startswith("https") else False,
             trust_env=False,
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # Keeps none: each request is another client's.
         )
         del self._http.headers["accept-encoding"]
 

@@ -122,7 +122,7 @@ class Run:
 
 def replay(source: Path | str, directory: Path, *arguments: str) -> Run:
     """Run `slipway replay`."""
-    command = ["replay", str(source), "--output", str(directory), *arguments]
+    command = ["replay", str(source), "--output", str(directory), "--pass-header", CASE, *arguments]
     done = CliRunner().invoke(app, command, env={"COLUMNS": "200", "TERM": "dumb"})
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception

@@ -34,6 +34,7 @@ def recorded(answer: Any = ANSWER, status: int = 200) -> dict[str, Any]:
         (["--recorded", "--path", "invocations"], "expected a path that begins with /"),
         (["--recorded", "--map", "/a"], "expected /old=/new"),
         (["--recorded", "--header", "secret"], "a header is not of the form 'Name: value'"),
+        (["--recorded", "--pass-header", "a: b"], "expected the name of a header"),
         (["--recorded", "--against-header", "a: b"], "has no meaning without --against"),
         (["--against", "localhost:8080"], "expected http://host:port or the name of a SageMaker endpoint"),
         (["--against", "http://[bad"], "expected http://host:port or the name of a SageMaker endpoint"),
@@ -205,7 +206,7 @@ def test_an_answer_that_takes_too_long_is_no_answer(tmp_path: Path) -> None:
 
 
 def test_headers_paths_and_bodies_reach_the_target(tmp_path: Path) -> None:
-    headers = {CASE: "1", "X-Kept": "1", "Host": "no", "Accept-Encoding": "gzip", "X-Request-Id": "1"}
+    headers = {CASE: "1", "X-Priority": "1", "Host": "no", "Accept-Encoding": "gzip", "X-Request-Id": "1"}
     source = write_source(
         tmp_path / "a.jsonl",
         [
@@ -223,7 +224,7 @@ def test_headers_paths_and_bodies_reach_the_target(tmp_path: Path) -> None:
     assert new.bodies == old.bodies == [b'{"inputs": "Hi"}', b"not { JSON", b"\x00\xff", b'{"prompt": "Hi"}']
     assert new.headers[0]["authorization"] == "Bearer k"
     assert "authorization" not in old.headers[0]
-    assert old.headers[0] | {"x-kept": "1", "x-both": "1"} == old.headers[0]
+    assert old.headers[0] | {"x-priority": "1", "x-both": "1"} == old.headers[0]
     assert not old.headers[0].keys() & {"accept-encoding", "x-request-id"}
     assert old.headers[0]["host"] != "no"
     assert [found["content-type"] for found in old.headers[1:]] == [
@@ -232,6 +233,40 @@ def test_headers_paths_and_bodies_reach_the_target(tmp_path: Path) -> None:
         "application/json",
     ]
     assert "Bearer k" not in "".join(file.read_text() for file in run.directory.iterdir())
+
+
+def test_headers_that_may_be_a_credential_are_sent_only_if_they_are_named(tmp_path: Path) -> None:
+    headers = {CASE: "1", "X-Api-Key": "old server's", "Cookie": "session=1"}
+    source = write_source(tmp_path / "a.jsonl", [record(1, headers=headers, **recorded()) for _ in range(3)])
+    with serving(reply(ANSWER)) as server:
+        common = (source, "--to", server.url, "--recorded")
+        run = replay(common[0], tmp_path / "out", *common[1:])
+        assert run.code == 0
+        assert run.report["not_sent"]["headers"] == {"cookie": 3, "x-api-key": 3}
+        assert "Headers that were not sent: cookie, x-api-key." in run.output
+        assert not [found for found in server.headers if found.keys() & {"cookie", "x-api-key"}]
+        named = replay(common[0], tmp_path / "named", *common[1:], "--pass-header", "X-API-Key")
+        assert named.report["not_sent"]["headers"] == {"cookie": 3}
+        assert server.headers[-1]["x-api-key"] == "old server's"
+
+
+def test_cookies_of_an_answer_are_not_sent_with_the_next_request(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "a.jsonl", [record(number, **recorded()) for number in range(3)])
+    with serving(reply(ANSWER, set_cookie="session=1; Path=/")) as server:
+        assert replay(source, tmp_path / "out", "--to", server.url, "--recorded", "--concurrency", "1").code == 0
+    assert [found.get("cookie") for found in server.headers] == [None] * 3
+
+
+def test_requests_that_change_the_server_are_sent_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    records = [record(number, path=path, **recorded()) for number, path in enumerate(("/adapters", "/generate"))]
+    source = write_source(tmp_path / "a.jsonl", [*records, record(2, method="DELETE", path="/x", **recorded())])
+    with serving(reply(ANSWER)) as server:
+        run = replay(source, tmp_path / "out", "--to", server.url, "--recorded")
+        assert (run.code, server.paths) == (0, ["/generate"])
+        assert run.report["not_sent"]["management_requests"] == 2
+        assert "2 management requests not sent" in run.output
+        replay(source, tmp_path / "all", "--to", server.url, "--recorded", "--management", "--concurrency", "1")
+        assert server.paths[1:] == ["/adapters", "/generate", "/x"]
 
 
 def test_limit_and_sample_choose_the_same_requests_each_time(tmp_path: Path) -> None:
@@ -260,6 +295,20 @@ def test_as_recorded_needs_times_and_keeps_their_distances(tmp_path: Path) -> No
         run = replay(source, tmp_path / "without", "--to", server.url, "--recorded", "--as-recorded")
     assert run.code == 2
     assert "b.jsonl:1 has no time; --as-recorded needs a source with times" in run.output
+
+
+@pytest.mark.parametrize(
+    "time", ["9999-12-31T23:59:59Z", 253402300799, 1e308, -1e308, 1767225600000, 1767225600 + 8 * 86400]
+)
+def test_a_request_that_is_due_in_weeks_is_a_malformed_line(tmp_path: Path, time: Any) -> None:
+    times = [1767225600, time, 1767225600.1]
+    records = [record(number, time=time, **recorded()) for number, time in enumerate(times)]
+    source = write_source(tmp_path / "a.jsonl", records)
+    with serving(reply(ANSWER)) as server:
+        run = replay(source, tmp_path / "out", "--to", server.url, "--recorded", "--as-recorded")
+    assert (run.code, set(server.asked)) == (1, {"0", "2"})
+    (line,) = run.report["malformed_lines"]["first"]
+    assert line["place"] == "a.jsonl:2"
 
 
 def test_a_folder_is_read_with_its_compressed_files(tmp_path: Path) -> None:
@@ -311,3 +360,59 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
         run = replay(source, tmp_path / "out", "--to", server.url, "--recorded")
     assert "\x1b" not in run.output
     assert "[bold]x[/nothing]" in run.output
+
+
+@pytest.mark.parametrize("name", [b"\xff", b"\x1b[31m", "\x9b31m\u202e".encode(), b"[bold]\n\x07"])
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_any_name_of_a_file_is_named_in_the_report_without_control_characters(
+    tmp_path: Path, name: bytes, is_folder: bool
+) -> None:
+    file = Path(os.fsdecode(os.fsencode(tmp_path / "source") + b"/" + name + b".jsonl"))
+    file.parent.mkdir()
+    file.write_bytes(b"{\n" + json.dumps(record("", headers={}, **recorded({"a": 1}))).encode())
+    source = file.parent if is_folder else file
+    with serving(reply({"b": 1})) as server:
+        run = replay(source, tmp_path / "out", "--to", server.url, "--recorded", "--as-recorded")
+        assert (run.code, run.report["ended"] is None) == (2, False), "the message names the file"
+        lasting = replay(source, tmp_path / "lasting", "--to", server.url, "--recorded")
+    assert lasting.report["malformed_lines"]["count"] == 1
+    assert lasting.report["requests"] == len(lasting.results) == 1
+    assert not [shown for shown in (run.output + lasting.output).replace("\n", "") if not shown.isprintable()]
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (nested(900), nested(901)),
+        (nested(20_000), nested(20_000).replace("1", "2")),
+        (f'{{"error":{nested(950)}}}', f'{{"error":{nested(949)}}}'),
+        (f'{{"score":1{"0" * 400}}}', '{"score":0.5}'),
+        (f'{{"embedding":[{",".join(["1" + "0" * 400] * 20)}]}}', f'{{"embedding":{[0.5] * 20}}}'),
+        ('{"score":NaN}', '{"score":0.5}'),
+        ('{"score":1e999}', '{"score":0.5}'),
+    ],
+)
+@pytest.mark.parametrize("status", [200, 422])
+def test_an_answer_that_cannot_be_compared_is_one_difference_and_the_rest_is_sent(
+    tmp_path: Path, old: str, new: str, status: int
+) -> None:
+    hostile = record(1, **recorded(old, status))
+    source = write_source(tmp_path / "a.jsonl", [hostile, record(2, **recorded())])
+    with serving({"1": reply(new, status), "2": reply(ANSWER)}) as server:
+        run = replay(source, tmp_path / "out", "--to", server.url, "--recorded")
+    assert (run.code, run.report["equal"], run.report["with_unexplained_differences"]) == (1, 1, 1)
+
+
+def test_a_body_of_any_depth_is_sent_or_malformed(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    depths = range(900, 1010)
+    lines = [f'{{"path":"/generate","body":{"[" * depth + "]" * depth}}}' for depth in depths]
+    source.write_text("\n".join(lines))
+    with serving(reply(ANSWER)) as server:
+        run = replay(source, tmp_path / "out", "--to", server.url, "--recorded")
+    assert 0 < run.report["malformed_lines"]["count"] < len(depths)
+    assert run.report["requests"] + run.report["malformed_lines"]["count"] == len(depths)

@@ -122,6 +122,16 @@ def test_a_plain_record_keeps_its_bodies(body: Any, answer: Any) -> None:
         ({"a": 1}, "it has none of `captureData` (SageMaker), `custom_id` (OpenAI's batches) or `path`"),
         ({"path": "generate"}, "`path` must be a path that begins with /"),
         ({"path": "/a b"}, "`path` must have visible ASCII characters"),
+        ({"path": "/a\r\nx: y"}, "`path` must have visible ASCII characters"),
+        ({"path": "http://host/a"}, "`path` must be a path that begins with /"),
+        ({"path": "/../a"}, "`path` must have no segment `.` or `..`"),
+        ({"path": "/a/%2E%2e/b"}, "`path` must have no segment `.` or `..`"),
+        ({"path": "/a/..%2fb"}, "`path` must have no segment `.` or `..`"),
+        ({"path": "/a/..;/b"}, "`path` must have no segment `.` or `..`"),
+        ({"path": "/a\\..\\b"}, "`path` must have no segment `.` or `..`"),
+        ({"custom_id": "a", "url": "/a/.", "body": {}}, "`url` must have no segment `.` or `..`"),
+        ({"path": "/", "time": 1e308}, "`time` must be a time such as"),
+        ({"path": "/", "time": float("nan")}, "`time` must be a time such as"),
         ({"path": "/", "method": 1}, "`method` must be an HTTP method"),
         ({"path": "/", "headers": []}, "`headers` must be an object, got an array"),
         ({"path": "/", "headers": {"a b": "c"}}, "`headers` has a key that is no name of a header"),
@@ -147,6 +157,41 @@ def test_a_malformed_record_is_named_with_the_expected_value(record: Any, messag
     with pytest.raises(Malformed) as caught:
         read(record)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "is_management"),
+    [
+        ("POST", "/invocations", False),
+        ("POST", "/models/m/invoke", False),
+        ("POST", "/v1/responses", False),
+        ("POST", "/update", False),
+        ("GET", "/models", False),
+        ("GET", "/adapters/a", False),
+        ("POST", "/models?url=s3://b/x", True),
+        ("POST", "//models/", True),
+        ("POST", "/m%6fdels", True),
+        ("PUT", "/models/m", True),
+        ("DELETE", "/v1/responses/r", True),
+        ("POST", "/adapters", True),
+        ("POST", "/models/m/adapters/a/update", True),
+        ("POST", "/v1/load_lora_adapter", True),
+        ("POST", "/v1/unload_lora_adapter", True),
+        ("POST", "/v1/abort_request", True),
+        ("POST", "/sleep", True),
+        ("POST", "/reset_prefix_cache", True),
+        ("POST", "/update_weights", True),
+        ("POST", "/v2/repository/models/m/unload", True),
+        ("POST", "/v2/systemsharedmemory/region/r/register", True),
+    ],
+)
+def test_requests_that_change_a_server_are_known(method: str, path: str, is_management: bool) -> None:
+    assert read({"path": path, "method": method}).is_management is is_management
+    if path.startswith("/") and method == "POST":
+        attributes = {"x-amzn-sagemaker-custom-attributes": f"route={path}"}
+        assert read({"path": "/invocations", "headers": attributes}).is_management is (
+            is_management and "?" not in path
+        )
 
 
 @pytest.mark.parametrize(
