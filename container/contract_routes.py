@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,7 +17,16 @@ from container.http.route import AppState, HandlerRoute, HttpRoute
 from container.models.registry import Model, Models
 from engines.errors import NotServed, RequestError, UnknownModel
 from handlers.contract import Call, Handler, Reply
-from handlers.contract_routes import OWN_HANDLER, ContractRoutes, GenerationRoute, InfoRoute, OpenAIRoute, takes
+from handlers.contract_routes import (
+    OWN_HANDLER,
+    ContractRoutes,
+    GenerationRoute,
+    InfoRoute,
+    ModelView,
+    OpenAIRoute,
+    RenderedChat,
+    takes,
+)
 from handlers.forms import form_text, is_form
 from handlers.json_cost import JsonDecoder, off_the_loop
 from handlers.openai.routes import QUEUED
@@ -24,10 +34,13 @@ from handlers.service import Service
 
 _UNUSABLE = "this contract cannot be served with this model; the server's log says why"
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"
+_NO_CHATS = "chats need the vLLM engine (option.rolling_batch=vllm)"
 
 MODEL_VERSION = "model_version"  # The parameter of the path for the version that SageMaker's attributes name.
 _LONG_TEXT = 4096  # Bytes. Longer bodies are answered in a thread: tokenizing takes longer than reading.
 _THREADS = 2  # Long bodies that are answered at a time. Each may take seconds, and 256 MB.
+
+T = TypeVar("T")
 
 
 def contract_http_routes(state: AppState, contracts: Iterable[ContractRoutes]) -> dict[tuple[str, str], HttpRoute]:
@@ -83,12 +96,27 @@ class InfoHttpRoute(HttpRoute):
             reply.reply(declared.answer_all(call, [model.lifecycle.view() for model in models]))
             return
         named = await _name_in_body(self.contract, models, call)
-        view = model_of(models, call.path_parameters, named).lifecycle.view()
+        lifecycle = model_of(models, call.path_parameters, named).lifecycle
+        view = lifecycle.view()
+        if declared.chat is not None and (chat := await self._run(declared.chat, call, view)) is not None:
+            view = replace(view, rendered=await _rendered(chat, lifecycle.service))
+        reply.reply(await self._run(declared.answer, call, view))
+
+    async def _run(self, function: Callable[[Call, ModelView], T], call: Call, view: ModelView) -> T:
+        """Call a function, in a thread if the body is long."""
         if len(call.body) < _LONG_TEXT:
-            reply.reply(declared.answer(call, view))
-        else:
-            loop = asyncio.get_running_loop()
-            reply.reply(await loop.run_in_executor(self._threads, declared.answer, call, view))
+            return function(call, view)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, call, view)
+
+
+async def _rendered(chat: Call, service: Service | None) -> RenderedChat | RequestError:
+    """Return the prompt that a chat becomes, or the reason why it has none."""
+    if service is None or service.openai is None:
+        return NotServed(_NO_CHATS)
+    try:
+        return await service.openai.render(chat)
+    except RequestError as error:
+        return error
 
 
 class GenerationHttpRoute(HandlerRoute):

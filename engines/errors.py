@@ -74,6 +74,10 @@ class UnusableImage(InvalidRequest):
         self.fault, self.reason = fault, reason
 
 
+class InvalidChat(InvalidRequest):
+    """The model's chat template, or the server, does not take the messages of a chat."""
+
+
 class UnknownAdapter(InvalidRequest):
     """The call names an adapter that is not registered."""
 

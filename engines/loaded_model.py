@@ -33,20 +33,13 @@ def copied(tokenizer: Any) -> Any:
 class ModelTexts:
     """A model's texts to token ids, and back."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        image_mark: Callable[[int], str] | None = None,
-        chat_defaults: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: Any, image_mark: Callable[[int], str] | None = None) -> None:
         """Create the texts.
 
         Args:
             tokenizer: One that no other code changes.
             image_mark: Returns the mark of an image in a prompt, by its number from 1. None: the model takes text only.
-            chat_defaults: Variables of the chat template.
         """
-        self._chat_defaults = dict(chat_defaults or {})
         self.tokenizer, self.image_mark = tokenizer, image_mark
         self._fast = fast = fast_tokenizer(tokenizer)
         if fast is not None:
@@ -166,24 +159,6 @@ class ModelTexts:
     @property
     def has_chat_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-    ) -> str:
-        """Return the prompt that the model's template makes of a conversation.
-
-        A template is the model's own code, and may refuse the messages with any exception.
-        """
-        return str(
-            self.tokenizer.apply_chat_template(
-                list(messages),
-                **self._chat_defaults
-                | {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt},
-            )
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,13 @@ def error_body(message: str, kind: str, code: int, parameter: str | None = None)
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": parameter, "code": code}})
 
 
+class RenderedChat(msgspec.Struct, frozen=True):
+    """The prompt that a chat becomes on `/v1/chat/completions`."""
+
+    token_ids: list[int]
+    text: str | None = None  # None if the chat becomes token ids at once.
+
+
 @dataclass(frozen=True, slots=True)
 class ModelView:
     """The state of a model at one moment, for routes that generate nothing."""
@@ -49,6 +56,19 @@ class ModelView:
     # Ends the call with this request id, the latest of several. Its client gets an aborted answer.
     abort: Callable[[str], None]
     adapters: tuple[Adapter, ...] = ()  # The registered adapters.
+    # The prompt of the call's chat, or the reason why it has none. None if `InfoRoute.chat` found no chat.
+    rendered: RenderedChat | RequestError | None = None
+
+    def chat(self) -> RenderedChat:
+        """Return the prompt of the chat that `InfoRoute.chat` found.
+
+        Raises:
+            RequestError: The chat cannot become a prompt.
+        """
+        assert self.rendered is not None, "`InfoRoute.chat` found no chat"
+        if isinstance(self.rendered, RequestError):
+            raise self.rendered
+        return self.rendered
 
     def text(self) -> LoadedModel:
         """Return the loaded model, for its tokenizer.
@@ -125,6 +145,9 @@ class InfoRoute:
     # Returns the reply. It may raise ContractError, which holds a reply, and RequestError, which
     # `ContractRoutes.refuse` words. It is called in a thread if the body is long.
     answer: Callable[[Call, ModelView], Reply]
+    # Returns the chat of a call as a call of `/v1/chat/completions`, or None. It is rendered before `answer` is called.
+    # It may raise the same errors, and is called in the same way.
+    chat: Callable[[Call, ModelView], Call | None] | None = None
     # Returns the reply if the server has several models or none. None if the route is about one model.
     answer_all: Callable[[Call, Sequence[ModelView]], Reply] | None = None
     methods: tuple[str, ...] = ("GET",)

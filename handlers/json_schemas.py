@@ -25,6 +25,8 @@ MEANINGS = {
     "adapters": "Name of a LoRA adapter, or an array with one for each prompt.",
     "add_generation_prompt": "Begin the assistant's answer.",
     "add_special_tokens": "By default true for a prompt and false for a chat.",
+    "continue_final_message": "The prompt ends with the last message.",
+    "chat_template_kwargs": "Variables of the chat template.",
     "allowed_token_ids": "Only these tokens are generated.",
     **dict.fromkeys(("bad_words", "bad_sequences"), "Texts that are not generated."),
     "best_of": "Number of candidates; the best are returned.",

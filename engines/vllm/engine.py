@@ -8,14 +8,12 @@ import copy
 import itertools
 import logging
 import time
-from argparse import Namespace
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 import vllm.platforms
-from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
@@ -121,8 +119,7 @@ class VllmEngine:
             raise EngineStartError(f"option.chat_template: {error}") from None
         if template is not None:
             tokenizer.chat_template = template
-        chat_defaults = resolve_default_chat_template_kwargs(Namespace(**given))
-        self.texts = ModelTexts(tokenizer, image_mark(llm), chat_defaults)
+        self.texts = ModelTexts(tokenizer, image_mark(llm))
         self._apart = TokensApart(self.texts.tokenizer)
         generation_config = llm.model_config.try_get_generation_config() or {}
         self.eos_token_ids = end_token_ids(generation_config.get("eos_token_id"), self.tokenizer)

@@ -7,6 +7,7 @@ Source: happy_vllm, "Generating endpoints" and "Technical endpoints".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 
 import msgspec
@@ -169,16 +170,22 @@ HAPPY_VLLM = ContractRoutes(
         ),
         _info("/v1/tokenizer", tokens.tokenizer, "Token ids of a text", _TOKENIZED, text=STRING, **_SHOWN),
         _info("/v1/decode", tokens.decode, "Text of token ids", _DECODED, token_ids=_IDS, **_SHOWN),
-        _info(
-            "/v2/tokenizer",
-            tokens.tokenizer_v2,
-            "Token ids of a prompt or a chat, as vLLM answers",
-            "count max_model_len tokens",
-            model=STRING,
-            prompt=STRING,
-            messages=an_array(OBJECT),
-            add_special_tokens={"type": "boolean"},
-            add_generation_prompt=_TRUE,
+        replace(
+            _info(
+                "/v2/tokenizer",
+                tokens.tokenizer_v2,
+                "Token ids of a prompt or a chat, as vLLM answers",
+                "count max_model_len tokens",
+                model=STRING,
+                prompt=STRING,
+                messages=an_array(OBJECT),
+                add_special_tokens={"type": "boolean"},
+                add_generation_prompt=_TRUE,
+                continue_final_message=_FALSE,
+                tools=an_array(OBJECT),
+                chat_template_kwargs=OBJECT,
+            ),
+            chat=tokens.chat,
         ),
         _info(
             "/v2/decode", tokens.decode_v2, "Text of token ids, as vLLM answers", "prompt", model=STRING, tokens=_IDS

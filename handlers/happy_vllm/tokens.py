@@ -6,16 +6,18 @@ Source: happy_vllm, "Tokenizer endpoints" and "Data manipulation endpoints".
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from engines.errors import InvalidParameter, InvalidRequest, RequestError, UnknownModel
-from engines.loaded_model import LoadedModel, ModelTexts
-from handlers.contract import Call, Reply
+import msgspec
+
+from engines.errors import InvalidParameter, RequestError, UnknownModel
+from engines.loaded_model import LoadedModel
+from handlers.contract import JSON, Call, ContractError, Reply
 from handlers.contract_routes import ModelView, check_body, check_text
 from handlers.happy_vllm.errors import json_reply, vllm_error
 from handlers.happy_vllm.request import FieldReader, document
-from handlers.json_fields import json_kind
 from handlers.vllm_parameters import number_of_text
 
 DEFAULT_SEPARATORS = (".", "!", "?", "|", " .", " !", " ?", " |")
@@ -76,32 +78,39 @@ def metadata(call: Call, view: ModelView) -> Reply:
     return json_reply({"tokens_nb": len(ids_inside(model, text)), "truncated_text": dropped})
 
 
+def chat(call: Call, view: ModelView) -> Call | None:
+    """Return the chat of `POST /v2/tokenizer`, or None if the body has no messages.
+
+    Raises:
+        ContractError: The body is wrong, in vLLM's words.
+    """
+    try:
+        check_body(call)
+        values, _ = document(call), view.text()
+        read = FieldReader(values)
+        _check_model(read, view)
+        if not read.has("messages"):
+            return None
+    except RequestError as error:
+        raise ContractError(vllm_error(error), error.message) from None
+    given = {name: value for name, value in values.items() if value is not None}
+    return replace(call, content_type=JSON, body=msgspec.json.encode(given), fields=None)
+
+
 def tokenizer_v2(call: Call, view: ModelView) -> Reply:
     """`POST /v2/tokenizer`, which is vLLM's `/tokenize`, with vLLM's errors."""
     try:
-        return _tokenize(call, view)
+        model = view.text()
+        ids = _prompt_ids(call, model) if view.rendered is None else view.chat().token_ids
     except RequestError as error:
         return vllm_error(error)
-
-
-def _tokenize(call: Call, view: ModelView) -> Reply:
-    check_body(call)
-    values, model = document(call), view.text()
-    read = FieldReader(values)
-    _check_model(read, view)
-    is_chat = read.has("messages")
-    if is_chat:
-        if read.has("chat_template"):
-            raise InvalidParameter("chat_template", "cannot be set by a request; the model has its own")
-        for name in ("continue_final_message", "tools", "chat_template_kwargs"):
-            if values.get(name):
-                raise InvalidParameter(name, "is not taken here, but by /tokenize, which is vLLM's")
-        add_generation_prompt = read.boolean("add_generation_prompt", True)
-        text = check_text("messages", _chat_prompt(model.texts, values["messages"], add_generation_prompt))
-    else:
-        text = check_text("prompt", read.required_string("prompt"))
-    ids = model.texts.encode(text, special=read.boolean("add_special_tokens", not is_chat))
     return json_reply({"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids})
+
+
+def _prompt_ids(call: Call, model: LoadedModel) -> list[int]:
+    read = FieldReader(document(call))
+    text = check_text("prompt", read.required_string("prompt"))
+    return model.texts.encode(text, special=read.boolean("add_special_tokens", True))
 
 
 def decode_v2(call: Call, view: ModelView) -> Reply:
@@ -142,44 +151,6 @@ def _check_model(read: FieldReader, view: ModelView) -> None:
     settings = view.settings
     if name and name not in (*settings.public_names, settings.name, settings.model_id, *view.model_aliases):
         raise UnknownModel(name[:200], f"The model `{name[:200]}` does not exist.")
-
-
-def _chat_prompt(texts: ModelTexts, messages: Any, add_generation_prompt: bool) -> str:
-    if not isinstance(messages, list) or not messages:
-        raise InvalidParameter("messages", "must be an array of at least one message")
-    conversation = [_message(f"messages.{index}", message) for index, message in enumerate(messages)]
-    if not texts.has_chat_template:
-        raise InvalidRequest("this model has no chat template; send `prompt` instead of `messages`")
-    try:
-        return texts.chat(conversation, None, add_generation_prompt)
-    except Exception as error:  # a template is the model's own code, and may raise anything
-        reason = str(error) or type(error).__name__
-        raise InvalidRequest(f"the model's chat template does not take these messages: {reason}") from error
-
-
-def _message(where: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise InvalidParameter(where, "must be an object with a string `role`")
-    return {**message, "content": _content(f"{where}.content", message.get("content"))}
-
-
-def _content(where: str, content: Any) -> str:
-    """Text, or OpenAI's list of parts, of which vLLM joins the texts by line feeds."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidParameter(where, f"must be a string or an array of text parts, got {json_kind(content)}")
-    return "\n".join(_part(where, part) for part in content)
-
-
-def _part(where: str, part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise InvalidParameter(where, "must be a string or an array of text parts; this route tokenizes text alone")
 
 
 def ids_inside(model: LoadedModel, text: str) -> list[int]:

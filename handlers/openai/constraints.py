@@ -17,6 +17,8 @@ from handlers.constraints import CONSTRAINING, FORMS, asks, constraint_of, decod
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 BATCH = "/v1/chat/completions/batch"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+RENDER = "/rendered_chat"  # A path of the front end that no client reaches: it returns the prompt of a chat.
 
 _SAMPLING = frozenset({"stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "min_tokens"})
 # The names in `CONSTRAINING` that vLLM enforces, by path, and those that are translated for it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from engines.errors import (
     AdapterUnusable,
     EngineDead,
     GenerationFailed,
+    InvalidChat,
     InvalidParameter,
     InvalidRequest,
     Overloaded,
@@ -27,9 +28,10 @@ from engines.errors import (
     UnknownAdapter,
 )
 from engines.model_settings import ModelSettings
-from handlers.contract import LONG_BODY, Call, Exchange, ReplyWriter, Running, adapter_header
+from handlers.contract import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
+from handlers.contract_routes import RenderedChat
 from handlers.images import ImageLoader
-from handlers.openai.constraints import CHAT
+from handlers.openai.constraints import CHAT, RENDER
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.embeddings import EmbeddingsContract
@@ -163,6 +165,28 @@ class OpenAIHandler:
             self._queue.refuse_if_full()
         return await self.begin(call, writer, path, any_model=path != call.path, adapter=adapter_header(call))
 
+    async def render(self, call: Call) -> RenderedChat:
+        """Return the prompt that a chat becomes, for the routes of other contracts that count its tokens.
+
+        Args:
+            call: A call with the body of a chat.
+
+        Raises:
+            InvalidChat: The chat cannot become a prompt.
+            GenerationFailed: The front end failed.
+        """
+        whole = _WholeReply()
+        running = await self.begin(call, whole, RENDER, any_model=True)
+        try:
+            reply = await whole.received
+        finally:
+            if running is not None:
+                running.cancel()
+        if reply.status == 200:
+            return msgspec.json.decode(reply.body, type=RenderedChat)
+        message = msgspec.json.decode(reply.body)["error"]["message"]
+        raise InvalidChat(message) if reply.status < 500 else GenerationFailed(message)
+
     async def begin(
         self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
     ) -> Running | None:
@@ -248,6 +272,32 @@ class OpenAIHandler:
         pairs = zip(exchange.requests, prompts, strict=True)
         requests = tuple([msgspec.structs.replace(request, prompt=prompt) for request, prompt in pairs])
         return replace(exchange, requests=requests)
+
+
+class _WholeReply:
+    """Implements `ReplyWriter` for a reply that is not streamed: keeps it."""
+
+    def __init__(self) -> None:
+        self.received: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+    def reply(self, reply: Reply) -> None:
+        if not self.received.done():
+            self.received.set_result(reply)
+
+    def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        raise AssertionError("the reply is whole")
+
+    def write(self, data: bytes) -> None:
+        raise AssertionError("the reply is whole")
+
+    def write_latest(self, part: Callable[[], bytes]) -> None:
+        raise AssertionError("the reply is whole")
+
+    def end(self, data: bytes) -> None:
+        raise AssertionError("the reply is whole")
+
+    async def drain(self) -> None:
+        return
 
 
 def _belongs(known: str, request_id: str) -> bool:

@@ -22,7 +22,9 @@ The module relies on these internals of vLLM, which tests/live/test_openai_inter
 - `OnlineRenderer.parser` is the class whose `adjust_request` constrains the calls of tools.
 - The modules in `_WITH_ERRORS` call `sanitize_message` with the text of an error. Its patterns are repeated below.
 - The serving objects have the attributes that `front_end` reads. `OnlineRenderer.preprocess_chat` makes a prompt from
-  messages in the steps that `chat_renderer` repeats.
+  messages in the steps that `chat_renderer` repeats. `OnlineRenderer.render_chat` checks `tool_choice`, and makes the
+  prompt of a chat. `ServingTokenization` answers `/tokenize` with `prompt`, and `_check_model` checks a body's `model`
+  (tests/live/test_tgi_live.py).
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import regex
 import vllm.entrypoints.anthropic.serving
 import vllm.entrypoints.pooling.base.io_processor
@@ -46,7 +49,7 @@ import vllm.entrypoints.serve.exception_handling.handlers.http
 import vllm.entrypoints.serve.exception_handling.handlers.validation
 import vllm.envs as envs
 import vllm.tokenizers.hf
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from openai.types.responses import ResponseFailedEvent
 from pydantic import BaseModel
 from pydantic_core import SchemaValidator
@@ -60,9 +63,16 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.pooling.factories import register_pooling_api_routers
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.tokenize.protocol import (
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+    TokenizeResponse,
+)
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request, with_cancellation
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.renderers import merge_kwargs
 from vllm.renderers.chat_utils import parse_chat_messages
@@ -77,8 +87,9 @@ from vllm.utils.async_utils import make_async
 
 from engines.interface import EngineStartError
 from engines.vllm.parsers import parsers_for
-from handlers.contract import Reply
-from handlers.openai.constraints import CHAT
+from handlers.contract import JSON, Reply
+from handlers.contract_routes import RenderedChat
+from handlers.openai.constraints import CHAT, RENDER, TOKENIZE
 from handlers.openai.contract import FrontEnd
 from handlers.openai.current_call import current_call
 from handlers.openai.media_connector import bound_media, counted_speech
@@ -341,7 +352,11 @@ async def build(
     )
     try:
         tasks = tuple(task for task in tasks if task in _TASKS)
-        for router in routers(tasks):
+        found = routers(tasks)
+        stop_at_first_fault(CountedChat, set())
+        for path, answer in ((TOKENIZE, _tokenize), (RENDER, _render)):  # In place of vLLM's, since the first counts.
+            app.post(path, dependencies=[Depends(validate_json_request)])(answer)
+        for router in found:
             app.include_router(router)
         if _POOLING.intersection(tasks):
             stop_at_first_faults(_OF_POOLING)
@@ -438,6 +453,56 @@ def front_end(
         # vLLM parses an answer for tool calls or reasoning if there is a parser.
         render=chat_renderer(chat) if chat.parser_cls is None and not chat.online_renderer.use_harmony else None,
     )
+
+
+class CountedChat(ChatCompletionRequest, TokenizeChatRequest):  # type: ignore[misc]
+    """A chat whose prompt is counted. The prompt may be longer than the model's context."""
+
+    build_tok_params = TokenizeChatRequest.build_tok_params
+
+
+@with_cancellation  # type: ignore[untyped-decorator]
+async def _tokenize(request: TokenizeCompletionRequest | CountedChat, raw_request: Request) -> JSONResponse:
+    """Answer `/tokenize`."""
+    state = raw_request.app.state
+    if isinstance(request, TokenizeCompletionRequest):
+        answer = await state.serving_tokenization.create_tokenize(request, raw_request)
+    elif isinstance(answer := await _rendered(request, state), RenderedChat):
+        ids = answer.token_ids
+        names = state.online_renderer.renderer.get_tokenizer().convert_ids_to_tokens(ids)
+        answer = TokenizeResponse(
+            count=len(ids),
+            max_model_len=state.online_renderer.model_config.max_model_len,
+            tokens=ids,
+            token_strs=names if request.return_token_strs else None,
+        )
+    return JSONResponse(answer.model_dump(), answer.error.code if isinstance(answer, ErrorResponse) else 200)
+
+
+@with_cancellation  # type: ignore[untyped-decorator]
+async def _render(request: CountedChat, raw_request: Request) -> Response:
+    """Answer `RENDER`."""
+    answer = await _rendered(request, raw_request.app.state)
+    if isinstance(answer, RenderedChat):
+        return Response(msgspec.json.encode(answer), media_type=JSON)
+    return JSONResponse(answer.model_dump(), answer.error.code)
+
+
+async def _rendered(request: CountedChat, state: Any) -> RenderedChat | ErrorResponse:
+    """Return the prompt that vLLM's `/v1/chat/completions` makes of a chat.
+
+    vLLM's own `/tokenize` prepares messages in another way, and does not read all fields.
+    """
+    online = state.online_renderer
+    if (refused := await state.serving_tokenization._check_model(request)) is not None:
+        return refused
+    if request.tool_choice != "none" and getattr(online.parser, "tool_parser_cls", None) is None:
+        request.tool_choice = None  # To count a prompt with tools, no parser of their calls is needed.
+    found = await online.render_chat(request, skip_mm_cache=True)
+    if isinstance(found, ErrorResponse):
+        return found
+    (prompt,) = found[1]
+    return RenderedChat(list(prompt.get("prompt_token_ids") or ()), prompt.get("prompt"))
 
 
 def chunks_long_prompts(config: Any) -> bool:

@@ -19,7 +19,18 @@ from handlers.contract_routes import MOST_BYTES, check_body, check_text
 from handlers.images import ImageLoader
 from handlers.json_cost import JsonDecoder, JsonTooCostly, check_cost, groups_in, off_the_loop
 from handlers.json_fields import json_fault
-from handlers.openai.constraints import BATCH, CHAT, FIELDS, MESSAGES, RESPONSES, enforceable, form_name
+from handlers.openai.constraints import (
+    BATCH,
+    CHAT,
+    DETOKENIZE,
+    FIELDS,
+    MESSAGES,
+    RENDER,
+    RESPONSES,
+    TOKENIZE,
+    enforceable,
+    form_name,
+)
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.media_limits import MediaMemory
 from handlers.openai.routes import error_reply, refuse
@@ -32,7 +43,7 @@ _EVENTS = "text/event-stream"
 _OURS = frozenset({b"content-length", b"content-type", b"transfer-encoding", b"x-request-id"})
 _FRAMING = frozenset({"content-type", "content-length"})
 
-_CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES})
+_CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES, RENDER})
 # vLLM's front end reads bodies on the event loop. Pydantic tries all types that an item of `input` may have, which
 # takes 0.1 ms. A message takes a tenth of that.
 _MOST_GROUPS, _MOST_GROUPS_OF_RESPONSES = 10_000, 2_500  # Objects and arrays.
@@ -48,8 +59,10 @@ _INPUTS = frozenset(
     ("input", "inputs", "texts", "images", "documents", "queries", "data_1", "data_2", "text_1", "text_2")
 )
 _TEXTS = _INPUTS | {"prompt", "query", "messages"}
-_TOKENIZE, _DETOKENIZE = "/tokenize", "/detokenize"
+_COUNTED = frozenset({TOKENIZE, DETOKENIZE, RENDER})  # The model's context does not bound their prompts.
+_MEDIA = frozenset(("image_url", "audio_url", "video_url", "input_audio"))  # Fields of a part with its data.
 _TRUNCATE = "truncate_prompt_tokens"
+_OF_PROMPTS = frozenset(("messages", "tools", "documents", "chat_template_kwargs"))  # Fields that a template reads.
 
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -279,7 +292,7 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
     if given := {name: value for name, value in given.items() if value is not None}:
         changes |= enforceable(given, path, parses_tools=parses_tools)
         held.form_name = form_name(given, path)
-    if path == CHAT and b"null" in call.body:
+    if path in (CHAT, TOKENIZE, RENDER) and b"null" in call.body:
         changes |= _without_nulls(document)
     if path == RESPONSES:
         changes |= {name: None for name, value in document.items() if bytes(value) == b"null"}
@@ -303,7 +316,11 @@ def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, hel
         is_large = len(memoryview(value)) > _LARGE
         if is_large and _first(value) == b"{" and len(_decode_members(value)) > _MOST_MEMBERS:
             raise InvalidParameter(name, f"may have {_MOST_MEMBERS} members at most")
-    if path in (_TOKENIZE, _DETOKENIZE) and "messages" not in document:
+    if path in _COUNTED and "messages" in document:
+        size = sum(_length_of_texts(document[name]) for name in _OF_PROMPTS.intersection(document))
+        if size > MOST_BYTES:
+            raise InvalidParameter("messages", f"may have at most {MOST_BYTES} bytes of text, got {size}")
+    elif path in _COUNTED:
         check_body(call)
         if _first(document.get("prompt", b"")) == b'"':
             check_text("prompt", msgspec.json.decode(document["prompt"], type=str))
@@ -312,6 +329,15 @@ def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, hel
         longest = max((_longest_text(document[name]) for name in _TEXTS.intersection(document)), default=0)
         if longest > MOST_BYTES:
             raise InvalidParameter(_TRUNCATE, f"needs `truncation_side` for a text of more than {MOST_BYTES} bytes")
+
+
+def _length_of_texts(value: msgspec.Raw) -> int:
+    """Return the bytes of all texts within a field, without images and other media."""
+    if _first(value) == b"[":
+        return sum(map(_length_of_texts, _decode_items(value)))
+    if _first(value) == b"{":
+        return sum(_length_of_texts(part) for name, part in _decode_members(value).items() if name not in _MEDIA)
+    return len(msgspec.json.decode(value, type=str).encode()) if _first(value) == b'"' else 0
 
 
 def _longest_text(value: msgspec.Raw) -> int:

@@ -56,6 +56,8 @@ INCOMPLETE_STREAM = b'data:{"error":"Incomplete generation stream","error_type":
 
 
 def _status_kind_and_text(error: errors.RequestError) -> tuple[int, str, str]:
+    if isinstance(error, errors.InvalidChat):
+        return 422, "template_error", f"Template error: {error.message}"
     if isinstance(error, errors.InvalidRequest):
         return 422, "validation", f"Input validation error: {_validation_message(error)}"
     if isinstance(error, errors.Overloaded):

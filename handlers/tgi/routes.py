@@ -28,7 +28,7 @@ from handlers.tgi.errors import EVENTS, refuse, refuse_stream
 from handlers.tgi.images import with_marks
 from handlers.tgi.info import health, info
 from handlers.tgi.request import TgiRequest, unread_names, validate
-from handlers.tgi.tokenize import ChatRequest, chat_tokenize, tokenize
+from handlers.tgi.tokenize import ChatRequest, chat, chat_tokenize, tokenize
 
 _NO_IMAGES: tuple[str, ...] = ()
 
@@ -200,6 +200,7 @@ TGI = ContractRoutes(
         ),
         InfoRoute(
             path="/chat_tokenize",
+            chat=chat,
             answer=chat_tokenize,
             methods=("POST",),
             by_attribute=True,

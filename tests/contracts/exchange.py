@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 
+from engines.errors import RequestError
 from engines.model_settings import ModelSettings
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from handlers.contract import Call, ContractError, Exchange, Reply
+from handlers.contract_routes import InfoRoute, ModelView, RenderedChat
 from handlers.lmi.rolling_batch import LmiRollingContract
 
 MODEL = ModelSettings(name="model", model_dir=Path("."), model_id="model")
@@ -46,6 +48,13 @@ def refusal(document: Any, content_type: str = "application/json", **settings: A
 def answer(document: Any, *deltas: TokenDelta, **settings: Any) -> bytes:
     exchange = parse(document, **settings)
     return b"".join(exchange.answer.feed(0, delta) for delta in deltas)
+
+
+def told(route: InfoRoute, call: Call, view: ModelView, rendered: RenderedChat | RequestError | None = None) -> Reply:
+    """Return the reply of a route that generates nothing. `rendered`: the prompt of the call's chat, if it has one."""
+    if route.chat is not None and route.chat(call, view) is not None:
+        view = replace(view, rendered=rendered)
+    return route.answer(call, view)
 
 
 def a_joke(finish_reason: FinishReason = FinishReason.LENGTH) -> tuple[TokenDelta, TokenDelta]:

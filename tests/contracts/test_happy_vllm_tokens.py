@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from engines.errors import NotReady, NotServed, RequestError
+from engines.errors import InvalidChat, NotReady, NotServed, RequestError
 from engines.loaded_model import ModelTexts
 from engines.model_settings import HandlerSettings
 from engines.request import Token
 from engines.tokenization import split_text as text_of_tokens
-from handlers.contract import Reply
-from handlers.contract_routes import InfoRoute, ModelView
+from handlers.contract import ContractError, Reply
+from handlers.contract_routes import InfoRoute, ModelView, RenderedChat
 from handlers.happy_vllm.routes import HAPPY_VLLM
 from handlers.happy_vllm.tokens import ids_inside
-from tests.contracts.exchange import MODEL, call
+from tests.contracts.exchange import MODEL, call, told
 
 SENTENCE = "Hey, how are you ?"
 TEXT = "Hey, how are you ? I am clearly fine. And you ? Exceptionally good, thanks for asking."
@@ -34,7 +34,6 @@ class HuggingFace:
     """A tokenizer like Hugging Face's, with only the attributes that the contract uses."""
 
     truncation_side = "right"
-    chat_template: str | None = "{{ messages }}"
     all_special_ids: tuple[int, ...] = ()
     all_special_tokens: tuple[str, ...] = ()
 
@@ -53,16 +52,6 @@ class HuggingFace:
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         return [self.backend_tokenizer.id_to_token(token_id) for token_id in ids]
-
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], *, tools: Any, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        assert not tokenize
-        assert tools is None
-        if any(message["role"] == "nobody" for message in messages):
-            raise ValueError("nobody must not speak")
-        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return text + ("assistant:" if add_generation_prompt else "")
 
 
 def _like_gpt() -> Tokenizer:
@@ -140,13 +129,17 @@ VIEW = ModelView(
     abort=lambda request_id: None,
 )
 both = pytest.mark.parametrize("model", [LIKE_GPT, LIKE_LLAMA], ids=["like_gpt", "like_llama"])
-TELLS = {route.path: route.answer for route in HAPPY_VLLM.routes if isinstance(route, InfoRoute)}
+TELLS = {route.path: route for route in HAPPY_VLLM.routes if isinstance(route, InfoRoute)}
 
 
-def reply(path: str, document: Any = b"", view: ModelView = VIEW) -> Reply:
+def reply(
+    path: str, document: Any = b"", view: ModelView = VIEW, rendered: RenderedChat | RequestError | None = None
+) -> Reply:
     try:
-        return TELLS[path](call(document), view)
-    except RequestError as error:  # the server answers it so, for every route
+        return told(TELLS[path], call(document), view, rendered)
+    except ContractError as error:  # the server answers both so, for every route
+        return error.reply
+    except RequestError as error:
         return HAPPY_VLLM.refuse(error)
 
 
@@ -267,14 +260,22 @@ def test_the_second_tokenizer_has_exactly_three_fields() -> None:
     assert without == {"count": 6, "max_model_len": 64, "tokens": ids[1:]}
 
 
-def test_a_chat_is_tokenized_by_the_models_template_without_further_special_tokens() -> None:
-    messages = [{"role": "user", "content": "Hey"}, {"role": "user", "content": [{"type": "text", "text": "you"}]}]
-    ids = ask("/v2/tokenizer", {"messages": messages}, LIKE_LLAMA)["tokens"]
-    assert LIKE_LLAMA.tokenizer.decode(ids) == "user: Hey\nuser: you\nassistant:"
-    document = {"messages": messages[:1], "add_generation_prompt": False, "add_special_tokens": True}
-    ids = ask("/v2/tokenizer", document, LIKE_LLAMA)["tokens"]
-    assert ids[0] == 1
-    assert LIKE_LLAMA.tokenizer.decode(ids[1:]) == "user: Hey\n"
+def test_the_tokens_of_a_chat_are_those_of_its_prompt() -> None:
+    chat = {"messages": [{"role": "user", "content": "Hey"}], "model": None, "add_generation_prompt": False}
+    answer = reply("/v2/tokenizer", chat, rendered=RenderedChat([3, 4]))
+    assert (answer.status, answer.body) == (200, b'{"count":2,"max_model_len":64,"tokens":[3,4]}')
+    passed_on = TELLS["/v2/tokenizer"].chat
+    assert passed_on is not None
+    found = passed_on(call(chat, content_type="text/plain"), VIEW)
+    assert found is not None
+    assert found.content_type == "application/json"
+    assert json.loads(found.body) == {"messages": chat["messages"], "add_generation_prompt": False}
+
+
+def test_a_chat_that_cannot_become_a_prompt_is_refused_in_vllms_form() -> None:
+    answer = reply("/v2/tokenizer", {"messages": []}, rendered=InvalidChat("no message"))
+    error = {"message": "no message", "type": "BadRequestError", "param": None, "code": 400}
+    assert (answer.status, json.loads(answer.body)) == (400, {"error": error})
 
 
 def test_the_second_decoder_has_the_prompt_alone() -> None:
@@ -306,36 +307,6 @@ def test_the_second_decoder_has_the_prompt_alone() -> None:
             {"message": "`prompt` is missing", "type": "BadRequestError", "param": None, "code": 400},
         ),
         (
-            "/v2/tokenizer",
-            {"messages": []},
-            {
-                "message": "`messages` must be an array of at least one message",
-                "type": "BadRequestError",
-                "param": "messages",
-                "code": 400,
-            },
-        ),
-        (
-            "/v2/tokenizer",
-            {"messages": [{"role": "nobody", "content": "a"}]},
-            {
-                "message": "the model's chat template does not take these messages: nobody must not speak",
-                "type": "BadRequestError",
-                "param": None,
-                "code": 400,
-            },
-        ),
-        (
-            "/v2/tokenizer",
-            {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True},
-            {
-                "message": "`continue_final_message` is not taken here, but by /tokenize, which is vLLM's",
-                "type": "BadRequestError",
-                "param": "continue_final_message",
-                "code": 400,
-            },
-        ),
-        (
             "/v2/decode",
             {"tokens": ["1.5"]},
             {
@@ -359,14 +330,6 @@ def test_the_second_decoder_has_the_prompt_alone() -> None:
 )
 def test_errors_of_the_second_routes_are_vllms(path: str, document: Any, error: dict[str, Any]) -> None:
     assert refused(path, document) == (error["code"], {"error": error})
-
-
-def test_a_model_without_a_chat_template_takes_no_chat() -> None:
-    model = Model(_like_gpt())
-    model.tokenizer.chat_template = None
-    status, body = refused("/v2/tokenizer", {"messages": [{"role": "user"}]}, replace(VIEW, loaded=model))
-    assert status == 400
-    assert body["error"]["message"] == "this model has no chat template; send `prompt` instead of `messages`"
 
 
 # /v1/split_text and /v1/metadata_text
@@ -461,7 +424,6 @@ LONG, MANY = "x" * ((1 << 20) + 1), [1] * ((1 << 19) + 1)
         ("/v1/tokenizer", "text", "é" * (1 << 19) + "e", "1048576 bytes"),
         ("/v1/decode", "token_ids", MANY, "524288 token ids"),
         ("/v2/tokenizer", "prompt", LONG, "1048576 bytes"),
-        ("/v2/tokenizer", "messages", [{"role": "user", "content": LONG}], "1048576 bytes"),
         ("/v2/decode", "tokens", MANY, "524288 token ids"),
     ],
 )
@@ -568,9 +530,9 @@ def test_routes_on_tokens_need_a_loaded_model() -> None:
     handler = replace(loading, settings=replace(MODEL, handler=HandlerSettings(entry_point="model.py")))
     for path, document in (("/v1/tokenizer", {"text": "a"}), ("/v1/info", b""), ("/live_metrics", b"")):
         with pytest.raises(NotReady):
-            TELLS[path](call(document), loading)
+            TELLS[path].answer(call(document), loading)
         with pytest.raises(NotServed):
-            TELLS[path](call(document), handler)
+            TELLS[path].answer(call(document), handler)
     assert refused("/v2/decode", {"tokens": [1]}, loading)[1]["error"]["code"] == 503
 
 

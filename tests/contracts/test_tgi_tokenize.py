@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from engines.errors import InvalidRequest, NotReady
+from engines.errors import InvalidChat, InvalidRequest, NotReady
 from handlers.contract import Reply
-from tests.contracts.tgi_exchange import FakeTokenizer, info_reply, view
+from handlers.contract_routes import RenderedChat
+from handlers.tgi.routes import TGI
+from tests.contracts.tgi_exchange import info_reply, view
 
 TELL_ME = {"inputs": "Tell me"}
 
@@ -42,59 +44,50 @@ def test_tokenize_shows_no_places_where_the_tokenizer_knows_none(monkeypatch: py
     )
 
 
+CHAT = {"messages": [{"role": "user", "content": "Tell me"}]}
+
+
 def test_chat_tokenize_shows_the_prompt_and_its_tokens() -> None:
-    parts = [{"type": "text", "text": "Tell"}, {"type": "text", "text": " me"}]
-    for content in ("Tell me", parts):
-        reply = info_reply("POST", "/chat_tokenize", {"messages": [{"role": "user", "content": content}]})
-        assert reply.body == (
+    for rendered in (RenderedChat([7, 8, 4, 5], "user : Tell me"), RenderedChat([7, 8, 4, 5])):
+        assert info_reply("POST", "/chat_tokenize", CHAT, rendered=rendered).body == (
             b'{"tokenize_response":[{"id":7,"text":"user","start":0,"stop":4},{"id":8,"text":":","start":5,"stop":6},'
-            b'{"id":4,"text":"Tell","start":7,"stop":11},{"id":5,"text":"me","start":12,"stop":14},'
-            b'{"id":0,"text":"assistant","start":15,"stop":24},{"id":8,"text":":","start":25,"stop":26}],'
-            b'"templated_text":"user : Tell me assistant :"}'
+            b'{"id":4,"text":"Tell","start":7,"stop":11},{"id":5,"text":"me","start":12,"stop":14}],'
+            b'"templated_text":"user : Tell me"}'
         )
 
 
-def test_a_chat_that_ends_with_the_models_turn_is_continued() -> None:
-    messages = [{"role": "user", "content": "Tell"}, {"role": "assistant", "content": "me"}]
-    body = info_reply("POST", "/chat_tokenize", {"messages": messages}).body
-    assert body.endswith(b'"templated_text":"user : Tell assistant : me"}')
+def test_a_prompt_whose_tokens_are_more_than_its_text_has_no_places() -> None:
+    body = info_reply("POST", "/chat_tokenize", CHAT, rendered=RenderedChat([4, 9, 9], "Tell")).body
+    assert body == (
+        b'{"tokenize_response":[{"id":4,"text":"","start":0,"stop":0},{"id":9,"text":"","start":0,"stop":0},'
+        b'{"id":9,"text":"","start":0,"stop":0}],"templated_text":"Tell"}'
+    )
 
 
 @pytest.mark.parametrize(
-    ("document", "status", "body"),
+    ("document", "body"),
     [
         (
-            {"messages": [{"role": "wrong", "content": "x"}]},
-            422,
-            b'{"error":"Template error: roles must alternate","error_type":"template_error"}',
-        ),
-        (
             {"messages": [{"content": "x"}]},
-            422,
             b"Failed to deserialize the JSON body into the target type: messages[0]: "
             b"Object missing required field `role`",
         ),
         (
-            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
-            422,
-            b"Failed to deserialize the JSON body into the target type: messages: a part of `content` must be of type "
-            b"`text` or `image_url` and hold it, got a string as type",
+            {"messages": "x"},
+            b"Failed to deserialize the JSON body into the target type: messages: Expected `array`, got `str`",
         ),
     ],
 )
-def test_a_chat_that_cannot_be_a_prompt_is_refused(document: dict[str, Any], status: int, body: bytes) -> None:
+def test_a_body_that_is_no_chat_is_refused(document: dict[str, Any], body: bytes) -> None:
     reply = info_reply("POST", "/chat_tokenize", document)
-    assert (reply.status, reply.body) == (status, body)
+    assert (reply.status, reply.body) == (422, body)
 
 
-def test_a_model_without_a_template_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeTokenizer, "chat_template", None)
-    reply = info_reply("POST", "/chat_tokenize", {"messages": [{"role": "user", "content": "x"}]})
-    assert reply == Reply(
-        422,
-        "application/json",
-        b'{"error":"Template error: template not found: this model has no chat template",'
-        b'"error_type":"template_error"}',
+def test_a_chat_that_the_template_refuses_says_so() -> None:
+    with pytest.raises(InvalidChat) as refused:
+        info_reply("POST", "/chat_tokenize", CHAT, rendered=InvalidChat("roles must alternate"))
+    assert TGI.refuse(refused.value) == Reply(
+        422, "application/json", b'{"error":"Template error: roles must alternate","error_type":"template_error"}'
     )
 
 
@@ -106,11 +99,6 @@ def test_a_model_without_a_template_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         ("/tokenize", {"inputs": "x" * (1 << 22)}, "the body has 4194317 bytes; this route takes at most 4194304"),
         (
             "/chat_tokenize",
-            {"messages": [{"role": "user", "content": "x" * (1 << 19)}]},
-            "`messages` may have at most 524288 bytes of text, got 524307",
-        ),
-        (
-            "/chat_tokenize",
             {"messages": [{"role": "user", "content": "x" * (1 << 22)}]},
             "the body has 4194347 bytes; this route takes at most 4194304",
         ),
@@ -120,6 +108,12 @@ def test_a_text_that_would_exhaust_memory_is_refused(path: str, document: dict[s
     with pytest.raises(InvalidRequest) as refused:
         info_reply("POST", path, document)
     assert refused.value.message == message
+
+
+def test_a_prompt_that_would_exhaust_memory_is_refused() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        info_reply("POST", "/chat_tokenize", CHAT, rendered=RenderedChat([5], "x" * ((1 << 19) + 1)))
+    assert refused.value.message == "`messages` may have at most 524288 bytes of text, got 524289"
 
 
 def test_many_tokens_are_joined_as_few_are() -> None:

@@ -16,17 +16,13 @@ from engines.loaded_model import ModelTexts
 from engines.request import GenerationRequest, Token
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, Contract, ContractError, Exchange, Reply
-from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute, ModelView, State
+from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute, ModelView, RenderedChat, State
 from handlers.tgi.routes import TGI
-from tests.contracts.exchange import MODEL
+from tests.contracts.exchange import MODEL, told
 
 CONTEXT = 2048
 END, TURN = 2, 3  # The model's end token, and a special token that does not end a generation.
 _VOCABULARY = {"<unk>": 0, "<s>": 1, "</s>": END, "<|turn|>": TURN, "Tell": 4, "me": 5, "日本": 6, "user": 7, ":": 8}
-_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }} : {{ message.content }} {% endfor %}"
-    "{% if add_generation_prompt %}assistant :{% endif %}"
-)
 
 
 class FakeTokenizer:
@@ -34,7 +30,6 @@ class FakeTokenizer:
 
     all_special_tokens = ("<s>", "</s>", "<|turn|>")
     all_special_ids = (1, END, TURN)
-    chat_template: str | None = _TEMPLATE
 
     def __init__(self) -> None:
         fast = Tokenizer(models.WordLevel(_VOCABULARY, unk_token="<unk>"))
@@ -47,14 +42,8 @@ class FakeTokenizer:
         ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        import jinja2
-
-        if any(message["role"] == "wrong" for message in messages):
-            raise jinja2.TemplateError("roles must alternate")
-        assert self.chat_template is not None
-        options.pop("tokenize")
-        return jinja2.Template(self.chat_template).render(messages=messages, **options)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
 class FakeModel:
@@ -133,11 +122,16 @@ def view(state: State = "ready", loaded: bool = True) -> ModelView:
     )
 
 
-def info_reply(method: str, path: str, document: Any = b"", model: ModelView | None = None) -> Reply:
-    """Return the reply of a route that generates nothing."""
+def info_reply(
+    method: str,
+    path: str,
+    document: Any = b"",
+    model: ModelView | None = None,
+    rendered: RenderedChat | RequestError | None = None,
+) -> Reply:
+    """Return the reply of a route that generates nothing. `rendered`: the prompt of the call's chat."""
     route = next(r for r in TGI.routes if isinstance(r, InfoRoute) and r.path == path and method in r.methods)
-    answer_call: Callable[[Call, ModelView], Reply] = route.answer
     try:
-        return answer_call(call(document), model or view())
+        return told(route, call(document), model or view(), rendered)
     except ContractError as error:  # The server sends this reply.
         return error.reply

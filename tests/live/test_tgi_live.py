@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import InferenceClient
@@ -265,14 +266,86 @@ def test_dashboards_find_their_series(server: Server) -> None:
         assert f"\n{name}" in samples
 
 
-def test_chats_are_tokenized_with_the_template_of_the_options(tmp_path: Path, small_options: dict[str, object]) -> None:
-    templating = {
-        "chat_template": "{{ messages[0].content }} {{ tone }}",
-        "default_chat_template_kwargs": '{"tone": "loudly"}',
-    }
+USER = {"role": "user", "content": "Sing"}
+TOOL = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"a": [1, "b"]}'}}
+# A template that shows all that it is given, with the arguments of calls as objects.
+SHOWS_ALL = (
+    "{% for m in messages %}[{{ m.role }} {{ m.name }}]{{ m.content }} {{ m.reasoning }} {{ m.reasoning_content }}"
+    "{% for c in m.tool_calls or [] %}{% for name, value in c.function.arguments.items() %}{{ name }}={{ value }}"
+    "{% endfor %}{% endfor %}{% endfor %}{{ tools }}{{ documents }}{{ reasoning_effort }}{{ tone }}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def _answered(message: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [USER, {"role": "assistant", **message}, USER]}
+
+
+def _called(arguments: str) -> dict[str, Any]:
+    call = {**_CALL, "function": {"name": "look", "arguments": arguments}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return {"messages": [USER, turn, {"role": "tool", "tool_call_id": "call_1", "content": "2"}]}
+
+
+CHATS: dict[str, dict[str, Any]] = {
+    "text": {"messages": [USER]},
+    "a name": {"messages": [USER | {"name": "Ann"}]},
+    "a developer": {"messages": [{"role": "developer", "content": "Be short."}, USER]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}]},
+    "a call of a tool": _called('{"a": [1, "b"]}'),
+    "a call without arguments": _called(""),
+    "a call that was cut": _called('{"a": '),
+    "a refusal": _answered({"content": [{"type": "refusal", "refusal": "No."}]}),
+    "a thought": _answered({"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "No."}]}),
+    "reasoning": _answered({"content": "No.", "reasoning": "Hm."}),
+    "reasoning by its older name": _answered({"content": "No.", "reasoning_content": "Hm."}),
+    "nulls": {"messages": [USER | {"name": None, "tool_calls": None}]},
+    "no turn of the model": {"messages": [USER], "add_generation_prompt": False},
+    "the model's turn at the end": {"messages": [USER, {"role": "assistant", "content": "La"}]},
+    "a turn to continue": {
+        "messages": [USER, {"role": "assistant", "content": "La"}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    },
+    "tools": {"messages": [USER], "tools": [{"type": "function", "function": TOOL}], "tool_choice": "none"},
+    "variables of the template": {"messages": [USER], "chat_template_kwargs": {"tone": "softly"}},
+    "effort": {"messages": [USER], "reasoning_effort": "low"},
+    "documents": {"messages": [USER], "documents": [{"title": "A", "text": "b"}]},
+    "special tokens": {"messages": [USER], "add_special_tokens": True},
+    "a template": {"messages": [USER], "chat_template": "a"},
+    "a picture": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+    "no message": {"messages": []},
+}
+
+
+def test_every_route_that_counts_a_chat_counts_the_prompt_of_the_chat(
+    tmp_path: Path, small_options: dict[str, object]
+) -> None:
+    templating = {"chat_template": SHOWS_ALL, "default_chat_template_kwargs": '{"tone": "loudly"}'}
+    counts: dict[str, list[object]] = {}
     with serving(tmp_path, **small_options, **templating) as model:
-        chat = {"messages": [{"role": "user", "content": "Sing"}]}
-        assert model.client.post("/chat_tokenize", json=chat).json()["templated_text"] == "Sing loudly"
-        generated = model.client.post("/v1/chat/completions", json=chat | {"model": "model", "max_tokens": 1})
-        tokens = model.client.post("/tokenize", json={"model": "model", "prompt": "Sing loudly"}).json()
-        assert generated.json()["usage"]["prompt_tokens"] == tokens["count"]
+        for name, chat in CHATS.items():
+            document = {"model": "model"} | chat
+            whole = model.client.post("/v1/chat/completions", json=document | {"max_tokens": 1})
+            lmi = model.client.post("/invocations", json=document | {"max_tokens": 1})
+            of_vllm, of_happy = (model.client.post(path, json=document) for path in ("/tokenize", "/v2/tokenizer"))
+            of_tgi = model.client.post("/chat_tokenize", json=chat)
+            if whole.status_code == 400:
+                refusals = [reply.status_code for reply in (lmi, of_vllm, of_happy, of_tgi)]
+                assert refusals == [424, 400, 400, 422], name
+                assert of_tgi.json()["error_type"] == "template_error"
+                assert of_happy.json()["error"]["message"] in of_tgi.json()["error"]
+                continue
+            shown = of_tgi.json()
+            counts[name] = [reply.json()["usage"]["prompt_tokens"] for reply in (whole, lmi)]
+            counts[name] += [of_vllm.json()["count"], of_happy.json()["count"], len(shown["tokenize_response"])]
+            assert "".join(token["text"] for token in shown["tokenize_response"]) == shown["templated_text"]
+            assert [token["id"] for token in shown["tokenize_response"]] == of_vllm.json()["tokens"], name
+        # A count needs no parser of calls, and no room in the context.
+        tools = CHATS["tools"] | {"tool_choice": "auto"}
+        assert len(model.client.post("/chat_tokenize", json=tools).json()["tokenize_response"]) == counts["tools"][0]
+        long = {"messages": [{"role": "user", "content": "la " * (MAX_MODEL_LEN + 1)}]}
+        assert model.client.post("/v2/tokenizer", json=long).json()["count"] > MAX_MODEL_LEN
+    assert {name for name, found in counts.items() if len(set(found)) > 1} == set()
+    assert len(counts) >= len(CHATS) - 5

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from engines.errors import InvalidRequest, Overloaded, UnknownAdapter
+from engines.errors import GenerationFailed, InvalidChat, InvalidRequest, Overloaded, UnknownAdapter
 from engines.statistics import EngineStatistics
 from handlers.contract import Call, Reply
+from handlers.contract_routes import RenderedChat
+from handlers.openai.constraints import RENDER
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.handler import OpenAIHandler
 from handlers.openai.routes import error_reply
@@ -83,6 +85,46 @@ async def test_the_application_sees_the_call_with_our_request_id() -> None:
     assert writer.whole is not None
     assert (writer.whole.status, writer.whole.content_type, writer.whole.body) == (201, "application/json", b"{}")
     assert writer.whole.headers == (("x-a", "b"),)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("status", "body", "expected"),
+    [
+        (200, b'{"token_ids":[1,2],"text":"ab"}', RenderedChat([1, 2], "ab")),
+        (400, b'{"error":{"message":"no message"}}', InvalidChat),
+        (500, b'{"error":{"message":"a fault"}}', GenerationFailed),
+    ],
+)
+async def test_a_chat_is_rendered_for_other_contracts(status: int, body: bytes, expected: Any) -> None:
+    paths: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        paths.append(scope["path"])
+        await send(start(status))
+        await send(part(body))
+
+    rendering = OpenAIHandler(VllmApp(app, None), queue_of()).render(CALL)
+    if isinstance(expected, RenderedChat):
+        assert await rendering == expected
+    else:
+        with pytest.raises(expected):
+            await rendering
+    assert paths == [RENDER]
+
+
+@pytest.mark.asyncio
+async def test_a_chat_whose_client_leaves_is_not_rendered_further() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend([await receive(), await receive()])
+
+    rendering = asyncio.create_task(OpenAIHandler(VllmApp(app, None), queue_of()).render(CALL))
+    await asyncio.sleep(0)
+    rendering.cancel()
+    await until(lambda: len(seen) == 2)
+    assert seen[1] == {"type": "http.disconnect"}
 
 
 @pytest.mark.asyncio

@@ -42,6 +42,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A
         ),
         ("/v1/rerank", {"documents": {"content": [{"text": "a" * 20}] * 1500}}, "`documents` has 1500 inputs"),
         ("/tokenize", {"prompt": "a" * (5 << 20)}, "this route takes at most"),
+        ("/tokenize", {"messages": [{"content": LONG}]}, "`messages` may have at most 1048576 bytes of text"),
+        ("/tokenize", {"messages": [{"content": [{"text": "é" * 600_000}]}]}, "got 1200"),
+        ("/rendered_chat", {"messages": [], "tools": [{"function": {"description": LONG}}]}, "bytes of text"),
     ],
 )
 def test_they_are_refused(path: str, body: dict[str, Any], message: str) -> None:
@@ -61,6 +64,7 @@ def test_they_are_refused(path: str, body: dict[str, Any], message: str) -> None
         ("/v1/embeddings", {"input": ["a" * 2000] * 900, "truncate_prompt_tokens": -1}),
         ("/v1/chat/completions", {"messages": [{"content": [IMAGE]}], "truncate_prompt_tokens": 1}),
         ("/tokenize", {"messages": [{"content": [IMAGE]}]}),
+        ("/tokenize", {"messages": [{"content": "é" * 500_000}]}),
     ],
 )
 def test_others_pass(path: str, body: dict[str, Any]) -> None:

@@ -8,22 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contract import Call
+from handlers.openai.constraints import CHAT, RENDER
 from handlers.openai.current_call import OpenAICall
 from handlers.openai.vllm_call import for_vllm
 from handlers.queue import EngineQueue
 from tests.contracts.exchange import call
 from tests.stand_ins.scripted_engine import ScriptedEngine
 
-CHAT = "/v1/chat/completions"
-
 
 def without_nulls(given: Call, path: str) -> Call:
     return for_vllm(given, path, OpenAICall(EngineQueue(ScriptedEngine(), 1)))
 
 
-def test_null_fields_of_messages_are_absent_and_all_else_stays() -> None:
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", RENDER])
+def test_null_fields_of_messages_are_absent_and_all_else_stays(path: str) -> None:
     body = b'{"seed": null, "n": 1.50, "messages": [{"role": "user", "content": "null", "name": null}]}'
-    assert without_nulls(call(body), CHAT).body == (
+    assert without_nulls(call(body), path).body == (
         b'{"seed":null,"n":1.50,"messages":[{"role":"user","content":"null"}]}'
     )
 
