@@ -143,7 +143,8 @@ class PoolingContract:
 def _djl_texts(document: Any) -> tuple[Sequence[str], bool]:
     """Return the texts of a body in the form of DJL's engines, and True if they came as a list.
 
-    A value that is not a text counts as its JSON text.
+    Raises:
+        InvalidRequest: There are none, or a value has no text.
     """
     inputs = document
     if isinstance(document, dict):
@@ -151,14 +152,19 @@ def _djl_texts(document: Any) -> tuple[Sequence[str], bool]:
             raise InvalidRequest('Missing "inputs" in json.')
         inputs = document["inputs"]
     if not isinstance(inputs, list):
-        return [_djl_text(inputs)], False
+        return [_djl_text("inputs", inputs)], False
     if not inputs:
         raise InvalidRequest('"inputs" is empty.')
-    return [_djl_text(item) for item in inputs], True
+    return [_djl_text("inputs", item) for item in inputs], True
 
 
-def _djl_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _djl_text(name: str, value: Any) -> str:
+    """Return the text of a value. Gson, DJL's reader, takes numbers and booleans for texts as well."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    raise InvalidRequest(f'"{name}" must be a text or a list of texts, got {json_kind(value)} in place of a text.')
 
 
 # Vectors
@@ -271,7 +277,7 @@ def _pairs(document: Any) -> tuple[Sequence[tuple[str, str]], bool]:
         query, texts = document["query"], document.get("texts")
         if not isinstance(query, str) or not isinstance(texts, list) or not texts:
             raise InvalidRequest('Missing "query" or "texts" in json.')
-        return [(query, _djl_text(text)) for text in texts], True
+        return [(query, _djl_text("texts", text)) for text in texts], True
     if isinstance(document, dict) and "inputs" in document:
         return _pairs(document["inputs"])
     return [_pair(document)], False

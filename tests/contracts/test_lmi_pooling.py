@@ -76,13 +76,44 @@ def test_djls_engines_write_one_text_flat_and_several_nested() -> None:
     assert answer(EMBEDDING, "a", [0.5, 1.0]) == b"[0.5,1.0]"
 
 
-def test_djls_engines_take_every_value_as_a_text() -> None:
-    texts = [text for text, _ in requests(EMBEDDING, {"inputs": ["é", 5, True, None, {"a": [1]}]})]
-    assert texts == ["é", "5", "true", "null", '{"a": [1]}']
+def test_djls_engines_take_numbers_and_booleans_as_texts() -> None:
+    texts = [text for text, _ in requests(EMBEDDING, {"inputs": ["é", 5, 1.5, True]})]
+    assert texts == ["é", "5", "1.5", "true"]
     assert requests(EMBEDDING, {"inputs": "a"}) == [("a", DJL)]
     assert requests(EMBEDDING, {"inputs": "a"}, normalize=False)[0][1] == Pooling(
         task="embed", activation=False, cut="right"
     )
+
+
+WITHOUT_TEXT = {"an object": {"a": 1}, "null": None, "an array": ["a"], "an empty array": []}
+IN_LISTS = [(kind, ["a", value]) for kind, value in WITHOUT_TEXT.items()]
+
+
+@pytest.mark.parametrize("model", [EMBEDDING, CLASSIFIER], ids=["vectors", "classes"])
+@pytest.mark.parametrize(("kind", "inputs"), [("an object", {"a": 1}), *IN_LISTS])
+def test_djls_engines_refuse_what_has_no_text(model: PoolingModel, kind: str, inputs: Any) -> None:
+    reply = refusal(model, {"inputs": inputs}, djl_engine=True)
+    refused = json.loads(reply.body)
+    assert (reply.status, refused["code"], refused["type"]) == (400, 400, "TranslateException")
+    assert refused["message"].startswith('"inputs" must be a text or a list of texts')
+    assert kind.replace("empty ", "") in refused["message"]
+    assert refusal(model, inputs if isinstance(inputs, list) else [inputs], djl_engine=True) == reply
+
+
+@pytest.mark.parametrize("value", WITHOUT_TEXT.values(), ids=WITHOUT_TEXT)
+def test_scores_refuse_what_has_no_text(value: Any) -> None:
+    reply = refusal(RERANKER, {"query": "a", "texts": ["b", value]})
+    assert (reply.status, json.loads(reply.body)["message"][:7]) == (400, '"texts"')
+    for document in ({"text": "a", "text_pair": value}, {"inputs": value}, [{"key": value, "value": "b"}]):
+        assert refusal(RERANKER, document).status == 400
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, None, [["a"]], ["a", 1], ["a", None], [True], [1.5], True, 5, []])
+def test_lmis_handlers_refuse_what_has_no_text(value: Any) -> None:
+    for model, settings in ((EMBEDDING, {"vector_format": "vllm"}), (CLASSIFIER, {})):
+        reply = refusal(model, {"inputs": value}, **settings)
+        assert reply.status == 424
+        assert "inputs" in json.loads(reply.body)["error"]
 
 
 def test_lmis_vllm_handler_writes_pythons_json() -> None:
