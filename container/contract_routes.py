@@ -130,6 +130,8 @@ class GenerationHttpRoute(HandlerRoute):
         by_attribute = isinstance(declared, GenerationRoute) or declared.by_attribute
         super().__init__(state, declared.path, queued=queued, by_attribute=by_attribute)
         self.contract, self.declared = contract, declared
+        if contract.id_header is not None:
+            self.id_headers += (contract.id_header.encode(),)
         self.with_field = declared.with_field if isinstance(declared, GenerationRoute) else None
 
     def refuse(self, error: RequestError) -> Reply:

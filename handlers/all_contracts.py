@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from handlers.contract_routes import ContractRoutes
 from handlers.happy_vllm.routes import HAPPY_VLLM
-from handlers.openai.routes import OPENAI
+from handlers.openai.routes import ANTHROPIC, OPENAI
 from handlers.tei.routes import TEI
 from handlers.tgi.routes import TGI
 from handlers.triton.routes import TRITON
 
-CONTRACTS: tuple[ContractRoutes, ...] = (TRITON, HAPPY_VLLM, TGI, TEI, OPENAI)
+CONTRACTS: tuple[ContractRoutes, ...] = (TRITON, HAPPY_VLLM, TGI, TEI, OPENAI, ANTHROPIC)

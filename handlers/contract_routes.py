@@ -81,7 +81,7 @@ class ModelView:
             return self.loaded
         if self.settings.handler is not None:
             raise NotServed(OWN_HANDLER)
-        raise NotReady(f"model {self.settings.name} is not loaded yet")
+        raise NotReady(f"the model {self.settings.name!r} is not loaded yet")
 
 
 NO_ADAPTERS = "cannot be used: this server has no adapters"  # Follows the name of a parameter or header.
@@ -209,6 +209,7 @@ class ContractRoutes:
     # Returns the reply if the path has no such method. The server adds the header `allow`.
     wrong_method: Callable[[Call], Reply]
     body_names_model: bool = False  # Bodies may name the model in `model`.
+    id_header: str | None = None  # Its name for the header with the request's id, which replies have besides.
     prefixes: tuple[str, ...] = ()  # Unknown paths below these belong to the contract too.
     not_found: Callable[[Call], Reply] | None = None  # Returns the reply to such a path.
     redirects: bool = False  # A path with slashes at its end is redirected to the path without them, as by FastAPI.

@@ -109,6 +109,7 @@ class HttpReply:
         self.status = 0  # 0 until the reply has begun.
         self.finished = False  # The whole reply has been written.
         self.bytes_sent = 0
+        self.request_id: str | None = None  # The id that the reply's own headers have in the place of the call's.
 
     def reply(self, reply: Reply) -> None:
         framing: Headers = []
@@ -134,6 +135,7 @@ class HttpReply:
         if more:
             own = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in more]
             names = {name for name, _ in own}
+            self.request_id = next((value for name, value in more if name == "x-request-id"), None)
             headers = [*own, *(pair for pair in headers if pair[0] not in names)]
         self._push({"type": "http.response.start", "status": status, "headers": [*framing, *headers]})
 

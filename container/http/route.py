@@ -102,6 +102,7 @@ class HttpRoute:
         self.state, self.path, self.by_attribute = state, path, by_attribute
         self._same_site, self._queued = same_site, queued
         self._headers = [*(headers or []), *([] if same_site else state.cors_headers)]
+        self.id_headers: tuple[bytes, ...] = (b"x-request-id",)  # Of every reply. They have the request's id.
         limit = state.settings.max_request_size
         self._max_body = limit if max_body is None else min(max_body, limit)
 
@@ -156,14 +157,16 @@ class HttpRoute:
         reply = replace(reply, headers=(*reply.headers, ("www-authenticate", "Bearer")))
         if method == "OPTIONS" and self.state.cors_headers and not self._same_site:
             reply = Reply(200, "", b"")
-        return FixedReplyRoute(self.state, self.path, reply, same_site=self._same_site)
+        route = FixedReplyRoute(self.state, self.path, reply, same_site=self._same_site)
+        route.id_headers = self.id_headers
+        return route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         started = time.perf_counter()
         state = self.state
         head = RequestHead.of(scope, state.id_header)
-        reply_headers = [(b"x-request-id", head.request_id.encode()), *self._headers]
+        reply_headers = [*[(name, head.request_id.encode()) for name in self.id_headers], *self._headers]
         break_off = scope.get("extensions", {}).get(BREAK_OFF)
         reply = HttpReply(send, reply_headers, state.streams, state.retry_after, break_off)
         state.models.open_calls += 1
@@ -181,7 +184,10 @@ class HttpRoute:
         # Queries, prompts and answers are never logged. The path is logged encoded: decoded, it may have line ends.
         path = scope["raw_path"][:LONGEST_PATH].decode("ascii", "backslashreplace")
         size = reply.bytes_sent
-        access_log.add(f"{scope['method']} {path} {status} {seconds * 1000:.1f} ms {size} bytes", head.request_id)
+        access_log.add(
+            f"{scope['method']} {path} {status} {seconds * 1000:.1f} ms {size} bytes",
+            reply.request_id or head.request_id,
+        )
 
     async def _serve(self, head: RequestHead, receive: Receive, reply: HttpReply) -> None:
         route, watch, state = self, DisconnectWatch(receive), self.state

@@ -130,7 +130,7 @@ class Registrar:
         """
         for model in models:
             if model.at_startup and model.lifecycle.state is State.STARTING:
-                raise NotReady(f"model {model.name} is not loaded yet")
+                raise NotReady(f"the model {model.name!r} is not loaded yet")
         for model in models:
             self._models.remove(model)
             self._models.leaving.add(model)

@@ -64,7 +64,7 @@ class Model:
         if service is not None and stage in (State.READY, State.FAILED):  # a failed engine's error says more
             return service
         if stage is State.STARTING:
-            raise NotReady(f"model {self.name} is not loaded yet")
+            raise NotReady(f"the model {self.name!r} is not loaded yet")
         raise NotReady(self.lifecycle.end_reason)
 
 

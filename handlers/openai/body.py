@@ -123,6 +123,7 @@ class CompletionBody(Body, kw_only=True):
     max_tokens: _Positive | None = 16
     n: _Positive = 1
     logprobs: _Natural | None = None
+    suffix: Literal[""] | None = None
 
 
 class ChatBody(Body, kw_only=True):

@@ -16,7 +16,7 @@ from engines.request import Constraint
 from handlers.constraints import CONSTRAINING, FORMS, asks, constraint_of, decoded, refuse_unread
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
-BATCH = "/v1/chat/completions/batch"
+BATCH, COUNT_TOKENS = "/v1/chat/completions/batch", "/v1/messages/count_tokens"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 RENDER = "/rendered_chat"  # A path of the front end that no client reaches: it returns the prompt of a chat.
 

@@ -149,8 +149,6 @@ class OpenAIContract:
             raise LeftToVllm("n")
         if isinstance(body.stop, list) and len(body.stop) > front_end.most_stop_strings:
             raise LeftToVllm("stop")
-        if body.stream_options is not None and not body.stream:
-            raise LeftToVllm("stream_options")
         limits = (front_end.default_sampling.get("max_tokens") if max_tokens is None else max_tokens,)
         known = [limit for limit in (*limits, front_end.most_new_tokens) if limit is not None]
         sampling = sampling_of(body, front_end.default_sampling, min(known, default=None))

@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -51,13 +52,20 @@ class OpenAICall:
     """A call of vLLM's front end: its places in the queue, its adapters, and how it went."""
 
     def __init__(
-        self, queue: EngineQueue, any_model: bool = False, media: MediaMemory | None = None, cache_salt: str = ""
+        self,
+        queue: EngineQueue,
+        any_model: bool = False,
+        media: MediaMemory | None = None,
+        cache_salt: str = "",
+        *,
+        only_counts: bool = False,
     ) -> None:
         self._queue, self.engine = queue, queue.engine
         self._held = 0
         self._closed = False
         self._background: asyncio.Task[None] | None = None
         self.any_model = any_model  # No `model` in its body is refused.
+        self.only_counts = only_counts  # Its prompt is counted, and nothing is generated.
         self.cache_salt = cache_salt  # Of prompts for which the body has none.
         self.form_name = "structured_outputs"  # The body's name for the form of its text.
         # Adapters that are kept for the call, by name; a beam search asks for its own several times.
@@ -65,6 +73,8 @@ class OpenAICall:
         self.media = RequestMedia(media) if media is not None else None
         self.generates = False  # It was admitted to the queue.
         self.steps: BeamSteps | None = None  # Its beam searches have begun: all of its requests are steps of them.
+        self.accepted = False  # The engine has accepted one of its requests.
+        self.on_acceptance: Callable[[], None] | None = None  # Called then.
         self.submitted = False  # Its body has been read, and something of it is to be generated.
         self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.
 
@@ -89,6 +99,12 @@ class OpenAICall:
         self._held += sequences
         self.generates = True
 
+    def accept(self) -> None:
+        """Note that the engine has accepted a request of this call."""
+        self.accepted = True
+        if self.on_acceptance is not None:
+            self.on_acceptance()
+
     def release(self, sequences: int) -> None:
         """Give places back; harmless once the call has ended."""
         if not self._closed:
@@ -108,6 +124,7 @@ class OpenAICall:
 
     def close(self) -> None:
         """Give everything back, when nothing runs in the background."""
+        self.on_acceptance = None
         task, self._background = self._background, None
         if task is not None and not task.done():
             task.add_done_callback(lambda _: self.close())

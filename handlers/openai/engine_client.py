@@ -150,6 +150,8 @@ class EngineClient:
         Raises as `generate`.
         """
         call = current_call.get()
+        if call.only_counts:  # vLLM's `count_tokens` asks, too
+            return
         with _vllms_errors():
             call.take(n)
         call.release(n)
@@ -334,6 +336,7 @@ class EngineClient:
                 raise VLLMValidationError(str(error)) from None
             raise
         self._engine.sent_media.engine_got(prompt)
+        call.accept()
         return queue
 
     async def _adapter(self, call: OpenAICall, name: str) -> Any:

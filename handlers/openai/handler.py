@@ -31,10 +31,11 @@ from engines.model_settings import ModelSettings
 from handlers.contract import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
 from handlers.contract_routes import RenderedChat
 from handlers.images import ImageLoader
-from handlers.openai.constraints import CHAT, RENDER
+from handlers.openai.constraints import CHAT, COUNT_TOKENS, RENDER
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.embeddings import EmbeddingsContract
+from handlers.openai.error_forms import error_form
 from handlers.openai.media_limits import MediaMemory
 from handlers.openai.routes import ALIASED, EMBEDDINGS, QUEUED, SHORT_EMBEDDINGS, refuse
 from handlers.openai.speech import SPEECH
@@ -208,7 +209,7 @@ class OpenAIHandler:
         try:
             steering = call.steering()
         except InvalidParameter as error:
-            writer.reply(refuse(error))
+            writer.reply(error_form(path).whole(refuse(error)))
             return None
         if adapter and call.body and adapter not in self._adapters:
             raise UnknownAdapter(adapter)
@@ -217,7 +218,7 @@ class OpenAIHandler:
                 async with self._long:
                     await asyncio.to_thread(check_readable, call.body, path, self._queue.engine.max_model_len)
             except InvalidRequest as error:
-                writer.reply(refuse(error))
+                writer.reply(error_form(path).whole(refuse(error)))
                 return None
         if (exchange := await self._understood(call, path, any_model, adapter)) is not None:
             running = RunningCall(self._queue, exchange.steered_by(steering), writer, call.request_id)
@@ -233,7 +234,9 @@ class OpenAIHandler:
             except RequestError:
                 pass  # vLLM's front end refuses it in vLLM's words
         model = (adapter or self._model) if adapter is not None and call.body else None
-        openai_call = OpenAICall(self._queue, any_model, self._vllm.media, steering.cache_salt)
+        openai_call = OpenAICall(
+            self._queue, any_model, self._vllm.media, steering.cache_salt, only_counts=path == COUNT_TOKENS
+        )
         return VllmCall(self._vllm, openai_call, call, writer, path, model)
 
     async def _understood(self, call: Call, path: str, any_model: bool, adapter: str | None) -> Exchange | None:

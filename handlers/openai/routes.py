@@ -1,6 +1,6 @@
-"""OpenAI's clients: routes that go to vLLM's own server, the list of models, vLLM's errors, and its adapter routes.
+"""OpenAI's and Anthropic's clients: routes that go to vLLM's own server, the list of models, errors, adapter routes.
 
-Source: vLLM, `vllm/entrypoints/openai` and `vllm/entrypoints/serve/lora`.
+Source: vLLM, `vllm/entrypoints/openai`, `vllm/entrypoints/anthropic` and `vllm/entrypoints/serve/lora`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import msgspec
 
 from engines import errors
 from engines.adapters import AdapterOrder
-from handlers.contract import JSON, Call, Reply
+from handlers.contract import JSON, Call, ContractError, Reply
 from handlers.contract_routes import ContractRoutes, InfoRoute, ModelView, OpenAIRoute, Operation, error_body
 from handlers.json_cost import JsonDecoder
 from handlers.json_fields import json_fault
 from handlers.json_schemas import OBJECT
-from handlers.openai.constraints import CHAT, COMPLETIONS
+from handlers.openai import anthropic
+from handlers.openai.constraints import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES
 from handlers.openai.speech import SPEECH
 
 EMBEDDINGS = "/v1/embeddings"
@@ -39,10 +40,11 @@ T = TypeVar("T")
 
 
 def models(call: Call, views: Sequence[ModelView]) -> Reply:
-    """GET /v1/models: all names of the models, loaded or not, and their adapters."""
+    """GET /v1/models: all names of the models, loaded or not, and their adapters. Anthropic's clients get its form."""
     created = int(time.time())
     cards = [card for view in views for card in _cards(view, created)]
-    return Reply(200, JSON, msgspec.json.encode({"object": "list", "data": cards}))
+    document = anthropic.model_list(cards) if anthropic.is_anthropics(call) else {"object": "list", "data": cards}
+    return Reply(200, JSON, msgspec.json.encode(document))
 
 
 def model(call: Call, views: Sequence[ModelView]) -> Reply:
@@ -50,12 +52,17 @@ def model(call: Call, views: Sequence[ModelView]) -> Reply:
 
     Raises:
         UnknownModel: None has this id.
+        ContractError: The same for Anthropic's clients.
     """
     wanted, created = call.path_parameters["id"], int(time.time())
     for card in (card for view in views for card in _cards(view, created)):
         if card["id"] == wanted:
-            return Reply(200, JSON, msgspec.json.encode(card))
-    raise errors.UnknownModel(wanted, f"The model `{wanted[:_SHOWN]}` does not exist.")
+            document = anthropic.model_info(card) if anthropic.is_anthropics(call) else card
+            return Reply(200, JSON, msgspec.json.encode(document))
+    unknown = errors.UnknownModel(wanted, f"The model `{wanted[:_SHOWN]}` does not exist.")
+    if anthropic.is_anthropics(call):
+        raise ContractError(refuse_message(unknown), unknown.message)
+    raise unknown
 
 
 def _cards(view: ModelView, created: int) -> list[dict[str, Any]]:
@@ -129,6 +136,14 @@ def refuse(error: errors.RequestError) -> Reply:
             return error_reply(error.message, "InternalServerError", 500)
         case _:
             return error_reply(error.message, "BadRequestError", 400)
+
+
+def refuse_message(error: errors.RequestError) -> Reply:
+    """Return the reply to an error on the routes of Anthropic's messages."""
+    reply = refuse(error)
+    if isinstance(error, errors.Unauthorized):  # vLLM's has another message
+        reply = error_reply(error.message, "", reply.status)
+    return anthropic.error_reply(reply)
 
 
 def wrong_method(call: Call) -> Reply:
@@ -253,7 +268,6 @@ _VERSIONED = (
         OpenAIRoute(path=path, by_attribute=True)
         for path in (
             *("/v1/chat/completions/batch", "/v1/completions", "/v1/responses"),
-            *("/v1/messages", "/v1/messages/count_tokens"),
             *(EMBEDDINGS, "/v1/score", "/v1/rerank"),
             *SPEECH,
         )
@@ -261,12 +275,19 @@ _VERSIONED = (
     OpenAIRoute(path="/v1/responses/{response_id}/cancel"),
     OpenAIRoute(path="/v1/responses/{response_id}", methods=("GET",)),
 )
+_MESSAGES = tuple(OpenAIRoute(path=path, by_attribute=True) for path in (MESSAGES, COUNT_TOKENS))
+
+
+def _aliased(routes: Sequence[OpenAIRoute]) -> tuple[OpenAIRoute, ...]:
+    """Return the routes with the prefix below which any `model` is accepted."""
+    return tuple(replace(route, path=ALIASED + route.path, prefix=ALIASED) for route in routes)
+
 
 OPENAI = ContractRoutes(
     name="openai",
     routes=(
         *_VERSIONED,
-        *(replace(route, path=ALIASED + route.path, prefix=ALIASED) for route in _VERSIONED),
+        *_aliased(_VERSIONED),
         InfoRoute.of_all("/v1/models", models, about=_MODELS),
         InfoRoute.of_all(ALIASED + "/v1/models", models, about=_MODELS),
         InfoRoute.of_all("/v1/models/{id:path}", model, about=_MODEL),
@@ -287,4 +308,15 @@ OPENAI = ContractRoutes(
     prefixes=("/v1/", ALIASED + "/"),
     not_found=not_found,
     redirects=True,
+)
+
+# Its own errors, and otherwise as OpenAI's.
+ANTHROPIC = ContractRoutes(
+    name="anthropic",
+    routes=(*_MESSAGES, *_aliased(_MESSAGES)),
+    refuse=refuse_message,
+    error=OBJECT,
+    wrong_method=lambda call: anthropic.error_reply(wrong_method(call)),
+    body_names_model=True,
+    id_header=anthropic.ID_HEADER,
 )

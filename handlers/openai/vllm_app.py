@@ -31,12 +31,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import importlib
+import json
 import logging
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,22 +53,35 @@ import vllm.entrypoints.serve.exception_handling.handlers.validation
 import vllm.envs as envs
 import vllm.tokenizers.hf
 from fastapi import Depends, FastAPI
-from openai.types.responses import ResponseFailedEvent
-from pydantic import BaseModel
+from fastapi.exceptions import RequestValidationError
+from openai.types.responses import ResponseFailedEvent, ResponseIncompleteEvent
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 from pydantic_core import SchemaValidator
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.openai.responses.protocol import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseCompletedEvent,
+    ResponseCreatedEvent,
+    ResponseInProgressEvent,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponseUsage,
+)
 from vllm.entrypoints.pooling.factories import register_pooling_api_routers
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
+from vllm.entrypoints.serve.exception_handling.handlers.validation import validation_exception_handler
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeChatRequest,
@@ -86,10 +102,12 @@ from vllm.tasks import POOLING_TASKS
 from vllm.utils.async_utils import make_async
 
 from engines.interface import EngineStartError
+from engines.vllm.arguments import FRONT_END
 from engines.vllm.parsers import parsers_for
 from handlers.contract import JSON, Reply
 from handlers.contract_routes import RenderedChat
-from handlers.openai.constraints import CHAT, RENDER, TOKENIZE
+from handlers.openai.body_faults import body_fault
+from handlers.openai.constraints import CHAT, MESSAGES, RENDER, RESPONSES, TOKENIZE
 from handlers.openai.contract import FrontEnd
 from handlers.openai.current_call import current_call
 from handlers.openai.media_connector import bound_media, counted_speech
@@ -181,9 +199,28 @@ def routers(tasks: Collection[str] = ("generate",)) -> list[Any]:
         tasks: The tasks that the model supports, by vLLM's names.
     """
     with_bodies = (*(_OF_TEXT if "generate" in tasks else ()), _OF_TOKENS)
+    leave_out_turns()
     stop_at_first_faults(with_bodies)
     of_speech = _OF_SPEECH if "transcription" in tasks else ()
     return [importlib.import_module(name).router for name in (*with_bodies, *_WITHOUT_BODIES, *of_speech)]
+
+
+def leave_out_turns() -> None:
+    """Leave the lists of counts of turns out of the `usage` of responses.
+
+    OpenAI's contract has numbers only, and OpenAI's agents in JavaScript refuse anything else.
+    """
+    for details in (InputTokensDetails, OutputTokensDetails):
+        for name, field in details.model_fields.items():
+            if name.endswith("_per_turn"):
+                field.exclude = True
+    of_responses = (ResponsesResponse, ResponseCompletedEvent, ResponseCreatedEvent, ResponseInProgressEvent)
+    for kind in (
+        *(InputTokensDetails, OutputTokensDetails, ResponseUsage),
+        *of_responses,
+        *(_ResponseFailed, _ResponseIncomplete),
+    ):
+        kind.model_rebuild(force=True)
 
 
 def stop_at_first_faults(names: Sequence[str]) -> None:
@@ -227,6 +264,12 @@ def stop_at_first_fault(kind: type[BaseModel], done: set[type]) -> None:
 
 class _ResponseFailed(ResponseFailedEvent):
     """The last event of a response in the background that has failed or was cancelled."""
+
+    response: ResponsesResponse
+
+
+class _ResponseIncomplete(ResponseIncompleteEvent):
+    """The last event of a response that `max_output_tokens` has cut."""
 
     response: ResponsesResponse
 
@@ -288,8 +331,20 @@ _SYSTEM_PATH = regex.compile(r"/(?:home|usr|opt|var|tmp|root|lib|mnt|srv)(?:/[\w
 _PATH = regex.compile(r"((?:/[\w\-]++){2,}+)(\.\w+)?")
 
 
+# The arguments of `vllm serve` as they are in messages.
+_ARGUMENT = regex.compile(r"--([a-z][a-z-]*+)(?!\w)")
+_ARGUMENTS = FRONT_END | {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+
+
+def _as_option(argument: regex.Match[str]) -> str:
+    name = argument[1].replace("-", "_")
+    return f"option.{name}" if name in _ARGUMENTS else argument[0]
+
+
 def sanitized(message: str) -> str:
     """Return the text of an error without addresses, stack frames and paths, as vLLM's `sanitize_message`.
+
+    Arguments of `vllm serve` get the names that they have here.
 
     vLLM's function takes minutes for a message that repeats 20,000 characters of a client, such as an unknown model,
     and stops the event loop.
@@ -297,7 +352,7 @@ def sanitized(message: str) -> str:
     message = _FRAME.sub("", _ADDRESS.sub(">", message))
     message = _SYSTEM_PATH.sub("<path>", message)
     message = _PATH.sub(lambda found: "<path>" if found[2] else found[0], message)
-    return message.strip()
+    return _ARGUMENT.sub(_as_option, message).strip()
 
 
 def bound_errors() -> None:
@@ -365,6 +420,7 @@ async def build(
         # Starlette raises it, for example if a body is nested too deeply. vLLM would leave the reply in another form.
         app.add_exception_handler(HTTPException, http_exception_handler)
         answer_stumbling_readers(app)
+        name_faults(app)
         app.state.args = args
         # vLLM stops its server when its engine has died. Here the setting `fail_fast` decides that.
         app.state.server = SimpleNamespace(should_exit=False)
@@ -372,6 +428,7 @@ async def build(
             await init_app_state(client, app.state, args, supported_tasks=tasks)
         if "generate" in tasks:
             _change_responses(app.state.openai_serving_responses)
+            _change_messages(app.state.anthropic_serving_messages)
             for name in ("chat", "chat_batch", "completion"):
                 serving = getattr(app.state, f"openai_serving_{name}")
                 serving.beam_search = client.searching(serving.beam_search)
@@ -390,12 +447,90 @@ async def build(
 
 
 def _change_responses(responses: Any) -> None:
-    """Change the serving object of responses: failures in the background, and constraints."""
+    """Change the serving object of responses: failures, the events at the end of a stream, and constraints."""
     responses.background_tasks = tasks = _BackgroundTasks(responses)
     responses.responses_background_stream_generator = tasks.events
+    responses._convert_generation_error_to_streaming_response = _reraise
+    responses.responses_stream_generator = _telling_incomplete(responses.responses_stream_generator)
     renderer = responses.online_renderer
     if renderer.parser is not None:
         renderer.parser = _hiding_constraints(renderer.parser)
+
+
+def _reraise(error: Exception) -> str:
+    """Raise the error of a stream. vLLM's event for it is none of OpenAI's, and fails vLLM's own validation."""
+    raise error
+
+
+def _telling_incomplete(stream: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
+    """Return a generator of events that ends an incomplete response as OpenAI does. vLLM calls it completed."""
+
+    async def events(*args: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        async for event in stream(*args, **options):
+            if event.type == "response.completed" and event.response.status == "incomplete":
+                number, response = event.sequence_number, event.response
+                yield _ResponseIncomplete(type="response.incomplete", sequence_number=number, response=response)
+            else:
+                yield event
+
+    return events
+
+
+class _Message(AnthropicMessagesResponse):
+    """A whole answer of `/v1/messages`. It has all fields of Anthropic's contract, also those that are null."""
+
+    @model_serializer(mode="wrap")
+    def _with_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        return {**fields, "stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}
+
+
+def _change_messages(messages: Any) -> None:
+    """Change the serving object of Anthropic's messages: begun turns, nulls of whole answers, and errors of streams."""
+    whole, stream = messages.messages_full_converter, messages.message_stream_converter
+    messages.to_chat_completion_request = partial(_continuing, messages.to_chat_completion_request)
+    messages.messages_full_converter = lambda answer: _Message.model_construct(**dict(whole(answer)))
+    messages.message_stream_converter = partial(_raising, stream)
+
+
+def _continuing(convert: Callable[..., ChatCompletionRequest], request: Any, **options: Any) -> ChatCompletionRequest:
+    """Convert a request of Anthropic's to a chat. The answer continues a text of the assistant at the end.
+
+    So does Anthropic's API. Its clients begin an answer to give it a form. vLLM begins another turn.
+    """
+    chat = convert(request, **options)
+    last = chat.messages[-1] if chat.messages else {}
+    if last.get("role") == "assistant" and last.get("content") and not last.get("tool_calls"):
+        chat.add_generation_prompt, chat.continue_final_message = False, True
+    return chat
+
+
+async def _raising(
+    convert: Callable[[AsyncIterator[str]], AsyncGenerator[str, None]], chunks: AsyncGenerator[str, None]
+) -> AsyncGenerator[str, None]:
+    """Convert the chunks of a chat to events of a message, and raise an error that ends the chat.
+
+    vLLM's converter expects no error among the chunks. Its events for errors have types that are not Anthropic's.
+
+    Raises:
+        GracefulHTTPError: The chat ended with an error.
+    """
+    errors: list[dict[str, Any]] = []
+
+    async def until_error() -> AsyncGenerator[str, None]:
+        async for chunk in chunks:
+            if chunk.startswith('data: {"error":'):
+                errors.append(json.loads(chunk.removeprefix("data: "))["error"])
+                return
+            yield chunk
+
+    async for event in convert(until_error()):
+        if event.startswith("event: error\n"):
+            errors.append({"message": "Internal server error", "code": 500})
+            break
+        yield event
+    if errors:
+        raise GracefulHTTPError(errors[0]["message"], HTTPStatus(errors[0]["code"]))
 
 
 def _hiding_constraints(parser: Any) -> Any:
@@ -623,6 +758,25 @@ def answer_stumbling_readers(app: FastAPI) -> None:
 
     for kind in (AttributeError, TypeError, KeyError, IndexError, RecursionError):
         app.add_exception_handler(kind, refuse)
+
+
+def name_faults(app: FastAPI) -> None:
+    """Answer a body that Pydantic refuses with the one field that is wrong, as the owners of the two APIs do.
+
+    vLLM's answer has the first ten of Pydantic's faults. Chats and completions keep it.
+    """
+
+    async def refuse(request: Request, error: RequestValidationError) -> Response:
+        path = request.url.path
+        if not path.startswith((MESSAGES, RESPONSES)):
+            return await validation_exception_handler(request, error)
+        fault = body_fault(error.errors(), error.body)
+        place = fault.dotted if path.startswith(MESSAGES) else f"`{fault.indexed}`"
+        message = sanitized(f"{place}: {fault.message}" if fault.path else fault.message)
+        reply = error_reply(message, "BadRequestError", 400, fault.indexed or None)
+        return Response(reply.body, reply.status, media_type=reply.content_type)
+
+    app.add_exception_handler(RequestValidationError, refuse)  # type: ignore[arg-type]
 
 
 def _reads_body(modules: Sequence[str]) -> bool:

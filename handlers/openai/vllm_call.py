@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from handlers.json_fields import json_fault
 from handlers.openai.constraints import (
     BATCH,
     CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
     DETOKENIZE,
     FIELDS,
     MESSAGES,
@@ -32,6 +35,7 @@ from handlers.openai.constraints import (
     form_name,
 )
 from handlers.openai.current_call import OpenAICall, current_call
+from handlers.openai.error_forms import error_form
 from handlers.openai.media_limits import MediaMemory
 from handlers.openai.routes import error_reply, refuse
 from handlers.openai.speech import SPEECH, check_form
@@ -43,7 +47,7 @@ _EVENTS = "text/event-stream"
 _OURS = frozenset({b"content-length", b"content-type", b"transfer-encoding", b"x-request-id"})
 _FRAMING = frozenset({"content-type", "content-length"})
 
-_CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, f"{MESSAGES}/count_tokens", RESPONSES, RENDER})
+_CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, COUNT_TOKENS, RESPONSES, RENDER})
 # vLLM's front end reads bodies on the event loop. Pydantic tries all types that an item of `input` may have, which
 # takes 0.1 ms. A message takes a tenth of that.
 _MOST_GROUPS, _MOST_GROUPS_OF_RESPONSES = 10_000, 2_500  # Objects and arrays.
@@ -63,6 +67,7 @@ _COUNTED = frozenset({TOKENIZE, DETOKENIZE, RENDER})  # The model's context does
 _MEDIA = frozenset(("image_url", "audio_url", "video_url", "input_audio"))  # Fields of a part with its data.
 _TRUNCATE = "truncate_prompt_tokens"
 _OF_PROMPTS = frozenset(("messages", "tools", "documents", "chat_template_kwargs"))  # Fields that a template reads.
+_ID = re.compile(r"[\x21-\x7e]{1,128}")  # Of a request, as in headers.
 
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -92,11 +97,16 @@ class VllmCall:
     ) -> None:
         self._vllm, self._held, self._call, self._writer, self._path = vllm, held, call, writer, path
         self._model = model
+        self._errors = error_form(path)
+        self._held_back = b""  # Events of a response that the engine has not accepted yet.
         self._gone = asyncio.Event()
         self._body_read = False
         self._status, self._content_type = 0, ""
         self._headers: tuple[tuple[str, str], ...] = ()
+        self._id_header: tuple[tuple[str, str], ...] = ()  # If the body has the id of the request.
         self._started = self._complete = False
+        if path == RESPONSES:
+            held.on_acceptance = self._release
         self._task = asyncio.create_task(self._run())
 
     def cancel(self) -> None:
@@ -108,7 +118,10 @@ class VllmCall:
         current_call.set(self._held)
         began = time.monotonic()
         try:
-            self._call = call = await off_the_loop(call.body, self._read)
+            self._call = await off_the_loop(call.body, self._read)
+            if self._call.request_id != call.request_id:  # the body has one
+                self._id_header = (("x-request-id", self._call.request_id),)
+            call = self._call
             await self._vllm.app(scope(call, path), self._receive, self._send)
         except InvalidRequest as error:
             self._finish(refuse(error))
@@ -159,17 +172,20 @@ class VllmCall:
             self._status = message["status"]
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]}
             self._content_type = headers.get("content-type", "")
-            self._headers = tuple(pair for pair in headers.items() if pair[0] not in _FRAMING)
+            self._headers = tuple(pair for pair in headers.items() if pair[0] not in _FRAMING) + self._id_header
         elif message["type"] == "http.response.body":
             self._pass_on(message.get("body", b""), last=not message.get("more_body", False))
             await self._writer.drain()
 
     def _pass_on(self, data: bytes, *, last: bool) -> None:
         writer = self._writer
-        if self._held.failed and data.startswith(b"event: error\n"):  # vLLM's event has another reason
-            data = _last_events(self._path, error_reply(self._held.failed, "InternalServerError", 500))
+        if self._path == RESPONSES and not (last or self._held.accepted):
+            self._held_back += data  # vLLM begins the stream of a response before the engine can refuse it
+            return
+        if self._held_back:
+            data, self._held_back = self._held_back + data, b""
         if last and not self._started:
-            writer.reply(Reply(self._status, self._content_type, data, self._headers))
+            self._reply(Reply(self._status, self._content_type, data, self._headers))
         elif last:
             writer.end(data)
         elif data:
@@ -177,27 +193,27 @@ class VllmCall:
                 self._started = True
                 writer.start(self._status, self._content_type, self._headers)
             writer.write(data)
+            self._errors.sent(data)
         self._complete = last
+
+    def _release(self) -> None:
+        """Send what was held back. The engine has accepted the response."""
+        if not self._gone.is_set():
+            self._pass_on(b"", last=False)
+
+    def _reply(self, reply: Reply) -> None:
+        self._writer.reply(self._errors.whole(reply) if reply.status >= 400 else reply)
 
     def _finish(self, reply: Reply) -> None:
         if self._complete or self._gone.is_set():
             return
         self._complete = True
         if not self._started:
-            self._writer.reply(reply)
+            self._reply(reply)
         elif media_type(self._content_type) == _EVENTS:
-            self._writer.end(_last_events(self._path, reply))
+            self._writer.end(self._errors.last_events(reply))
         else:
             self._writer.end(b"")
-
-
-def _last_events(path: str, reply: Reply) -> bytes:
-    """Return the events with which vLLM ends a failed stream on this path."""
-    message = msgspec.json.decode(reply.body)["error"]["message"]
-    if path == MESSAGES:
-        error = {"type": "error", "error": {"type": "internal_error", "message": message}}
-        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
-    return b"data: " + reply.body + b"\n\ndata: [DONE]\n\n"
 
 
 def scope(call: Call, path: str) -> dict[str, Any]:
@@ -261,7 +277,8 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
 
     Constraints get the form in which vLLM enforces them. Null fields of a chat's messages are removed: TGI's Python
     client sends every field, and TGI and Slipway's contracts take null for absent. Null fields of a response are
-    removed, since vLLM copies some of them into its answer, which cannot hold null.
+    removed, since vLLM copies some of them into its answer, which cannot hold null. So are fields that vLLM refuses
+    although they ask for nothing. The body's `request_id` becomes that of the call if no header has one.
 
     Args:
         call: The call.
@@ -296,10 +313,57 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
         changes |= _without_nulls(document)
     if path == RESPONSES:
         changes |= {name: None for name, value in document.items() if bytes(value) == b"null"}
+        if b'"assistant"' in call.body:
+            changes |= _with_types(document)
+    changes |= _without_idle(document, path)
+    if path != MESSAGES and not any(value == call.request_id for _, value in call.headers):
+        call = replace(call, request_id=_id_in(document) or call.request_id)
     if not changes:
         return call
     fields = {name: value for name, value in {**document, **changes}.items() if value is not None}
     return replace(call, body=msgspec.json.encode(fields), fields=None)
+
+
+def _id_in(document: Mapping[str, msgspec.Raw]) -> str:
+    """Return the `request_id` of a body. Empty if there is none, or if vLLM refuses it.
+
+    Raises:
+        InvalidParameter: It would not be safe in headers and logs.
+    """
+    given = document.get("request_id", b"")
+    if _first(given) != b'"':
+        return ""
+    if not _ID.fullmatch(given := str(msgspec.json.decode(given))):
+        raise InvalidParameter("request_id", "must have 1 to 128 characters of visible ASCII")
+    return given
+
+
+def _without_idle(document: Mapping[str, msgspec.Raw], path: str) -> dict[str, None]:
+    """Return the fields to remove because they ask for nothing. Some clients send them with every request."""
+    if path not in (CHAT, BATCH, COMPLETIONS):
+        return {}
+    idle = [("suffix", b'""')]
+    if bytes(document.get("stream", b"null")) in (b"null", b"false"):
+        idle.append(("stream_options", bytes(document.get("stream_options", b""))))
+    return {name: None for name, value in idle if name in document and bytes(document[name]) == value}
+
+
+def _with_types(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    """Return `input` with the `type` of the assistant's messages. OpenAI's API does not ask for it, but vLLM does."""
+    if _first(document.get("input", b"")) != b"[":
+        return {}
+    items = [
+        msgspec.json.decode(item) if b'"assistant"' in bytes(item) else item
+        for item in _decode_items(document["input"])
+    ]
+    messages = [
+        item
+        for item in items
+        if isinstance(item, dict) and item.get("role") == "assistant" and item.get("type") is None
+    ]
+    for message in messages:
+        message["type"] = "message"
+    return {"input": items} if messages else {}
 
 
 def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, held: OpenAICall) -> None:

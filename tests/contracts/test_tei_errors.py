@@ -258,7 +258,7 @@ async def test_a_full_queue_is_429() -> None:
 
 async def test_a_model_that_loads_is_503_and_another_method_405() -> None:
     answer = await ask("/embed", {"inputs": "a"}, state=State.STARTING)
-    assert (answer.status, answer.body) == (503, error("unhealthy: model model is not loaded yet", "Unhealthy"))
+    assert (answer.status, answer.body) == (503, error("unhealthy: the model 'model' is not loaded yet", "Unhealthy"))
     answer = await ask("/embed")
     assert (answer.status, answer.body, answer.headers["allow"]) == (405, b"", "POST")
 

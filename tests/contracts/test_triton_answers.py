@@ -241,7 +241,7 @@ def test_text_is_utf_8_and_escaped_no_more_than_json_needs() -> None:
         ),
         (EngineDead(), 500, b"the engine has died; the request was not completed"),
         (Overloaded("the queue is full"), 503, b"the queue is full"),
-        (NotReady("model model is not loaded yet"), 503, b"model model is not loaded yet"),
+        (NotReady("the model 'model' is not loaded yet"), 503, b"the model 'model' is not loaded yet"),
         (NotServed("this model has a handler of its own"), 501, b"this model has a handler of its own"),
     ],
 )

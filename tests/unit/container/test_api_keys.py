@@ -165,7 +165,12 @@ FRONT_END = f'{{\n  "code": 401,\n  "type": "UnauthorizedException",\n  "message
         ("POST", "/endpoints/e/invocations", "application/json", FRONT_END),
         ("POST", "/v1/chat/completions", "application/json", '{"error":"Unauthorized"}'),
         ("POST", "/openai/v1/completions", "application/json", '{"error":"Unauthorized"}'),
-        ("POST", "/v1/messages", "application/json", '{"error":"Unauthorized"}'),
+        (
+            "POST",
+            "/v1/messages",
+            "application/json",
+            f'{{"type":"error","error":{{"type":"authentication_error","message":"{MESSAGE}"}}}}',
+        ),
         ("GET", "/v1/models", "application/json", '{"error":"Unauthorized"}'),
         ("POST", "/v1/load_lora_adapter", "application/json", '{"error":"Unauthorized"}'),
         ("POST", "/generate", None, ""),

@@ -154,8 +154,11 @@ async def test_a_fault_before_the_reply_is_an_error_object() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/openai/v1/messages"])
-async def test_a_body_of_more_parts_than_the_context_can_hold_is_refused_unread(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/v1/chat/completions", "BadRequestError"), ("/openai/v1/messages", "invalid_request_error")],
+)
+async def test_a_body_of_more_parts_than_the_context_can_hold_is_refused_unread(path: str, kind: str) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(start())
         await send(part(b"{}"))
@@ -168,11 +171,9 @@ async def test_a_body_of_more_parts_than_the_context_can_hold_is_refused_unread(
     assert writer.whole.status == 200
     writer, _ = await served(app, replace(CALL, path=path, body=body(5000)))
     assert writer.whole is not None
-    assert (writer.whole.status, writer.whole.body) == (
-        400,
-        b'{"error":{"message":"the body has more parts than the model\'s context of 1000 tokens can hold",'
-        b'"type":"BadRequestError","param":null,"code":400}}',
-    )
+    error = json.loads(writer.whole.body)["error"]
+    assert (writer.whole.status, error["type"]) == (400, kind)
+    assert "more parts than the model's context of 1000 tokens can hold" in error["message"]
     writer, _ = await served(app, replace(CALL, path="/v1/completions", body=body(5000)))
     assert writer.whole is not None
     assert writer.whole.status == 200
@@ -210,8 +211,7 @@ async def test_a_fault_in_a_stream_ends_it() -> None:
         ),
         (
             "/openai/v1/messages",
-            b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"Internal server error"}}'
-            b"\n\n",
+            b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"Internal server error"}}\n\n',
         ),
     ],
 )
@@ -317,19 +317,108 @@ async def test_a_stream_whose_engine_fails_ends_with_the_reason_and_says_nothing
     assert not caplog.records
 
 
+EVENT_STREAM = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+
+
 @pytest.mark.asyncio
-async def test_the_error_event_of_a_message_stream_says_why_the_engine_failed() -> None:
+async def test_a_message_stream_says_why_the_engine_failed() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-type", b"text/event-stream")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send(EVENT_STREAM)
         await send(part(b"event: message_start\ndata: {}\n\n", more=True))
         current_call.get().failed = "the engine has died"
-        await send(part(b'event: error\ndata: {"message": "1 validation error for ChatCompletion"}\n\n', more=True))
-        await send(part(b""))
+        raise ValueError("1 validation error for ChatCompletion")
 
     writer, _ = await served(app, replace(CALL, path="/v1/messages"))
-    error = b'{"type":"error","error":{"type":"internal_error","message":"the engine has died"}}'
+    error = b'{"type":"error","error":{"type":"api_error","message":"the engine has died"}}'
     assert b"".join(writer.parts) == b"event: message_start\ndata: {}\n\nevent: error\ndata: " + error + b"\n\n"
+
+
+CREATED = b'event: response.created\ndata: {"response":{"id":"r"},"sequence_number":0}\n\n'
+DELTA = b'event: response.output_text.delta\ndata: {"delta":"\\ndata: x","sequence_number":7}\n\n'
+
+
+@pytest.mark.asyncio
+async def test_a_response_begins_when_the_engine_has_accepted_it() -> None:
+    accepts = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(EVENT_STREAM)
+        await send(part(CREATED, more=True))
+        await accepts.wait()
+        current_call.get().accept()
+        assert writer.parts == [CREATED]
+        await send(part(DELTA, more=True))
+        await send(part(b""))
+
+    writer = CollectedReply()
+    call = replace(CALL, path="/v1/responses")
+    running = await OpenAIHandler(VllmApp(app, None), queue_of()).handle(call, writer)
+    await asyncio.sleep(0)
+    assert writer.parts == []
+    accepts.set()
+    await until(lambda: writer.ended)
+    running.cancel()
+    assert writer.parts == [CREATED, DELTA, b""]
+
+
+@pytest.mark.asyncio
+async def test_a_response_that_the_engine_refuses_is_refused_with_its_status() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(EVENT_STREAM)
+        await send(part(CREATED, more=True))
+        raise KeyError
+
+    writer, _ = await served(app, replace(CALL, path="/v1/responses"))
+    assert writer.whole is not None
+    assert (writer.whole.status, json.loads(writer.whole.body)["error"]["code"]) == (500, 500)
+
+
+@pytest.mark.asyncio
+async def test_a_response_that_fails_ends_with_typed_events() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(EVENT_STREAM)
+        await send(part(CREATED, more=True))
+        current_call.get().accept()
+        await send(part(DELTA, more=True))
+        raise KeyError
+
+    writer, _ = await served(app, replace(CALL, path="/openai/v1/responses"))
+    assert writer.parts[-1] == (
+        b'event: error\ndata: {"type":"error","code":"server_error","message":"Internal server error","param":null,'
+        b'"sequence_number":8}\n\n'
+        b'event: response.failed\ndata: {"type":"response.failed","response":{"id":"r","status":"failed","error":'
+        b'{"code":"server_error","message":"Internal server error"}},"sequence_number":9}\n\n'
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("body", "headers", "seen"),
+    [
+        (b'{"request_id": "abc"}', (), b"abc"),
+        (b'{"request_id": null}', (), b"id-1"),
+        (b'{"request_id": "abc"}', (("X-Request-Id", "id-1"),), b"id-1"),
+    ],
+)
+async def test_the_body_may_have_the_id_if_no_header_has_it(
+    body: bytes, headers: tuple[tuple[str, str], ...], seen: bytes
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (b"x-request-id", seen) in scope["headers"]
+        await send(start())
+        await send(part(b"{}"))
+
+    writer, _ = await served(app, replace(CALL, body=body, headers=headers))
+    assert writer.whole is not None
+    assert (("x-request-id", "abc") in writer.whole.headers) == (seen == b"abc")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("given", ["", "x" * 129, "a b", "a\n", "é"])
+async def test_an_id_that_is_not_safe_in_headers_is_refused(given: str) -> None:
+    writer, _ = await served(None, replace(CALL, body=json.dumps({"request_id": given}).encode()))
+    assert writer.whole is not None
+    assert (writer.whole.status, json.loads(writer.whole.body)["error"]["param"]) == (400, "request_id")
 
 
 def test_a_call_holds_places_until_it_ends() -> None:

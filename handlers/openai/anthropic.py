@@ -1,0 +1,72 @@
+"""Anthropic's forms on OpenAI's routes: errors and the list of models.
+
+Source: Anthropic's API reference, and the types of its Python package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from handlers.contract import JSON, Call, Reply
+
+VERSION_HEADER = "Anthropic-Version"  # Every client of Anthropic's API sends it.
+ID_HEADER = "request-id"  # Anthropic's clients show the id of a request from this header.
+
+# Other statuses of clients' faults are an `invalid_request_error`, and those of the server's faults an `api_error`.
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def is_anthropics(call: Call) -> bool:
+    """Return True if a client of Anthropic's API sends the call."""
+    return any(name == VERSION_HEADER for name, _ in call.headers)
+
+
+def error_reply(reply: Reply) -> Reply:
+    """Return a reply with an error of OpenAI's routes as Anthropic's error."""
+    return Reply(reply.status, JSON, msgspec.json.encode(_error(reply)), reply.headers)
+
+
+def error_event(reply: Reply) -> bytes:
+    """Return the event that ends a stream with this error."""
+    return b"event: error\ndata: " + msgspec.json.encode(_error(reply)) + b"\n\n"
+
+
+def _error(reply: Reply) -> dict[str, Any]:
+    error = msgspec.json.decode(reply.body)["error"]
+    message = error["message"] if isinstance(error, dict) else error
+    kind = _TYPES.get(reply.status, "invalid_request_error" if reply.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def model_list(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the list of models for OpenAI's objects of models. It is one page."""
+    data = [model_info(card) for card in cards]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return {"data": data, "has_more": False, **ends}
+
+
+def model_info(card: dict[str, Any]) -> dict[str, Any]:
+    """Return the object of a model for OpenAI's."""
+    created = datetime.fromtimestamp(card["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": card["id"],
+        "created_at": created,
+        "lifecycle": "active",
+        "max_input_tokens": card["max_model_len"],
+        "max_tokens": card["max_model_len"],
+    }
