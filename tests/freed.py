@@ -1,7 +1,8 @@
-"""A check that an object is freed, without a reference to it."""
+"""Checks that objects are freed: one object, without a reference to it, or all that reference cycles hold."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 
@@ -14,3 +15,17 @@ def when_freed(observed: object) -> threading.Event:
     freed = threading.Event()
     weakref.finalize(observed, freed.set)
     return freed
+
+
+def bytes_in_cycles() -> int:
+    """Collect the reference cycles, and return the length of all texts that only they held."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        held = [text for found in gc.garbage for text in (found, *gc.get_referents(found))]
+        texts = {id(text): len(text) for text in held if isinstance(text, bytes | bytearray | str)}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.collect()
+    return sum(texts.values())

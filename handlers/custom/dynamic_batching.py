@@ -72,7 +72,10 @@ class _Call:
         self._call = worker.call(self._message(), self, requests[0].key_salt)
         self._timeout = IdleTimeout(settings.predict_timeout, self._on_timeout, self._waits_for_client)
         for request in requests:
-            request.forget = lambda _: self._cancel_if_unwanted()
+            request.forget = self._forget
+
+    def _forget(self, _: Request) -> None:
+        self._cancel_if_unwanted()
 
     def _cancel_if_unwanted(self) -> None:
         """Cancel the call in the worker if no client waits for it."""
@@ -171,6 +174,9 @@ class _Call:
         self._timeout.stop()
         if self._draining is not None:
             self._draining.cancel()
+            self._draining = None
+        for request in self._requests:
+            request.forget = None
         self._on_finished(self)
 
 

@@ -52,8 +52,11 @@ class FormatterThread:
             job = loop.run_in_executor(self._executor, partial(_call, work))
             job.add_done_callback(lambda job: job.cancelled() or job.exception())  # asyncio logs one that nobody reads.
             self._running = job
-            if await self._end_of(job):
-                return job.result()
+            try:
+                if await self._end_of(job):
+                    return job.result()
+            finally:
+                del job  # It holds its exception, whose traceback holds this frame.
             raise GenerationFailed(f"the formatter did not return within predict_timeout ({self._time_limit:g} s)")
 
     async def _end_of(self, job: asyncio.Future[Any]) -> bool:

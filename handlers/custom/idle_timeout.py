@@ -6,6 +6,14 @@ import asyncio
 from collections.abc import Callable
 
 
+def _nothing() -> None:
+    return
+
+
+def _never() -> bool:
+    return False
+
+
 class IdleTimeout:
     """Calls `expired` when `seconds` have passed since the last restart.
 
@@ -14,9 +22,9 @@ class IdleTimeout:
     `restart` is only an assignment, so it is cheap enough for every part of a stream.
     """
 
-    def __init__(self, seconds: float, expired: Callable[[], None], paused: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, seconds: float, expired: Callable[[], None], paused: Callable[[], bool] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        self._seconds, self._expired, self._paused = seconds, expired, paused
+        self._seconds, self._expired, self._paused = seconds, expired, paused or _never
         self._started = self._loop.time()
         self._timer = self._loop.call_later(seconds, self._check)
 
@@ -24,7 +32,9 @@ class IdleTimeout:
         self._started = self._loop.time()
 
     def stop(self) -> None:
+        """Stop for good. The callbacks are dropped: they usually hold the object that holds this timeout."""
         self._timer.cancel()
+        self._expired, self._paused = _nothing, _never
 
     def _check(self) -> None:
         if self._paused():
@@ -33,4 +43,6 @@ class IdleTimeout:
         if left > 0:
             self._timer = self._loop.call_later(left, self._check)
         else:
-            self._expired()
+            expired = self._expired
+            self.stop()
+            expired()

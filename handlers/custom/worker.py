@@ -70,14 +70,14 @@ class AnswerReceiver(Protocol):
 class Worker:
     """A worker process, from before its start until after its end."""
 
-    def __init__(self, id_: int, device: str, plan: WorkerPlan, on_end: Callable[[str], None]) -> None:
+    def __init__(self, id_: int, device: str, plan: WorkerPlan, on_end: Callable[[Worker, str], None]) -> None:
         """Prepare the worker without starting it.
 
         Args:
             id_: The worker's number.
             device: The worker's devices, such as `0` or `0,1`. `-1` for none.
             plan: The command, the environment and the handler.
-            on_end: Called with the reason when a worker that was ready ends or is killed.
+            on_end: Called with this worker and the reason when it was ready and ends or is killed.
         """
         self.id = id_
         self.name = f"worker {id_}"
@@ -209,8 +209,8 @@ class Worker:
                         "%s: cannot handle a message of the worker", self.name, extra={"worker": self.name}
                     )
                     self.cancel(message.call)
-        except (asyncio.IncompleteReadError, OSError):
-            return  # The connection is closed.
+        except (asyncio.IncompleteReadError, OSError) as error:  # The connection is closed.
+            error.with_traceback(None)  # The stream keeps the error, whose traceback holds this frame.
 
     def _on_message(self, message: Message) -> None:
         if message.kind is MessageKind.LOADED:
@@ -281,8 +281,9 @@ class Worker:
         )
         if was_ready:
             logger.error("%s (pid %s) %s", self.name, self.pid, reason, extra={"worker": self.name})
-            self._on_end(reason)  # This comes first, so that the worker gets no more requests.
-        for call in self._engine_calls.values():
+            self._on_end(self, reason)  # This comes first, so that the worker gets no more requests.
+        calls, self._engine_calls = self._engine_calls, {}
+        for call in calls.values():
             call.cancel()
         receivers, self._receivers = self._receivers, {}
         for receiver in receivers.values():

@@ -202,7 +202,7 @@ class WorkerPool:
         self._pending_starts += 1
         device = least_used(self._settings.devices, [worker.device for worker in (*self._batchers, *self._starting)])
         plan = on_device(self._plan, device, self._settings.sees_own_gpus)
-        worker = Worker(next(self._worker_ids), device, plan, lambda reason: self._on_end(worker, reason))
+        worker = Worker(next(self._worker_ids), device, plan, self._on_end)
         self._starting.add(worker)
         try:
             await worker.start()
