@@ -78,6 +78,14 @@ class Cork:
                 logger.exception("a reply cannot be sent")
 
 
+def _never() -> bool:
+    return False
+
+
+def _nothing() -> None:
+    return
+
+
 class CorkedTransport:
     """A transport that joins the writes of one turn of the event loop.
 
@@ -90,8 +98,8 @@ class CorkedTransport:
         self,
         transport: asyncio.Transport,
         cork: Cork,
-        still_sends: Callable[[], bool] = lambda: False,
-        closing: Callable[[], None] = lambda: None,
+        still_sends: Callable[[], bool] | None = None,
+        closing: Callable[[], None] | None = None,
         linger_seconds: float = 0.0,
     ) -> None:
         """Create the transport.
@@ -104,7 +112,8 @@ class CorkedTransport:
             linger_seconds: The longest time for which the client may send after that.
         """
         self._transport, self._cork = transport, cork
-        self._still_sends, self._closing, self._linger_seconds = still_sends, closing, linger_seconds
+        self._still_sends, self._closing = still_sends or _never, closing or _nothing
+        self._linger_seconds = linger_seconds
         self._pieces: list[bytes] = []
         self._end: asyncio.TimerHandle | None = None
         self.lingering = False  # The server's side has ended. Further data of the client is dropped.
@@ -149,9 +158,10 @@ class CorkedTransport:
         self._closing()
 
     def closed(self) -> None:
-        """Note that the connection is closed."""
+        """Note that the connection is closed. The callbacks are dropped: they hold the object that holds this one."""
         if self._end is not None:
             self._end.cancel()
+        self._still_sends, self._closing = _never, _nothing
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -285,6 +295,7 @@ class HttpProtocol(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
+        self.cycle = self._answering = self.parser = None  # They hold this object.
 
     def data_received(self, data: bytes) -> None:
         if self._connection.lingering or self._unreadable:
