@@ -50,17 +50,17 @@ class EngineRestarts:
             "model %s: %s; %s; the engine is started again in %g s (%d of %d within %g minutes)",
             *(model.title, reason, status, pause, recent + 1, most, WINDOW_SECONDS / 60),
         )
-        self._loads.begin(model, self._restart(model, reason, pause))
+        self._loads.begin(model, self._restart(model, reason, pause, last=recent + 1 >= most))
         return True
 
-    async def _restart(self, model: Model, reason: str, pause: float) -> None:
+    async def _restart(self, model: Model, reason: str, pause: float, *, last: bool) -> None:
         await asyncio.sleep(pause)
         # Calls do not wait longer than that.
         late = asyncio.get_running_loop().call_later(model.lifecycle.model.predict_timeout, _is_late, model, reason)
         try:
             async with self._loads.one_at_a_time:
                 late.cancel()
-                await model.lifecycle.restart(self._loads.place)
+                await model.lifecycle.restart(self._loads.place, last=last)
         except EngineStartError as error:
             raise LoadFailed(f"model {model.name}: the engine cannot be started again: {error}") from None
         finally:

@@ -140,14 +140,15 @@ class Lifecycle:
         if self.stage is State.STARTING:
             self.stage = State.READY
 
-    async def restart(self, place: Callable[[ModelSettings], ModelSettings]) -> None:
+    async def restart(self, place: Callable[[ModelSettings], ModelSettings], *, last: bool = True) -> None:
         """Start the engine of a model again after it has died or stalled.
 
-        Calls that wait for the engine continue. If none can wait, or if the engine cannot be started as it was, the
-        model is stopped and loaded again with its adapters, and counts as failed until it is ready.
+        Calls that wait for the engine continue. If none can wait, or if the engine cannot be started as it was in the
+        last attempt, the model is stopped and loaded again with its adapters, and counts as failed until it is ready.
 
         Args:
             place: As in `start`.
+            last: No other attempt follows. Without it, calls wait on if the engine cannot be started or dies again.
 
         Raises:
             EngineStartError: The model cannot be loaded, or cannot generate.
@@ -158,6 +159,8 @@ class Lifecycle:
                 self._is_back()
                 return
             except EngineStartError as error:
+                if not last:
+                    raise
                 if self.stage is State.DRAINING:
                     engine.give_up()
                     raise

@@ -216,6 +216,40 @@ async def test_a_model_that_is_loaded_again_serves_when_its_adapters_are_registe
     assert new.adapters.names == ["a"]
 
 
+class WaitingEngine:
+    """An engine that has died, whose calls wait. It starts again at the third attempt."""
+
+    waits = True
+    attempts = 0
+    gave_up = False
+
+    async def restart(self) -> None:
+        self.attempts += 1
+        if self.attempts < 3:
+            raise EngineStartError("it died again")
+
+    def give_up(self) -> None:
+        self.gave_up, self.waits = True, False
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("draining", [False, True])
+async def test_calls_wait_through_several_deaths_while_restarts_are_left(
+    monkeypatch: pytest.MonkeyPatch, draining: bool
+) -> None:
+    service, engine = WithAdapters(), WaitingEngine()
+    given: Any = engine
+    monkeypatch.setattr(service, "running_engine", given, raising=False)
+    life = Lifecycle(Settings(server=ServerSettings(), model=ModelSettings(name="m", model_dir=Path(), model_id="m")))
+    life.service, life.stage = as_service(service), State.DRAINING if draining else State.READY
+    for _ in range(2):
+        with pytest.raises(EngineStartError):
+            await life.restart(lambda settings: settings, last=False)
+        assert (engine.gave_up, service.stopped, life.calls_can_wait()) == (False, False, True)
+    await life.restart(lambda settings: settings, last=True)
+    assert (engine.attempts, engine.gave_up, service.stopped) == (3, False, False)
+
+
 def as_service(fake: Any) -> Service:
     found: Service = fake
     return found
