@@ -88,14 +88,15 @@ class Invocation:
         self.status = 0
         self.headers: Headers = []
         self._held, self._whole = bytearray(), b""
-        self._on_piece: Callable[[bytes], Awaitable[None]] | None = None  # Takes the parts of a successful reply.
+        self._streams = False
+        self._on_piece: Callable[[bytes], Awaitable[None]] | None = None  # Takes the parts of a successful stream.
         self._ended_reply = self._too_large = self._left = False
         self._ended = asyncio.Event()
 
     @property
     def body(self) -> bytes | None:
         """The reply's body. None if the reply was not held, is too large, or has not succeeded as a whole."""
-        held = self._keep or self._on_piece is None
+        held = self._keep or not self._streams
         return self._joined() if held and self._ended_reply and not self._too_large and self._succeeded else None
 
     def _joined(self) -> bytes:
@@ -150,7 +151,7 @@ class Invocation:
                 await send(form.start(self.status, self.headers))
             await send({"type": "http.response.body", "body": form.piece(piece), "more_body": True})
 
-        self._on_piece = forward
+        self._streams, self._on_piece = True, forward
         try:
             async with asyncio.timeout(min(first, seconds)) as limit:
                 await self._run()
@@ -183,6 +184,7 @@ class Invocation:
             await self._scope["app"](self._scope, self._next, self._send)
         finally:
             self._ended.set()
+            self._on_piece = None  # It holds this object.
         if self._left:
             raise ClientGone
 
@@ -206,7 +208,7 @@ class Invocation:
             self.status, self.headers = message["status"], message["headers"]
             return
         piece: bytes = message.get("body", b"")
-        streaming = self._on_piece is not None and self._succeeded
+        streaming = self._streams and self._succeeded
         if not streaming or self._keep:
             limit = self._max_answer if self._succeeded else _MAX_ERROR
             self._too_large = self._too_large or len(self._held) + len(piece) > limit
@@ -221,7 +223,7 @@ class Invocation:
 
     async def _check(self) -> None:
         """Raise the API's error unless the reply is complete and successful."""
-        endpoint, streaming = self._request.endpoint, self._on_piece is not None and self._succeeded
+        endpoint, streaming = self._request.endpoint, self._streams and self._succeeded
         if self.status == _UNAVAILABLE:
             if self._request.component is not None and UNREACHABLE in self.headers:
                 raise no_capacity()
