@@ -234,7 +234,7 @@ def stop_at_first_faults(names: Sequence[str]) -> None:
 
 
 def stop_at_first_fault(kind: type[BaseModel], done: set[type]) -> None:
-    """Make a model of requests refuse a list at its first wrong item.
+    """Make a model of requests refuse a list at its first wrong item, and leave no reference cycles.
 
     Call it before FastAPI uses the model. Otherwise Pydantic describes the fault of every item, in up to 5 ms for each,
     while the event loop waits.
@@ -246,20 +246,44 @@ def stop_at_first_fault(kind: type[BaseModel], done: set[type]) -> None:
     if kind in done or not kind.__pydantic_complete__:
         return
     done.add(kind)
-    waiting: list[Any] = [kind.__pydantic_core_schema__]
+    root: Any = kind.__pydantic_core_schema__
+    waiting: list[Any] = [root]
+    iterators: list[dict[str, Any]] = []
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict):
             if node.get("type") == "list":
                 node["fail_fast"] = True
+            elif node.get("type") == "generator":
+                iterators.append(node)
             elif node.get("type") == "model" and issubclass(node["cls"], BaseModel):
                 stop_at_first_fault(node["cls"], done)  # Pydantic uses this model's validator unchanged.
             waiting += [value for key, value in node.items() if key not in ("metadata", "serialization")]
         elif isinstance(node, list | tuple):
             waiting += node
+    for iterator in reversed(iterators):  # An inner iterator comes before the outer one.
+        _validate_apart(iterator, root.get("definitions", ()))
     kind.__pydantic_complete__ = False  # Otherwise Pydantic keeps the old validator.
     kind.__pydantic_validator__ = SchemaValidator(kind.__pydantic_core_schema__)
     kind.__pydantic_complete__ = True
+
+
+def _validate_apart(iterator: dict[str, Any], definitions: Sequence[Any]) -> None:
+    """Change the schema of an iterator, so that it does not hold the object whose field it is.
+
+    Pydantic validates the items of an `Iterable`, such as the parts of a message, when they are iterated over. For
+    that, its iterator holds the object: a reference cycle, with all pictures of the message.
+
+    Args:
+        iterator: The schema.
+        definitions: The definitions to which it refers.
+    """
+    schema: Any = dict(iterator)
+    apart: Any = {"type": "definitions", "schema": schema, "definitions": definitions}
+    function = {"type": "no-info", "function": SchemaValidator(apart).validate_python}
+    iterator.clear()
+    iterator |= {"type": "function-plain", "function": function}
+    iterator["metadata"] = {"pydantic_js_functions": [lambda _, handler: handler(schema)]}  # for the API description
 
 
 class _ResponseFailed(ResponseFailedEvent):

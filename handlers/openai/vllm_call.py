@@ -107,11 +107,13 @@ class VllmCall:
         self._started = self._complete = False
         if path == RESPONSES:
             held.on_acceptance = self._release
-        self._task = asyncio.create_task(self._run())
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._run())  # None when it has ended.
 
     def cancel(self) -> None:
         """Tell the front end that the client has left. It ends its tasks, and its further output is dropped."""
         self._gone.set()
+        if self._status and not self._complete and self._task is not None:
+            self._task.cancel()  # A reply that has begun does not listen for a disconnect.
 
     async def _run(self) -> None:
         call, path = self._call, self._path
@@ -142,6 +144,7 @@ class VllmCall:
             # The server cancels a call as well when its reply is complete.
             if self._complete and self._held.generates:
                 self._held.engine.statistics.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
+            self._task = None  # A cancelled task holds its exception, whose traceback holds this object.
 
     def _read(self) -> Call:
         """Return the call for vLLM.
@@ -167,7 +170,7 @@ class VllmCall:
     async def _send(self, message: Any) -> None:
         """Pass the application's messages on. A reply begins with its first bytes, which show if it is a stream."""
         if self._gone.is_set():
-            return
+            raise asyncio.CancelledError  # It passes through the application, which would go on after any other error.
         if message["type"] == "http.response.start":
             self._status = message["status"]
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in message["headers"]}
@@ -228,9 +231,9 @@ def scope(call: Call, path: str) -> dict[str, Any]:
     ]
     return {
         "type": "http",
-        # Before version 2.4 an application listens for a disconnect while it streams. Later versions wait for `send` to
-        # fail, and `VllmCall._send` never does.
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        # From version 2.4 on, an application does not listen for a disconnect while it streams. `VllmCall` cancels it.
+        # Starlette's listener leaves a reference cycle with the request when the client leaves.
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": "1.1",
         "method": call.method,
         "scheme": "http",
