@@ -260,6 +260,7 @@ async def first_delta(submit: Submit, request: GenerationRequest) -> TokenDelta:
         return await sink.delta
     finally:
         generation.cancel()
+        del sink  # It holds an error, whose traceback holds this frame.
 
 
 async def unless_dead(work: Coroutine[Any, Any, _T], is_dead: Callable[[], bool]) -> _T:

@@ -141,8 +141,8 @@ class Sessions:
             raise self._full(f"{self._open} calls wait for their sessions; try again later")
         self._open += 1
         try:
-            looked_up = asyncio.get_running_loop().run_in_executor(self._threads, work)
-            return await asyncio.wait_for(looked_up, _SECONDS)
+            async with asyncio.timeout(_SECONDS):  # `wait_for` of Python 3.11 leaves a reference cycle with an error.
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except TimeoutError:
             raise failed_dependency(f"the session was not found within {_SECONDS:g} s; try again later") from None
         except (OSError, ValueError):  # ValueError means that the directory now belongs to another user.
