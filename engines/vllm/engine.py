@@ -474,7 +474,11 @@ class VllmEngine:
     async def restart(self) -> None:
         self._died()
         fork_server.start()
-        await VllmLoader(self._settings, self._threads).load_again(self.async_llm)
+        former, self._threads = self._threads, LastingThreads("engine")
+        try:
+            await VllmLoader(self._settings, self._threads).load_again(self.async_llm)
+        finally:
+            former.end()
         self._continuations.engine_replaced()
         internals.begin_output(self.async_llm, self._reports, lambda: self.waits)
         self._runs = True

@@ -397,6 +397,16 @@ def _of_an_ending_process(outputs: EngineCoreOutputs) -> bool:
     return bool(outputs.outputs) and outputs.outputs[0].finish_reason == FinishReason.ABORT
 
 
+def replace_client(llm: AsyncLLM, client: EngineCoreClient) -> None:
+    """Put the client of new processes in place of the client of processes that have ended.
+
+    The former client is freed, and with it ZeroMQ's threads and descriptors. The functions of `begin_output` hold it.
+    """
+    former, llm.engine_core = llm.engine_core, client
+    for name in ("_send_input_message", "add_request_async", "get_output_async"):
+        vars(former).pop(name, None)
+
+
 async def end_output(llm: AsyncLLM) -> None:
     """Stop reading the engine's messages: the loop would take the engine's end for a crash, and log it as one."""
     if (loop := llm.output_handler) is not None:

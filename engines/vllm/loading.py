@@ -34,6 +34,7 @@ from engines.vllm.internals import (
     end_output,
     forget_tokenizers,
     patch_sounds,
+    replace_client,
     start_processes,
     stat_loggers,
 )
@@ -101,7 +102,7 @@ class VllmLoader:
                 core.shutdown(SHUTDOWN_SECONDS)
             return core
 
-        llm.engine_core = await self._in_time(load)
+        replace_client(llm, await self._in_time(load))
 
     async def _in_time(self, load: Callable[[], _T]) -> _T:
         try:

@@ -38,9 +38,11 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import resource_tracker, shared_memory
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -53,6 +55,8 @@ from engines.vllm.cpu import Pause, token_ranks, usage_without_page_cache
 
 logger = logging.getLogger(__name__)
 
+_SHARED_MEMORY = Path("/dev/shm")
+_SEMAPHORE = "sem."  # Begins the file name of a semaphore.
 _EXIT_SECONDS = 10.0  # A killed process frees the memory of its GPU first, which may take seconds.
 
 
@@ -74,6 +78,7 @@ class _Tied:
             fork_server.apply_environment(self._environment)
         _end_with_parent()
         self._prepare(self._report)
+        _name_shared_memory()
         with _reporting_failure(self._report):
             self._function(*arguments, **options)
 
@@ -104,6 +109,7 @@ def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Connection]:
     Args:
         spawned: Do not fork them, even with a fork server: vLLM binds a process to a NUMA node when it is spawned.
     """
+    _remove_shared_memory(())  # A start that failed may have left some.
     reader, writer = multiprocessing.Pipe(duplex=False)
     with reader, writer:
         _this_thread.report, _this_thread.spawned = writer, spawned
@@ -139,6 +145,47 @@ def end_processes(llm: Any, seconds: float) -> None:
         for end in ends:
             if not wait([end], max(deadline - time.monotonic(), 0.0)):
                 logger.warning("a process of vLLM has not ended %g s after it was killed", _EXIT_SECONDS)
+    _remove_shared_memory(engines)
+
+
+def _server_name() -> str:
+    """Return a name that no other server has. It begins the names of the shared memory of vLLM's processes."""
+    return Path(internals.socket_directory()).name
+
+
+def _name_shared_memory() -> None:
+    """Name the shared memory and the semaphores that this process makes after its group (`_remove_shared_memory`)."""
+    prefix = f"/{_server_name()}-{os.getpgrp()}-"
+    own: Any = shared_memory
+    own._SHM_NAME_PREFIX, own._SHM_SAFE_NAME_LENGTH = prefix, len(prefix) + 8
+    process: Any = multiprocessing.current_process()
+    process._config["semprefix"] = prefix + "mp"
+
+
+def _remove_shared_memory(ended: Collection[int]) -> None:
+    """Remove the shared memory of process groups that have ended. A process that is killed leaves its own.
+
+    Args:
+        ended: Groups that are known to have ended. The others are looked for.
+    """
+    for kind, prefix in (("shared_memory", ""), ("semaphore", _SEMAPHORE)):
+        begin = f"{prefix}{_server_name()}-"
+        for file in _SHARED_MEMORY.glob(f"{begin}*"):
+            group = file.name.removeprefix(begin).partition("-")[0]
+            if group.isdecimal() and (int(group) in ended or not _exists(int(group))):
+                file.unlink(missing_ok=True)
+                # multiprocessing would look for it when the server ends.
+                resource_tracker.unregister("/" + file.name.removeprefix(prefix), kind)
+
+
+def _exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _ends_of_groups(groups: Collection[int]) -> list[int]:
