@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.live.chromium import MISSING, PROGRAM, chromium
@@ -207,6 +209,54 @@ def test_calls_that_kill_each_engine_get_the_error_alone_and_the_others_too_when
         assert json.loads(last.removeprefix("data: "))["error"]["message"] == DEAD
         assert (whole.status_code, whole.json()["error"]) == (500, DEAD)
         assert server.ping() == 500
+
+
+@pytest.mark.slow
+def test_calls_wait_through_several_deaths_and_restarts_leave_nothing(
+    tmp_path: Path, small_options: dict[str, object]
+) -> None:
+    """The engine dies under the calls, and then three times while it starts."""
+    names = ("LMI, stream", "completion", "completions, vLLM's way", "chat, stream", "LMI, beam search")
+    calls = {name: PLAIN[name] for name in names}
+    with serving(tmp_path, {"SERVING_ENGINE_RESTART": "5"}, **small_options) as server:
+        process = psutil.Process(server.process.pid)
+
+        def disturb() -> None:
+            wait_until(lambda: server.metric("slipway_engine_running") >= len(calls))
+            killed: set[int] = set()
+            for _ in range(4):
+                wait_until(lambda: engines(server) - killed)
+                (engine,) = engines(server) - killed
+                killed.add(engine)
+                os.kill(engine, signal.SIGKILL)
+
+        undisturbed = answers(server, calls)
+        threads, descriptors = process.num_threads(), process.num_fds()
+        assert answers(server, calls, disturb) == undisturbed
+        assert server.metric("slipway_engine_restarts_total") == 4
+        kill(server, 0)
+        server.wait_for_metric("slipway_engine_restarts_total", 5)
+        assert answers(server, calls) == undisturbed
+        # Threads that run functions for the event loop start as they are needed. A restart left four, and nine
+        # descriptors.
+        assert process.num_threads() < threads + 5
+        assert process.num_fds() < descriptors + 5
+        shared = [file.name for file in Path("/dev/shm").glob(f"*{sockets(process).name}-*")]
+        assert shared
+        assert [name for name in shared if f"-{server.engine_process()}-" not in name] == []
+
+
+def engines(server: Server) -> set[int]:
+    """Return the ids of the engine processes."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return {process.pid for process in server.engine_processes()}
+    return set()
+
+
+def sockets(process: psutil.Process) -> Path:
+    """Return the directory of the server's sockets, which it holds open."""
+    held = (file.resolve() for file in Path(f"/proc/{process.pid}/fd").iterdir())
+    return next(path for path in held if path.name.startswith("slipway-sockets-"))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import stat
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from container.request_capture import RecordFiles, RequestCapture, recorded_head
 from deploy.replay.record_formats import read_line
 from engines.interface import Generation, Sink
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
+from tests.freed import bytes_in_cycles
 from tests.stand_ins.scripted_engine import ScriptedGeneration
 from tests.unit.container.one_model import make, with_engine
 from tests.waiting import until
@@ -226,3 +228,33 @@ async def test_calls_that_come_through_a_mounted_application_are_recorded(tmp_pa
     assert reply.status_code == 200
     (record,) = await records(tmp_path)
     assert (record["path"], json.loads(record["body"])) == ("/invocations", BODY)
+
+
+@pytest.mark.usefixtures("no_collection_by_itself")
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_captured_call_leaves_no_cycle_with_its_body(tmp_path: Path, fails: bool) -> None:
+    size = 1 << 20
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive())["body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if fails:
+            raise ValueError(len(body))
+        await send({"type": "http.response.body", "body": body})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"x" * size}
+
+    async def send(_: Any) -> None: ...
+
+    def written() -> int:
+        return sum(file.read_bytes().count(b"\n") for file in tmp_path.rglob("*.jsonl"))
+
+    capture = RequestCapture(application, lambda _: True, tmp_path)
+    bytes_in_cycles()
+    for number in range(1, 5):
+        scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b"", "headers": []}
+        with contextlib.suppress(ValueError):
+            await capture(scope, receive, send)
+        await until(lambda expected=number: written() == expected)
+        assert bytes_in_cycles() < size

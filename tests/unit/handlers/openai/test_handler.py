@@ -20,6 +20,7 @@ from handlers.openai.handler import OpenAIHandler
 from handlers.openai.routes import error_reply
 from handlers.openai.vllm_call import VllmApp
 from handlers.queue import EngineQueue
+from tests.freed import bytes_in_cycles
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.waiting import until
 
@@ -267,8 +268,8 @@ async def test_a_client_that_goes_away_is_told_to_the_application_and_gets_nothi
         await receive()
         current_call.get().take(2)
         assert (await receive())["type"] == "http.disconnect"
-        await send(start())
-        await send(part(b"{}"))
+        with pytest.raises(asyncio.CancelledError):
+            await send(start())
         ended.set()
 
     writer, handler = CollectedReply(), queue_of()
@@ -280,6 +281,37 @@ async def test_a_client_that_goes_away_is_told_to_the_application_and_gets_nothi
     assert writer.whole is None
     assert handler.open_sequences == 0
     assert (handler.engine.statistics.calls.succeeded, handler.engine.statistics.calls.failed) == (0, 0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("no_collection_by_itself")
+async def test_a_stream_whose_client_goes_away_is_cancelled_and_leaves_no_cycle_with_its_body() -> None:
+    cancelled = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        document = await receive()
+        await send(start())
+        await send(part(document["body"][:2], more=True))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async def leave() -> None:
+        writer, call = CollectedReply(), replace(CALL, body=json.dumps({"prompt": "x" * 200_000}).encode())
+        running = await OpenAIHandler(VllmApp(app, None), queue_of()).handle(call, writer)
+        await until(lambda: writer.parts)
+        running.cancel()
+        await asyncio.wait_for(cancelled.wait(), 60)
+        await asyncio.sleep(0)
+        assert writer.body == b'{"'
+        assert not writer.ended
+
+    await leave()
+    bytes_in_cycles()
+    cancelled.clear()
+    await leave()
+    assert bytes_in_cycles() < 200_000
 
 
 @pytest.mark.asyncio
