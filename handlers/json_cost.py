@@ -8,6 +8,7 @@ measured with msgspec 0.22 on a core of 2.5 GHz.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -40,6 +41,14 @@ class JsonTooCostly(msgspec.DecodeError):
     """A JSON text would take too long to decode. The message names the reason."""
 
 
+class NotUtf8(msgspec.DecodeError):
+    """A text is not in UTF-8. The reason is Python's."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"it is not in UTF-8 (RFC 8259): {reason}")
+        self.reason = reason
+
+
 class JsonDecoder(Generic[T]):
     """A `msgspec.json.Decoder` for texts from clients. It refuses costly texts."""
 
@@ -59,25 +68,39 @@ class JsonDecoder(Generic[T]):
 
         Raises:
             JsonTooCostly: The text would take too long to decode.
-            msgspec.DecodeError: The text is no JSON in UTF-8, is nested too deeply, or is not of the expected type.
+            NotUtf8: The text is not in UTF-8.
+            msgspec.DecodeError: The text is no JSON, is nested too deeply, or is not of the expected type.
         """
         try:
             return self._checked(text)
         except msgspec.DecodeError:
             raise
-        except ValueError as error:  # Bad UTF-8, or a number that is too long to read.
+        except UnicodeDecodeError as error:
+            raise NotUtf8(error.reason) from None
+        except ValueError as error:  # A number is too long to read.
             raise msgspec.DecodeError(str(error)) from None
         except RecursionError:
             raise msgspec.DecodeError("the document is nested too deeply") from None
 
     def _checked(self, text: bytes | str) -> T:
+        # msgspec does not look into strings that the shape leaves out or keeps encoded, such as those for vLLM.
         if len(text) < CHECKED:
+            if not isinstance(text, str):
+                str(text, "utf-8")
             return self._decode(text)
         if isinstance(text, str):
             text = text.encode("utf-8", "surrogatepass")
         with _one_at_a_time if len(text) >= LONG_BODY else nullcontext():
             check_cost(text)
+            _check_utf8(text)
             return self._decode(text)
+
+
+def _check_utf8(text: bytes) -> None:
+    """Check a text piece by piece. Raises UnicodeDecodeError."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(text), _PIECE):
+        decoder.decode(text[start : start + _PIECE], final=start + _PIECE >= len(text))
 
 
 async def off_the_loop(body: bytes, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:

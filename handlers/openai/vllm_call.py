@@ -18,7 +18,7 @@ from engines.errors import InvalidParameter, InvalidRequest
 from handlers.contract import LONG_BODY, Call, Reply, ReplyWriter, media_type
 from handlers.contract_routes import MOST_BYTES, check_body, check_text
 from handlers.images import ImageLoader
-from handlers.json_cost import JsonDecoder, JsonTooCostly, check_cost, groups_in, off_the_loop
+from handlers.json_cost import JsonDecoder, JsonTooCostly, NotUtf8, check_cost, groups_in, off_the_loop
 from handlers.json_fields import json_fault
 from handlers.openai.constraints import (
     BATCH,
@@ -298,8 +298,9 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
         document = _split(call.body) if call.fields is None else call.fields
         given = {name: msgspec.json.decode(document[name]) for name in FIELDS.intersection(document)}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if _is_read_by_python(call.body):
-            raise InvalidRequest(f"the body is not JSON in UTF-8 (RFC 8259): {json_fault(call.body, error)}") from None
+        if isinstance(error, NotUtf8) or _is_read_by_python(call.body):
+            reason = error.reason if isinstance(error, NotUtf8) else json_fault(call.body, error)
+            raise InvalidRequest(f"the body is not JSON in UTF-8 (RFC 8259): {reason}") from None
         return call
     if len(call.body) > _LARGE:
         try:

@@ -312,6 +312,69 @@ def test_a_refused_form_has_the_name_that_the_client_gave_it(server: Server) -> 
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, *field)
 
 
+CHAT = {"model": "model", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+# Bodies of every contract, each with a text that no reader needs.
+WITH_TEXT: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"model": "model", "prompt": "x", "max_tokens": 1, "user": "<mark>"}),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "description": "<mark>"}}]},
+    ),
+    ("/v1/chat/completions", {**CHAT, "model": "<mark>"}),
+    ("/v1/responses", {"model": "model", "input": "x", "max_output_tokens": 1, "metadata": {"a": "<mark>"}}),
+    ("/v1/messages", {**CHAT, "metadata": {"user_id": "<mark>"}}),
+    ("/tokenize", {"model": "model", "prompt": "<mark>"}),
+    ("/detokenize", {"model": "<mark>", "tokens": [1]}),
+    ("/invocations", {**CHAT, "user": "<mark>"}),
+    ("/invocations", {"prompt": "<mark>", "max_tokens": 1}),
+    ("/invocations", {"inputs": "x", "unknown": "<mark>"}),
+    ("/invocations", {"requestType": "NEW_SESSION", "unknown": "<mark>"}),
+    ("/generate", {"inputs": "x", "unknown": "<mark>"}),
+    ("/v2/models/model/generate", {"text_input": "x", "unknown": "<mark>"}),
+    ("/v1/generate", {"prompt": "x", "unknown": "<mark>"}),
+    ("/v1/tokenizer", {"text": "x", "unknown": "<mark>"}),
+    ("/v1/abort_request", {"request_id": "x", "unknown": "<mark>"}),
+    ("/models", {"model_name": "x", "url": "x", "unknown": "<mark>"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), WITH_TEXT, ids=range(len(WITH_TEXT)))
+def test_a_body_that_is_not_in_utf_8_is_refused_by_every_contract(
+    server: Server, path: str, body: dict[str, Any]
+) -> None:
+    for wrong in (b"\xed\xa0\xbd", b"\xff"):  # The first one is half of a surrogate pair.
+        content = json.dumps(body).encode().replace(b"<mark>", wrong)
+        reply = server.client.post(path, content=content, headers={"content-type": "application/json"})
+        assert 400 <= reply.status_code < 500
+        assert "UTF-8 (RFC 8259)" in reply.text
+
+
+# Values for fields of vLLM's requests that reach the engine as they come.
+OF_ANY_KIND: tuple[Any, ...] = (5, -1, "x", [1], ["a"], True, 1.5, 10**20, {}, {"a": {"b": [None]}})
+FREE_FIELDS = ("vllm_xargs", "kv_transfer_params", "ec_transfer_params", "chat_template_kwargs", "mm_processor_kwargs")
+# Names that Slipway or vLLM read in the engine, or have read.
+READ_NAMES = ("slipway_sent_tokens", "kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode", "unknown")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"])
+def test_no_field_of_a_client_reaches_what_the_engine_is_told(server: Server, path: str) -> None:
+    body: dict[str, Any] = {"temperature": 0, "structured_outputs": {"regex": "[ab]{3}"}}
+    body |= {"prompt": "Hi"} if path.endswith("/completions") and "chat" not in path else {"messages": MESSAGES}
+    if path.endswith("responses"):
+        body = {**body, "input": "Hi"}
+        del body["messages"]
+    fields: list[dict[str, Any]] = [{name: value} for name in FREE_FIELDS for value in OF_ANY_KIND]
+    fields += [{"vllm_xargs": {name: value}} for name in READ_NAMES for value in OF_ANY_KIND]
+    fields.append({"kv_transfer_params": {"do_remote_prefill": True, "remote_prefill_cached_tokens": -5}})
+    for given in fields:
+        reply = server.client.post(path, json={**body, **given})
+        if reply.status_code == 200:
+            assert re.search(r'"(text|content)":\s?"[ab]{3}"', reply.text), f"{given}: {reply.text}"
+            assert '"cached_tokens":-5' not in reply.text
+        else:
+            assert reply.status_code in (400, 424), f"{given}: {reply.text}"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_bodies_are_refused_and_leave_the_engine_alive(server: Server, body: bytes, stream: bool) -> None:

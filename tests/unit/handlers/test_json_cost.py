@@ -18,6 +18,7 @@ from handlers.json_cost import (
     MOST_NANOSECONDS,
     JsonDecoder,
     JsonTooCostly,
+    NotUtf8,
     check_cost,
     groups_in,
     off_the_loop,
@@ -119,6 +120,22 @@ def test_a_refused_text_is_not_decoded() -> None:
 def test_each_fault_is_one_kind_of_error(text: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         JsonDecoder[Any]().decode(text)
+
+
+class Shape(msgspec.Struct):
+    """Leaves all fields out but one, which stays encoded."""
+
+    raw: msgspec.Raw = msgspec.Raw()
+
+
+@pytest.mark.parametrize("wrong", [b"\xed\xa0\xbd", b"\xed\xa0\xbd\xed\xb8\x80", b"\xff", b"\xc0\x80", b"\xe2\x82"])
+@pytest.mark.parametrize("text", [b'{"raw": "%b"}', b'{"other": ["%b"]}', b'{"%b": 1}'])
+@pytest.mark.parametrize("padding", [b"", PADDING, b" " * (64 * 1024 - 12)])
+def test_text_that_is_not_in_utf_8_is_refused_wherever_it_is(text: bytes, wrong: bytes, padding: bytes) -> None:
+    for shape in (Shape, dict[str, msgspec.Raw], None):
+        with pytest.raises(NotUtf8, match="RFC 8259"):
+            JsonDecoder[Any](shape).decode(padding + text % wrong)
+        JsonDecoder[Any](shape).decode(padding + text % "\ud7ff\ue000😀".encode())  # across the pieces, too
 
 
 @pytest.mark.asyncio

@@ -74,6 +74,7 @@ def test_others_pass(path: str, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "body", [b'{"prompt": "' + b"x" * 20_000 + b'\xff"}', b'{"a": {"\xff": "' + b"x" * 20_000 + b'"}}']
 )
-def test_bytes_that_are_no_text_are_left_to_vllm(body: bytes) -> None:
+def test_bytes_that_are_no_text_are_refused(body: bytes) -> None:
     given = Call(body=body, content_type="application/json", request_id="r", path="/tokenize")
-    assert for_vllm(given, "/tokenize", OpenAICall(EngineQueue(ScriptedEngine(), 1000))) is given
+    with pytest.raises(InvalidRequest, match="not JSON in UTF-8"):
+        for_vllm(given, "/tokenize", OpenAICall(EngineQueue(ScriptedEngine(), 1000)))

@@ -28,6 +28,13 @@ def test_null_fields_of_messages_are_absent_and_all_else_stays(path: str) -> Non
     )
 
 
+def test_null_fields_of_a_response_are_absent() -> None:
+    body = b'{"background": null, "input": [{"role": "user", "content": null}], "store": false}'
+    assert without_nulls(call(body), "/v1/responses").body == (
+        b'{"input":[{"role": "user", "content": null}],"store":false}'
+    )
+
+
 def test_a_message_may_have_null_as_its_content() -> None:
     messages = [{"role": "assistant", "content": None, "tool_calls": []}]
     body = json.dumps({"messages": messages}).encode()
@@ -43,7 +50,7 @@ def test_a_message_may_have_null_as_its_content() -> None:
         (CHAT, b'{"messages": [null]}'),
         (CHAT, b"null"),
         (CHAT, b'{"messages": [{"name": null}]'),
-        (CHAT, b"\xff null"),
+        ("/v1/completions", b'{"user": null}'),
     ],
 )
 def test_what_is_no_chat_with_nulls_is_not_touched(path: str, body: bytes) -> None:

@@ -49,7 +49,15 @@ def test_a_body_that_only_vllm_reads_is_refused(body: bytes) -> None:
         translated(body)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'"text"', b"\xff", b"{" * 10_000])
+@pytest.mark.parametrize("wrong", [b"\xed\xa0\xbd", b"\xff"])
+@pytest.mark.parametrize("field", ["prompt", "user", "unknown", "tools"])
+def test_a_body_that_is_not_in_utf_8_is_refused_wherever_the_fault_is(field: str, wrong: bytes) -> None:
+    document = BODY | {field: [{"description": "<mark>"}] if field == "tools" else "<mark>"}
+    with pytest.raises(InvalidRequest, match=r"the body is not JSON in UTF-8 \(RFC 8259\): invalid"):
+        translated(json.dumps(document).encode().replace(b"<mark>", wrong))
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'"text"', b"{" * 10_000])
 def test_a_body_that_nobody_reads_goes_on_as_it_came(body: bytes) -> None:
     assert translated(body) == body
 
