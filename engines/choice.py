@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,7 +58,12 @@ def choose_engine(settings: ModelSettings) -> ModelSettings:
 
 
 def begin_import(settings: ModelSettings) -> None:
-    """Begin to import vLLM in its fork server, if it may run the model. To be called from the main thread."""
+    """Set the model's environment variables, and begin to import vLLM in its fork server, if it may run the model.
+
+    To be called from the main thread, before vLLM is imported here: some variables are read when it is imported. All
+    models of a server share its process, and so these variables.
+    """
+    os.environ.update(settings.environment)
     if is_vllm(settings) and _vllm_is_installed():
         from engines.vllm import fork_server
 

@@ -136,6 +136,8 @@ class ModelSettings:
     model_loading_timeout: float = 1800.0  # Seconds that loading may take.
     # Deaths of the engine after which a request continues; 0: none. After one more, requests continue one by one.
     continue_calls: int = 0
+    # Environment variables of the process that runs the engine (`option.env`).
+    environment: Mapping[str, str] = field(default_factory=dict)
     # Further `option.<name>` values, for the engine to interpret.
     engine_arguments: Mapping[str, str] = field(default_factory=dict)
     # The origin of each engine argument, for error messages.

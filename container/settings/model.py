@@ -36,7 +36,7 @@ from container.settings.options import (
 )
 from container.settings.server import MODEL_NAME_OPTION
 from container.settings.settings import SettingEntry
-from container.settings.values import FALSE, FORMATTERS, HIDDEN, Value, is_true, json_value, names, quoted
+from container.settings.values import FALSE, FORMATTERS, HIDDEN, Value, assignments, is_true, json_value, names, quoted
 from container.sources import location
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from engines.adapters import ON_HUB
@@ -81,6 +81,8 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
             arguments[option.argument] = Value(str(value), given.source)
     fields |= _package_fields(sources)
     fields["async_mode"] = lookup.value(ASYNC_MODE, layer)
+    environment = sources.value(ENVIRONMENT)
+    fields["environment"] = assignments(str(environment)) if environment else {}
     fields["served_model_names"] = names(str(fields.pop("served_model_name") or ""))
     fields["allowed_media_networks"] = names(str(fields["allowed_media_networks"] or ""))
     fields["stop_sequences"] = tuple(json.loads(fields.pop("stop_sequence") or "[]"))
@@ -93,7 +95,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     for option in options.NOT_SERVED:
         sources.value(option)
     handle_before_engine = _has_handle_before_engine(sources, code)
-    arguments |= _other_arguments(layer, fields["rolling_batch"], handle_before_engine, lookup)
+    arguments |= _other_arguments(layer, fields["rolling_batch"], lookup)
     _check_json(arguments, lookup)
     _set_draft_model(arguments, fields["rolling_batch"], lookup)
     _open_draft_model(arguments, sources)
@@ -209,9 +211,7 @@ def _set_formatters(layer: Mapping[str, Value], fields: dict[str, Any], code: Pa
     fields["formatter_function"], fields["output_formatter"] = name, None
 
 
-def _other_arguments(
-    layer: Mapping[str, Value], rolling_batch: str, handle_before_engine: bool, lookup: Lookup
-) -> dict[str, Value]:
+def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Lookup) -> dict[str, Value]:
     """Handle keys that are not options of Slipway. Keys with `option.` go to the engine. Other keys have no effect."""
     arguments: dict[str, Value] = {}
     for key, value in layer.items():
@@ -221,11 +221,7 @@ def _other_arguments(
         elif key in BY_KEY:
             option = BY_KEY[key]
             for_handler = option in HANDLER_OPTIONS and option is not ASYNC_MODE
-            if option is ENVIRONMENT and handle_before_engine:
-                continue
-            if option is ENVIRONMENT:
-                lookup.ignore(key, value, "only workers of handlers have it; formatters see the server's environment")
-            elif for_handler and value.text.strip() != option.default:
+            if option is not ENVIRONMENT and for_handler and value.text.strip() != option.default:
                 lookup.ignore(key, value, "it belongs to custom handlers, and the model has none")
         elif name and name != key:
             arguments[name] = value

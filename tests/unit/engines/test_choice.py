@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engines import choice as engine_choice
-from engines.choice import choose_engine, is_vllm, running_engine
+from engines.choice import begin_import, choose_engine, is_vllm, running_engine
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
 
@@ -80,3 +81,10 @@ def test_other_backends_run_on_vllm_with_their_own_parameters_and_the_log_says_s
         assert choose_engine(given) == given
     assert caplog.messages == [f"option.rolling_batch={rolling_batch}: {message}"]
     assert (is_vllm(given), running_engine(given)[0]) == (True, "vllm")
+
+
+def test_variables_of_a_model_are_set_before_its_engine_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIXTURE_VARIABLE", "former")
+    given = settings("disable", environment={"FIXTURE_VARIABLE": "of the model"})
+    begin_import(given)
+    assert os.environ["FIXTURE_VARIABLE"] == "of the model"

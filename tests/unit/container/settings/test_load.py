@@ -354,7 +354,6 @@ def test_what_asks_for_nothing_missing_is_accepted_in_silence(model_dir: Path, p
         ('option.stop_sequence=["a"]', {}),
         ("max_batch_delay=5", {}),
         ("option.pythonExecutable=python3", {}),
-        ("option.env=A=B", {}),
         ("retry_threshold=3", {}),
         ("option.device_map=auto", {}),
         ("option.max_num_tokens=64", {}),
@@ -543,7 +542,13 @@ def test_a_handle_beside_lmis_service_for_vllm_comes_before_the_engine(model_dir
     assert (handler.entry_point, handler.function) == ("djl_python.lmi_vllm.vllm_async_service", "handle")
     assert (handler.async_mode, handler.min_workers, handler.max_workers) == (True, 1, 1)
     assert handler.properties["tensor_parallel_degree"] == "1"
-    assert handler.environment == {"A": "b"}
+    assert handler.environment == model.environment == {"A": "b"}
+
+
+def test_variables_beside_an_engine_are_its_own(model_dir: Path) -> None:
+    settings = load(model_dir, "option.env=VLLM_LOGGING_LEVEL=DEBUG,B=x,y")
+    assert settings.warnings == ()
+    assert settings.model.environment == {"VLLM_LOGGING_LEVEL": "DEBUG", "B": "x,y"}
 
 
 @pytest.mark.parametrize(
