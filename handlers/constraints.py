@@ -6,7 +6,7 @@ outputs"; TGI's router, `GrammarType` in `src/lib.rs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +28,8 @@ FORMS: Mapping[str, Kind] = {
     "guided_choice": "array",
     "guided_grammar": "string",
 }
+# vLLM's older names of `structured_outputs`.
+OLDER = frozenset({"guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar"})
 # Names by which one contract or another constrains the text. None of them is ever ignored.
 CONSTRAINING = frozenset(
     {
@@ -61,12 +63,38 @@ def read_constraint(read: ParameterReader) -> Constraint | None:
     Raises:
         InvalidParameter: It is wrong, or there are several.
     """
+    read.optional_string("guided_decoding_backend")  # of earlier releases: the server selects it
     values = {name: read.value(name, kind) for name, kind in FORMS.items()}
     given = [(name, constraint_of(name, value)) for name, value in values.items() if value is not None]
-    found = [(name, constraint) for name, constraint in given if constraint is not None]
-    if len(found) > 1:
-        raise InvalidParameter(found[1][0], f"cannot be combined with `{found[0][0]}`: send one of them")
-    return found[0][1] if found else None
+    return agreed([(name, constraint) for name, constraint in given if constraint is not None])
+
+
+def agreed(found: Sequence[tuple[str, Constraint]]) -> Constraint | None:
+    """Return the one constraint that a request has, maybe under several names.
+
+    Clients of several releases of vLLM send the older names as well. vLLM follows `structured_outputs` alone.
+
+    Args:
+        found: The constraints with their names, in the order of `FORMS`.
+
+    Raises:
+        InvalidParameter: They differ.
+    """
+    if len(found) > 1 and found[0][0] == "structured_outputs":
+        found = [found[0], *[pair for pair in found[1:] if pair[0] not in OLDER]]
+    for name, constraint in found[1:]:
+        if not same_form(constraint, found[0][1]):
+            raise InvalidParameter(name, f"cannot be combined with `{found[0][0]}`: send one of them")
+    return min([constraint for _, constraint in found], key=lambda each: each.any_whitespace, default=None)
+
+
+def same_form(one: Constraint, other: Constraint) -> bool:
+    """Return True if two constraints allow the same texts, apart from white space in JSON."""
+    schemas = [decoded(each.json_schema) for each in (one, other)]
+    plain = [
+        msgspec.structs.replace(each, parameter="", any_whitespace=True, json_schema=None) for each in (one, other)
+    ]
+    return bool(plain[0] == plain[1] and schemas[0] == schemas[1])
 
 
 def constraint_of(name: str, value: Any) -> Constraint | None:

@@ -55,6 +55,7 @@ MEANINGS = {
     "include_stop_str_in_output": "Keep the stop text in the answer.",
     "inputs": "The prompt; LMI takes an array of several as well.",
     **dict.fromkeys(("prompt", "text_input"), "The prompt."),
+    "guided_decoding_backend": "Accepted without effect.",
     "json_format": "Form of a JSON answer: field names and types, or a JSON schema.",
     "json_format_is_json_schema": "json_format is a JSON schema.",
     "length_penalty": "Beam search: above 1 favours longer sequences.",

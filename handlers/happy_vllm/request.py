@@ -13,7 +13,7 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
 from engines.request import Constraint
-from handlers.constraints import MAX_CHOICE_LENGTH, MAX_CHOICES
+from handlers.constraints import MAX_CHOICE_LENGTH, MAX_CHOICES, same_form
 from handlers.contract import Call
 from handlers.contract_routes import MOST_IDS
 from handlers.happy_vllm.errors import WrongBody, not_json
@@ -113,8 +113,9 @@ def read_generation(values: dict[str, Any]) -> GenerationParameters:
     parameters = read_vllm_parameters({name: values[name] for name in values.keys() - _OWN}, _SamplingReader)
     if parameters.request.sampling.constraint is not None:
         constraints.append(parameters.request.sampling.constraint)
-    if len(constraints) > 1:
-        raise _conflict(constraints[0].parameter, constraints[1].parameter)
+    for other in constraints[1:]:
+        if not same_form(other, constraints[0]):
+            raise _conflict(constraints[0].parameter, other.parameter)
     if constraints:
         if constraints[0].parameter == "response_pool" and parameters.request.sampling.min_tokens > 0:
             raise _conflict("response_pool", "min_tokens")

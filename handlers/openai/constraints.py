@@ -8,12 +8,12 @@ Source: vLLM, `vllm/entrypoints/openai` and `vllm/entrypoints/anthropic`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engines.errors import InvalidParameter
 from engines.request import Constraint
-from handlers.constraints import CONSTRAINING, FORMS, asks, constraint_of, decoded, refuse_unread
+from handlers.constraints import CONSTRAINING, FORMS, OLDER, agreed, asks, constraint_of, decoded, refuse_unread
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 BATCH, COUNT_TOKENS = "/v1/chat/completions/batch", "/v1/messages/count_tokens"
@@ -36,7 +36,8 @@ _NESTS = ("extra_body", "parameters")
 FIELDS = CONSTRAINING | {"use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
 _NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 # OpenAI's forms. They are of a message's text; a call of a tool has the form of the tool's arguments.
-_OF_MESSAGES = ("response_format", "text.format")
+_TEXT_FORMAT = "text.format"
+_OF_MESSAGES = ("response_format", _TEXT_FORMAT)
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 
 
@@ -70,7 +71,9 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
         return changes | _without_formats(body)
     given = _forms(body, path)
     if len(given) > 1:
-        raise InvalidParameter(given[1], f"cannot be combined with `{given[0]}`: send one of them")
+        kept = _agreed(body, given)
+        changes |= dict.fromkeys([name for name in given if name != kept])
+        given = [kept]
     for name in ("min_tokens", "ignore_eos") if given else ():
         if body.get(name):  # the engine refuses it as well, but a stream would have begun
             raise InvalidParameter(given[0], f"cannot be used together with `{name}`")
@@ -106,6 +109,28 @@ def _forms(body: Mapping[str, Any], path: str) -> list[str]:
     if path == MESSAGES and _member(body, "output_config", "format") is not None:
         given.append("output_config.format")
     return given
+
+
+def _agreed(body: Mapping[str, Any], given: Sequence[str]) -> str:
+    """Return the name under which vLLM gets the form that a body has under several names.
+
+    Raises:
+        InvalidParameter: They differ.
+    """
+    if given[0] == "structured_outputs":
+        given = [given[0], *[name for name in given[1:] if name not in OLDER]]
+    if len(given) > 1:
+        agreed([(name, _meaning(body, name)) for name in given])
+    return _TEXT_FORMAT if _TEXT_FORMAT in given else given[0]
+
+
+def _meaning(body: Mapping[str, Any], name: str) -> Constraint:
+    form = body["text"]["format"] if name == _TEXT_FORMAT else body[name]
+    if isinstance(form, dict) and "structural_tag" in (form.get("type"), *form):
+        raise InvalidParameter(name, "cannot be combined with another form if it has structural tags")
+    meant = constraint_of("response_format" if name == _TEXT_FORMAT else name, form)
+    assert meant is not None, "it asks for something"
+    return meant
 
 
 def _forced(body: Mapping[str, Any]) -> bool:
@@ -161,7 +186,7 @@ def _text_format(body: Mapping[str, Any]) -> str | None:
         return None  # no object: refused by vLLM
     if form.get("type") == "json_schema" and not isinstance(form.get("schema"), dict):
         raise InvalidParameter("text.format.schema", "must be a JSON schema: an object")
-    return "text.format"
+    return _TEXT_FORMAT
 
 
 def _check_output_config(body: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
 from engines.request import Constraint, GenerationRequest
-from handlers.constraints import decoded, refuse_unread
+from handlers.constraints import decoded, refuse_unread, same_form
 from handlers.contract_routes import NO_ADAPTERS, ContractSetting
 from handlers.images import DATA_URL
 from handlers.json_cost import JsonDecoder
@@ -366,8 +366,9 @@ def _vllm(values: Mapping[str, Any], constraint: Constraint | None, stream: bool
         raise InvalidParameter("stream", "cannot be true with beam search: no token is final before the last")
     if constraint is None:
         return parameters
-    if parameters.request.sampling.constraint is not None:
-        raise InvalidParameter(constraint.parameter, "cannot be combined with `structured_outputs`")
+    other = parameters.request.sampling.constraint
+    if other is not None and not same_form(constraint, other):
+        raise InvalidParameter(constraint.parameter, f"cannot be combined with `{other.parameter}`")
     return parameters.constrained(constraint)
 
 

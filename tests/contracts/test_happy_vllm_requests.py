@@ -78,6 +78,7 @@ def test_a_pool_with_min_tokens_of_zero_is_no_conflict() -> None:
 
 def test_a_pool_with_an_empty_form_is_no_conflict() -> None:
     assert constraint_of({"response_pool": ["a"], "json_format": {}}).choice == ("a",)
+    assert constraint_of({"response_pool": ["a"], "guided_choice": ["a"]}).choice == ("a",)
 
 
 def test_the_simple_form_requires_every_field_and_allows_no_other() -> None:

@@ -1,0 +1,110 @@
+"""One constraint under several names: those of several releases of vLLM, of OpenAI and of TGI."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from engines.errors import InvalidParameter
+from handlers.constraints import read_constraint
+from handlers.json_fields import ParameterReader
+from handlers.openai.constraints import CHAT, COMPLETIONS, RESPONSES, enforceable
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TEXT = json.dumps(SCHEMA, indent=1)
+SAME: list[dict[str, Any]] = [
+    {
+        "structured_outputs": {"json": SCHEMA},
+        "guided_decoding": {"json": TEXT},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+        "grammar": {"type": "json", "value": SCHEMA},
+        "guided_json": TEXT,
+    },
+    {
+        "structured_outputs": {"regex": "a+"},
+        "guided_decoding": {"regex": "a+"},
+        "response_format": {"type": "regex", "value": "a+"},
+        "grammar": {"type": "regex", "value": "a+"},
+        "guided_regex": "a+",
+    },
+    {
+        "structured_outputs": {"choice": ["a", "b"]},
+        "guided_decoding": {"choice": ["a", "b"]},
+        "guided_choice": ["a", "b"],
+    },
+    {
+        "structured_outputs": {"grammar": 'root ::= "a"'},
+        "guided_decoding": {"grammar": 'root ::= "a"'},
+        "guided_grammar": 'root ::= "a"',
+    },
+    {
+        "structured_outputs": {"json_object": True},
+        "guided_decoding": {"json_object": True},
+        "response_format": {"type": "json_object"},
+    },
+]
+PAIRS = [{name: names[name] for name in pair} for names in SAME for pair in itertools.combinations(names, 2)]
+OLDER = ("guided_decoding", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+def means(parameters: dict[str, Any]) -> dict[str, Any]:
+    constraint = read_constraint(ParameterReader(parameters))
+    assert constraint is not None
+    form = constraint.for_vllm()
+    return {**form, "json": json.loads(form["json"])} if "json" in form else form
+
+
+@pytest.mark.parametrize("parameters", PAIRS)
+def test_a_constraint_may_have_two_names(parameters: dict[str, Any]) -> None:
+    (first, *_) = parameters
+    expected = means({first: parameters[first]})
+    assert means(parameters) == means({"guided_decoding_backend": "guidance", **parameters}) == expected
+    for path in (CHAT, COMPLETIONS, RESPONSES):
+        body = {**parameters, **enforceable(parameters, path)}
+        assert sum(value is not None for value in body.values()) == 1
+
+
+@pytest.mark.parametrize("older", OLDER)
+def test_vllms_newest_name_decides_if_its_older_names_differ(older: str) -> None:
+    value = next(names[older] for names in SAME if older in names)
+    parameters = {older: value, "structured_outputs": {"regex": "b"}}
+    assert means(parameters) == {"regex": "b"}
+    for path in (CHAT, COMPLETIONS, RESPONSES):
+        assert enforceable(parameters, path) == {older: None}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"structured_outputs": {"regex": "b"}, "response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "b"}, "grammar": {"type": "regex", "value": "a"}},
+        {"guided_decoding": {"regex": "b"}, "guided_regex": "a"},
+        {"guided_json": SCHEMA, "guided_regex": "a"},
+        {"guided_json": SCHEMA, "response_format": {"type": "json_object"}},
+        {"guided_regex": "a", "structured_outputs": {"regex": "b"}, "response_format": {"type": "json_object"}},
+    ],
+)
+def test_other_constraints_that_differ_are_refused(parameters: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameter, match="cannot be combined"):
+        read_constraint(ParameterReader(parameters))
+    for path in (CHAT, COMPLETIONS, RESPONSES):
+        with pytest.raises(InvalidParameter, match="cannot be combined"):
+            enforceable(parameters, path)
+
+
+def test_the_format_of_a_response_may_be_repeated_under_another_name() -> None:
+    form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    for name in ("structured_outputs", "guided_json", "response_format"):
+        body = {name: SAME[0][name], "text": {"format": form}}
+        assert enforceable(body, RESPONSES) == {name: None}
+    with pytest.raises(InvalidParameter, match="cannot be combined"):
+        enforceable({"guided_regex": "a", "text": {"format": form}}, RESPONSES)
+
+
+def test_structural_tags_are_not_combined() -> None:
+    tag = {"type": "structural_tag", "structures": [], "triggers": []}
+    with pytest.raises(InvalidParameter, match="cannot be combined"):
+        enforceable({"response_format": tag, "structured_outputs": {"regex": "a"}}, CHAT)
