@@ -33,7 +33,7 @@ from container.models.registration import Registrar
 from container.models.registry import Models
 from container.openapi import openapi_document, swagger_assets, swagger_page
 from container.prometheus_text import CONTENT_TYPE
-from container.request_capture import RequestCapture
+from container.request_capture import RecordFiles, RequestCapture
 from container.settings.settings import ServerReport, ServerSettings
 from engines.errors import CrossSite, RequestError
 from engines.model_settings import ModelSettings
@@ -61,7 +61,7 @@ class Applications:
     management_router: Router | None  # None if the main listener serves the management API as well.
     keys: ApiKeys | None
     refusal: HttpRoute  # Refuses calls without a key to paths that are not served.
-    capture: Path | None = None  # The directory for the records of inference requests.
+    records: RecordFiles | None = None  # Get the records of inference requests.
 
     @property
     def main(self) -> Application:
@@ -77,8 +77,8 @@ class Applications:
 
         It records inference requests if the server has a directory for them.
         """
-        if self.capture is not None:
-            application = RequestCapture(application, self._infers, self.capture)
+        if self.records is not None:
+            application = RequestCapture(application, self._infers, self.records)
         return self._guarded(application, self.router)
 
     def _infers(self, scope: Any) -> bool:
@@ -233,7 +233,7 @@ def create_app(
         None if management is router else management,
         settings.api_keys,
         not_found.unauthorized(),
-        None if settings.capture is None else Path(settings.capture),
+        None if settings.capture is None else RecordFiles(Path(settings.capture)),
     )
 
 

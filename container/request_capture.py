@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 import os
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 Headers = Iterable[tuple[bytes, bytes]]
 
 RECORDED = "slipway.recorded"  # A key of ASGI scopes. True: a mounted application records the call.
+LAST_SECONDS = 2.0  # The time for the last records when the server stops.
 MAX_PENDING = 256 << 20  # Bytes of records that are collected, or wait to be written.
 _REQUEST_ID = b"x-request-id"
 _OF_SAGEMAKER = (
@@ -82,6 +84,7 @@ class RecordFiles:
         self._thread = ThreadPoolExecutor(1, "capture")  # The interpreter waits for it when it ends.
         self._files: dict[str, Path] = {}  # The current file of each folder.
         self._pending, self._counting = 0, threading.Lock()
+        self._unwritten = 0  # Records that wait for the thread.
 
     def take(self, size: int) -> bool:
         """Reserve memory for a part of a record. Returns False if too much waits already."""
@@ -109,10 +112,35 @@ class RecordFiles:
 
         def written(future: Future[None]) -> None:
             self.give_back(size)
-            if (error := future.exception()) is not None:
+            with self._counting:
+                self._unwritten -= 1
+            if not future.cancelled() and (error := future.exception()) is not None:
                 logger.error("call %s is not captured: %s", name, error)
 
-        self._thread.submit(self._write, folder, at, line).add_done_callback(written)
+        try:
+            writing = self._thread.submit(self._write, folder, at, line)
+        except RuntimeError:  # `finish` has given up.
+            self.give_back(size)
+            logger.error("call %s is not captured: the server has stopped", name)
+            return
+        with self._counting:
+            self._unwritten += 1
+        writing.add_done_callback(written)
+
+    async def finish(self, seconds: float) -> None:
+        """Wait until all records are written. The log has the number of those that are lost.
+
+        Args:
+            seconds: The longest time, but at least `LAST_SECONDS`.
+        """
+        try:
+            end = self._thread.submit(lambda: None)
+        except RuntimeError:
+            return  # It has given up before.
+        await asyncio.wait([asyncio.wrap_future(end)], timeout=max(seconds, LAST_SECONDS))
+        if not end.done():
+            logger.error("%d captured calls are lost: writing them takes too long", self._unwritten)
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _write(self, folder: str, at: datetime, line: Callable[[], bytes]) -> None:
         hour = self._directory / folder / f"{at:%Y/%m/%d/%H}"
@@ -221,19 +249,16 @@ class RequestCapture:
         self,
         application: Application,
         infers: Callable[[Any], bool],
-        directory: Path,
-        files: RecordFiles | None = None,
+        files: RecordFiles,
     ) -> None:
         """Wrap an application.
 
         Args:
             application: Serves the requests.
             infers: Returns True for the ASGI scope of a request that is recorded.
-            directory: Gets the files.
-            files: Writes them. Default: new ones.
+            files: Get the records.
         """
-        self._application, self._infers = application, infers
-        self._files = files or RecordFiles(directory)
+        self._application, self._infers, self._files = application, infers, files
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         scope["app"] = self  # A mounted application calls the container's own routes. They are recorded, too.

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import math
 import multiprocessing
 import os
 import resource
@@ -145,13 +146,17 @@ def _lock(directory: str | Path) -> int | None:
 class _Server(uvicorn.Server):
     """uvicorn without its signal handling: a signal has to drain before it closes anything."""
 
+    def __init__(self, config: uvicorn.Config, last_seconds: float) -> None:
+        super().__init__(config)
+        self._last_seconds = last_seconds
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End, also where clients take nothing: uvicorn cancels their calls, and logs that as an error."""
-        breaking_off = asyncio.get_running_loop().call_later(_LAST_SECONDS, self._break_off)
+        breaking_off = asyncio.get_running_loop().call_later(self._last_seconds, self._break_off)
         await super().shutdown(sockets)
         breaking_off.cancel()
 
@@ -163,8 +168,12 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def http_server(application: Application) -> uvicorn.Server:
+def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -> uvicorn.Server:
     """Return an HTTP server for an ASGI application; it runs until `should_exit` is set, and ignores signals.
+
+    Args:
+        application: Serves the requests.
+        last_seconds: The time for open connections when the server stops.
 
     Raises:
         RuntimeError: This uvicorn is not one that Slipway knows.
@@ -181,8 +190,9 @@ def http_server(application: Application) -> uvicorn.Server:
             access_log=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=5,
-        )
+            timeout_graceful_shutdown=math.ceil(last_seconds) + 2,
+        ),
+        last_seconds,
     )
 
 
@@ -268,6 +278,11 @@ class ModelServer:
         """End the background work of further applications, within `seconds`."""
         await asyncio.gather(*(mount.drain(seconds) for mount in self._mounts if mount.drain is not None))
 
+    async def write_records(self, seconds: float) -> None:
+        """Wait for the records of captured requests, at most `seconds`."""
+        if self.applications.records is not None:
+            await self.applications.records.finish(seconds)
+
     async def stop(self) -> None:
         await self.registrar.stop()
         await self.models.stop()
@@ -297,6 +312,7 @@ class Process:
         self._loading: asyncio.Task[None] | None = None
         self._unfinished = False  # An engine was still being started when it was given up.
         self._stopping: asyncio.Task[None] | None = None
+        self._end_at = 0.0  # The event loop's time at which a stopping process has to be finished.
 
     async def run(self) -> int:
         """Serve until told to stop; returns the process's exit code."""
@@ -310,7 +326,8 @@ class Process:
         self._loading.cancel()
         if self._stopping is not None:
             await self._stopping
-        await self.server.drain_mounts(0.0)
+        left = max(0.0, self._end_at - loop.time())
+        await asyncio.gather(self.server.drain_mounts(left), self.server.write_records(left))
         self._unfinished |= self.exit_code == EXIT_FAILED_TO_START or self.server.loading
         if self.exit_code != EXIT_FAILED_TO_START:
             await self.server.stop()
@@ -348,6 +365,7 @@ class Process:
         logger.info("%s: draining for at most %g s", name, drain)
         # A thread: no step that hangs can put it off.
         seconds = max(_END_SECONDS, drain + _STOP_SECONDS)
+        self._end_at = asyncio.get_running_loop().time() + seconds - _EXIT_SECONDS
         deadline = threading.Timer(seconds, self._end_late, (number, seconds))
         deadline.daemon = True
         deadline.start()

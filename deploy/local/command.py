@@ -158,13 +158,24 @@ async def _run(url: str, settings: LocalSettings, hosts: KnownHosts, host: str, 
 
     container = RemoteContainer(url, hosts)
     api = RuntimeApi(settings, hosts)
-    server = http_server(Router(container, [Mount(PREFIX, api)]))
-    loop = asyncio.get_running_loop()
+    server = http_server(Router(container, [Mount(PREFIX, api)]), _DRAIN_SECONDS)
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+
+    def stop() -> None:
+        server.force_exit = server.should_exit  # The second signal ends running calls.
+        server.should_exit = True
+        stopped.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, setattr, server, "should_exit", True)
+        loop.add_signal_handler(number, stop)
     with listen(host, port) as listener:
-        await server.serve([listener])
-    await api.drain(_DRAIN_SECONDS)
+        serving = asyncio.create_task(server.serve([listener]))
+        stopping = asyncio.create_task(stopped.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        deadline = loop.time() + _DRAIN_SECONDS
+        await asyncio.gather(serving, api.drain(_DRAIN_SECONDS))
+    await api.drain(max(0.0, deadline - loop.time()))  # The last calls may have left records.
+    stopping.cancel()
     await container.close()
 
 

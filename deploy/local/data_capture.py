@@ -72,7 +72,7 @@ class DataCapture:
     """Records calls. A call never waits for its record, nor fails with it."""
 
     def __init__(self, directory: Path) -> None:
-        self._files = RecordFiles(directory)
+        self.files = RecordFiles(directory)
 
     def record(self, event_id: str, request: ContainerRequest, headers: Headers, reply: bytes) -> None:
         """Record a call.
@@ -84,7 +84,7 @@ class DataCapture:
             reply: The body of its reply.
         """
         record = _Record(event_id, request, value_of(headers, b"content-type"), reply, datetime.now(UTC))
-        if not self._files.take(record.size):
+        if not self.files.take(record.size):
             logger.error("call %s is not captured: too many bytes wait to be written", event_id)
             return
-        self._files.write(event_id, f"{request.endpoint}/{VARIANT}", record.at, record.size, record.line)
+        self.files.write(event_id, f"{request.endpoint}/{VARIANT}", record.at, record.size, record.line)

@@ -14,8 +14,10 @@ from container.request_capture import RECORDED
 from deploy.local.errors import NO_RESPONSE, TIMED_OUT, model_error, no_answer, no_capacity, not_ready
 from deploy.local.parameters import Headers
 
-# `slipway local` adds this header to the 503 with which it answers for a container that it cannot reach.
+# `slipway local` adds these headers to its own replies: the 503 for a container that it cannot reach, and the 502 for
+# a container that closes the connection before it replies.
 UNREACHABLE = (b"x-slipway-container", b"unreachable")
+NO_REPLY = (b"x-slipway-container", b"no reply")
 
 _UNAVAILABLE = 503
 _LOADING = frozenset({207, _UNAVAILABLE})  # Statuses of /ping while a model loads.
@@ -231,7 +233,7 @@ class Invocation:
                 raise not_ready(endpoint)
         if self._too_large and not streaming:
             raise model_error(endpoint, self.status, None)
-        if not self._ended_reply:
+        if not self._ended_reply or NO_REPLY in self.headers:
             raise no_answer(endpoint, NO_RESPONSE.format(endpoint))
         if not self._succeeded:
             raise model_error(endpoint, self.status, bytes(self._held))

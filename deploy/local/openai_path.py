@@ -42,6 +42,8 @@ class OpenAIPath:
         found, raw = _PATH.fullmatch(scope["path"]), _PATH.fullmatch(scope["raw_path"].decode("latin-1"))
         if found is None or raw is None or raw.groups()[:2] != found.groups()[:2]:
             return None
+        if not {".", ".."}.isdisjoint(found[3].split("/")):  # The container may read another path into it.
+            return None
         return cls(found[1], found[2], found[3], raw[3].encode("latin-1"))
 
     def headers(self, client: Headers, settings: LocalSettings) -> Headers:

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from container.http.cross_site import KnownHosts, passed_on
 from container.http.disconnect import disconnected
-from deploy.local.invocation import UNREACHABLE
+from deploy.local.invocation import NO_REPLY, UNREACHABLE
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +71,16 @@ class RemoteContainer:
 
     async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
         query = scope["query_string"]
-        target = scope["raw_path"] + (b"?" + query if query else b"")
+        prefix = self._http.base_url.raw_path.rstrip(b"/")
+        target = prefix + scope["raw_path"] + (b"?" + query if query else b"")
         sent = [
             (name, value) for name, value in passed_on(scope["headers"]) if name not in (b"host", *_CONNECTION_HEADERS)
         ]
         begun = False
         try:
-            async with self._http.stream(scope["method"], target.decode(), headers=sent, content=body) as reply:
+            # httpx would remove the dots of a path, and so ask for another one.
+            exact = {"target": target}
+            async with self._http.stream(scope["method"], "", headers=sent, content=body, extensions=exact) as reply:
                 own = [(name.lower(), value) for name, value in reply.headers.raw if name.lower() not in _OWN_HEADERS]
                 await send({"type": "http.response.start", "status": reply.status_code, "headers": own})
                 begun = True
@@ -87,9 +90,9 @@ class RemoteContainer:
             logger.warning("the container does not answer: %s", error or type(error).__name__)
             if begun:
                 return  # The client sees that the end is missing.
-            status, headers = 502, [(b"content-length", b"0")]
-            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                status, headers = 503, [*headers, UNREACHABLE]
+            unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            status, reason = (503, UNREACHABLE) if unreachable else (502, NO_REPLY)
+            headers = [(b"content-length", b"0"), reason]
             await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -48,9 +49,13 @@ class RuntimeApi:
         self._async_calls: AsyncCalls | None = None  # Made for the first asynchronous call.
 
     async def drain(self, seconds: float) -> None:
-        """Refuse further asynchronous calls, and wait for those that run, at most `seconds`."""
+        """Refuse further asynchronous calls. Wait for those that run, and for records, at most `seconds`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
         if self._async_calls is not None:
             await self._async_calls.drain(seconds)
+        if self._capture is not None:
+            await self._capture.files.finish(deadline - loop.time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = str(uuid.uuid4())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import io
 import logging
+import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -79,19 +81,23 @@ class FolderStorage:
 
     def size(self, url: S3Url) -> int:
         try:
-            return self._path(url).stat().st_size
+            return _size_of_file(self._path(url).stat())
         except OSError as error:
             raise StorageError(_text(error)) from error
 
     def read(self, url: S3Url) -> bytes:
         try:
-            return self._path(url).read_bytes()
+            path = self._path(url)
+            _size_of_file(path.stat())  # Opening a device may have an effect.
+            # Without O_NONBLOCK a pipe that has replaced the file would block the thread.
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+                return file.read(_size_of_file(os.fstat(file.fileno())))
         except OSError as error:
             raise StorageError(_text(error)) from error
 
     def write(self, url: S3Url, body: bytes, content_type: str) -> None:
-        path = self._path(url)
         try:
+            path = self._path(url)
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as directory:
                 complete = Path(directory) / "complete"
@@ -102,10 +108,24 @@ class FolderStorage:
 
     def _path(self, url: S3Url) -> Path:
         root = self._root.resolve()
-        path = (root / url.bucket / url.prefix).resolve()
+        try:
+            path = (root / url.bucket / url.prefix).resolve()
+        except RuntimeError as error:  # A loop of links, before Python 3.13.
+            raise StorageError(str(error)) from error
         if not path.is_relative_to(root):
             raise StorageError(f"{location(url)} leaves the folder {root}")
         return path
+
+
+def _size_of_file(found: os.stat_result) -> int:
+    """Return the size of a regular file.
+
+    Raises:
+        StorageError: It is a directory, a pipe, a socket or a device.
+    """
+    if not stat.S_ISREG(found.st_mode):
+        raise StorageError("it is not a regular file")
+    return found.st_size
 
 
 class S3Storage:

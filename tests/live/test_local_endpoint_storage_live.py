@@ -9,8 +9,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -229,6 +232,45 @@ def test_a_stop_writes_failure_files_for_calls_that_wait(tmp_path: Path) -> None
         answer, failure = endpoint.result(each)
         assert answer is None
         assert "The local endpoint was stopped" in json.loads(failure or b"")["Message"]
+
+
+@pytest.mark.slow
+def test_a_stop_waits_for_a_running_call_and_its_record(tmp_path: Path) -> None:
+    asked, may_answer = threading.Event(), threading.Event()
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.set()
+            assert may_answer.wait(60)
+            self.send_response(200)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"ok")
+
+    port = free_port()
+    options = ("--port", str(port), "--endpoint-name", NAME, "--capture", str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as container, ThreadPoolExecutor() as threads:
+        threads.submit(container.serve_forever)
+        address = f"http://127.0.0.1:{container.server_address[1]}"
+        process = subprocess.Popen([sys.executable, "-m", "deploy", "local", "--container", address, *options])
+        try:
+            url = f"http://127.0.0.1:{port}"
+            with httpx.Client(timeout=START_SECONDS) as client:
+                wait_until(lambda: _status(client, f"{url}/endpoints/") == 404, START_SECONDS)
+                call = threads.submit(client.post, f"{url}/endpoints/{NAME}/invocations", content=b"{}")
+                assert asked.wait(60)
+                process.terminate()
+                with httpx.Client() as other:
+                    wait_until(lambda: _status(other, f"{url}/endpoints/") is None)
+                threading.Timer(4.0, may_answer.set).start()  # Servers wait for other connections for 3 seconds.
+                assert call.result(60).content == b"ok"
+            assert process.wait(60) == 0
+        finally:
+            may_answer.set()
+            process.kill()
+            container.shutdown()
+    (record,) = [line for file in tmp_path.rglob("*.jsonl") for line in file.read_text().splitlines()]
+    assert json.loads(record)["captureData"]["endpointOutput"]["data"]
 
 
 def _status(client: httpx.Client, url: str) -> int | None:

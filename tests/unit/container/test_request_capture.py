@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import json
 import stat
+import threading
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from container import request_capture
 from container.http.router import Mount
 from container.request_capture import RecordFiles, RequestCapture, recorded_headers, recorded_query
 from deploy.replay.record_formats import read_line
@@ -130,12 +133,41 @@ async def test_a_record_that_memory_has_no_room_for_is_left_out(
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"more than ten bytes"})
 
-    capture = RequestCapture(application, lambda _: True, tmp_path, files)
+    capture = RequestCapture(application, lambda _: True, files)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(capture), base_url="http://x") as client:
         assert (await client.post("/a", content=b"123")).text == "more than ten bytes"
         assert "is not captured: too many bytes wait to be written" in caplog.text
         assert files.take(10)  # Nothing stays reserved.
     assert lines(tmp_path) == []
+
+
+async def test_a_stop_waits_for_records_and_says_how_many_are_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_capture, "LAST_SECONDS", 0.01)
+    files, go_on = RecordFiles(tmp_path), threading.Event()
+
+    def slow() -> bytes:
+        assert go_on.wait(60)
+        return b"{}\n"
+
+    for _ in range(3):
+        assert files.take(1)
+        files.write("call", "", datetime.now(UTC), 1, slow)
+    asyncio.get_running_loop().call_later(0.1, go_on.set)
+    await files.finish(60)
+    assert (len(lines(tmp_path)), caplog.text) == (3, "")
+    go_on.clear()
+    for _ in range(3):
+        assert files.take(1)
+        files.write("call", "", datetime.now(UTC), 1, slow)
+    await files.finish(0.05)
+    assert "3 captured calls are lost" in caplog.text
+    assert files.take(1)
+    files.write("late", "", datetime.now(UTC), 1, slow)
+    assert "call late is not captured: the server has stopped" in caplog.text
+    await files.finish(0.05)
+    go_on.set()
 
 
 async def test_what_is_sent_after_a_client_has_left_takes_no_room(tmp_path: Path) -> None:
@@ -149,7 +181,7 @@ async def test_what_is_sent_after_a_client_has_left_takes_no_room(tmp_path: Path
     async def nowhere(_: Any) -> None: ...
 
     scope = {"type": "http", "method": "POST", "path": "/a", "raw_path": b"/a", "query_string": b"", "headers": []}
-    await RequestCapture(application, lambda _: True, tmp_path, files)(scope, nowhere, nowhere)
+    await RequestCapture(application, lambda _: True, files)(scope, nowhere, nowhere)
     await senders[0]({"type": "http.response.body", "body": b"late", "more_body": True})
     assert files.take(10)
 
@@ -170,7 +202,7 @@ async def test_a_reply_that_breaks_off_is_recorded_as_incomplete(tmp_path: Path)
 
     scope = {"type": "http", "method": "POST", "path": "/a", "raw_path": b"/a", "query_string": b"", "headers": []}
     with pytest.raises(ConnectionError):
-        await RequestCapture(application, lambda _: True, tmp_path)(scope, receive, send)
+        await RequestCapture(application, lambda _: True, RecordFiles(tmp_path))(scope, receive, send)
     (record,) = await records(tmp_path)
     assert (record["answer"]["complete"], record["answer"]["body"]) == (False, "part")
 
@@ -195,7 +227,7 @@ async def test_no_file_gets_an_unknown_header_of_a_reply(tmp_path: Path) -> None
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 
-    capture = RequestCapture(application, lambda _: True, tmp_path)
+    capture = RequestCapture(application, lambda _: True, RecordFiles(tmp_path))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(capture), base_url="http://x") as client:
         await client.post("/a")
     (record,) = await records(tmp_path)

@@ -100,9 +100,8 @@ async def test_engines_that_cannot_be_watched_any_more_count_as_failed(
 
 @pytest.mark.asyncio
 async def test_a_stop_that_waits_for_calls_alone_does_not_say_that_connections_are_broken_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(server, "_LAST_SECONDS", 0.05)
     begun, left = asyncio.Event(), asyncio.Event()
 
     async def slow_to_end(scope: Any, receive: Any, send: Any) -> None:
@@ -113,7 +112,7 @@ async def test_a_stop_that_waits_for_calls_alone_does_not_say_that_connections_a
         await asyncio.sleep(0.5)
 
     listener = server.listen("127.0.0.1", 0)
-    http = server.http_server(slow_to_end)
+    http = server.http_server(slow_to_end, 0.05)
     serving = asyncio.create_task(http.serve([listener]))
     _, writer = await asyncio.open_connection(*listener.getsockname())
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -70,6 +70,26 @@ async def test_the_container_is_not_managed_by_this_path(path: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "rest",
+    [
+        "chat/../../../models",
+        "chat/..",
+        "chat/./completions",
+        "chat/%2e%2e/models",
+        "models/..%2f..%2fmodels",
+        "models/.",
+    ],
+)
+async def test_a_path_with_dots_reaches_nothing(rest: str) -> None:
+    container = ScriptedContainer()
+    async with local_endpoint(container) as client:
+        target = f"/endpoints/e/openai/v1/{rest}".encode()
+        response = await client.post("/", content=b"{}", extensions={"target": target})
+    assert (response.status_code, response.headers["x-amzn-errortype"]) == (404, "UnknownOperationException")
+    assert not container.seen
+
+
+@pytest.mark.parametrize(
     ("path", "headers", "message"),
     [
         ("/endpoints/nope/openai/v1/chat/completions", {}, "Endpoint nope of account 000000000000 not found."),

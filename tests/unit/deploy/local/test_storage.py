@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,3 +83,29 @@ def test_a_link_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     (folder / "b" / "link").symlink_to(tmp_path / "secret")
     with pytest.raises(StorageError, match="leaves the folder"):
         FolderStorage(folder).read(S3Url("b", "link"))
+
+
+def test_only_regular_files_are_read_and_nothing_blocks(tmp_path: Path) -> None:
+    folder, bucket = FolderStorage(tmp_path), tmp_path / BUCKET
+    bucket.mkdir()
+    os.mkfifo(bucket / "pipe")
+    (bucket / "directory").mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(bucket / "socket"))
+    (bucket / "to-pipe").symlink_to("pipe")
+    for key in ("pipe", "directory", "socket", "to-pipe"):
+        for read in (folder.size, folder.read):
+            with pytest.raises(StorageError, match="not a regular file"):
+                read(S3Url(BUCKET, key))
+
+
+def test_a_loop_of_links_and_a_link_to_a_device_are_errors_with_a_reason(tmp_path: Path) -> None:
+    folder, bucket = FolderStorage(tmp_path), tmp_path / BUCKET
+    bucket.mkdir()
+    (bucket / "a").symlink_to("b")
+    (bucket / "b").symlink_to("a")
+    (bucket / "zero").symlink_to("/dev/zero")
+    for key, reason in (("a", "(?i)loop"), ("a/c", "(?i)loop"), ("zero", "leaves the folder")):
+        for use in (folder.size, folder.read, lambda url: folder.write(url, b"", "")):
+            with pytest.raises(StorageError, match=reason):
+                use(S3Url(BUCKET, key))
