@@ -40,6 +40,14 @@ class RenderedChat(msgspec.Struct, frozen=True):
     text: str | None = None  # None if the chat becomes token ids at once.
 
 
+def is_address(name: str) -> bool:
+    """Return True if a name is the URL of a server, and so the name of no model.
+
+    Hugging Face's JavaScript client sends the URL of its endpoint as `model` unless it is given a name.
+    """
+    return name[:8].lower().startswith(("http://", "https://"))
+
+
 @dataclass(frozen=True, slots=True)
 class ModelView:
     """The state of a model at one moment, for routes that generate nothing."""

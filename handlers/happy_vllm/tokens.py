@@ -15,7 +15,7 @@ import msgspec
 from engines.errors import InvalidParameter, RequestError, UnknownModel
 from engines.loaded_model import LoadedModel
 from handlers.contract import JSON, Call, ContractError, Reply
-from handlers.contract_routes import ModelView, check_body, check_text
+from handlers.contract_routes import ModelView, check_body, check_text, is_address
 from handlers.happy_vllm.errors import json_reply, vllm_error
 from handlers.happy_vllm.request import FieldReader, document
 from handlers.vllm_parameters import number_of_text
@@ -149,7 +149,8 @@ def _with_texts(read: FieldReader) -> bool:
 def _check_model(read: FieldReader, view: ModelView) -> None:
     name = read.optional_string("model")
     settings = view.settings
-    if name and name not in (*settings.public_names, settings.name, settings.model_id, *view.model_aliases):
+    names = ("", *settings.public_names, settings.name, settings.model_id, *view.model_aliases)
+    if name is not None and name not in names and not is_address(name):
         raise UnknownModel(name[:200], f"The model `{name[:200]}` does not exist.")
 
 

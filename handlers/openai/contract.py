@@ -35,7 +35,7 @@ from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.vllm_parameters import GREEDY_BELOW
 
 # Request headers that change the answer of vLLM's serving classes.
-_STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority", "endpoint-load-metrics-format"})
+_STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,13 +29,14 @@ from engines.errors import (
 )
 from engines.model_settings import ModelSettings
 from handlers.contract import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
-from handlers.contract_routes import RenderedChat
+from handlers.contract_routes import RenderedChat, is_address
 from handlers.images import ImageLoader
-from handlers.openai.constraints import CHAT, COUNT_TOKENS, RENDER
+from handlers.openai.constraints import CHAT, COMPLETIONS, COUNT_TOKENS, RENDER
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.embeddings import EmbeddingsContract
 from handlers.openai.error_forms import error_form
+from handlers.openai.load_report import LoadReportWriter, report_format
 from handlers.openai.media_limits import MediaMemory
 from handlers.openai.routes import ALIASED, EMBEDDINGS, QUEUED, SHORT_EMBEDDINGS, refuse
 from handlers.openai.speech import SPEECH
@@ -80,23 +81,26 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
 
     engine: Any = queue.engine
     adapters = engine.adapters
-    accepted = frozenset({*aliases, settings.name, settings.model_id})
     names, public = settings.public_names, adapters.public if adapters is not None else {}
+    accepted = frozenset({*aliases, *names, settings.name, settings.model_id})
+
+    def accepts(name: str) -> bool:
+        return name in accepted or is_address(name)
+
     app = await build(
         EngineClient(engine, settings),
         engine.frontend_arguments,
         names=names,
-        accepts=lambda name: name in accepted or current_call.get().any_model,
+        accepts=lambda name: accepts(name) or current_call.get().any_model,
         adapters=adapters.public if adapters is not None else None,
         tasks=engine.tasks,
     )
-    served = accepted.union(names)
     contract: OpenAIContract | EmbeddingsContract | None = None
     if engine.pooling is not None:
         as_they_are = not (engine.pooling.lower_case or chunks_long_prompts(engine.async_llm.vllm_config))
         if engine.pooling.task == "embed" and as_they_are:
-            contract = EmbeddingsContract(names[0], served.__contains__, public)
-    elif (common := front_end(app, engine.async_llm.vllm_config, names[0], served.__contains__, public)) is not None:
+            contract = EmbeddingsContract(names[0], accepts, public)
+    elif (common := front_end(app, engine.async_llm.vllm_config, names[0], accepts, public)) is not None:
         contract = OpenAIContract(common)
     parses_tools = bool(engine.frontend_arguments.get("tool_call_parser"))
     media = MediaMemory(settings)
@@ -211,6 +215,8 @@ class OpenAIHandler:
         except InvalidParameter as error:
             writer.reply(error_form(path).whole(refuse(error)))
             return None
+        if path in (CHAT, COMPLETIONS) and (form := report_format(call)):
+            writer = LoadReportWriter(writer, self._queue.engine, form)
         if adapter and call.body and adapter not in self._adapters:
             raise UnknownAdapter(adapter)
         if len(call.body) >= LONG_BODY and path not in SPEECH:

@@ -43,8 +43,10 @@ from handlers.openai.speech import SPEECH, check_form
 logger = logging.getLogger(__name__)
 
 _EVENTS = "text/event-stream"
-# Request headers that are replaced for the application.
-_OURS = frozenset({b"content-length", b"content-type", b"transfer-encoding", b"x-request-id"})
+# Request headers that are replaced for the application, or answered here.
+_OURS = frozenset(
+    {b"content-length", b"content-type", b"transfer-encoding", b"x-request-id", b"endpoint-load-metrics-format"}
+)
 _FRAMING = frozenset({"content-type", "content-length"})
 
 _CONVERSATIONS = frozenset({CHAT, BATCH, MESSAGES, COUNT_TOKENS, RESPONSES, RENDER})

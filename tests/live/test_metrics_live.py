@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.live.bare_vllm_metrics import metrics_of_bare_vllm
 from tests.live.server import Server, copy_model, hosted, serving, write_model
+from tests.live.small_model import ENDLESS_STREAM
 from tests.monitoring import expressions, labels, selections
 from tests.waiting import wait_until
 
@@ -133,6 +134,31 @@ def test_every_call_counts_once_whole_and_streamed(lora: Server) -> None:
         wait_until(lambda number=number: counted() == {number})
     failed = [counts.sum("tgi_request_failure_total", {}) for counts in (before, Counts(lora))]
     assert failed[0] == failed[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (path, body)
+        for path, body in CALLS
+        if "completions" in path or (path == "/invocations" and "inputs" not in body)
+    ],
+)
+def test_completions_and_chats_report_the_load_to_routers(lora: Server, path: str, body: dict[str, Any]) -> None:
+    number = r"([0-9.e-]+)"
+    forms = {
+        "JSON": rf'JSON {{"named_metrics": {{"num_requests_waiting": {number}, "kv_cache_usage_perc": {number}}}}}',
+        "TEXT": rf"TEXT named_metrics.num_requests_waiting={number}, named_metrics.kv_cache_usage_perc={number}",
+    }
+    with lora.client.stream("POST", "/v1/completions", json=ENDLESS_STREAM) as running:
+        assert running.status_code == 200
+        lora.wait_for_metric("slipway_engine_running", ENDLESS_STREAM["n"])
+        for name, form in forms.items():
+            reply = lora.client.post(path, json=body, headers={"endpoint-load-metrics-format": name})
+            found = re.fullmatch(form, reply.headers["endpoint-load-metrics"])
+            assert found
+            assert float(found[2]) > 0
+    assert "endpoint-load-metrics" not in lora.client.post(path, json=body).headers
 
 
 @pytest.mark.parametrize(

@@ -166,10 +166,13 @@ def test_errors_are_openais(client: openai.OpenAI) -> None:
         client.completions.create(model="model", prompt="a " * (MAX_MODEL_LEN + 1))
 
 
-@pytest.mark.parametrize("name", ["model", "", "dummy", "tgi"])
-def test_the_model_has_aliases(client: openai.OpenAI, name: str) -> None:
-    answer = client.completions.create(model=name, prompt="Hi", max_tokens=1)
-    assert answer.model == "model"
+@pytest.mark.parametrize("name", ["model", "", "dummy", "tgi", "http://localhost:8080", "HTTPS://host/v1/models/x?a"])
+def test_the_model_has_aliases_and_a_url_is_no_models_name(client: openai.OpenAI, name: str) -> None:
+    for more in ({}, {"echo": True}):
+        answer = client.completions.create(model=name, prompt="Hi", max_tokens=1, **more)
+        assert answer.model == "model"
+    assert client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=1).model == "model"
+    assert client.responses.create(model=name, input="Hi", max_output_tokens=1).model
 
 
 def test_any_model_will_do_under_openai(server: Server) -> None:
