@@ -143,8 +143,9 @@ class _NotFoundRoute(HttpRoute):
     def __init__(self, state: AppState, contract: ContractRoutes | None = None) -> None:
         super().__init__(state, "unknown")
         self._contract = contract
-        prefixes = () if contract else [(prefix, contract) for contract in CONTRACTS for prefix in contract.prefixes]
-        self._of_contracts = {prefix: _NotFoundRoute(state, contract) for prefix, contract in prefixes}
+        owners = {} if contract else {prefix: owner for owner in CONTRACTS for prefix in owner.prefixes}
+        longest_first = sorted(owners, key=len, reverse=True)
+        self._of_contracts = {prefix: _NotFoundRoute(state, owners[prefix]) for prefix in longest_first}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await HttpRoute.__call__(self.chosen(scope), scope, receive, send)

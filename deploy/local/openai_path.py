@@ -18,7 +18,7 @@ from deploy.local.parameters import Headers
 from deploy.local.settings import ADAPTER_HEADER, LocalSettings
 
 _APIS = "(?:chat|completions|responses|messages|embeddings|models|audio)"
-_PATH = re.compile(rf"/endpoints/([^/]+)(?:/inference-components/([^/]+))?/openai(/v1/{_APIS}(?:/.+)?)")
+_PATH = re.compile(rf"/endpoints/([^/]+)(?:/inference-components/([^/]+))?/openai(/v1/{_APIS}(?:/.*)?)")
 _COMPONENT = b"x-amzn-sagemaker-inference-component"
 # Headers of the client that the container does not get: `Authorization` is meant for SageMaker, and the adapter is
 # named by the path.
@@ -44,7 +44,8 @@ class OpenAIPath:
             return None
         if not {".", ".."}.isdisjoint(found[3].split("/")):  # The container may read another path into it.
             return None
-        return cls(found[1], found[2], found[3], raw[3].encode("latin-1"))
+        # The container would redirect from slashes at the end, and a redirect is no answer of an endpoint.
+        return cls(found[1], found[2], found[3].rstrip("/"), raw[3].rstrip("/").encode("latin-1"))
 
     def headers(self, client: Headers, settings: LocalSettings) -> Headers:
         """Return the headers that the container gets.

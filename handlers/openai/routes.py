@@ -319,4 +319,7 @@ ANTHROPIC = ContractRoutes(
     wrong_method=lambda call: anthropic.error_reply(wrong_method(call)),
     body_names_model=True,
     id_header=anthropic.ID_HEADER,
+    prefixes=(f"{MESSAGES}/", f"{ALIASED}{MESSAGES}/"),
+    not_found=lambda call: anthropic.error_reply(not_found(call)),
+    redirects=True,
 )

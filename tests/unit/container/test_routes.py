@@ -169,7 +169,7 @@ async def test_a_slash_at_the_end_of_a_path_of_lmi_changes_nothing(
 OF_FASTAPI = {
     (method, fill(route.path).replace("{response_id}", "r"))
     for family, route, method in ROUTES
-    if family.name in ("openai", "happy_vllm")
+    if family.name in ("openai", "anthropic", "happy_vllm")
 } | {("GET", path) for path in ("/health", "/metrics", "/docs", "/openapi.json")}
 
 
@@ -349,7 +349,7 @@ async def test_a_wrong_method_is_405_and_says_what_is_allowed(
     [
         *(("/v2/nope", "text/plain"), ("/nope", "application/json"), ("/v2//health/live", "text/plain")),
         *((path, "application/json") for path in ("/v1", "/v1/nope", "/v1/messages/nope", "/v1//models")),
-        *((path, "application/json") for path in ("/openai", "/openai/v1/nope", "/openai/v1")),
+        *((path, "application/json") for path in ("/openai", "/openai/v1/messages/nope", "/openai/v1")),
     ],
 )
 async def test_an_unknown_path_is_404_in_the_words_of_whose_prefix_it_has(
@@ -358,7 +358,10 @@ async def test_an_unknown_path_is_404_in_the_words_of_whose_prefix_it_has(
     response = await starting.get(path)
     assert response.status_code == 404
     if path.startswith(("/v1", "/openai")):
-        assert response.json()["error"] == {"message": "Not Found", "type": "Not Found", "param": None, "code": 404}
+        error = {"message": "Not Found", "type": "Not Found", "param": None, "code": 404}
+        if "/messages/" in path:
+            error = {"message": "Not Found", "type": "not_found_error"}
+        assert response.json()["error"] == error
     assert response.headers["content-type"].startswith(content_type)
 
 

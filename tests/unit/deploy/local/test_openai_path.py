@@ -43,8 +43,10 @@ async def test_the_container_gets_the_path_without_openai_and_everything_but_the
     headers += [(ADAPTER.encode(), b"other")]
     async with local_endpoint(container) as client:
         response = await client.post(f"{CHAT}?x=1", content=b"{}", headers=headers)
+        await client.post(f"{CHAT}/?x=1", content=b"{}")
     assert (response.status_code, response.content, response.headers["x-own"]) == (201, b"made", "1")
-    (seen,) = container.seen
+    seen, with_slash = container.seen
+    assert with_slash.line == seen.line
     assert (seen.line, seen.body) == ("POST /v1/chat/completions?x=1", b"{}")
     assert seen.headers["x-mine"].encode("latin-1") == "Zoë".encode()
     assert "authorization" not in seen.headers
