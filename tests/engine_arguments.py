@@ -560,8 +560,8 @@ class Tried:
 
     def works(self, name: str) -> str:
         """Return the text to write down for an option that has caused no error."""
-        if ignored := re.search(rf"option\.{name} \(.*?\) is ignored: (.*)", self.log):
-            return f"no effect: {ignored[1]}"
+        if re.search(rf"option\.{name} \(.*?\) is ignored: ", self.log):
+            return "no effect"
         about = _trial(name).about
         return f"works; {about}" if about else "works"
 

@@ -77,10 +77,12 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
     elif "://" in name:
         fault = "entry points are not downloaded: put the file into the model directory, and give its name"
     elif name.endswith(".py"):
-        path = sources.model_dir / name
-        if os.path.isfile(path):
-            return str(path)
-        fault = "there is no such file in the model directory"
+        # The model directory may be the only directory in the one that was given, such as `code` in /opt/ml/model.
+        within = sources.model_dir.parent if Path(name).parts[0] == sources.model_dir.name else sources.model_dir
+        for directory in (sources.model_dir, within):
+            if os.path.isfile(directory / name):
+                return str(directory / name)
+        fault = f"there is no such file in the model directory ({sources.model_dir})"
     elif not all(part.isidentifier() for part in name.split(".")):
         fault = "allowed: a file that ends in .py, or the name of a module"
     if fault:
@@ -91,7 +93,7 @@ def handler_code(sources: Sources, code: Path | None, function: str) -> str | No
 def _script(sources: Sources, code: Path | None) -> Path | None:
     """Return the file with `model_fn`: `model.py`, or a file in one of the places of SageMaker's toolkits."""
     program = sources.variables.get("SAGEMAKER_PROGRAM")
-    inference = program.text.strip() if program is not None else "inference.py"
+    inference = program.text.strip().removesuffix(".py") + ".py" if program is not None else "inference.py"
     places = (code, sources.model_dir / "code" / inference, sources.model_dir / "inference.py")
     return next((path for path in places if path and path.is_file() and defines(path, MODEL_FN)), None)
 

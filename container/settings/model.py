@@ -364,10 +364,22 @@ def _set_model(sources: Sources, fields: dict[str, Any], *, required: bool) -> N
     elif value is None:
         fields["model_id"] = str(sources.model_dir)
         lookup.replace(SettingEntry(MODEL_ID.key, str(sources.model_dir), DEFAULT, "the model directory"))
+    if required:
+        _check_model(fields, value, lookup)
     fields["name"] = lookup.value(MODEL_NAME_OPTION, sources.server)
     if fields["name"] is None and fields["model_id"] is not None:
         fields["name"] = location.model_name(fields["model_id"], sources.model_dir, by_variable)
         lookup.entries.append(SettingEntry("model_name", fields["name"], DEFAULT))
+
+
+def _check_model(fields: Mapping[str, Any], given: Value | None, lookup: Lookup) -> None:
+    """Check the directory of a model that an engine loads. With `hf_config_path`, its configuration is elsewhere."""
+    directory = fields["model_id"]
+    if directory is None or not os.path.isdir(directory) or "hf_config_path" in fields["engine_arguments"]:
+        return
+    if fault := location.model_fault(Path(directory)):
+        shown = f"model directory ({directory})" if given is None else given.describe(MODEL_ID.key)
+        lookup.problems.append(f"{shown}: {fault}")
 
 
 def _set_revision(sources: Sources, fields: dict[str, Any], by_variable: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -80,6 +81,31 @@ def is_store_of(text: str, directories: tuple[Path, ...]) -> bool:
 def is_model_dir(path: Path) -> bool:
     """Return whether the directory has a model, or the settings or code of one."""
     return any(os.path.isfile(path / name) for name in _MODEL_FILES)
+
+
+def model_fault(directory: Path) -> str:
+    """Return why an engine cannot load a directory, as far as its names and its config.json tell; else "".
+
+    The names of other files than `config.json` are those of Mistral's format and of GGUF.
+    """
+    try:
+        names = os.listdir(directory)
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    if any(name.startswith("models--") for name in names):
+        return "it is the root of the hub's cache; give the model's id on the hub (owner/name)"
+    if {"refs", "snapshots"} <= set(names):
+        return "it is a model's folder in the hub's cache; give the model's id on the hub, or a directory in snapshots/"
+    if CONFIG_FILE not in names:
+        others = "params.json" in names or any(name.lower().endswith(".gguf") for name in names)
+        return "" if others else f"it has no {CONFIG_FILE}"
+    try:
+        config = json.loads((directory / CONFIG_FILE).read_bytes().decode("utf-8"))
+    except OSError as error:
+        return f"its {CONFIG_FILE} cannot be read: {error.strerror}"
+    except (ValueError, RecursionError) as error:
+        return f"its {CONFIG_FILE} is not JSON in UTF-8: {error}"
+    return "" if isinstance(config, dict) else f"its {CONFIG_FILE} is not a JSON object"
 
 
 def has_model(model_dir: Path) -> bool:

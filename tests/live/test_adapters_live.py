@@ -162,7 +162,7 @@ def test_openais_client_chats_with_an_adapter_that_the_list_of_models_names(lora
         models = {model.id: model.to_dict() for model in client.models.list()}
         assert set(models) == {"model", "red", "blue"}
         assert (models["red"]["parent"], models["model"]["parent"]) == ("model", None)
-        assert str(models["red"]["root"]).endswith("/adapters/red")
+        assert str(models["blue"]["root"]).endswith("/adapters/blue")
         retrieved = client.models.retrieve("red")
         assert (retrieved.id, retrieved.object, retrieved.to_dict()["parent"]) == ("red", "model", "model")
         with pytest.raises(openai.NotFoundError, match="The model `org/nope` does not exist"):

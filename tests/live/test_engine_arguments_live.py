@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 # One argument of each kind.
 FEW = {
     "stream_interval": "works",
-    "enable_mfu_metrics": "no effect: ",
+    "disable_log_stats": "no effect",
     "enable_sleep_mode": "refused by both",
     "skip_tokenizer_init": "refused by Slipway: ",
 }

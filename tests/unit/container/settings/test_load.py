@@ -623,6 +623,7 @@ def test_option_revision_goes_before_hf_revision(model_dir: Path) -> None:
 
 def test_a_relative_model_id_is_looked_for_below_the_model_directory(model_dir: Path) -> None:
     (model_dir / "weights").mkdir()
+    (model_dir / "weights" / "config.json").write_text("{}")
     assert load(model_dir, "option.model_id=weights").model.model_id == str(model_dir / "weights")
     assert load(model_dir, "option.model_id=others").model.model_id == "others"
 
@@ -645,13 +646,14 @@ def test_without_a_model_it_is_said_how_to_give_one(tmp_path: Path) -> None:
 def test_the_name_is_that_of_the_directory(tmp_path: Path, directory: str, name: str) -> None:
     path = tmp_path / directory
     path.mkdir()
-    (path / "config.json").touch()
+    (path / "config.json").write_text("{}")
     assert load(path).model.name == name
 
 
 def test_the_name_of_a_local_hf_model_id_is_that_of_its_directory(tmp_path: Path, model_dir: Path) -> None:
     other = tmp_path / "Other-One"
     other.mkdir()
+    (other / "config.json").write_text("{}")
     assert load(model_dir, environ={"HF_MODEL_ID": str(other)}).model.name == "Other_One"
 
 
@@ -690,7 +692,7 @@ def test_a_directory_elsewhere_is_no_directory(url: str) -> None:
 def test_an_archive_made_of_a_directory_is_entered(tmp_path: Path) -> None:
     inner = tmp_path / "llama-2"
     inner.mkdir()
-    (inner / "config.json").touch()
+    (inner / "config.json").write_text("{}")
     model = load_settings(tmp_path, {}).model
     assert (model.model_dir, model.name) == (inner, "llama_2")
 
@@ -756,3 +758,47 @@ NAMES = st.sampled_from(
 def test_any_environment_gives_settings_or_a_settings_error(model_dir: Path, environ: dict[str, str]) -> None:
     found = outcome(model_dir, environ)
     assert isinstance(found, Settings) or (found and all(problem.isprintable() for problem in found))
+
+
+SECONDS_SETTINGS = (
+    *("OPTION_PREDICT_TIMEOUT", "OPTION_MODEL_LOADING_TIMEOUT", "SAGEMAKER_STARTUP_TIMEOUT", "PREDICT_TIMEOUT"),
+    *("SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS", "SAGEMAKER_MODEL_SERVER_TIMEOUT", "SERVING_DRAIN_TIMEOUT"),
+    *("SERVING_REQUEST_READ_TIMEOUT", "SERVING_STALL_TIMEOUT", "GRACEFUL_TERMINATION_TIMEOUT"),
+    *("SERVING_MAX_BATCH_DELAY", "OPTION_SESSIONS_EXPIRATION"),
+)
+
+
+@pytest.mark.parametrize("name", SECONDS_SETTINGS)
+@pytest.mark.parametrize("text", ["1e308", "1e999", "inf", "nan", "-1", "1000000001000", "9" * 5000])
+def test_a_time_that_no_clock_can_count_is_refused(model_dir: Path, name: str, text: str) -> None:
+    with pytest.raises(SettingsError, match="; allowed: "):
+        load_settings(model_dir, {name: text})
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, '["a",' + "9" * 5000 + "]", '{"a": 1, "a": 2}', '["a", NaN]', '["a"']
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SERVING_API_KEYS", "SERVING_MODEL_ALIASES", "SERVING_ALLOWED_HOSTS", "OPTION_SERVED_MODEL_NAME"),
+        *("OPTION_ALLOWED_MEDIA_NETWORKS", "OPTION_STOP_SEQUENCE", "OPTION_LORA_MODULES", "OPTION_SPECULATIVE_CONFIG"),
+        "OPTION_HF_OVERRIDES",
+    ],
+)
+def test_json_that_is_not_json_is_refused_without_a_traceback(model_dir: Path, name: str, text: str) -> None:
+    takes_objects = name in ("OPTION_SPECULATIVE_CONFIG", "OPTION_HF_OVERRIDES")
+    takes_names = not takes_objects and name not in ("OPTION_STOP_SEQUENCE", "OPTION_LORA_MODULES")
+    if text.startswith("[" if takes_objects else "{") and (takes_objects or takes_names):
+        return  # It is text of another kind: the engine refuses it, or it is a name.
+    with pytest.raises(SettingsError) as refused:
+        load_settings(model_dir, {name: text})
+    (problem,) = refused.value.problems
+    assert "; allowed: " in problem
+    assert len(problem) < 1000
+
+
+def test_degrees_of_any_length_do_not_fail_a_handler(model_dir: Path) -> None:
+    (model_dir / "model.py").write_text("def handle(inputs): ...\n")
+    settings = load_settings(model_dir, {"OPTION_TENSOR_PARALLEL_DEGREE": "9" * 5000, "OPTION_DEVICE_MAP": "²"})
+    assert settings.model.handler is not None

@@ -348,3 +348,69 @@ def test_a_handler_of_pipelines_is_told_the_task(model_dir: Path) -> None:
 def test_option_model_is_a_property_of_a_handlers_own(model_dir: Path) -> None:
     found = handler(model_dir, HANDLER, "option.model=small\noption.model_id=org/name")
     assert (found.properties["model"], found.properties["model_id"]) == ("small", "org/name")
+
+
+@pytest.mark.parametrize("name", ["code/model.py", "code/handler.py"])
+def test_an_entry_point_may_name_the_only_directory(tmp_path: Path, name: str) -> None:
+    code = tmp_path / "model" / "code"
+    code.mkdir(parents=True)
+    (code / "model.py").write_text(HANDLER)
+    (code / "handler.py").write_text(HANDLER)
+    settings = load_settings(tmp_path / "model", {"DJL_ENTRY_POINT": name})
+    assert settings.model.handler is not None
+    assert settings.model.handler.entry_point == str(tmp_path / "model" / name)
+    with pytest.raises(SettingsError, match=f"no such file in the model directory .{code}"):
+        load_settings(tmp_path / "model", {"DJL_ENTRY_POINT": "code/other.py"})
+
+
+@pytest.mark.parametrize("program", ["serve.py", "serve"])
+def test_sagemaker_program_is_a_file_or_the_name_of_a_module(model_dir: Path, program: str) -> None:
+    (model_dir / "code").mkdir()
+    (model_dir / "code" / "serve.py").write_text(SCRIPT)
+    found = handler(model_dir, None, "", {"SAGEMAKER_PROGRAM": program})
+    assert found.entry_point == str(model_dir / "code" / "serve.py")
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (b"{", "not JSON in UTF-8"),
+        (b"", "not JSON in UTF-8"),
+        (b"[]", "not a JSON object"),
+        (b"null", "not a JSON object"),
+        (b'{"a": "\xff"}', "not JSON in UTF-8"),
+        (b"\xef\xbb\xbf{}", "not JSON in UTF-8"),
+        (b"[" * 100_000, "not JSON in UTF-8"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON in UTF-8"),
+    ],
+)
+def test_a_broken_config_json_is_a_problem(model_dir: Path, tmp_path: Path, config: bytes, why: str) -> None:
+    (model_dir / "config.json").write_bytes(config)
+    with pytest.raises(SettingsError, match=f"model directory .*{why}"):
+        load_settings(model_dir, {})
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(SettingsError, match=f"HF_MODEL_ID.*{why}"):
+        load_settings(other, {"HF_MODEL_ID": str(model_dir)})
+    assert load_settings(model_dir, {"OPTION_HF_CONFIG_PATH": "org/name"}).model.model_id == str(model_dir)
+    assert handler(model_dir).entry_point == str(model_dir / "model.py")
+
+
+def test_a_directory_without_a_model_is_refused_before_the_engine_starts(model_dir: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / ("1" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "hub" / "models--org--name" / "refs").mkdir()
+    for place, why in {
+        tmp_path / "hub": "root of the hub's cache",
+        tmp_path / "hub" / "models--org--name": "in the hub's cache",
+        snapshot: r"it has no config\.json",
+    }.items():
+        for environ in ({"HF_MODEL_ID": str(place)}, {"OPTION_MODEL_ID": str(place)}):
+            with pytest.raises(SettingsError, match=why):
+                load_settings(model_dir, environ)
+    (snapshot / "config.json").write_text("{}")
+    assert load_settings(model_dir, {"HF_MODEL_ID": str(snapshot)}).model.model_id == str(snapshot)
+    for name in ("params.json", "model.GGUF"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+        assert load_settings(model_dir, {"OPTION_MODEL_ID": str(tmp_path / name)}).warnings == ()
