@@ -31,7 +31,7 @@ from deploy.sagemaker.configuration import (
 )
 from deploy.sagemaker.ecr import PushFailed, ecr_image
 from deploy.sagemaker.ecr import push as push_image
-from deploy.sagemaker.model_upload import UploadFailed, upload_model
+from deploy.sagemaker.model_upload import UploadFailed, files_in, upload_model
 from deploy.sagemaker.stack import ChangeSet, Stack, StackConflict, StackFailed
 from deploy.sagemaker.template import template as template_of
 from deploy.yaml_text import as_yaml
@@ -135,14 +135,13 @@ def deploy(
     configuration, stack = deployment.configuration, deployment.stack
     name = configuration.name
     if dry_run:
-        _show(deployment)
+        _show(deployment, changes=False)
         return
     new = stack.ready_to_create()
     change = stack.propose(configuration)
     if change and not new:
         stack.discard(change)
-        differing = ", ".join(each["LogicalResourceId"] for each in change.changes) or "its tags"
-        raise StackConflict(f"{name} exists and differs in {differing}; run `slipway update` to change it")
+        raise _differs(name, change)
     _carry_out(deployment, change)
     typer.echo(f"{name} is in service")
     _tell_of_old_image(configuration, change)
@@ -170,7 +169,7 @@ def update(
     deployment = _read(file, name, model, upload, image, push, role, instance_type, env, assignments, region, profile)
     configuration, stack = deployment.configuration, deployment.stack
     if dry_run:
-        _show(deployment)
+        _show(deployment, changes=True)
         return
     stack.check_updatable()
     change = stack.propose(configuration)
@@ -303,8 +302,17 @@ def _stack(aws: Aws, name: str) -> Stack:
     return Stack(aws.client("cloudformation"), name, _progress())
 
 
-def _show(deployment: _Deployment) -> None:
-    """Print the template, the planned uploads and, if there are AWS credentials, CloudFormation's changes."""
+def _show(deployment: _Deployment, *, changes: bool) -> None:
+    """Print the template, the planned uploads and, if there are AWS credentials, CloudFormation's changes.
+
+    Args:
+        deployment: The deployment.
+        changes: The command may change a stack that exists, and creates none.
+
+    Raises:
+        StackConflict: The command would refuse.
+        UploadFailed: The upload would fail.
+    """
     from botocore.exceptions import BotoCoreError
 
     configuration, stack = deployment.configuration, deployment.stack
@@ -312,15 +320,24 @@ def _show(deployment: _Deployment) -> None:
     if configuration.push:
         typer.echo(f"{configuration.push} would be pushed as {configuration.image}", err=True)
     if configuration.upload:
-        typer.echo(f"{configuration.upload} would be uploaded to {configuration.model}", err=True)
+        count = len(files_in(Path(configuration.upload)))
+        typer.echo(f"{configuration.upload} ({count} files) would be uploaded to {configuration.model}", err=True)
     if not deployment.aws.has_credentials:
         typer.echo("slipway: note: no change set, because AWS credentials are missing", err=True)
         return
+    there = False
     try:
-        if stack.status() is not None:
+        there = stack.status() is not None
+        if there or changes:
             stack.check_updatable()
         change = stack.propose(configuration)
-    except (StackConflict, BotoCoreError) as error:
+    except BotoCoreError as error:
+        typer.echo(f"slipway: note: no change set: {error}", err=True)
+        return
+    except StackConflict as error:
+        if changes or not there:
+            raise
+        # `deploy` waits until a running operation has ended, and deletes what a failed creation has left.
         typer.echo(f"slipway: note: no change set: {error}", err=True)
         return
     if change is None:
@@ -331,6 +348,13 @@ def _show(deployment: _Deployment) -> None:
         replaced = f", replaced: {each['Replacement']}" if "Replacement" in each else ""
         typer.echo(f"  {each['Action']} {each['LogicalResourceId']} ({each['ResourceType']}){replaced}", err=True)
     stack.discard(change)
+    if there and not changes:
+        raise _differs(configuration.name, change)
+
+
+def _differs(name: str, change: ChangeSet) -> StackConflict:
+    differing = ", ".join(each["LogicalResourceId"] for each in change.changes) or "its tags"
+    return StackConflict(f"{name} exists and differs in {differing}; run `slipway update` to change it")
 
 
 def _tell_of_old_image(configuration: Configuration, change: ChangeSet | None) -> None:

@@ -33,9 +33,7 @@ def upload_model(s3: Any, directory: Path, location: str, report: Callable[[str]
         UploadFailed: The directory does not exist, has no files, or has one that cannot be read.
         boto3.exceptions.Boto3Error: S3 refused a file. So does botocore's ClientError.
     """
-    files = list(_files(directory)) if directory.is_dir() else []
-    if not files:
-        raise UploadFailed(f"{directory}: expected a directory with files")
+    files = files_in(directory)
     bucket, _, prefix = location.removeprefix("s3://").partition("/")
     prefix = prefix if prefix.endswith("/") or not prefix else prefix + "/"
     pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
@@ -53,6 +51,23 @@ def upload_model(s3: Any, directory: Path, location: str, report: Callable[[str]
             continue
         report(f"uploading {path} to s3://{bucket}/{key}")
         s3.upload_file(os.fspath(path), bucket, key, ExtraArgs={"Metadata": {_DIGEST: digest}})
+
+
+def files_in(directory: Path) -> list[Path]:
+    """Return all files that an upload of a directory would upload.
+
+    Raises:
+        UploadFailed: The directory does not exist, has no files, or has one that cannot be read or has no key in S3.
+    """
+    files = list(_files(directory)) if directory.is_dir() else []
+    if not files:
+        raise UploadFailed(f"{directory}: expected a directory with files")
+    for path in files:
+        name = path.relative_to(directory).as_posix()
+        if not name.isprintable():  # Bytes that are not UTF-8 are halves of surrogate pairs, which are not printable.
+            shown = ascii(os.fspath(path))
+            raise UploadFailed(f"the name of the file {shown} is not UTF-8 text that can be printed; rename the file")
+    return files
 
 
 def _files(directory: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -232,6 +233,36 @@ def test_a_dry_run_shows_what_would_change_and_leaves_no_proposal(cloudformation
     busy = _run("deploy", *SHORT, "--dry-run")
     assert busy.exit_code == 0
     assert "note: no change set: the stack slipway-my-llm is UPDATE_IN_PROGRESS and cannot" in busy.stderr
+
+
+def test_a_dry_run_says_that_the_command_would_refuse(cloudformation: FakeCloudFormation) -> None:
+    missing = _run("update", *SHORT, "--dry-run")
+    assert (missing.exit_code, ENDPOINT in missing.stdout) == (3, True)
+    assert "the stack slipway-my-llm does not exist; `slipway deploy` creates it" in missing.stderr
+    assert _run("deploy", *SHORT).exit_code == 0
+    assert _run("deploy", *SHORT, "--dry-run").exit_code == 0
+    for dry in ([], ["--dry-run"]):
+        changed = _run("deploy", *SHORT, "--env", "A=1", *dry)
+        assert changed.exit_code == 3
+        assert "my-llm exists and differs in Model" in changed.stderr
+    assert cloudformation.changes[-1] == "DeleteChangeSet"
+    cloudformation.status = "UPDATE_IN_PROGRESS"
+    busy = _run("update", *SHORT, "--dry-run")
+    assert (busy.exit_code, "UPDATE_IN_PROGRESS and cannot be updated now" in busy.stderr) == (3, True)
+
+
+@pytest.mark.usefixtures("cloudformation")
+@pytest.mark.parametrize("name", [b"weights\xff", b"a\nb", b"\x1b[31m"])
+def test_a_file_whose_name_is_no_key_is_refused_before_anything_is_uploaded(tmp_path: Path, name: bytes) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).touch()
+    (tmp_path / "a").touch()
+    for dry in ([], ["--dry-run"]):
+        done = _run("deploy", *SHORT, "--upload", str(tmp_path), *dry)
+        assert done.exit_code == 1, done.output
+        assert "is not UTF-8 text that can be printed" in done.stderr
+        assert done.stderr.isascii()
+        assert "uploading" not in done.stderr
+    assert _run("deploy", *SHORT, "--upload", "/nowhere", "--dry-run").exit_code == 1
 
 
 def test_a_dry_run_without_a_network_shows_the_template(cloudformation: FakeCloudFormation) -> None:
