@@ -124,14 +124,11 @@ def _set_adapters(sources: Sources, fields: dict[str, Any]) -> None:
     given = sources.model.get("option.lora_modules")
     adapters: list[dict[str, str]] = json.loads(fields["adapters"] or "[]")
     fields["adapters"] = {adapter["name"]: _adapter_source(adapter, sources.model_dir) for adapter in adapters}
-    missing = [adapter["path"] for adapter in adapters if not fields["adapters"][adapter["name"]]]
     if given is None or not adapters:
         return
-    if missing:
-        sources.lookup.problems.append(
-            f"{given.describe('option.lora_modules')}: there is no directory {quoted('', missing[0])}; allowed: a "
-            "directory, a relative one below the model directory, s3://bucket/prefix/, or owner/name on the hub"
-        )
+    for adapter in adapters:
+        if fault := _adapter_fault(adapter, fields["adapters"][adapter["name"]]):
+            sources.lookup.problems.append(f"{given.describe('option.lora_modules')}: {fault}")
     if "option.enable_lora" not in sources.model:
         fields["enable_lora"] = True
         sources.lookup.replace(SettingEntry("option.enable_lora", True, given.source, "for option.lora_modules"))
@@ -150,6 +147,17 @@ def _adapter_source(adapter: Mapping[str, str], model_dir: Path) -> str:
     if "/" in path and location.is_hub_id(path):
         return f"{ON_HUB}{path}" + (f"@{adapter['revision']}" if "revision" in adapter else "")
     return ""
+
+
+def _adapter_fault(adapter: Mapping[str, str], source: str) -> str:
+    place = quoted("", adapter["path"])
+    if not source:
+        return (
+            f"there is no directory {place}; allowed: a directory, a relative one below the model directory, "
+            "s3://bucket/prefix/, or owner/name on the hub"
+        )
+    fault = location.json_fault(Path(source, "adapter_config.json")) if os.path.isabs(source) else ""
+    return f"{place} is no adapter: {fault}" if fault else ""
 
 
 def _set_pooling(sources: Sources, fields: dict[str, Any]) -> None:
@@ -286,6 +294,8 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
         directory = str(sources.model_dir / url)  # An absolute path stays unchanged.
     else:
         return  # It is a hub id, or the engine reports that the directory is missing.
+    if fault := location.model_fault(Path(directory)):
+        sources.lookup.problems.append(f"{given.describe(PREFIX + _SPECULATIVE)}: {fault}")
     arguments[_SPECULATIVE] = Value(json.dumps(config | {"model": directory}), given.source)
 
 

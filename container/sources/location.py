@@ -99,13 +99,18 @@ def model_fault(directory: Path) -> str:
     if CONFIG_FILE not in names:
         others = "params.json" in names or any(name.lower().endswith(".gguf") for name in names)
         return "" if others else f"it has no {CONFIG_FILE}"
+    return json_fault(directory / CONFIG_FILE)
+
+
+def json_fault(path: Path) -> str:
+    """Return why a file cannot be read as a JSON object; "" if it can."""
     try:
-        config = json.loads((directory / CONFIG_FILE).read_bytes().decode("utf-8"))
+        content = json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
-        return f"its {CONFIG_FILE} cannot be read: {error.strerror}"
+        return f"its {path.name} cannot be read: {error.strerror}"
     except (ValueError, RecursionError) as error:
-        return f"its {CONFIG_FILE} is not JSON in UTF-8: {error}"
-    return "" if isinstance(config, dict) else f"its {CONFIG_FILE} is not a JSON object"
+        return f"its {path.name} is not JSON in UTF-8: {error}"
+    return "" if isinstance(content, dict) else f"its {path.name} is not a JSON object"
 
 
 def has_model(model_dir: Path) -> bool:

@@ -153,6 +153,7 @@ def test_experts_are_shared_out_to_data_parallel_ranks(model_dir: Path) -> None:
 )
 def test_a_draft_model_is_counted(model_dir: Path, properties: str) -> None:
     sparse(model_dir / "draft" / "model.safetensors", 5 * MEBIBYTE)
+    (model_dir / "draft" / "config.json").write_text("{}")
     assert needed(load(model_dir, properties)) == (0, 17)
     assert needed(load(model_dir, properties + "\noption.tensor_parallel_degree=2"), 2) == (2, 8)
 

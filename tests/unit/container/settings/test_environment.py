@@ -223,6 +223,7 @@ def test_adapters_of_other_containers_are_those_of_the_start(
 ) -> None:
     for name in ("one", "two"):
         (model_dir / name).mkdir()
+        (model_dir / name / "adapter_config.json").write_text("{}")
     settings = load_settings(model_dir, environ)
     here = {name: str(model_dir / place) if place in ("one", "two") else place for name, place in adapters.items()}
     assert settings.model.adapters == here
@@ -236,6 +237,7 @@ def test_adapters_of_other_containers_are_those_of_the_start(
     [
         ({"LORA_ADAPTERS": "a=/nowhere"}, r"environment: LORA_ADAPTERS\): there is no directory .*/nowhere"),
         ({"LORA_ADAPTERS": "a=b=c"}, "there is no directory"),
+        ({"LORA_ADAPTERS": "a=/"}, r"is no adapter: its adapter_config\.json cannot be read"),
         ({"LORA_ADAPTERS": "alone"}, "there is no directory"),
         ({"SM_VLLM_LORA_MODULES": "alone"}, "allowed: name=path"),
         ({"SM_VLLM_LORA_MODULES": '["a=s3://b/a", "a=s3://b/b"]'}, "allowed: name=path"),

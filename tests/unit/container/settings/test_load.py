@@ -399,6 +399,7 @@ def test_lmis_options_of_a_draft_model_are_vllms(model_dir: Path, properties: st
 @pytest.mark.parametrize("absolute", [False, True])
 def test_a_draft_model_is_looked_for_in_the_model_directory(model_dir: Path, absolute: bool) -> None:
     (model_dir / "draft").mkdir()
+    (model_dir / "draft" / "config.json").write_text("{}")
     name = str(model_dir / "draft") if absolute else "draft"
     for properties in (
         f"option.speculative_draft_model={name}",

@@ -408,6 +408,9 @@ def test_a_directory_without_a_model_is_refused_before_the_engine_starts(model_d
         for environ in ({"HF_MODEL_ID": str(place)}, {"OPTION_MODEL_ID": str(place)}):
             with pytest.raises(SettingsError, match=why):
                 load_settings(model_dir, environ)
+    for variable in ("OPTION_SPECULATIVE_DRAFT_MODEL", "OPTION_SPECULATIVE_MODEL"):
+        with pytest.raises(SettingsError, match=r"it has no config\.json"):
+            load_settings(model_dir, {"HF_MODEL_ID": "org/name", variable: str(snapshot)})
     (snapshot / "config.json").write_text("{}")
     assert load_settings(model_dir, {"HF_MODEL_ID": str(snapshot)}).model.model_id == str(snapshot)
     for name in ("params.json", "model.GGUF"):
