@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from deploy.replay.answer import parse
@@ -18,6 +18,7 @@ from deploy.replay.request import RecordedRequest, Reply
 from deploy.replay.results import Result, bodies, shown, side_of
 from deploy.replay.sources import MalformedLine, Sample, Source
 from deploy.replay.targets import NoAnswer, Target
+from engines.daemon_thread import in_daemon_thread
 
 _AHEAD = 2  # Requests that are read ahead, for each that runs.
 MOST_FAILURES = 20  # Requests in a row without an answer, beside those that run, after which the replay ends.
@@ -91,10 +92,9 @@ class Replay:
             NoTimes: The source has no times, and the plan needs them.
         """
         queue: asyncio.Queue[RecordedRequest | None] = asyncio.Queue(self._plan.concurrency * _AHEAD)
-        loop = asyncio.get_running_loop()
-        reading: asyncio.Future[None] = loop.create_future()
-        # A thread that waits for S3 must not keep the process from ending.
-        threading.Thread(target=self._read, args=(loop, queue, reading), daemon=True, name="replay-source").start()
+        # In a thread, because a file or S3 may be slow. A thread that waits must not keep the process from ending.
+        read = in_daemon_thread(partial(self._put_all, asyncio.get_running_loop(), queue))
+        reading = asyncio.ensure_future(read)
         workers = [asyncio.create_task(self._work(queue)) for _ in range(self._plan.concurrency)]
         working = asyncio.gather(*workers)
         stopping = asyncio.create_task(self._stopped.wait())
@@ -114,32 +114,12 @@ class Replay:
                         await asyncio.sleep(0.01)
             with contextlib.suppress(asyncio.CancelledError):
                 await working
-            if reading.done():
+            if not reading.cancel():
                 reading.result()
 
-    def _read(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        queue: asyncio.Queue[RecordedRequest | None],
-        reading: asyncio.Future[None],
-    ) -> None:
-        """Put the requests into the queue. Runs in a thread, because a file or S3 may be slow."""
-        error: BaseException | None = None
-        try:
-            self._put_all(loop, queue)
-        except BaseException as caught:
-            error = caught
-
-        def end() -> None:
-            if error is None:
-                reading.set_result(None)
-            else:
-                reading.set_exception(error)
-
-        with contextlib.suppress(RuntimeError):  # The loop may be closed.
-            loop.call_soon_threadsafe(end)
-
     def _put_all(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[RecordedRequest | None]) -> None:
+        """Put the requests into the queue."""
+
         def put(item: RecordedRequest | None) -> None:
             asyncio.run_coroutine_threadsafe(queue.put(item), loop).result()
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 from deploy.replay.request import CUSTOM_ATTRIBUTES, ROUTE, RecordedRequest, Reply
+from engines.daemon_thread import in_daemon_thread
 
 MAX_ANSWER = 256 << 20  # Bytes of an answer that are kept.
 _CONNECT_SECONDS = 10.0
@@ -136,18 +136,9 @@ class SageMakerTarget:
         try:
             async with asyncio.timeout(self._timeout):
                 # A thread for each call: a late one must not hold up the next call, or the end of the command.
-                outcome: Future[Reply] = Future()
-                outcome.set_running_or_notify_cancel()  # The wait may be cancelled, but not the call.
-                threading.Thread(target=self._run, args=(request, outcome), daemon=True).start()
-                return await asyncio.wrap_future(outcome)
+                return await in_daemon_thread(partial(self._ask, request))
         except TimeoutError:
             raise NoAnswer(f"no whole answer within {self._timeout:g} s (--timeout)") from None
-
-    def _run(self, request: RecordedRequest, outcome: Future[Reply]) -> None:
-        try:
-            outcome.set_result(self._ask(request))
-        except Exception as error:  # The task that waits gets it.
-            outcome.set_exception(error)
 
     def _ask(self, request: RecordedRequest) -> Reply:
         from botocore.exceptions import BotoCoreError, ClientError
