@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -63,15 +63,18 @@ class TextReader(ParameterReader):
     Text that stands for no such value is refused by its name.
     """
 
+    booleans: ClassVar[Mapping[str, bool]] = TEXT_BOOLEANS
+    kinds: ClassVar[tuple[Kind, ...]] = ("integer", "number", "array", "object")  # The others that may be text.
+
     def _meant(self, kind: Kind, value: Any) -> Any:
-        if not isinstance(value, str):
-            # Triton's vLLM backend and Pydantic take these two numbers.
-            return bool(value) if kind == "boolean" and isinstance(value, int) and value in (0, 1) else value
         if kind == "boolean":
-            return TEXT_BOOLEANS.get(value.strip().lower(), value)
-        if kind in ("integer", "number"):
-            return number_of_text(value)
-        return decoded(value) if kind in ("array", "object") else value
+            if isinstance(value, str):
+                return self.booleans.get(value.strip().lower(), value)
+            # Triton's vLLM backend and Pydantic take these two numbers.
+            return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
+        if not isinstance(value, str) or kind not in self.kinds:
+            return value
+        return number_of_text(value) if kind in ("integer", "number") else decoded(value)
 
 
 def number_of_text(text: str) -> int | float | str:

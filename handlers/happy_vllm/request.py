@@ -17,13 +17,11 @@ from handlers.constraints import MAX_CHOICE_LENGTH, MAX_CHOICES, same_form
 from handlers.contract import Call
 from handlers.contract_routes import MOST_IDS
 from handlers.happy_vllm.errors import WrongBody, not_json
-from handlers.json_fields import JsonError, Kind, ParameterReader, decode_json, json_kind
-from handlers.vllm_parameters import TextReader, VllmParameters, number_of_text, read_vllm_parameters
+from handlers.json_fields import JsonError, decode_json, json_kind
+from handlers.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
 
 # Keywords of /v1/generate that are not vLLM's.
 _OWN = frozenset({"prompt", "prompt_in_response", "response_pool", "json_format", "json_format_is_json_schema"})
-_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
-_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 _TYPES = ("string", "integer", "boolean", "number")  # Types of fields in the simple form of `json_format`.
 _TYPES_IN_WORDS = ", ".join(f'"{name}"' for name in _TYPES)
 _LONGEST_NAME = 80
@@ -48,11 +46,16 @@ def document(call: Call) -> dict[str, Any]:
     return value
 
 
-class FieldReader(ParameterReader):
+class FieldReader(TextReader):
     """A body's fields; booleans and integers may be what Pydantic takes as such: "yes", 1, "16".
 
     If a required one is absent, `WrongBody` is raised.
     """
+
+    booleans = dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True) | dict.fromkeys(
+        ("0", "f", "false", "n", "no", "off"), False
+    )
+    kinds = ("integer",)
 
     def required_string(self, name: str) -> str:
         self._require(name)
@@ -74,20 +77,11 @@ class FieldReader(ParameterReader):
         if not self.has(name):
             raise WrongBody(f"`{name}` is missing", "missing", "Field required", name)
 
-    def _meant(self, kind: Kind, value: Any) -> Any:
-        value = super()._meant(kind, value)
-        if kind == "integer" and isinstance(value, str):
-            return number_of_text(value)
-        if kind != "boolean":
-            return value
-        if isinstance(value, str):
-            word = value.lower()
-            return True if word in _TRUE else False if word in _FALSE else value
-        return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
 
-
-class _SamplingReader(FieldReader, TextReader):
+class _SamplingReader(FieldReader):
     """The same for sampling parameters, whose numbers and documents may be text as well."""
+
+    kinds = TextReader.kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
