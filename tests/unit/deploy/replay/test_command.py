@@ -257,6 +257,16 @@ def test_cookies_of_an_answer_are_not_sent_with_the_next_request(tmp_path: Path)
     assert [found.get("cookie") for found in server.headers] == [None] * 3
 
 
+def test_no_path_and_no_redirect_leaves_the_target(tmp_path: Path) -> None:
+    with serving(reply(ANSWER)) as other, serving({"": reply(ANSWER, 302, location=f"{other.url}/x")}) as server:
+        host = other.url.removeprefix("http:")
+        paths = (f"{host}/x", f"/{host}/x", f"/x@{host[2:]}/x", "/\\evil/x")
+        records = [record("", path=path, headers={}, **recorded(status=302)) for path in paths]
+        source = write_source(tmp_path / "a.jsonl", records)
+        run = replay(source, tmp_path / "out", "--to", server.url, "--recorded")
+    assert (run.code, len(server.asked), other.asked) == (0, len(paths), [])
+
+
 def test_requests_that_change_the_server_are_sent_only_if_that_is_asked_for(tmp_path: Path) -> None:
     records = [record(number, path=path, **recorded()) for number, path in enumerate(("/adapters", "/generate"))]
     source = write_source(tmp_path / "a.jsonl", [*records, record(2, method="DELETE", path="/x", **recorded())])
