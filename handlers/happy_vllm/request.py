@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -17,7 +17,7 @@ from handlers.constraints import MAX_CHOICE_LENGTH, MAX_CHOICES, same_form
 from handlers.contract import Call
 from handlers.contract_routes import MOST_IDS
 from handlers.happy_vllm.errors import WrongBody, not_json
-from handlers.json_fields import JsonError, decode_json, json_kind
+from handlers.json_fields import JsonError, Kind, decode_json, json_kind
 from handlers.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
 
 # Keywords of /v1/generate that are not vLLM's.
@@ -55,7 +55,7 @@ class FieldReader(TextReader):
     booleans = dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True) | dict.fromkeys(
         ("0", "f", "false", "n", "no", "off"), False
     )
-    kinds = ("integer",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("integer",)
 
     def required_string(self, name: str) -> str:
         self._require(name)
