@@ -5,9 +5,12 @@ Messages are for clients: they name the field, the value and the allowed values,
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 _SHOWN = 200  # Characters of a name from a client that a message repeats.
+_QUOTED = re.compile(r"`(\w+)`")
 
 
 class RequestError(Exception):
@@ -64,6 +67,16 @@ class InvalidParameter(InvalidRequest):
         super().__init__(f"`{parameter}` {message}")
         self.parameter = parameter
 
+    def renamed(self, names: Mapping[str, str]) -> InvalidParameter:
+        """Return the error in the words of a client that has other names for parameters.
+
+        Args:
+            names: The client's names by the engine's. Others stay.
+        """
+        parameter = names.get(self.parameter, self.parameter)
+        message = _QUOTED.sub(lambda found: f"`{names.get(found[1], found[1])}`", self.message)
+        return InvalidParameter(parameter, message.removeprefix(f"`{parameter}` "))
+
 
 class UnusableImage(InvalidRequest):
     """An image of the request cannot be used: it cannot be fetched, its base64 is wrong, or it is no allowed image."""
@@ -81,9 +94,9 @@ class InvalidChat(InvalidRequest):
 class UnknownAdapter(InvalidRequest):
     """The call names an adapter that is not registered."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, registered: Iterable[str] = ()) -> None:
         super().__init__(f"the adapter {name[:_SHOWN]!r} is not registered")
-        self.name = name
+        self.name, self.registered = name, tuple(registered)
 
 
 class AdapterUnusable(InvalidRequest):

@@ -147,6 +147,8 @@ class Exchange:
     answer: Answer
     notes: tuple[str, ...] = ()  # Log lines about ignored parameters.
     images: tuple[str, ...] = ()  # URLs of the images of each prompt, in the order of their marks there.
+    # The client's names of parameters, by the engine's, where they differ. Errors of the engine have the client's.
+    names: Mapping[str, str] = field(default_factory=dict)
     # The stream sends this comment if no token comes for a while. It begins before its first token then.
     comment: bytes = b""
     cumulative: CumulativeAnswer | None = None  # The same object as `answer` if that is cumulative. Excludes `comment`.

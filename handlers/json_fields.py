@@ -158,15 +158,21 @@ class ParameterReader:
         """
         return self._take(name, kind, None, items={"type": "string"} if kind == "array" else None)
 
-    def strings(self, name: str, *, most: int = MAX_STRINGS, longest: int = MAX_STRING_LENGTH) -> tuple[str, ...]:
-        """Return a list of strings, none empty; one string alone stands for a list of it."""
+    def strings(
+        self, name: str, *, most: int = MAX_STRINGS, longest: int = MAX_STRING_LENGTH, empty: bool = False
+    ) -> tuple[str, ...]:
+        """Return a list of strings; one string alone stands for a list of it.
+
+        Args:
+            empty: Take empty strings as well.
+        """
         items = {"type": "string", "maxLength": longest}
         value = self._take(name, ["array", "string"], [], items=items, maxItems=most)
         if isinstance(value, str):
             value = [value]
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise _wrong(name, "a list of strings", value)
-        if "" in value:
+        if "" in value and not empty:
             raise InvalidParameter(name, "must not contain an empty string")
         if len(value) > most or any(len(item) > longest for item in value):
             raise InvalidParameter(name, f"may hold {most} strings of {longest} characters at most")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from engines.errors import InternalError, RequestError
+from engines.errors import InternalError, InvalidParameter, RequestError
 from engines.interface import Generation, give_turn
 from engines.request import TokenDelta
 from handlers.contract import CumulativeAnswer, Exchange, Reply, ReplyWriter
@@ -56,11 +56,13 @@ class RunningCall:
                     generation.cancel()
                     return
         except RequestError as error:
+            if isinstance(error, InvalidParameter):
+                error = error.renamed(self._exchange.names)
             if self.begun:  # with what an earlier prompt has made
                 self.on_error(error)
             if not self.answered:  # nor before, as an earlier prompt has failed
                 self.cancel()
-                raise
+                raise error from None
         except BaseException:
             self.cancel()
             raise

@@ -57,6 +57,11 @@ class VllmParameters:
         return replace(self, request=msgspec.structs.replace(self.request, sampling=sampling))
 
 
+def vllm_names(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return vLLM's names of parameters that the engine calls by other names, for a body with these values."""
+    return {"top_n_tokens": "logprobs", "num_beams": "best_of" if values.get("best_of") is not None else "n"}
+
+
 class TextReader(ParameterReader):
     """Takes text for numbers, booleans and documents ("16", "0.5", "true", "[1, 2]"), as Triton's clients send it.
 

@@ -161,7 +161,7 @@ class VllmAdapters:
             EngineDead: The engine is gone.
         """
         if (public := self.public.get(name)) is None:
-            raise UnknownAdapter(name)
+            raise UnknownAdapter(name, self.public)
         held = self._held[public.lora_int_id]
         held.used = time.monotonic()
         claim = Claim(held)

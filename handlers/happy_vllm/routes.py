@@ -19,7 +19,7 @@ from handlers.happy_vllm.answer import StreamAnswer, WholeAnswer
 from handlers.happy_vllm.errors import json_reply, refuse
 from handlers.happy_vllm.request import FieldReader, document, read_generation
 from handlers.json_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
-from handlers.vllm_parameters import read_vllm_parameters
+from handlers.vllm_parameters import read_vllm_parameters, vllm_names
 
 
 class HappyVllmContract:
@@ -29,7 +29,8 @@ class HappyVllmContract:
         self._setting, self._stream = setting, stream
 
     def parse(self, call: Call) -> Exchange:
-        generation = read_generation(document(call))
+        values = document(call)
+        generation, names = read_generation(values), vllm_names(values)
         template = generation.parameters.request
         stream = self._stream and template.beam_search is None  # no token of a beam is final before the last
         request = msgspec.structs.replace(
@@ -41,9 +42,9 @@ class HappyVllmContract:
             adapter=self._setting.adapter_of(call, None),
         )
         if not self._stream:
-            return Exchange((request,), WholeAnswer(generation))
+            return Exchange((request,), WholeAnswer(generation), names=names)
         answer = StreamAnswer(generation)
-        return Exchange((request,), answer, cumulative=answer)
+        return Exchange((request,), answer, names=names, cumulative=answer)
 
 
 def readiness(call: Call, views: Sequence[ModelView]) -> Reply:

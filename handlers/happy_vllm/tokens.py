@@ -5,7 +5,7 @@ Source: happy_vllm, "Tokenizer endpoints" and "Data manipulation endpoints".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -62,7 +62,8 @@ def split(call: Call, view: ModelView) -> Reply:
     read, model = _read(call), view.text()
     text = check_text("text", read.required_string("text"))
     minimum = read.integer("num_tokens_in_chunk", DEFAULT_CHUNK, minimum=0)
-    separators = read.strings("separators", longest=64) if read.has("separators") else DEFAULT_SEPARATORS
+    given = read.strings("separators", longest=64, empty=True)
+    separators = given if read.has("separators") else DEFAULT_SEPARATORS
     return json_reply({"split_text": split_text(model, text, minimum, separators)})
 
 
@@ -205,10 +206,11 @@ def _pending(texts: Sequence[str]) -> int:
     return next((count for count, text in enumerate(last) if text), min(_LONGEST_CHARACTER, len(texts) - 1))
 
 
-def split_text(model: LoadedModel, text: str, minimum: int, separators: Iterable[str]) -> list[str]:
+def split_text(model: LoadedModel, text: str, minimum: int, separators: Sequence[str]) -> list[str]:
     """Chunks of at least `minimum` tokens that end right after a separator; the last one has the rest.
 
-    Separators are compared as tokens: "?" is not " ?". The chunks, joined, are the text.
+    Separators are compared as tokens: "?" is not " ?". An empty one is behind each token. The chunks, joined, are the
+    text.
     """
     ids = ids_inside(model, text)
     texts = texts_inside(model, ids)
@@ -219,7 +221,9 @@ def split_text(model: LoadedModel, text: str, minimum: int, separators: Iterable
     chunks, begin = [], 0
     for end in range(1, len(ids) + 1):
         candidates = by_last_id.get(ids[end - 1], ())
-        if end - begin >= minimum and any(ids[max(end - len(one), 0) : end] == one for one in candidates):
+        if end - begin < minimum:
+            continue
+        if "" in separators or any(ids[max(end - len(one), 0) : end] == one for one in candidates):
             chunks.append("".join(texts[begin:end]))
             begin = end
     chunks.append("".join(texts[begin:]))

@@ -27,7 +27,7 @@ from handlers.lmi.body import notes_of, read_body, stream_of
 from handlers.lmi.errors import failure, payload_refused
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
 from handlers.lmi.rolling_batch import FINISH_REASONS
-from handlers.vllm_parameters import VllmParameters, read_vllm_parameters
+from handlers.vllm_parameters import VllmParameters, read_vllm_parameters, vllm_names
 
 _FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
 # Parameters of LMI and their names in vLLM.
@@ -84,7 +84,8 @@ class LmiAsyncContract:
             adapter=adapter,
         )
         answer = (StreamAnswer if stream else WholeAnswer)(prompt, parameters)
-        return Exchange((request,), answer, notes_of(document, self._fields, parameters.ignored))
+        notes = notes_of(document, self._fields, parameters.ignored)
+        return Exchange((request,), answer, notes, names=parameters.names)
 
     def as_completion(self, call: Call) -> tuple[Call, tuple[str, ...]]:
         """Return the request as the call for a completion that LMI sends to vLLM, and notes for the log.
@@ -159,6 +160,7 @@ class AsyncParameters:
     prompt_details: bool
     full_text: bool
     ignored: tuple[str, ...]
+    names: Mapping[str, str]  # See `Exchange`.
 
 
 def _read_parameters(values: Mapping[str, Any], model_defaults: Mapping[str, Any], *, strict: bool) -> AsyncParameters:
@@ -186,7 +188,12 @@ def _read_parameters(values: Mapping[str, Any], model_defaults: Mapping[str, Any
     refuse_unread(given, ignored, NOT_READ)
     if ignored and strict:
         raise InvalidParameter(ignored[0], "is not a parameter that has an effect (option.strict_parameters is on)")
-    parameters = _read_vllm_parameters(passed, given)
+    names = vllm_names(passed)
+    names |= {other: name for name, other in VLLM_NAMES.items() if name in given and other not in given}
+    try:
+        parameters = read_vllm_parameters(passed)
+    except InvalidParameter as error:
+        raise error.renamed(names) from None
     details = own.boolean("details", False)
     return AsyncParameters(
         vllm=parameters,
@@ -194,18 +201,8 @@ def _read_parameters(values: Mapping[str, Any], model_defaults: Mapping[str, Any
         prompt_details=details and own.boolean("decoder_input_details", False),
         full_text=own.boolean("return_full_text", False),
         ignored=tuple(ignored),
+        names=names,
     )
-
-
-def _read_vllm_parameters(passed: Mapping[str, Any], given: Mapping[str, Any]) -> VllmParameters:
-    """Read vLLM's parameters. Errors have the names that the client gave."""
-    try:
-        return read_vllm_parameters(passed)
-    except InvalidParameter as error:
-        for name, vllm_name in VLLM_NAMES.items():
-            if vllm_name == error.parameter and name in given and vllm_name not in given:
-                raise InvalidParameter(name, error.message.removeprefix(f"`{vllm_name}` ")) from None
-        raise
 
 
 class _Answer(Answer):

@@ -5,7 +5,7 @@ Source: LMI schema v0.31, "Dynamic Batch/Static Batch Schema".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any
 
@@ -19,7 +19,7 @@ from handlers.djl_errors import handler_failure
 from handlers.json_fields import json_kind
 from handlers.lmi.body import notes_of, read_body, request_ids
 from handlers.lmi.errors import failure, status_of
-from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, ParameterRules, read_parameters
+from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
 
 STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on the new tokens of a streamed answer.
 
@@ -64,7 +64,7 @@ class LmiDynamicContract:
         try:
             body = read_body(call, _prompts)
             prompts, values = body.prompts, _rolling_batch_names(body.parameters, self._max_new_tokens)
-            parameters = read_parameters(values, self._rules)
+            parameters = _parameters(values, body.parameters, self._rules)
             if self._streaming != "false" and parameters.request.beam_search is not None:
                 raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
         except RequestError as error:
@@ -74,7 +74,8 @@ class LmiDynamicContract:
             for request_id, prompt in zip(request_ids(call, len(prompts)), prompts, strict=True)
         )
         ignored = (*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values))
-        return Exchange(requests, self._answer(prompts, values), notes_of(body.document, _FIELDS, ignored))
+        notes = notes_of(body.document, _FIELDS, ignored)
+        return Exchange(requests, self._answer(prompts, values), notes, names=parameters.names)
 
     def _request(self, request_id: str, prompt: str, asked: GenerationRequest) -> GenerationRequest:
         stream, sampling = self._streaming != "false", asked.sampling
@@ -119,6 +120,16 @@ def _rolling_batch_names(values: dict[str, Any], max_new_tokens: int) -> dict[st
     if "max_tokens" not in given:
         given.setdefault("max_new_tokens", max_new_tokens)
     return given
+
+
+def _parameters(values: dict[str, Any], given: Mapping[str, Any], rules: ParameterRules) -> LmiParameters:
+    """Read the parameters. Errors have the names that the client gave."""
+    names = {"seed": "manual_seed"} if given.get("manual_seed") is not None and given.get("seed") is None else {}
+    try:
+        parameters = read_parameters(values, rules)
+    except InvalidParameter as error:
+        raise error.renamed(names) from None
+    return msgspec.structs.replace(parameters, names={**parameters.names, **names})
 
 
 class ListAnswer(Answer):

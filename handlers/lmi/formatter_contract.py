@@ -116,7 +116,7 @@ class FormatterContract:
             exchange.requests[0], stream=True, want_tokens=True, want_logprobs=self._settings.token_logprobs
         )
         answer = FormatterAnswer(write, request, stream, self._writes_tokens)
-        return Exchange((asked,), answer, exchange.notes)
+        return Exchange((asked,), answer, exchange.notes, names=exchange.names)
 
     def _read_by_formatter(self, read: Formatter, call: Call) -> RequestInput:
         try:

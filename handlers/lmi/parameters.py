@@ -23,6 +23,7 @@ NOT_READ = (
 
 _SAMPLING_DEFAULTS = (1.0, 0, 1.0)  # Temperature, top_k and top_p.
 _TRTLLM_SAMPLING_DEFAULTS = (1.0, 5, 0.85)  # The same in TensorRT-LLM's table.
+_OTHER_NAMES = {"ignore_eos_token": "ignore_eos", "bad_sequences": "bad_words"}
 _SAMPLING_SWITCHES = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -38,6 +39,7 @@ class LmiParameters(msgspec.Struct, frozen=True, kw_only=True):
     output_formatter: str | None
     # Parameters without effect: unknown parameters, and those that the engine lacks in this mode.
     ignored: tuple[str, ...]
+    names: Mapping[str, str] = {}  # See `Exchange`.
 
 
 class ParameterRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +97,7 @@ def read_parameters(
         token_logprobs=read.boolean("token_logprobs", rules.token_logprobs),
         output_formatter=read.optional_string("output_formatter"),
         ignored=(),
+        names={name: other for other, name in _OTHER_NAMES.items() if read.has(other) and not read.has(name)},
     )
     refuse_unread(values, read.unread(), NOT_READ)
     ignored = _ignored(read, rules)

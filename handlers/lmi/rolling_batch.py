@@ -5,7 +5,7 @@ Source: LMI schema v0.31, "Rolling Batch/Continuous Batch Schema".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from json.encoder import encode_basestring as quote
 from math import isfinite
 from typing import Any
@@ -67,6 +67,7 @@ class _ParsedParameters(msgspec.Struct, frozen=True):
     options: AnswerOptions
     request: GenerationRequest  # Without the id and the prompt.
     notes: tuple[str, ...]
+    names: Mapping[str, str]  # See `Exchange`.
 
 
 class LmiRollingContract:
@@ -118,7 +119,7 @@ class LmiRollingContract:
         notes = parsed.notes
         if body.document.keys() - self._fields:
             notes += notes_of(body.document, self._fields, ())
-        return Exchange(tuple(requests), answer, notes)
+        return Exchange(tuple(requests), answer, notes, names=parsed.names)
 
     def _parse_parameters(self, key: tuple[bytes, bool], values: dict[str, Any]) -> _ParsedParameters:
         encoded, stream = key
@@ -138,7 +139,8 @@ class LmiRollingContract:
         notes = notes_of({}, (), parameters.ignored)
         if parameters.output_formatter not in (None, formatter):
             notes += (f"unknown output_formatter, {formatter} used instead",)
-        parsed = _ParsedParameters(formatter, options, _request(parameters, options, records), notes)
+        request = _request(parameters, options, records)
+        parsed = _ParsedParameters(formatter, options, request, notes, parameters.names)
         if len(encoded) <= _LONGEST_CACHED:
             if len(self._cache) >= _MOST_CACHED:
                 self._cache.clear()

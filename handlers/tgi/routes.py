@@ -31,6 +31,7 @@ from handlers.tgi.request import TgiRequest, unread_names, validate
 from handlers.tgi.tokenize import ChatRequest, chat, chat_tokenize, tokenize
 
 _NO_IMAGES: tuple[str, ...] = ()
+_NAMES = {"adapter": "adapter_id", "stop_token_ids": "stop"}  # Stop texts may be special tokens.
 
 
 class TgiContract:
@@ -93,8 +94,8 @@ class TgiContract:
             compute_type=self._setting.settings.rolling_batch,
         )
         if streams:
-            return Exchange(requests, StreamAnswer(options), notes, images, comment=IDLE_COMMENT)
-        return Exchange(requests, WholeAnswer(options), notes, images)
+            return Exchange(requests, StreamAnswer(options), notes, images, _NAMES, IDLE_COMMENT)
+        return Exchange(requests, WholeAnswer(options), notes, images, _NAMES)
 
     def _notes(self, document: dict[str, Any]) -> tuple[str, ...]:
         unknown = unread_names(document)

@@ -26,6 +26,7 @@ _STATUS: dict[int, tuple[type[errors.RequestError], ...]] = {
 }
 _LARGEST_VERSION = 2**63 - 1
 _LONGEST_NAME = 200
+_MOST_NAMES = 100  # Of adapters in a message.
 
 
 class TritonRefusal(errors.InvalidRequest):
@@ -57,7 +58,8 @@ def message_of(error: errors.RequestError) -> str:
     if isinstance(error, errors.UnknownModel):
         return unknown_model(error.name)
     if isinstance(error, errors.UnknownAdapter):
-        return f"LoRA {error.name[:_LONGEST_NAME]} is not supported"
+        known = sorted(error.registered)[:_MOST_NAMES]
+        return f"LoRA {error.name[:_LONGEST_NAME]} is not supported, we currently support {known}"
     if isinstance(error, errors.UnusableImage):
         return f"Error generating stream: `image` {error.reason}"
     if isinstance(error, errors.InvalidRequest | errors.GenerationFailed) and not isinstance(error, TritonRefusal):

@@ -186,6 +186,11 @@ def repository_index(call: Call, views: Sequence[ModelView]) -> Reply:
     return _json([_indexed(view) for view in views if view.state == "ready" or not only_ready])
 
 
+def of_one_repository(call: Call, views: Sequence[ModelView]) -> Reply:
+    """Refuse to load or unload a model of a repository that the path names, as Triton does."""
+    return error_reply(501, "'repository_name' specification is not supported")
+
+
 def _object_of(body: bytes) -> dict[str, Any] | Reply:
     """Return the object of a body, which may be empty, or the reply with its fault."""
     if not body.strip():

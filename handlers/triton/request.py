@@ -23,7 +23,7 @@ from handlers.images import DATA_URL
 from handlers.json_cost import JsonDecoder
 from handlers.json_fields import MAX_INT64, MIN_INT64, JsonError, decode_json, json_fault, json_kind
 from handlers.triton.errors import TritonRefusal
-from handlers.vllm_parameters import TEXT_BOOLEANS, TextReader, VllmParameters, read_vllm_parameters
+from handlers.vllm_parameters import TEXT_BOOLEANS, TextReader, VllmParameters, read_vllm_parameters, vllm_names
 
 Kind = Literal["text", "texts", "boolean", "integer"]
 
@@ -116,6 +116,7 @@ class TritonRequest:
     outputs: frozenset[str]  # The outputs that the request asks for beside `text_output`.
     adapter: str | None  # The value of `lora_name`.
     ignored: tuple[str, ...]  # The given names that have no effect.
+    names: Mapping[str, str]  # See `Exchange`.
 
     @property
     def shows_logprobs(self) -> bool:
@@ -147,6 +148,15 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
         InvalidParameter: A parameter is wrong. The error names it, and the allowed values.
         InvalidRequest: The request asks for a vector.
     """
+    names: dict[str, str] = {}
+    try:
+        return _read(body, setting, names)
+    except InvalidParameter as error:
+        raise error.renamed(names) from None
+
+
+def _read(body: bytes, setting: ContractSetting, names: dict[str, str]) -> TritonRequest:
+    """Read a request's body. `names` takes the client's names by vLLM's and the engine's, where they differ."""
     request_id, inputs, parameters = read_inputs(body, setting)
     if inputs.pop("embedding_request", None) is not None:
         raise InvalidRequest(f"Model {setting.settings.name} does not support 'embed' request")
@@ -160,14 +170,17 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
         parameters = _document(sampling_parameters)
     ignored = tuple(sorted(parameters.keys() & _FOR_THE_SERVER))
     values = {name: value for name, value in {**parameters, **inputs}.items() if name not in _FOR_THE_SERVER}
-    names = set(values)
+    given = set(values)
     if sampling_parameters is not None and "bad_words" not in inputs:
-        names.discard("bad_words")  # vLLM's own parameter. TensorRT-LLM's is an input.
+        given.discard("bad_words")  # vLLM's own parameter. TensorRT-LLM's is an input.
     tensorrt_llm = setting.settings.rolling_batch == "trtllm" or any(
-        name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in names
+        name in TENSORRT_LLM_INPUTS or name.startswith(SAMPLING_PREFIX) for name in given
     )
     if tensorrt_llm:
-        values = plain_names(values)
+        values = plain_names(values, names)
+    names.update(vllm_names(values))
+    if "streaming" in values:
+        names["stream"] = "streaming"
     stream = any([switch(values, "stream"), switch(values, "streaming")])  # A list: both are removed.
     leaves_out_prompt = switch(values, "exclude_input_in_output")
     if stream and leaves_out_prompt is False:
@@ -179,7 +192,7 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
         add_special_tokens = switch(values, "add_special_tokens") is not False
         if switch(values, "return_perf_metrics"):
             ignored = (*ignored, "return_perf_metrics")
-        values, constraint = to_vllm(values, setting.model.eos_token_ids)
+        values, constraint = to_vllm(values, setting.model.eos_token_ids, names)
     adapter = _adapter(values.pop("lora_name", None), setting)
     if leaves_out_prompt is None:
         leaves_out_prompt = stream or tensorrt_llm
@@ -194,6 +207,7 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
         outputs=outputs,
         adapter=adapter,
         ignored=ignored,
+        names=names,
     )
 
 
@@ -372,8 +386,8 @@ def _vllm(values: Mapping[str, Any], constraint: Constraint | None, stream: bool
     return parameters.constrained(constraint)
 
 
-def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values under vLLM's names, without the prefix.
+def plain_names(values: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Return the values under vLLM's names, without the prefix. `names` takes the client's names by vLLM's.
 
     Raises:
         InvalidParameter: Two values have the same name.
@@ -386,11 +400,14 @@ def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
         if name in plain:
             raise InvalidParameter(name[:80], f"is given twice: as `{origin[name][:120]}` and as `{given[:120]}`")
         plain[name], origin[name] = value, given
+    names.update({name: given for name, given in origin.items() if name != given})
     return plain
 
 
-def to_vllm(plain: Mapping[str, Any], eos_token_ids: frozenset[int]) -> tuple[dict[str, Any], Constraint | None]:
-    """Return the values with vLLM's names, and the constraint.
+def to_vllm(
+    plain: Mapping[str, Any], eos_token_ids: frozenset[int], names: dict[str, str]
+) -> tuple[dict[str, Any], Constraint | None]:
+    """Return the values with vLLM's names, and the constraint. `names` takes the client's names by vLLM's.
 
     Raises:
         InvalidParameter: A parameter is wrong. The error names it, and the allowed values.
@@ -406,8 +423,8 @@ def to_vllm(plain: Mapping[str, Any], eos_token_ids: frozenset[int]) -> tuple[di
         if name in values:
             values[name] = _words(values[name])
     _translate_sampling(values)
-    _translate_beams(values)
-    _translate_end(values, eos_token_ids)
+    _translate_beams(values, names)
+    _translate_end(values, eos_token_ids, names)
     return values, constraint
 
 
@@ -435,7 +452,7 @@ def _is_zero(value: Any) -> bool:
     return not isinstance(value, bool) and value == 0
 
 
-def _translate_beams(values: dict[str, Any]) -> None:
+def _translate_beams(values: dict[str, Any], names: dict[str, str]) -> None:
     """Set the number of beams. All of them are returned, or the best `num_return_sequences` of them."""
     width = values.pop("beam_width", 1)
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
@@ -443,14 +460,16 @@ def _translate_beams(values: dict[str, Any]) -> None:
     if width > 1:
         if (best_of := values.get("best_of")) is not None and str(best_of) != str(width):
             raise InvalidParameter("best_of", f"must be {width}, as `beam_width`, or absent")
-        values.setdefault("n", width)
+        names.update(dict.fromkeys(("best_of", "num_beams", "use_beam_search"), "beam_width"))
+        if "n" not in values:
+            values["n"], names["n"] = width, "beam_width"
         values |= {"use_beam_search": True, "best_of": width}
     elif TEXT_BOOLEANS.get(str(values.get("use_beam_search")).strip().lower()) is not True:
         values.pop("length_penalty", None)
         values.pop("early_stopping", None)
 
 
-def _translate_end(values: dict[str, Any], eos_token_ids: frozenset[int]) -> None:
+def _translate_end(values: dict[str, Any], eos_token_ids: frozenset[int], names: dict[str, str]) -> None:
     """Replace the model's own end tokens by `end_id`. -1 means that no token ends the text."""
     end_id = values.pop("end_id", None)
     if end_id is None:
@@ -459,10 +478,12 @@ def _translate_end(values: dict[str, Any], eos_token_ids: frozenset[int]) -> Non
         raise InvalidParameter("end_id", "must be a token id, or -1 for none")
     if end_id in eos_token_ids:
         return
-    values["ignore_eos"] = True
+    values["ignore_eos"], names["ignore_eos"] = True, "end_id"
     given = decoded(values.get("stop_token_ids")) or []
     if isinstance(given, list) and end_id != _NO_END:  # The reader reports another type.
         values["stop_token_ids"] = [*given, end_id]
+        if not given:
+            names["stop_token_ids"] = "end_id"
 
 
 def _constraint(kind: Any, guide: Any) -> Constraint | None:

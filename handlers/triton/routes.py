@@ -53,7 +53,7 @@ class TritonContract:
             answer = CollectedAnswer(model, request, events=self._events)
         notes = (f"parameters without effect: {', '.join(request.ignored)}",) if request.ignored else ()
         adapter = self._setting.adapter_of(call, request.adapter)
-        return Exchange((request.for_engine(call.request_id, adapter),), answer, notes, request.images)
+        return Exchange((request.for_engine(call.request_id, adapter),), answer, notes, request.images, request.names)
 
 
 EVENTS = "text/event-stream"
@@ -159,11 +159,26 @@ _ROUTES: tuple[Route, ...] = (
         GenerationRoute(path=f"{prefix}/infer", contract=InferContract, models="pooling", refuse_path=missing_model)
         for prefix in _MODEL_PATHS
     ),
-    InfoRoute.of_all(
-        "/v2/repository/index",
-        model.repository_index,
-        methods=("POST",),
-        about=_about("Models of this server (Triton)", an_array(OBJECT), request=_INDEX),
+    *(
+        InfoRoute.of_all(
+            path,
+            model.repository_index,
+            methods=("POST",),
+            about=_about("Models of this server (Triton)", an_array(OBJECT), request=_INDEX),
+        )
+        for path in ("/v2/repository/index", "/v2/repository/{repository}/index")
+    ),
+    *(
+        InfoRoute.of_all(
+            f"/v2/repository/{{repository}}/models/{{name}}/{action}",
+            model.of_one_repository,
+            methods=("POST",),
+            about=Operation(
+                summary=f"{action} a model of one repository; always refused (Triton)".capitalize(),
+                answers={"501": ("It is not supported", {JSON: _ERROR})},
+            ),
+        )
+        for action in ("load", "unload")
     ),
     InfoRoute(
         path="/v2/repository/models/{model}/load",

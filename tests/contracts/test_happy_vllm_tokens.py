@@ -351,6 +351,18 @@ def test_a_separator_may_take_several_tokens() -> None:
     assert ask("/v1/split_text", document) == {"split_text": ["one<br>", "two<br>", "three"]}
 
 
+def test_an_empty_separator_is_behind_each_token() -> None:
+    """happy_vllm looks for the tokens of a separator, and an empty list of tokens is everywhere."""
+    text = "one two three four five"
+    for minimum in (1, 2, 3):
+        chunks = ask("/v1/split_text", {"text": text, "num_tokens_in_chunk": minimum, "separators": ["", "x"]})
+        pieces = chunks["split_text"]
+        assert "".join(pieces) == text
+        counts = [len(ids_inside(LIKE_GPT, piece)) for piece in (text, *pieces)]
+        assert counts[1:-1] == [minimum] * (len(pieces) - 1)
+        assert len(pieces) == -(-counts[0] // minimum)
+
+
 def test_a_text_without_separators_or_too_short_is_one_chunk_and_an_empty_one_none() -> None:
     assert ask("/v1/split_text", {"text": TEXT}) == {"split_text": [TEXT]}
     assert ask("/v1/split_text", {"text": TEXT, "num_tokens_in_chunk": 1, "separators": []}) == {"split_text": [TEXT]}
@@ -385,7 +397,7 @@ def test_the_count_is_that_of_the_text_inside_another() -> None:
         ("/v1/decode", {"token_ids": [-1]}, "token_ids"),
         ("/v1/decode", {"token_ids": [10**9]}, "token_ids"),
         ("/v1/split_text", {"text": "a", "num_tokens_in_chunk": "many"}, "num_tokens_in_chunk"),
-        ("/v1/split_text", {"text": "a", "separators": [""]}, "separators"),
+        ("/v1/split_text", {"text": "a", "separators": [5]}, "separators"),
         ("/v1/split_text", {"text": "a", "separators": ["a"] * 65}, "separators"),
         ("/v1/metadata_text", {"text": "a", "truncation_side": "middle"}, "truncation_side"),
         ("/v1/metadata_text", {"text": "a", "max_length": -1}, "max_length"),

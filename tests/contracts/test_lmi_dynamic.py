@@ -189,7 +189,7 @@ def e3(message: str, code: int = 424) -> bytes:
         ({"inputs": "a", "parameters": True}, "`parameters` must be an object, got a boolean"),
         ({"inputs": "a", "parameters": {"top_p": 2}}, "`top_p` must be at most 1, got 2.0"),
         ({"inputs": "a", "parameters": {"return_full_text": 1}}, "`return_full_text` must be true or false, got 1"),
-        ({"inputs": "a", "parameters": {"manual_seed": True}}, "`seed` must be a whole number, got true"),
+        ({"inputs": "a", "parameters": {"manual_seed": True}}, "`manual_seed` must be a whole number, got true"),
         (["a"], "the body must be a JSON object with `inputs`, got an array"),
         (b"<a>", "the body is not valid JSON: JSON is malformed: invalid character (byte 0)"),
     ],

@@ -175,6 +175,20 @@ def test_any_body_is_an_index_or_an_error(body: bytes) -> None:
     json.loads(reply.body)
 
 
+def test_the_name_of_a_repository_does_not_matter_in_an_index_and_is_refused_elsewhere() -> None:
+    """Triton reads the name there as well, and uses it for nothing."""
+    path = "/v2/repository/{repository}"
+    index = told(path + "/index", {"repository": "mine"}, method="POST", body=b"")
+    assert parts(index) == parts(told("/v2/repository/index", method="POST", body=b""))
+    for action in ("load", "unload"):
+        refused = told(f"{path}/models/{{name}}/{action}", {"repository": "mine", "name": "model"}, method="POST")
+        assert parts(refused) == (
+            501,
+            "application/json",
+            b'{"error":"\'repository_name\' specification is not supported"}',
+        )
+
+
 @pytest.mark.parametrize(
     ("action", "name", "state", "expected"),
     [

@@ -301,6 +301,35 @@ def test_a_text_that_names_an_input_is_no_second_input() -> None:
         ({"end_id": -2}, "`end_id` must be a token id, or -1 for none"),
         ({"lora_task_id": 1}, "`lora_task_id` cannot be used: this server has no adapters"),
         (
+            {"random_seed": 1, "sampling_param_seed": "x"},
+            "`seed` is given twice: as `sampling_param_seed` and as `random_seed`",
+        ),
+        ({"sampling_param_seed": "x"}, '`sampling_param_seed` must be a whole number, got "x"'),
+        (
+            {"stop_words": ["a"], "detokenize": False},
+            "`stop_words` needs the text of the answer: it cannot be combined with `detokenize` false",
+        ),
+        ({"min_length": 9, "max_tokens": 5}, "`min_length` must not be above `max_tokens` (5), got 9"),
+        (
+            {"num_return_sequences": 2},
+            "`num_return_sequences` above 1 needs sampling: with `temperature` 0 there is one sequence only (got 2)",
+        ),
+        (
+            {"num_return_sequences": 3, "beam_width": 2},
+            "`beam_width` must be at least `num_return_sequences` (3), got 2",
+        ),
+        (
+            {"beam_width": 2, "streaming": True},
+            "`streaming` cannot be true with beam search: no token is final before the last",
+        ),
+        ({"pad_id": 0, "runtime_top_p": 3}, "`runtime_top_p` must be at most 1, got 3.0"),
+        ({"pad_id": 0, "len_penalty": 9, "use_beam_search": True, "n": 2}, "`len_penalty` must be at most 8, got 9.0"),
+        ({"sampling_param_unheard": 1}, "`sampling_param_unheard` is not a sampling parameter that vLLM has"),
+        (
+            {"pad_id": 0, "exclude_input_from_output": "x"},
+            "`exclude_input_from_output` must be true or false, got a string",
+        ),
+        (
             {"return_context_logits": True},
             "`return_context_logits` cannot be true: this server has no logits to give",
         ),
@@ -331,7 +360,8 @@ def test_a_wrong_parameter_is_400_with_its_name(values: dict[str, Any], message:
 
 def test_adapters_that_cannot_be_used_have_the_backends_words() -> None:
     assert refused(PROMPT | {"lora_name": "x"}).body == b'{"error":"LoRA feature is not enabled."}'
-    assert message_of(UnknownAdapter("x")) == "LoRA x is not supported"
+    message = message_of(UnknownAdapter("x", ["sheep", "doll"]))
+    assert message == "LoRA x is not supported, we currently support ['doll', 'sheep']"
 
 
 def test_booleans_may_be_one_and_zero() -> None:

@@ -190,7 +190,8 @@ def test_generate_with_stream_wants_exactly_one_response(server: Server, complet
         ({"unheard_of": 1}, 400, "unheard_of"),
         ({"text_input": "x " * (MAX_MODEL_LEN + 1), "stream": True}, 400, "Error generating stream: the prompt has"),
         ({"text_input": ""}, 400, "Error generating stream: "),
-        ({"end_id": 10**9}, 400, "vocabulary"),
+        ({"end_id": 10**9}, 400, "`end_id` must hold token ids below"),
+        ({"beam_width": 50}, 400, "`beam_width` must be at most"),
         ({"n": 10000, "temperature": 1}, 400, "sequences"),
     ],
 )
@@ -208,6 +209,9 @@ def test_other_models_paths_and_methods_are_refused_in_tritons_words(server: Ser
     for method, path in (("GET", PATH), ("HEAD", "/v2/health/live"), ("GET", "/v2/repository/index")):
         assert server.client.request(method, path).status_code == 405
     assert server.client.get(PATH).content == b'{"error":"Method Not Allowed"}'
+    index = server.client.post("/v2/repository/index").json()
+    assert server.client.post("/v2/repository/mine/index").json() == index
+    assert server.client.post("/v2/repository/mine/models/model/load").status_code == 501
     for path in ("/v2/nothing", PATH + "/", "/v2/models/model/versions/x/generate"):
         response = server.client.post(path, json={"text_input": "x"})
         assert (response.status_code, response.content) == (404, b'{"error":"Not Found"}')

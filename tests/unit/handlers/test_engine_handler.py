@@ -10,22 +10,25 @@ from dataclasses import replace
 
 import pytest
 
-from engines.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
+from engines.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest, RequestError
 from engines.interface import Generation, Sink
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
-from handlers.contract import LONG_BODY, Call, ContractError, Exchange, Reply
+from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply
 from handlers.contract_routes import ContractSetting
 from handlers.custom.formatter_thread import FormatterThread
 from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
 from handlers.happy_vllm.answer import StreamAnswer
 from handlers.happy_vllm.routes import HappyVllmContract
+from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
 from handlers.lmi.formatter_handler import FormatterHandler
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.queue import EngineQueue
+from handlers.tgi.routes import TgiContract
 from handlers.triton.routes import TritonContract
 from tests.contracts.exchange import MODEL, call
+from tests.contracts.tgi_exchange import FakeModel
 from tests.stand_ins.collected_reply import CollectedReply
 from tests.stand_ins.scripted_engine import ScriptedEngine
 from tests.waiting import until
@@ -84,6 +87,44 @@ async def test_sequences_count_and_what_does_not_fit_is_refused(queue: EngineQue
     assert never.value.reply.status == 424
     assert "at most 4 can be served" in never.value.reason
     assert queue.open_sequences == 3
+
+
+TRITON = TritonContract(ContractSetting(settings=MODEL, model=FakeModel()), events=False)
+HAPPY = HappyVllmContract(ContractSetting(settings=MODEL, model=FakeModel()), stream=False)
+TGI = TgiContract(ContractSetting(settings=MODEL, model=FakeModel()), streams=False)
+LMI_ASYNC = LmiAsyncContract(replace(MODEL, async_mode=True))
+
+
+@pytest.mark.parametrize(
+    ("contract", "document", "name", "shown"),
+    [
+        (TRITON, {"text_input": "x", "end_id": 10**9}, "stop_token_ids", "end_id"),
+        (TRITON, {"text_input": "x", "end_id": 9, "stop_token_ids": "[8]"}, "stop_token_ids", "stop_token_ids"),
+        (TRITON, {"text_input": "x", "end_id": -1}, "ignore_eos", "end_id"),
+        (TRITON, {"text_input": "x", "beam_width": 2}, "num_beams", "beam_width"),
+        (TRITON, {"text_input": "x", "use_beam_search": True, "n": 2}, "num_beams", "n"),
+        (TRITON, {"text_input": "x", "logprobs": 9}, "top_n_tokens", "logprobs"),
+        (TRITON, {"text_input": "x", "sampling_param_bad": ["a"]}, "bad_words", "sampling_param_bad"),
+        (HAPPY, {"prompt": "x", "use_beam_search": True, "n": 2, "best_of": 3}, "num_beams", "best_of"),
+        (TGI, {"inputs": "x", "parameters": {"stop": ["<|turn|>"]}}, "stop_token_ids", "stop"),
+        (TGI, {"inputs": "x", "parameters": {}}, "typical_p", "typical_p"),
+        (CONTRACT, {"inputs": "x", "parameters": {"ignore_eos_token": True}}, "ignore_eos", "ignore_eos_token"),
+        (CONTRACT, {"inputs": "x", "parameters": {"ignore_eos": True}}, "ignore_eos", "ignore_eos"),
+        (LmiDynamicContract(MODEL), {"inputs": "x", "parameters": {"manual_seed": 1}}, "seed", "manual_seed"),
+        (LMI_ASYNC, {"inputs": "x", "parameters": {"max_new_tokens": 9}}, "max_tokens", "max_new_tokens"),
+    ],
+)
+async def test_what_the_engine_refuses_has_the_clients_name(
+    queue: EngineQueue, engine: ScriptedEngine, contract: Contract, document: object, name: str, shown: str
+) -> None:
+    async def refuse(request: GenerationRequest, sink: Sink) -> Generation:
+        raise InvalidParameter(name, f"must be less than `{name}`")
+
+    engine.submit = refuse  # type: ignore[method-assign]
+    with pytest.raises(ContractError) as refused:
+        await EngineHandler(queue, contract).handle(call(document), CollectedReply())
+    assert refused.value.reason == f"`{shown}` must be less than `{shown}`"
+    assert f"`{shown}`" in refused.value.reply.body.decode()
 
 
 async def test_headers_and_the_key_steer_every_prompt_of_a_call(queue: EngineQueue, engine: ScriptedEngine) -> None:
