@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import resource
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import psutil
 import pytest
@@ -112,3 +115,96 @@ def test_a_client_of_http_1_0_gets_whole_answers_with_their_length_and_streams_u
     assert not names & {b"transfer-encoding", b"content-length"}
     assert b"connection: close" in head.split(b"\r\n")
     assert body == b"t-0\nt-1\nt-2\nt-3\nt-4\n"
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+LIMIT = {"max_tokens": 2, "temperature": 0}
+OF_LMI = {"inputs": "Hi", "parameters": {"max_new_tokens": 2}}
+OF_OPENAI: dict[str, Any] = {"model": "model", **LIMIT}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("/invocations", OF_LMI),
+    ("/invocations", OF_LMI | {"stream": True}),
+    ("/predictions/model", LIMIT | {"messages": MESSAGES, "stream": True}),
+    ("/v1/completions", OF_OPENAI | {"prompt": "Hi"}),
+    ("/v1/chat/completions", OF_OPENAI | {"messages": MESSAGES, "stream": True}),
+    ("/v1/chat/completions", OF_OPENAI | {"messages": MESSAGES, "user": "é" * 40_000}),
+    ("/v1/messages", OF_OPENAI | {"messages": MESSAGES}),
+    ("/v1/responses", {"model": "model", "input": "Hi", "max_output_tokens": 2, "temperature": 0}),
+    ("/", OF_LMI),
+    ("/generate", OF_LMI),
+    ("/generate_stream", OF_LMI),
+    ("/chat_tokenize", {"messages": MESSAGES}),
+    ("/tokenize", {"model": "model", "prompt": "Hi"}),
+    ("/v2/models/model/generate", LIMIT | {"text_input": "Hi"}),
+    ("/v2/models/model/generate_stream", LIMIT | {"text_input": "Hi", "stream": True}),
+    ("/v1/generate", LIMIT | {"prompt": "Hi"}),
+    ("/v1/generate_stream", LIMIT | {"prompt": "Hi"}),
+    ("/v2/tokenizer", {"messages": MESSAGES}),
+    ("/v1/generate", {"prompt": 5}),
+]
+# Parts of answers that differ from call to call.
+_OF_CALL = re.compile(rb'"(resp|msg)_[0-9a-f]+"|"(created|created_at|completed_at)": ?[0-9.]+')
+
+
+def reply_from(file: BinaryIO) -> tuple[int, str, bytes]:
+    """Read a reply. Returns its status, its content type and its body, without what differs from call to call."""
+    status = int(file.readline().split()[1])
+    headers = {}
+    while line := file.readline().strip():
+        name, _, value = line.decode("latin-1").partition(":")
+        headers[name.lower()] = value.strip()
+    if "chunked" in headers.get("transfer-encoding", ""):
+        pieces = []
+        while size := int(file.readline(), 16):
+            pieces.append(file.read(size))
+            assert file.readline() == b"\r\n"
+        assert file.readline() == b"\r\n"
+        body = b"".join(pieces)
+    else:
+        body = file.read(int(headers.get("content-length", 0)))
+    return status, headers.get("content-type", ""), _OF_CALL.sub(b"", body)
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@pytest.mark.parametrize(("path", "document"), CALLS)
+def test_a_request_is_answered_alike_in_one_write_and_in_several(
+    server: Server, path: str, document: dict[str, Any]
+) -> None:
+    """Most clients write the head and the body apart. All calls of the test share a connection."""
+    body = json.dumps(document, ensure_ascii=False).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Request-Id: pieces\r\n".encode()
+    with_length, in_chunks = head + b"Content-Length: %d\r\n" % len(body), head + b"Transfer-Encoding: chunked\r\n"
+    half = len(body) // 2
+    pieces = {
+        "head and body": (with_length + b"\r\n", body),
+        "parts of the body": (with_length + b"\r\n", body[:half], body[half:]),
+        "parts of the head": (with_length[:40], with_length[40:] + b"\r\n" + body[:1], body[1:]),
+        "chunks": (
+            in_chunks + b"\r\n",
+            chunk(body[:half]),
+            chunk(body[half:])[:3],
+            chunk(body[half:])[3:],
+            b"0\r\n\r\n",
+        ),
+    }
+    with connection(server) as client, client.makefile("rb") as file:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+        client.sendall(with_length + b"\r\n" + body)
+        expected = reply_from(file)
+        for name, parts in pieces.items():
+            for part in parts:
+                client.sendall(part)
+                server.client.get("/health")  # The server has read the part.
+            assert reply_from(file) == expected, name
+        for lines in (with_length, in_chunks):
+            client.sendall(lines + b"Expect: 100-continue\r\n\r\n")
+            assert file.readline() == b"HTTP/1.1 100 Continue\r\n"
+            assert file.readline() == b"\r\n"
+            client.sendall(body if lines is with_length else chunk(body) + b"0\r\n\r\n")
+            assert reply_from(file) == expected, lines
+        client.sendall((with_length + b"\r\n" + body) * 2)  # The second one comes before the first one is answered.
+        assert [reply_from(file), reply_from(file)] == [expected, expected]
+    assert expected[0] == (422 if document.get("prompt") == 5 else 200)
