@@ -67,6 +67,17 @@ class _Enforcing:
             content = self.extract_reasoning(model_output, request)[1]
         return reasoning, content, calls
 
+    def parse_delta(self, *arguments: Any, **options: Any) -> Any:
+        """Parse a part of a streamed answer. A call's null fields are left out, as they are for other back ends."""
+        delta = super().parse_delta(*arguments, **options)  # type: ignore[misc]
+        for call in delta.tool_calls if delta is not None else ():
+            for part in (call, call.function):
+                if part is not None:
+                    part.model_fields_set.difference_update(
+                        [name for name in part.model_fields_set if getattr(part, name) is None]
+                    )
+        return delta
+
 
 class _WithoutReasoning:
     """For a parser of reasoning that cannot tell its end: an answer that has to call a tool is the call alone."""

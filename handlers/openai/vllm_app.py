@@ -38,6 +38,7 @@ import logging
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextvars import copy_context
+from copy import deepcopy
 from functools import partial
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -453,6 +454,8 @@ async def build(
         if "generate" in tasks:
             _change_responses(app.state.openai_serving_responses)
             _change_messages(app.state.anthropic_serving_messages)
+            batches = app.state.openai_serving_chat_batch
+            batches.render_batch_chat_request = partial(_of_copies, batches.render_batch_chat_request)
             for name in ("chat", "chat_batch", "completion"):
                 serving = getattr(app.state, f"openai_serving_{name}")
                 serving.beam_search = client.searching(serving.beam_search)
@@ -476,9 +479,23 @@ def _change_responses(responses: Any) -> None:
     responses.responses_background_stream_generator = tasks.events
     responses._convert_generation_error_to_streaming_response = _reraise
     responses.responses_stream_generator = _telling_incomplete(responses.responses_stream_generator)
+    responses.create_responses = partial(_with_own_id, responses.create_responses, tasks)
     renderer = responses.online_renderer
     if renderer.parser is not None:
         renderer.parser = _hiding_constraints(renderer.parser)
+
+
+async def _with_own_id(
+    create: Callable[..., Awaitable[Any]], running: Collection[str], request: ResponsesRequest, *rest: Any
+) -> Any:
+    """Create a response, unless one with the same id is being made in the background: its record would be replaced.
+
+    Raises:
+        VLLMValidationError: There is one.
+    """
+    if request.request_id in running:
+        raise VLLMValidationError("`request_id` is that of a response that is being made", parameter="request_id")
+    return await create(request, *rest)
 
 
 def _reraise(error: Exception) -> str:
@@ -515,6 +532,14 @@ def _change_messages(messages: Any) -> None:
     messages.to_chat_completion_request = partial(_continuing, messages.to_chat_completion_request)
     messages.messages_full_converter = lambda answer: _Message.model_construct(**dict(whole(answer)))
     messages.message_stream_converter = partial(_raising, stream)
+
+
+async def _of_copies(render: Callable[[Any], Awaitable[Any]], request: Any) -> Any:
+    """Make the prompts of a batch of copies of its messages.
+
+    vLLM decodes the arguments of calls in place for the template, and cannot read the messages a second time then.
+    """
+    return await render(request.model_copy(update={"messages": deepcopy(request.messages)}))
 
 
 def _continuing(convert: Callable[..., ChatCompletionRequest], request: Any, **options: Any) -> ChatCompletionRequest:

@@ -348,10 +348,17 @@ def _without_idle(document: Mapping[str, msgspec.Raw], path: str) -> dict[str, N
     """Return the fields to remove because they ask for nothing. Some clients send them with every request."""
     if path not in (CHAT, BATCH, COMPLETIONS):
         return {}
-    idle = [("suffix", b'""')]
+    idle = []
+    if bytes(document.get("suffix", b"")) == b'""':
+        idle.append("suffix")
     if bytes(document.get("stream", b"null")) in (b"null", b"false"):
-        idle.append(("stream_options", bytes(document.get("stream_options", b""))))
-    return {name: None for name, value in idle if name in document and bytes(document[name]) == value}
+        idle.append("stream_options")
+    tools = document.get("tools", b"null")
+    if bytes(tools) == b"null" or (_first(tools) == b"[" and not _decode_items(tools)):
+        idle.append("tools")
+        if bytes(document.get("tool_choice", b"")) in (b'"auto"', b'"none"'):
+            idle.append("tool_choice")
+    return {name: None for name in idle if name in document}
 
 
 def _with_types(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:

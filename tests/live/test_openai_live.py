@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import anthropic
 import httpx
 import jsonschema
 import openai
@@ -183,8 +184,22 @@ def test_any_model_will_do_under_openai(server: Server) -> None:
 def test_responses_and_anthropics_messages_come_with_vllm(client: openai.OpenAI, server: Server) -> None:
     answer = client.responses.create(model="model", input="Hi", max_output_tokens=4)
     assert answer.output_text
-    message = server.client.post("/v1/messages", json={"model": "model", "max_tokens": 4, "messages": MESSAGES}).json()
-    assert (message["type"], message["role"]) == ("message", "assistant")
+    *_, last = client.responses.create(model="model", input="Hi", max_output_tokens=4, stream=True)
+    assert isinstance(last, openai.types.responses.ResponseIncompleteEvent)
+    for response in (answer, last.response):
+        assert response.usage is not None
+        details = (response.usage.input_tokens_details, response.usage.output_tokens_details)
+        assert all(isinstance(value, int) for numbers in details for value in numbers.model_dump().values())
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as theirs:
+        message = theirs.messages.create(model="model", max_tokens=4, messages=MESSAGES)
+        assert (message.type, message.role, message.stop_sequence) == ("message", "assistant", None)
+        assert "stop_sequence" in message.model_fields_set
+        assert message._request_id is not None
+        assert [model.id for model in theirs.models.list()] == ["model"]
+        assert theirs.models.retrieve("model").display_name == "model"
+        for call in (theirs.models.retrieve, theirs.beta.models.retrieve):
+            with pytest.raises(anthropic.NotFoundError):
+                call("other")
 
 
 def test_tokenize_and_detokenize_are_inverse(server: Server) -> None:
@@ -295,16 +310,67 @@ def test_a_constraint_whose_every_token_is_forbidden_is_the_clients_fault(
     assert f"`{name}` forbids every token that the constraint allows" in error["message"]
 
 
-def test_a_response_that_the_engine_refuses_ends_its_stream_with_the_reason(server: Server) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_that_the_engine_refuses_is_refused_before_a_stream(server: Server, stream: bool) -> None:
     form = {"type": "json_schema", "name": "x", "schema": {"not": {"type": "string"}}}
-    asked = {"model": "model", "input": "Hi", "max_output_tokens": 8, "text": {"format": form}}
-    whole = server.client.post("/v1/responses", json=asked)
-    assert (whole.status_code, whole.json()["error"]["param"]) == (400, "text.format")
-    stream = server.client.post("/v1/responses", json=asked | {"stream": True})
-    assert stream.text.startswith("event: response.created\n")
-    *_, error, done, end = stream.text.split("\n\n")
-    assert (json.loads(error.removeprefix("data: ")), done, end) == (whole.json(), "data: [DONE]", "")
-    assert "Traceback" not in server.log_text()
+    asked = {"model": "model", "input": "Hi", "max_output_tokens": 8, "text": {"format": form}, "stream": stream}
+    response = server.client.post("/v1/responses", json=asked)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "text.format")
+    asked = {"model": "model", "messages": MESSAGES, "max_tokens": 8, "output_config": {"format": form}}
+    message = server.client.post("/v1/messages", json=asked | {"stream": stream})
+    error = anthropic.types.ErrorResponse.model_validate(message.json(), strict=True).error
+    assert (message.status_code, error.type) == (400, "invalid_request_error")
+    assert "output_config.format" in error.message
+
+
+def test_a_refused_body_names_its_field_as_the_owners_of_the_apis_do(server: Server) -> None:
+    body = {"model": "model", "max_tokens": 8, "messages": [{"role": "user", "content": [{"type": "x"}]}]}
+    message = server.client.post("/v1/messages", json=body)
+    assert message.headers["request-id"] == message.headers["x-request-id"]
+    assert message.json()["error"]["message"].startswith("messages.0.content.0.type: ")
+    part = {"role": "user", "content": [{"type": "x"}]}
+    response = server.client.post("/v1/responses", json={"input": ["a", part][1:]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "input[0].content[0].type")
+    response = server.client.post("/v1/responses", json={"input": [part | {"content": "a"}, {"type": "item"}]})
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("BadRequestError", "input[1].type")
+    assert len(error["message"]) < 1000
+
+
+def test_a_message_continues_a_begun_answer(server: Server) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "Once upon"}]
+    chat = {**GREEDY, "messages": begun, "add_generation_prompt": False, "continue_final_message": True}
+    expected = server.client.post("/v1/chat/completions", json=chat).json()
+    message = server.client.post("/v1/messages", json={**GREEDY, "messages": begun}).json()
+    assert message["content"][0]["text"] == expected["choices"][0]["message"]["content"]
+    counted = server.client.post("/v1/messages/count_tokens", json={"model": "model", "messages": begun}).json()
+    assert counted["input_tokens"] == message["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
+
+
+def test_an_assistants_message_of_a_response_needs_no_type(server: Server) -> None:
+    content = [{"type": "output_text", "text": "Red."}]
+    turns = [{"role": "assistant", "content": content}, {"role": "user", "content": "And?"}]
+    asked = {"input": turns, "max_output_tokens": 4, "temperature": 0}
+    typed = asked | {"input": [{"type": "message", **turns[0]}, turns[1]]}
+    answers = [server.client.post("/v1/responses", json=body).json() for body in (asked, typed)]
+    assert answers[0]["usage"] == answers[1]["usage"]
+    assert answers[0]["output"][0]["content"] == answers[1]["output"][0]["content"]
+
+
+def test_a_body_may_have_the_id_of_its_request(server: Server) -> None:
+    for path, asked, prefix in (
+        ("/v1/completions", {"prompt": ["Hi", "Hello"]}, "cmpl-"),
+        ("/v1/chat/completions", {"messages": MESSAGES}, "chatcmpl-"),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 16}, ""),
+    ):
+        body = {"max_tokens": 2, "request_id": "our-id.7", **asked}
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda body, path=path: server.client.post(path, json=body), [body, body])
+        assert first.json()["id"] == second.json()["id"] == f"{prefix}our-id.7"
+        assert first.headers["x-request-id"] == "our-id.7"
+        named = server.client.post(path, json=body, headers={"x-request-id": "theirs"})
+        assert named.headers["x-request-id"] == "theirs"
+    server.wait_for_log("our-id.7")
 
 
 def test_a_refused_form_has_the_name_that_the_client_gave_it(server: Server) -> None:
@@ -478,11 +544,16 @@ def test_a_full_queue_is_503_and_lmis_own_error_on_invocations(three_places: Ser
         server.wait_for_metric("slipway_engine_waiting", 1)
         full = server.client.post("/v1/completions", json=one)
         lmi = server.client.post("/invocations", json=one)
+        messages = {"model": server.name, "messages": MESSAGES, "max_tokens": 1}
+        message = server.client.post("/v1/messages", json=messages)
+        counted = server.client.post("/v1/messages/count_tokens", json=messages)
     server.wait_for_metric("slipway_open_requests", 0)
     too_many = server.client.post("/v1/completions", json=one | {"prompt": ["a"] * 4})
     assert full.status_code == 503
     assert full.json()["error"]["type"] == "Service Unavailable"
     assert lmi.json()["type"] == "WlmCapacityException"
+    assert (message.status_code, message.json()["error"]["type"]) == (503, "overloaded_error")
+    assert (counted.status_code, counted.json()["input_tokens"] > 0) == (200, True)
     assert too_many.status_code == 400
 
 
@@ -521,7 +592,7 @@ def test_a_stream_of_a_response_in_the_background_ends_if_the_response_is_cancel
         again = server.client.request("GET", path, params=asked, json={"model": server.name})
         assert re.findall("^event: (.*)$", again.text, re.MULTILINE) == ["response.failed"]
         *_, last = client.responses.create(**body, stream=True, max_output_tokens=2)
-        assert (last.type, last.response.status) == ("response.completed", "incomplete")
+        assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
     server.wait_for_metric("slipway_open_requests", 0)
 
 
@@ -695,10 +766,13 @@ def test_an_engine_that_hangs_ends_its_requests(tiny: Server) -> None:
 
 def test_a_dead_engine_ends_its_requests(tiny: Server) -> None:
     document = {"model": tiny.name, **BACKGROUND}
+    message = {"model": tiny.name, "messages": MESSAGES, "max_tokens": 60000, "stream": True}
     background = tiny.client.post("/v1/responses", json=document).json()
     with (
         tiny.client.stream("POST", "/v1/responses", json=document | {"stream": True}) as streamed,
-        two_running(tiny, 4) as (lines, whole),
+        tiny.client.stream("POST", "/v1/responses", json=document | {"stream": True, "background": False}) as response,
+        tiny.client.stream("POST", "/v1/messages", json=message) as messages,
+        two_running(tiny, 6) as (lines, whole),
     ):
         os.kill(tiny.engine_process(), signal.SIGKILL)
         died = time.monotonic()
@@ -708,6 +782,12 @@ def test_a_dead_engine_ends_its_requests(tiny: Server) -> None:
         assert '"error"' in rest
         assert all("the engine has died" in text for text in (whole.result().text, rest))
         assert "event: response.failed" in "".join(streamed.iter_text())
+        *_, last, failed = ("".join(response.iter_text())).strip().split("\n\n")
+        assert (last.partition("\n")[0], failed.partition("\n")[0]) == ("event: error", "event: response.failed")
+        last = ("".join(messages.iter_text())).strip().split("\n\n")[-1]
+        assert last.startswith("event: error\n")
+        error = json.loads(last.partition("data: ")[2])
+        assert anthropic.types.ErrorResponse.model_validate(error, strict=True).error.type == "api_error"
     assert time.monotonic() - died < 30, "a second, and more for a busy machine"
     late = tiny.client.post("/v1/completions", json={"model": tiny.name, **ENDLESS_COMPLETION})
     assert late.status_code == 500

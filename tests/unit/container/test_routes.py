@@ -43,6 +43,8 @@ POSTS = [
     "/generate",
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/messages",
+    "/openai/v1/messages/count_tokens",
     "/invocations",
 ]
 ERROR_KEYS = {
@@ -53,6 +55,8 @@ ERROR_KEYS = {
     "/generate": {"error", "error_type"},
     "/v1/completions": {"error"},
     "/v1/chat/completions": {"error"},
+    "/v1/messages": {"type", "error"},
+    "/openai/v1/messages/count_tokens": {"type", "error"},
     "/invocations": {"code", "type", "message"},
 }
 
@@ -295,7 +299,7 @@ async def test_a_body_that_comes_slowly_has_time_from_piece_to_piece() -> None:
     assert response.status_code == 424
 
 
-@pytest.mark.parametrize("path", [path for path in POSTS if "completions" not in path])
+@pytest.mark.parametrize("path", [path for path in POSTS if not re.search("completions|messages", path)])
 async def test_a_fault_of_our_own_is_500_without_its_traceback(path: str) -> None:
     lifecycle, client = make()
     engine = ScriptedEngine()
