@@ -16,6 +16,8 @@ UNIT_WORKERS ?= 3
 # The duration and the random seed of `chaos`, `fuzz`, `soak`, `overload` and `deaths`.
 MINUTES ?= 2
 SEED ?= 1
+# Deaths of the engine, and loads of other models and adapters, during `soak`.
+CHANGES ?= 0
 # PyTorch's public index of CPU wheels, for machines on which pip does not find torch's CPU build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LOCK := $(BIN)/uv pip compile --quiet --no-emit-index-url --no-emit-find-links --python-platform x86_64-manylinux_2_28 \
@@ -87,8 +89,8 @@ chaos: install-dev ## Send random faults to the real server (MINUTES, SEED; ANSW
 fuzz: install-dev ## Send wrong bodies, and requests to every route of the API description (MINUTES, SEED)
 	$(BIN)/python -m tests.chaos.fuzz --minutes $(MINUTES) --seed $(SEED)
 
-soak: install-dev ## Run a steady load, and plot the memory and files of the processes: build/soak.png (MINUTES, SEED)
-	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED)
+soak: install-dev ## Run a steady load, and plot the memory and files of the processes: build/soak.png (MINUTES, SEED, CHANGES)
+	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED) --changes $(CHANGES)
 
 overload: install-dev ## Run ten times as many clients as can be served (MINUTES)
 	$(BIN)/python -m tests.chaos.overload --minutes $(MINUTES)

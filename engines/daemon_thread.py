@@ -47,6 +47,8 @@ def _begin(function: Callable[[], T], name: str, after: Callable[[], object] = l
         try:
             outcome.set_result(function())
         except BaseException as error:
+            if error.__traceback__ is not None:  # It holds this frame, which holds the future that gets the error.
+                error.__traceback__ = error.__traceback__.tb_next
             # A future cannot carry SystemExit, which argument parsers raise.
             outcome.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
         after()

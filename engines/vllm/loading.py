@@ -106,7 +106,9 @@ class VllmLoader:
 
     async def _in_time(self, load: Callable[[], _T]) -> _T:
         try:
-            return await asyncio.wait_for(self._threads.run(load), self._settings.model_loading_timeout)
+            # `wait_for` of Python 3.11 leaves a reference cycle with an error, and with it a client of processes.
+            async with asyncio.timeout(self._settings.model_loading_timeout):
+                return await self._threads.run(load)
         except TimeoutError:
             limit = self._settings.model_loading_timeout
             raise EngineStartError(f"loading took longer than model_loading_timeout ({limit:g} s)") from None

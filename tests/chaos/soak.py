@@ -1,10 +1,13 @@
 """Soak: a steady load of all contracts, and the memory, descriptors and threads of the server's processes under it.
 
     python -m tests.chaos.soak --minutes 20 --out soak
+    python -m tests.chaos.soak --minutes 30 --changes 20
 
-Writes soak.json and soak.png: memory, descriptors and threads of each process, delays of the event loop, times of
-`/ping` and of requests. The exit code is 1 if a request was lost, if `/ping` did not tell the truth, or if a figure
-grew from the second quarter of the time to the last.
+With `--changes`, the engine is killed so often under the load, and a model and an adapter are loaded and unloaded.
+
+Writes soak.json and soak.png: memory, descriptors and threads of each process, names of shared memory, delays of the
+event loop, times of `/ping` and of requests. The exit code is 1 if a request was lost, if `/ping` did not tell the
+truth, or if a figure grew from the second quarter of the time to the last.
 """
 
 from __future__ import annotations
@@ -24,16 +27,21 @@ from random import Random
 import psutil
 
 from benchmarks.load import percentile
-from tests.chaos.__main__ import subject
-from tests.chaos.actions import Stage, leave, rest
+from tests.chaos.__main__ import subject, tiny_adapter
+from tests.chaos.actions import Stage, adapter, kill_engine, leave, model, rest
 from tests.chaos.load import Load
 from tests.chaos.watch import Subject, clock
 
 _LAG = "slipway_event_loop_lag_seconds"
+_RESTARTS = r"^slipway_engine_restarts_total(?:\{[^}]*\})? (\S+)$"
 _GROWTH = 0.05
 """Share by which the median of a figure may grow from the second quarter of the time to the last."""
 _SLACK = {"rss_mb": 16.0, "descriptors": 16.0, "threads": 2.0}
 """The growth that is allowed in any case."""
+_NAMES_SLACK = 2
+"""The growth that is allowed for names of shared memory."""
+_CALLS = 5
+"""Calls of each model and adapter that is loaded for a change."""
 _LEAVING = 20
 """The number of clients that leave at a time, and the number of samples between two such times."""
 
@@ -60,6 +68,10 @@ class Sample:
 
     second: float
     processes: dict[str, Process]
+    names: int
+    """Names of shared memory of the server's processes."""
+    restarts: int
+    """The number of restarts of the engine so far."""
     lag: float | None
     """The longest delay of the event loop since the last sample, in seconds."""
     ping: float | None
@@ -71,14 +83,16 @@ class Sample:
     """The number of complete answers so far."""
 
 
-async def soak(tested: Subject, seed: int, clients: int, seconds: float, every: float) -> tuple[list[Sample], Load]:
+async def soak(
+    tested: Subject, seed: int, clients: int, seconds: float, every: float, changes: int = 0
+) -> tuple[list[Sample], Load]:
     """Make the load, and take samples."""
     load = Load(tested, clients, seed)
-    stage = Stage(tested, load, Random(seed), None, grace=5.0)
+    stage = Stage(tested, load, Random(seed), tiny_adapter() if changes else None, grace=5.0)
     samples: list[Sample] = []
     begun = last = clock()
     lags: dict[float, float] = {}
-    turn = 0
+    turn = changed = 0
     while clock() < begun + seconds:
         await asyncio.sleep(every)
         now = clock()
@@ -87,6 +101,11 @@ async def soak(tested: Subject, seed: int, clients: int, seconds: float, every: 
         last = now
         if (turn := turn + 1) % _LEAVING == 0:
             await leave(stage, _LEAVING)
+        if changed < changes and now >= begun + seconds * (changed + 1) / (changes + 1):
+            changed += 1
+            await model(stage, _CALLS)
+            await adapter(stage, _CALLS)
+            await kill_engine(stage, 0.0)
     await rest(stage, 0.0)
     await load.stop()
     load.violations += stage.violations
@@ -103,6 +122,8 @@ async def _sample(
     sample = Sample(
         second=round(second, 1),
         processes=await asyncio.to_thread(_processes, tested),
+        names=len(tested.shared_names()),
+        restarts=int(sum(map(float, re.findall(_RESTARTS, metrics.decode(), re.M)))),
         lag=_longest(lags, new_lags),
         ping=max(pings, default=None),
         p50=percentile(times, 0.5) if times else None,
@@ -153,6 +174,9 @@ def grown(samples: Sequence[Sample]) -> list[str]:
     if not quarter:
         return []
     found = []
+    names, names_late = (percentile([float(sample.names) for sample in part], 0.5) for part in (early, late))
+    if names_late > names + _NAMES_SLACK:
+        found.append(f"names of shared memory grew from {names:g} to {names_late:g}")
     for process in late[-1].processes:
         for figure, slack in _SLACK.items():
             before, after = (
@@ -216,14 +240,16 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--changes", type=int, default=0, help="deaths of the engine, and loads of other models")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two samples")
     parser.add_argument("--out", type=Path, default=Path("build/soak"), help="the files, without .json and .png")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-logs-") as directory:
-        tested = subject(Path(directory), stall_timeout=60.0)
+        tested = subject(Path(directory), stall_timeout=60.0, engine_restarts=given.changes)
         try:
             tested.wait_until_ready()
-            samples, load = asyncio.run(soak(tested, given.seed, given.clients, 60 * given.minutes, given.every))
+            seconds = 60 * given.minutes
+            samples, load = asyncio.run(soak(tested, given.seed, given.clients, seconds, given.every, given.changes))
             code = tested.end()
         finally:
             tested.close()

@@ -205,6 +205,11 @@ class Subject:
                         found.add(line[line.index("/dev/shm/") :].removesuffix(" (deleted)"))
         return found
 
+    def shared_names(self) -> list[str]:
+        """Return the names in /dev/shm that the server's processes have made."""
+        servers = [path.name for path in self._temporary.iterdir() if path.name.startswith(_SWEPT)]
+        return [name for name in os.listdir("/dev/shm") if any(f"{server}-" in name for server in servers)]
+
     def processes(self) -> list[psutil.Process]:
         """Return all processes of the server's session, the server included."""
         session = self.server.process.pid
@@ -212,7 +217,11 @@ class Subject:
 
     def process(self, name: str) -> psutil.Process:
         """Return the server's first process with this name in its command line."""
-        return next(process for process in self.processes() if name in " ".join(process.cmdline()))
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):  # A zombie has no command line.
+                if name in " ".join(process.cmdline()):
+                    return process
+        raise LookupError(f"no process {name}")
 
     def log_text(self) -> str:
         """Return the logs of all servers."""
