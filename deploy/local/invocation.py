@@ -85,7 +85,7 @@ class Invocation:
             keep: Hold the reply although it is streamed, because the endpoint records the call.
         """
         self._receive, self._request, self._max_answer, self._keep = receive, request, max_answer, keep
-        self._scope = request.scope(scope) | {RECORDED: keep}
+        self._scope = {**request.scope(scope), RECORDED: keep}
         self._unsent: list[Message] = [{"type": "http.request", "body": request.body}]
         self.status = 0
         self.headers: Headers = []

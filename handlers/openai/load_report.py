@@ -6,8 +6,9 @@ Source: vLLM, `vllm/entrypoints/serve/utils/orca_metrics.py`. vLLM leaves it out
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 from engines.interface import Engine
 from handlers.contract import Call, Reply, ReplyWriter
@@ -37,7 +38,7 @@ class LoadReportWriter:
         self.write: Callable[[bytes], None] = writer.write
         self.write_latest: Callable[[Callable[[], bytes]], None] = writer.write_latest
         self.end: Callable[[bytes], None] = writer.end
-        self.drain: Callable[[], Awaitable[None]] = writer.drain
+        self.drain: Callable[[], Coroutine[Any, Any, None]] = writer.drain
 
     def reply(self, reply: Reply) -> None:
         self._writer.reply(replace(reply, headers=self._with_report(reply.status, reply.headers)))
