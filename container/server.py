@@ -143,7 +143,7 @@ def _lock(directory: str | Path) -> int | None:
     return descriptor
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling: a signal has to drain before it closes anything."""
 
     def __init__(self, config: uvicorn.Config, last_seconds: float) -> None:
@@ -156,11 +156,12 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End, also where clients take nothing: uvicorn cancels their calls, and logs that as an error."""
-        breaking_off = asyncio.get_running_loop().call_later(self._last_seconds, self._break_off)
+        breaking_off = asyncio.get_running_loop().call_later(self._last_seconds, self.break_off)
         await super().shutdown(sockets)
         breaking_off.cancel()
 
-    def _break_off(self) -> None:
+    def break_off(self) -> None:
+        """Drop all connections."""
         connections = list(self.server_state.connections)
         if connections:
             logger.warning("%d connections were still open, and are broken off", len(connections))
@@ -168,7 +169,7 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -> uvicorn.Server:
+def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -> HttpServer:
     """Return an HTTP server for an ASGI application; it runs until `should_exit` is set, and ignores signals.
 
     Args:
@@ -179,7 +180,7 @@ def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -
         RuntimeError: This uvicorn is not one that Slipway knows.
     """
     check_uvicorn()
-    return _Server(
+    return HttpServer(
         uvicorn.Config(
             application,
             http=partial(HttpProtocol, cork=Cork()),  # type: ignore[arg-type]

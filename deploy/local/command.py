@@ -162,7 +162,8 @@ async def _run(url: str, settings: LocalSettings, hosts: KnownHosts, host: str, 
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
 
     def stop() -> None:
-        server.force_exit = server.should_exit  # The second signal ends running calls.
+        if server.should_exit:
+            server.break_off()  # The second signal ends running calls.
         server.should_exit = True
         stopped.set()
 
