@@ -58,6 +58,7 @@ _INT64 = 2**63
 _OF_CHATS = frozenset({"reasoning_ended", "reasoning_parser_kwargs"})
 _MOST_REPEATED = 2048  # Tokens that the scheduler may look at for each length of a pattern, after each token.
 _MOST_ID = 512  # Characters. The engine's messages repeat the id for each token.
+_MOST_PROMPT_LOGPROBS = 1 << 17  # A client gets none before the last. vLLM takes 13 µs of the event loop for each.
 _MOST_NESTED = 32  # Levels of `kv_transfer_params` and of `vllm_xargs`.
 # What vLLM's connectors to other servers read. It is in `extra_args`, and so can come in `vllm_xargs` with any type.
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
@@ -102,6 +103,23 @@ def check_parameters(params: Any, limits: SamplingTranslator, tokenizer: Any) ->
         tokenized = copy.copy(params)
         tokenized.update_from_tokenizer(tokenizer)
         check_bad_words(tokenized)
+
+
+def check_prompt_logprobs(params: Any, prompt_tokens: int) -> None:
+    """Refuse log probabilities of a prompt that would stop the event loop for seconds; `params`: as above.
+
+    Raises:
+        InvalidParameter: There would be too many.
+    """
+    if (most := params.prompt_logprobs) is None:
+        return
+    count = prompt_tokens * (1 + most) if most >= 0 else math.inf
+    if count > _MOST_PROMPT_LOGPROBS:
+        raise InvalidParameter(
+            "prompt_logprobs",
+            f"may give {_MOST_PROMPT_LOGPROBS} log probabilities at most; the prompt has {prompt_tokens} tokens, with "
+            f"{'all' if most < 0 else 1 + most} for each",
+        )
 
 
 def _check_depth(name: str, value: Any) -> None:

@@ -357,7 +357,7 @@ _PATH = regex.compile(r"((?:/[\w\-]++){2,}+)(\.\w+)?")
 
 
 # The arguments of `vllm serve` as they are in messages.
-_ARGUMENT = regex.compile(r"--([a-z][a-z-]*+)(?!\w)")
+_ARGUMENT = regex.compile(r"(?<![\w-])--([a-z][a-z-]*+)(?!\w)")
 _ARGUMENTS = FRONT_END | {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from dataclasses import replace
@@ -208,6 +209,14 @@ def test_log_probabilities_of_the_prompt_are_refused_where_the_engine_would_die_
     check_parameters(asked, limits(), None)
     with pytest.raises(InvalidParameter, match="cannot be given: they are not served"):
         check_parameters(asked, replace(limits(), prompt_logprobs_refusal="they are not served"), None)
+
+
+@pytest.mark.parametrize(("tokens", "most", "given"), [(65536, 1, True), (65537, 1, False), (10000, 20, False)])
+def test_log_probabilities_of_the_prompt_have_a_limit(tokens: int, most: int, given: bool) -> None:
+    from handlers.openai.engine_client import check_prompt_logprobs
+
+    with contextlib.nullcontext() if given else pytest.raises(InvalidParameter, match="prompt_logprobs"):
+        check_prompt_logprobs(params(prompt_logprobs=most), tokens)
 
 
 def test_what_does_no_harm_passes() -> None:
@@ -510,6 +519,18 @@ def test_messages_lose_the_same_parts_as_in_vllm(message: str) -> None:
     from handlers.openai.vllm_app import sanitized
 
     assert sanitized(message) == sanitize_message(message)
+
+
+def test_arguments_of_vllm_have_the_names_of_options_in_messages() -> None:
+    from handlers.openai.vllm_app import sanitized
+
+    message = (
+        '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set; `--max-model-len`'
+    )
+    names = "option.enable_auto_tool_choice and option.tool_call_parser to be set; `option.max_model_len`"
+    assert sanitized(message) == f'"auto" tool choice requires {names}'
+    for other in ("--my-own-argument", "a--max-model-len", "--max-model-length"):
+        assert sanitized(other) == other
 
 
 @pytest.mark.parametrize("part", ["/a", " ", 'File "', " at 0xf", '\nFile "a", line 1, in f'])

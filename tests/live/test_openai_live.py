@@ -189,7 +189,7 @@ def test_responses_and_anthropics_messages_come_with_vllm(client: openai.OpenAI,
     for response in (answer, last.response):
         assert response.usage is not None
         details = (response.usage.input_tokens_details, response.usage.output_tokens_details)
-        assert all(isinstance(value, int) for numbers in details for value in numbers.model_dump().values())
+        assert all(isinstance(value, int) for each in details for value in each.model_dump(exclude_unset=True).values())
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as theirs:
         message = theirs.messages.create(model="model", max_tokens=4, messages=MESSAGES)
         assert (message.type, message.role, message.stop_sequence) == ("message", "assistant", None)
@@ -490,11 +490,16 @@ def test_an_answer_is_aborted_by_the_id_that_it_shows(server: Server, path: str)
 
 
 def test_a_batch_has_an_answer_for_each_conversation(client: openai.OpenAI, server: Server) -> None:
-    conversations = [MESSAGES, [{"role": "user", "content": "Count to three."}]]
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    called = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "9"},
+    ]
+    conversations: Any = [MESSAGES, [{"role": "user", "content": "Count to three."}], [*MESSAGES, *called]]
     reply = server.client.post("/v1/chat/completions/batch", json={"messages": conversations, **GREEDY}).json()
     texts = [client.chat.completions.create(messages=one, **GREEDY).choices[0].message.content for one in conversations]
     assert [(choice["index"], choice["message"]["content"]) for choice in reply["choices"]] == list(enumerate(texts))
-    assert reply["usage"]["completion_tokens"] == 16
+    assert reply["usage"]["completion_tokens"] == 24
 
 
 def test_a_batch_is_aborted_by_the_id_of_its_request(server: Server) -> None:

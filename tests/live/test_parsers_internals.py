@@ -117,3 +117,14 @@ def test_a_call_that_is_cut_off_is_text(reasoning: str | None) -> None:
     parser = parser_for("guidance", "hermes", reasoning)(Tokenizer())
     text = '[{"name": "f", "para'
     assert parser.parse(text, request("required"), enable_auto_tools=True) == (None, text, [])
+
+
+def test_further_parts_of_a_streamed_call_have_its_arguments_alone() -> None:
+    parser = parser_for("guidance", "hermes")(Tokenizer())
+    first, *rest = [
+        parser.parse_delta(text, [3], request("required"), [4], finished=text.endswith("]"))
+        for text in ('[{"name": "f", "parameters": {"a":', " 1", "}}]")
+    ]
+    assert first.tool_calls[0].function.name == "f"
+    parts = [part.model_dump(exclude_unset=True)["tool_calls"] for part in rest]
+    assert parts == [[{"index": 0, "function": {"arguments": text}}] for text in (" 1", "}")]
