@@ -36,7 +36,7 @@ import importlib
 import json
 import logging
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from copy import deepcopy
 from functools import partial
@@ -377,7 +377,8 @@ def sanitized(message: str) -> str:
     message = _FRAME.sub("", _ADDRESS.sub(">", message))
     message = _SYSTEM_PATH.sub("<path>", message)
     message = _PATH.sub(lambda found: "<path>" if found[2] else found[0], message)
-    return _ARGUMENT.sub(_as_option, message).strip()
+    named: str = _ARGUMENT.sub(_as_option, message)
+    return named.strip()
 
 
 def bound_errors() -> None:
@@ -517,7 +518,7 @@ def _telling_incomplete(stream: Callable[..., AsyncGenerator[Any, None]]) -> Cal
     return events
 
 
-class _Message(AnthropicMessagesResponse):
+class _Message(AnthropicMessagesResponse):  # type: ignore[misc]
     """A whole answer of `/v1/messages`. It has all fields of Anthropic's contract, also those that are null."""
 
     @model_serializer(mode="wrap")
@@ -539,7 +540,15 @@ async def _of_copies(render: Callable[[Any], Awaitable[Any]], request: Any) -> A
 
     vLLM decodes the arguments of calls in place for the template, and cannot read the messages a second time then.
     """
+    request.messages = _without_iterators(request.messages)
     return await render(request.model_copy(update={"messages": deepcopy(request.messages)}))
+
+
+def _without_iterators(value: Any) -> Any:
+    """Return a value with lists in the place of Pydantic's iterators, which can be neither copied nor read twice."""
+    if isinstance(value, dict):
+        return {key: _without_iterators(member) for key, member in value.items()}
+    return [_without_iterators(item) for item in value] if isinstance(value, list | Iterator) else value
 
 
 def _continuing(convert: Callable[..., ChatCompletionRequest], request: Any, **options: Any) -> ChatCompletionRequest:
@@ -818,7 +827,8 @@ def name_faults(app: FastAPI) -> None:
     async def refuse(request: Request, error: RequestValidationError) -> Response:
         path = request.url.path
         if not path.startswith((MESSAGES, RESPONSES)):
-            return await validation_exception_handler(request, error)
+            theirs: Response = await validation_exception_handler(request, error)
+            return theirs
         fault = body_fault(error.errors(), error.body)
         place = fault.dotted if path.startswith(MESSAGES) else f"`{fault.indexed}`"
         message = sanitized(f"{place}: {fault.message}" if fault.path else fault.message)

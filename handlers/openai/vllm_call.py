@@ -336,12 +336,12 @@ def _id_in(document: Mapping[str, msgspec.Raw]) -> str:
     Raises:
         InvalidParameter: It would not be safe in headers and logs.
     """
-    given = document.get("request_id", b"")
-    if _first(given) != b'"':
+    if _first(document.get("request_id", b"")) != b'"':
         return ""
-    if not _ID.fullmatch(given := str(msgspec.json.decode(given))):
+    request_id = msgspec.json.decode(document["request_id"], type=str)
+    if not _ID.fullmatch(request_id):
         raise InvalidParameter("request_id", "must have 1 to 128 characters of visible ASCII")
-    return given
+    return request_id
 
 
 def _without_idle(document: Mapping[str, msgspec.Raw], path: str) -> dict[str, None]:

@@ -328,8 +328,8 @@ def test_a_refused_body_names_its_field_as_the_owners_of_the_apis_do(server: Ser
     message = server.client.post("/v1/messages", json=body)
     assert message.headers["request-id"] == message.headers["x-request-id"]
     assert message.json()["error"]["message"].startswith("messages.0.content.0.type: ")
-    part = {"role": "user", "content": [{"type": "x"}]}
-    response = server.client.post("/v1/responses", json={"input": ["a", part][1:]})
+    part: dict[str, Any] = {"role": "user", "content": [{"type": "x"}]}
+    response = server.client.post("/v1/responses", json={"input": [part]})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "input[0].content[0].type")
     response = server.client.post("/v1/responses", json={"input": [part | {"content": "a"}, {"type": "item"}]})
     error = response.json()["error"]
@@ -349,7 +349,7 @@ def test_a_message_continues_a_begun_answer(server: Server) -> None:
 
 def test_an_assistants_message_of_a_response_needs_no_type(server: Server) -> None:
     content = [{"type": "output_text", "text": "Red."}]
-    turns = [{"role": "assistant", "content": content}, {"role": "user", "content": "And?"}]
+    turns: list[dict[str, Any]] = [{"role": "assistant", "content": content}, {"role": "user", "content": "And?"}]
     asked = {"input": turns, "max_output_tokens": 4, "temperature": 0}
     typed = asked | {"input": [{"type": "message", **turns[0]}, turns[1]]}
     answers = [server.client.post("/v1/responses", json=body).json() for body in (asked, typed)]
