@@ -71,3 +71,43 @@ def test_any_chat_keeps_what_is_not_null(other: Any, messages: list[dict[str, An
     assert seen["other"] == other
     kept = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
     assert seen["messages"] == kept
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "kept"),
+    [
+        (CHAT, {"stream_options": {"include_usage": True}}, {}),
+        (CHAT, {"stream": False, "stream_options": 5}, {"stream": False}),
+        ("/v1/completions", {"suffix": "", "stream_options": {}}, {}),
+        (CHAT, {"tools": [], "tool_choice": "auto"}, {}),
+        (CHAT, {"tools": None, "tool_choice": "none"}, {}),
+        (CHAT, {"tool_choice": "auto"}, {}),
+    ],
+)
+def test_fields_that_ask_for_nothing_are_left_out(path: str, given: dict[str, Any], kept: dict[str, Any]) -> None:
+    assert json.loads(without_nulls(call(json.dumps({"n": 1} | given).encode()), path).body) == {"n": 1} | kept
+
+
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        (CHAT, {"stream": True, "stream_options": {"include_usage": True}}),
+        (CHAT, {"stream": "true", "stream_options": {"include_usage": True}}),
+        ("/v1/completions", {"suffix": "x"}),
+        (CHAT, {"tools": [{}], "tool_choice": "auto"}),
+        ("/v1/responses", {"tools": [], "tool_choice": "auto"}),
+    ],
+)
+def test_fields_that_ask_for_something_stay(path: str, given: dict[str, Any]) -> None:
+    body = json.dumps(given).encode()
+    assert without_nulls(call(body), path).body == body
+
+
+def test_messages_of_the_assistant_in_a_response_get_their_type() -> None:
+    user, spoken = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    typed = {"type": "message", "role": "assistant", "content": "c"}
+    body = json.dumps({"input": [user, spoken, {**spoken, "type": None}, typed, 5]}).encode()
+    expected = [user, {**spoken, "type": "message"}, {**spoken, "type": "message"}, typed, 5]
+    assert json.loads(without_nulls(call(body), "/v1/responses").body)["input"] == expected
+    text = b'{"input": "\\"assistant\\""}'
+    assert without_nulls(call(text), "/v1/responses").body == text
