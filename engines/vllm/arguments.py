@@ -178,7 +178,7 @@ def _parse_one(parser: Any, action: Any, text: str, source: str) -> dict[str, An
     text = _as_vllm_writes(action.dest, text)
     try:
         if action.nargs == 0:
-            arguments = [_switch(flag, text, action)]
+            arguments = _switch(flag, text, action)
         elif action.nargs in ("+", "*"):
             arguments = [flag, *_words(text)]
         else:
@@ -198,13 +198,13 @@ def _as_vllm_writes(name: str, text: str) -> str:
     return _LMI_NAMES.get((name, text.lower()), text)
 
 
-def _switch(flag: str, text: str, action: Any) -> str:
+def _switch(flag: str, text: str, action: Any) -> list[str]:
+    """Return the flag, or its negation. A few flags have none; without the flag, they are false."""
     value = text.lower()
     if value in ("true", "1", "yes", "on", ""):
-        return flag
-    negated = [option for option in action.option_strings if option.startswith("--no-")]
-    if value in ("false", "0", "no", "off") and negated:
-        return str(negated[0])
+        return [flag]
+    if value in ("false", "0", "no", "off"):
+        return [option for option in action.option_strings if option.startswith("--no-")][:1]
     raise ValueError("expected true or false")
 
 

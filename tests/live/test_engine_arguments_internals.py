@@ -285,6 +285,17 @@ def test_an_argument_that_is_not_the_engines_is_warned_of(
     assert "hidden" not in caplog.text
 
 
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "data_parallel_multi_port_external_lb"])
+def test_a_flag_may_be_false_with_and_without_a_negation_in_vllm(settings: ModelSettings, name: str) -> None:
+    from engines.vllm.arguments import engine_arguments
+
+    for text, value in {"true": True, "FALSE": False}.items():
+        given = engine_arguments(replace(settings, engine_arguments={name: text}), on_cpu=True)
+        assert given.get(name, False) is value
+    with pytest.raises(EngineStartError, match="expected true or false"):
+        engine_arguments(replace(settings, engine_arguments={name: "maybe"}), on_cpu=True)
+
+
 def test_an_error_of_vllm_names_the_options_that_were_given(settings: ModelSettings) -> None:
     from engines.vllm.loading import VllmLoader
 
