@@ -42,16 +42,15 @@ class LastingThreads:
 def _begin(function: Callable[[], T], name: str, after: Callable[[], object] = lambda: None) -> Awaitable[T]:
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()  # the waiting task may be cancelled, but not the function
-
-    def run() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            if error.__traceback__ is not None:  # It holds this frame, which holds the future that gets the error.
-                error.__traceback__ = error.__traceback__.tb_next
-            # A future cannot carry SystemExit, which argument parsers raise.
-            outcome.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
-        after()
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=_run, args=(function, outcome, after), name=name, daemon=True).start()
     return asyncio.wrap_future(outcome)
+
+
+def _run(function: Callable[[], T], outcome: Future[T], after: Callable[[], object]) -> None:
+    try:
+        outcome.set_result(function())
+    except BaseException as error:
+        # A future cannot carry SystemExit, which argument parsers raise.
+        outcome.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
+    del function, outcome  # The error's traceback holds this frame.
+    after()
