@@ -41,6 +41,7 @@ from vllm.multimodal.cache.base import MultiModalProcessorCacheItemMetadata
 from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
 from vllm.multimodal.media import MediaConnector
 from vllm.renderers import chat_utils
+from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
 from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import (
     EngineCoreEvent,
@@ -118,6 +119,7 @@ _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (coordinator, ("get_mp_context",)),
     (registry, ("_run_in_subprocess",)),
     (chat_utils, ("_resolve_items",)),
+    (AsyncMultiModalItemTracker, ("resolve_items",)),
     (LruKeyReplicatedSenderCache, ("cache_if_fits", "get_and_update_item")),
     (MediaConnector, ("_assert_url_in_allowed_media_domains", "load_from_url", "load_from_url_async")),
     (StructuredOutputManager, ("_create_grammar",)),
@@ -664,6 +666,7 @@ def socket_directory() -> str:
 # Media in prompts.
 
 _resolve_items = chat_utils._resolve_items
+_load_media = AsyncMultiModalItemTracker.resolve_items
 
 
 def patch_media_ids(rename: Callable[[str], str]) -> None:
@@ -681,6 +684,26 @@ def patch_media_ids(rename: Callable[[str], str]) -> None:
         return _resolve_items(renamed, *others)
 
     chat_utils._resolve_items = resolve
+
+
+def free_loaded_media() -> None:
+    """Have vLLM forget where a prompt's media came from when they are loaded, or one cannot be.
+
+    Its tracker of a prompt's media would stay in a reference cycle, with the media in the body of the request.
+    """
+
+    async def resolve(self: AsyncMultiModalItemTracker) -> Any:
+        try:
+            return await _load_media(self)
+        except Exception as error:
+            trace = error.__traceback__
+            if trace is not None and trace.tb_next is not None:
+                error.__traceback__ = trace.tb_next.tb_next  # The frame of `_load_media` holds the error.
+            raise
+        finally:
+            self._items_by_modality.clear()
+
+    AsyncMultiModalItemTracker.resolve_items = resolve
 
 
 def media_cache(llm: AsyncLLM) -> LruKeyReplicatedSenderCache | None:

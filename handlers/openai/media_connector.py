@@ -38,7 +38,7 @@ from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 
 from engines.errors import InvalidRequest, Overloaded, RequestError, UnusableImage
-from engines.vllm.internals import patch_media_ids
+from engines.vllm.internals import free_loaded_media, patch_media_ids
 from handlers.openai.current_call import current_call
 from handlers.openai.media_download import FORBIDDEN_HOST, Downloader, DownloadFailed, TooLarge
 from handlers.openai.media_limits import MOST_FRAMES, MediaMemory, RequestMedia
@@ -58,6 +58,7 @@ def bound_media() -> None:
     """Have vLLM load media with `BoundedConnector`."""
     MEDIA_CONNECTOR_REGISTRY.register("http")(BoundedConnector)
     patch_media_ids(_salted)
+    free_loaded_media()
 
 
 def _salted(uuid: str) -> str:
