@@ -295,7 +295,8 @@ class HttpProtocol(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
-        self.cycle = self._answering = self.parser = None  # They hold this object.
+        self._answering = self.parser = None  # They hold this object.
+        self.cycle = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         if self._connection.lingering or self._unreadable:
