@@ -686,6 +686,15 @@ def patch_media_ids(rename: Callable[[str], str]) -> None:
     chat_utils._resolve_items = resolve
 
 
+def drop_two_frames(error: BaseException) -> None:
+    """Drop the frames of the caller and of the function of vLLM that it called from an error's traceback.
+
+    That function has a variable that holds the error: a reference cycle, with the variables of both frames.
+    """
+    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        error.__traceback__ = error.__traceback__.tb_next.tb_next
+
+
 def free_loaded_media() -> None:
     """Have vLLM forget where a prompt's media came from when they are loaded, or one cannot be.
 
@@ -696,9 +705,7 @@ def free_loaded_media() -> None:
         try:
             return await _load_media(self)
         except Exception as error:
-            trace = error.__traceback__
-            if trace is not None and trace.tb_next is not None:
-                error.__traceback__ = trace.tb_next.tb_next  # The frame of `_load_media` holds the error.
+            drop_two_frames(error)
             raise
         finally:
             self._items_by_modality.clear()

@@ -38,7 +38,7 @@ from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 
 from engines.errors import InvalidRequest, Overloaded, RequestError, UnusableImage
-from engines.vllm.internals import free_loaded_media, patch_media_ids
+from engines.vllm.internals import drop_two_frames, free_loaded_media, patch_media_ids
 from handlers.openai.current_call import current_call
 from handlers.openai.media_download import FORBIDDEN_HOST, Downloader, DownloadFailed, TooLarge
 from handlers.openai.media_limits import MOST_FRAMES, MediaMemory, RequestMedia
@@ -121,7 +121,11 @@ class BoundedConnector(MediaConnector):  # type: ignore[misc]
         """
         with _own_errors():
             bounded = _BoundedIO(media_io, self._media)
-            return await super().load_from_url_async(url, bounded, fetch_timeout=fetch_timeout)
+            try:
+                return await super().load_from_url_async(url, bounded, fetch_timeout=fetch_timeout)
+            except Exception as error:
+                drop_two_frames(error)
+                raise
 
     def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
         # vLLM loads the media of scores so, on the event loop.
