@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
-from handlers.contract import LONG_BODY, Call, Reply, ReplyWriter, media_type
+from handlers.contract import JSON, LONG_BODY, Call, Reply, ReplyWriter, media_type
 from handlers.contract_routes import MOST_BYTES, check_body, check_text
 from handlers.images import ImageLoader
 from handlers.json_cost import JsonDecoder, JsonTooCostly, NotUtf8, check_cost, groups_in, off_the_loop
@@ -43,6 +43,8 @@ from handlers.openai.speech import SPEECH, check_form
 logger = logging.getLogger(__name__)
 
 _EVENTS = "text/event-stream"
+# Routes whose streams begin when the engine accepts.
+_GENERATED = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES, *SPEECH})
 # Request headers that are replaced for the application, or answered here.
 _OURS = frozenset(
     {b"content-length", b"content-type", b"transfer-encoding", b"x-request-id", b"endpoint-load-metrics-format"}
@@ -100,14 +102,14 @@ class VllmCall:
         self._vllm, self._held, self._call, self._writer, self._path = vllm, held, call, writer, path
         self._model = model
         self._errors = error_form(path)
-        self._held_back = b""  # Events of a response that the engine has not accepted yet.
+        self._held_back = b""  # Events of a stream that the engine has not accepted yet.
         self._gone = asyncio.Event()
         self._body_read = False
         self._status, self._content_type = 0, ""
         self._headers: tuple[tuple[str, str], ...] = ()
         self._id_header: tuple[tuple[str, str], ...] = ()  # If the body has the id of the request.
         self._started = self._complete = False
-        if path == RESPONSES:
+        if path in _GENERATED:
             held.on_acceptance = self._release
         self._task: asyncio.Task[None] | None = asyncio.create_task(self._run())  # None when it has ended.
 
@@ -184,13 +186,13 @@ class VllmCall:
 
     def _pass_on(self, data: bytes, *, last: bool) -> None:
         writer = self._writer
-        if self._path == RESPONSES and not (last or self._held.accepted):
-            self._held_back += data  # vLLM begins the stream of a response before the engine can refuse it
+        if self._path in _GENERATED and not (last or self._held.accepted):
+            self._held_back += data  # vLLM begins a stream before the engine can refuse it
             return
         if self._held_back:
             data, self._held_back = self._held_back + data, b""
         if last and not self._started:
-            self._reply(Reply(self._status, self._content_type, data, self._headers))
+            self._reply(self._whole(data))
         elif last:
             writer.end(data)
         elif data:
@@ -205,6 +207,14 @@ class VllmCall:
         """Send what was held back. The engine has accepted the response."""
         if not self._gone.is_set():
             self._pass_on(b"", last=False)
+
+    def _whole(self, data: bytes) -> Reply:
+        """Return a reply that is complete before it has begun. A stream of an error alone has the error's status."""
+        place = data.find(b'data: {"error":')
+        if place < 0 or self._held.accepted or media_type(self._content_type) != _EVENTS:
+            return Reply(self._status, self._content_type, data, self._headers)
+        document = msgspec.json.decode(data[place:].removeprefix(b"data: ").partition(b"\n\n")[0])
+        return Reply(document["error"]["code"], JSON, msgspec.json.encode(document), self._headers)
 
     def _reply(self, reply: Reply) -> None:
         self._writer.reply(self._errors.whole(reply) if reply.status >= 400 else reply)

@@ -373,12 +373,39 @@ def test_a_body_may_have_the_id_of_its_request(server: Server) -> None:
     server.wait_for_log("our-id.7")
 
 
-def test_a_refused_form_has_the_name_that_the_client_gave_it(server: Server) -> None:
-    schema = {"not": {"type": "string"}}
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/completions", {"prompt": ["Hi", "Ho"], "n": 2}),
+    ],
+)
+def test_a_refused_form_has_the_name_that_the_client_gave_it(
+    server: Server, path: str, prompt: dict[str, Any], stream: bool
+) -> None:
+    schema = {"pattern": r"a\b"}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    for field in ({"response_format": form}, {"structured_outputs": {"json": schema}}, {"guided_json": schema}):
-        reply = server.client.post("/v1/chat/completions", json={"messages": MESSAGES, **field})
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, *field)
+    for field in ({"response_format": form}, {"structured_outputs": {"regex": "("}}, {"guided_regex": r"a\b"}):
+        reply = server.client.post(path, json={**prompt, **field, "stream": stream})
+        assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
+        assert reply.json()["error"]["param"] == next(iter(field))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_the_digits_of_an_expression_are_ascii(server: Server, path: str) -> None:
+    prompt = {"messages": MESSAGES} if "chat" in path else {"prompt": "Hi"}
+    for form in (
+        {"regex": r"\d{4}"},
+        {"grammar": "?start: /\\d{4}/\n"},
+        {"grammar": "start: a\na[max_tokens=2]: /\\d+/\n"},
+    ):
+        body = {**prompt, "max_tokens": 8, "temperature": 2, "seed": 5, "structured_outputs": form}
+        choice = server.client.post(path, json=body).json()["choices"][0]
+        text = choice["message"]["content"] if "chat" in path else choice["text"]
+        assert text.isascii(), text
+        assert text.isdigit(), text
 
 
 CHAT = {"model": "model", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}

@@ -219,6 +219,7 @@ async def test_a_fault_in_a_stream_ends_it() -> None:
 async def test_a_fault_in_a_stream_of_events_is_an_event(path: str, event: bytes) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        current_call.get().accept()
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send(part(b"data: a\n\n", more=True))
         raise RuntimeError
@@ -356,6 +357,7 @@ EVENT_STREAM = {"type": "http.response.start", "status": 200, "headers": [(b"con
 async def test_a_message_stream_says_why_the_engine_failed() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(EVENT_STREAM)
+        current_call.get().accept()
         await send(part(b"event: message_start\ndata: {}\n\n", more=True))
         current_call.get().failed = "the engine has died"
         raise ValueError("1 validation error for ChatCompletion")
@@ -403,6 +405,35 @@ async def test_a_response_that_the_engine_refuses_is_refused_with_its_status() -
     writer, _ = await served(app, replace(CALL, path="/v1/responses"))
     assert writer.whole is not None
     assert (writer.whole.status, json.loads(writer.whole.body)["error"]["code"]) == (500, 500)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_stream_that_the_engine_refuses_is_refused_with_its_status(path: str) -> None:
+    error = {"message": "no", "type": "BadRequestError", "param": "guided_regex", "code": 422}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(EVENT_STREAM)
+        for event in (": keep-alive", f"data: {json.dumps({'error': error})}", "data: [DONE]"):
+            await send(part(f"{event}\n\n".encode(), more=True))
+        await send(part(b""))
+
+    writer, _ = await served(app, replace(CALL, path=path))
+    assert writer.whole is not None
+    assert (writer.whole.status, writer.whole.content_type) == (422, "application/json")
+    assert json.loads(writer.whole.body) == {"error": error}
+
+
+@pytest.mark.asyncio
+async def test_an_error_of_a_stream_that_the_engine_has_accepted_stays_in_it() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        current_call.get().accept()
+        await send(EVENT_STREAM)
+        await send(part(b'data: {"error":{"code":400}}\n\n', more=True))
+        await send(part(b"data: [DONE]\n\n"))
+
+    writer, _ = await served(app, replace(CALL, path="/v1/completions"))
+    assert b"".join(writer.parts) == b'data: {"error":{"code":400}}\n\ndata: [DONE]\n\n'
 
 
 @pytest.mark.asyncio
