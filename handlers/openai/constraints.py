@@ -33,7 +33,7 @@ _ALSO = {CHAT: "", BATCH: "", COMPLETIONS: "", RESPONSES: ", text.format", MESSA
 # Objects from which other servers and clients take fields; vLLM reads none of them.
 _NESTS = ("extra_body", "parameters")
 # The fields that `enforceable` looks at.
-FIELDS = CONSTRAINING | {"use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
+FIELDS = CONSTRAINING | {"tools", "use_beam_search", "ignore_eos", "text", "output_config", "output_format", *_NESTS}
 _NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 # OpenAI's forms. They are of a message's text; a call of a tool has the form of the tool's arguments.
 _TEXT_FORMAT = "text.format"
@@ -62,11 +62,14 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
     )
     if body.get("use_beam_search"):
         refuse_unread(body, body, "cannot be used together with `use_beam_search`")
+    changes = _allowed_tools(body) if path in (CHAT, RESPONSES) else {}
+    body = {**body, **changes}
     _check_tool_choice(body, path, parses_tools)
     if path == MESSAGES:
         _check_output_config(body)
         return {}
-    changes = _named_tool(body.get("tool_choice")) if path in (CHAT, BATCH) else {}
+    if path in (CHAT, BATCH):
+        changes |= _named_tool(body.get("tool_choice"))
     if _forced(body):
         return changes | _without_formats(body)
     given = _forms(body, path)
@@ -94,6 +97,7 @@ def form_name(body: Mapping[str, Any], path: str) -> str:
     Args:
         body: As in `enforceable`.
     """
+    body = {**body, **_allowed_tools(body)}
     return "tool_choice" if _forced(body) else next(iter(_forms(body, path)), "structured_outputs")
 
 
@@ -146,6 +150,39 @@ def _named_tool(choice: Any) -> dict[str, Any]:
     return {"tool_choice": {"type": "function", "function": {"name": choice}}}
 
 
+def _allowed_tools(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields to replace if only some of the tools are allowed: the model gets no others.
+
+    Raises:
+        InvalidParameter: The choice is wrong.
+    """
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return {}
+    within = choice.get("allowed_tools")  # of chats
+    choice = within if isinstance(within, dict) else choice
+    if (mode := choice.get("mode")) not in ("auto", "required"):
+        raise InvalidParameter("tool_choice.mode", "must be one of auto, required")
+    names, tools = [[_tool_name(tool) for tool in _items(owner.get("tools"))] for owner in (choice, body)]
+    if not names or not set(names) <= set(tools):
+        raise InvalidParameter("tool_choice.tools", "must hold one or more of the functions in `tools`")
+    allowed = [tool for tool, name in zip(_items(body.get("tools")), tools, strict=True) if name in names]
+    return {"tool_choice": mode, "tools": allowed}
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _tool_name(tool: Any) -> str | None:
+    """Return the name of a tool in a form of chats or of responses."""
+    if not isinstance(tool, dict):
+        return None
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
 def _check_tool_choice(body: Mapping[str, Any], path: str, parses_tools: bool) -> None:
     if not _forced(body):
         return
@@ -157,6 +194,8 @@ def _check_tool_choice(body: Mapping[str, Any], path: str, parses_tools: bool) -
             raise InvalidParameter("tool_choice.type", "must be one of function, custom; others cannot be enforced")
     if forms := [form for form in _forms(body, path) if form not in _OF_MESSAGES]:
         raise InvalidParameter(forms[0], "cannot be combined with a `tool_choice` that makes the model call a tool")
+    if path == MESSAGES and not body.get("tools"):  # vLLM refuses it on chats
+        raise InvalidParameter("tool_choice", "needs `tools`, unless it is auto or none")
 
 
 def _without_formats(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -284,6 +284,42 @@ def test_what_would_not_be_enforced_is_refused_by_its_name(
     assert reply.body == error(f"`{parameter}` {message}", parameter)
 
 
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "name": name}
+
+
+def of_chat(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_the_model_gets_the_allowed_tools_alone(mode: str) -> None:
+    choice = {"type": "allowed_tools", "mode": mode, "tools": [named("b")]}
+    body = {"tool_choice": choice, "tools": [named("a"), named("b")]}
+    assert enforceable(body, RESPONSES) == {"tool_choice": mode, "tools": [named("b")]}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [of_chat("b")]}}
+    body = {"tool_choice": choice, "tools": [of_chat("a"), of_chat("b")]}
+    assert enforceable(body, CHAT) == {"tool_choice": mode, "tools": [of_chat("b")]}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [{}, {"mode": "any", "tools": [named("a")]}, {"mode": "auto"}, {"mode": "auto", "tools": [named("b")]}],
+)
+@pytest.mark.parametrize("tools", [[named("a")], [5], 5, None])
+def test_a_wrong_choice_of_allowed_tools_is_refused(choice: dict[str, Any], tools: Any) -> None:
+    with pytest.raises(InvalidParameter, match=r"`tool_choice\.(mode|tools)`"):
+        enforceable({"tool_choice": {"type": "allowed_tools", **choice}, "tools": tools}, RESPONSES)
+
+
+@pytest.mark.parametrize("kind", ["any", "tool"])
+def test_a_message_that_has_to_call_a_tool_needs_one(kind: str) -> None:
+    choice = {"type": kind, "name": "f"}
+    with pytest.raises(InvalidParameter, match="`tool_choice` needs `tools`"):
+        enforceable({"tool_choice": choice}, MESSAGES)
+    assert enforceable({"tool_choice": choice, "tools": [{"name": "f", "input_schema": {}}]}, MESSAGES) == {}
+
+
 def test_tools_of_the_platform_cannot_be_forced() -> None:
     with pytest.raises(InvalidParameter, match=r"`tool_choice\.type` must be one of function, custom"):
-        enforceable({"tool_choice": {"type": "allowed_tools", "mode": "required"}}, RESPONSES)
+        enforceable({"tool_choice": {"type": "web_search"}}, RESPONSES)

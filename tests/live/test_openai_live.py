@@ -393,6 +393,18 @@ def test_a_refused_form_has_the_name_that_the_client_gave_it(
         assert reply.json()["error"]["param"] == next(iter(field))
 
 
+def test_tools_may_be_allowed_and_have_to_be_there_if_one_is_to_be_called(server: Server) -> None:
+    tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in "ab"]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "a"}]}
+    asked = {"input": "Hi", "max_output_tokens": 4, "tools": tools, "tool_choice": choice}
+    answer = server.client.post("/v1/responses", json=asked)
+    assert answer.status_code == 200, answer.text
+    assert [tool["name"] for tool in answer.json()["tools"]] == ["a"]
+    asked = {"model": "model", "max_tokens": 4, "messages": MESSAGES, "tool_choice": {"type": "any"}}
+    refused = server.client.post("/v1/messages", json=asked)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error"), refused.text
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_the_digits_of_an_expression_are_ascii(server: Server, path: str) -> None:
     prompt = {"messages": MESSAGES} if "chat" in path else {"prompt": "Hi"}
