@@ -51,6 +51,8 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
     Raises:
         InvalidParameter: With the field that is wrong, or that vLLM would ignore.
     """
+    if path in (TOKENIZE, RENDER):
+        return _named_tool(body.get("tool_choice"))
     if path not in _READ:
         return {}
     for nest in _NESTS:

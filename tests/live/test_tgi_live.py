@@ -343,8 +343,11 @@ def test_every_route_that_counts_a_chat_counts_the_prompt_of_the_chat(
             assert "".join(token["text"] for token in shown["tokenize_response"]) == shown["templated_text"]
             assert [token["id"] for token in shown["tokenize_response"]] == of_vllm.json()["tokens"], name
         # A count needs no parser of calls, and no room in the context.
-        tools = CHATS["tools"] | {"tool_choice": "auto"}
-        assert len(model.client.post("/chat_tokenize", json=tools).json()["tokenize_response"]) == counts["tools"][0]
+        for choice in ("auto", "required", "look"):
+            tools = CHATS["tools"] | {"tool_choice": choice}
+            assert (
+                len(model.client.post("/chat_tokenize", json=tools).json()["tokenize_response"]) == counts["tools"][0]
+            )
         long = {"messages": [{"role": "user", "content": "la " * (MAX_MODEL_LEN + 1)}]}
         assert model.client.post("/v2/tokenizer", json=long).json()["count"] > MAX_MODEL_LEN
     assert {name for name, found in counts.items() if len(set(found)) > 1} == set()
