@@ -64,6 +64,7 @@ def test_images_are_a_part_of_the_prompt(vision: Server, path: str) -> None:
         answer = ask(vision, *urls, path=path)
         assert answer.status_code == 200, answer.text
         tokens.append(answer.json()["usage"]["prompt_tokens"])
+        assert ask(vision, *urls, path="/tokenize", model=vision.name).json()["count"] == tokens[-1]
     text = tokens[0]
     assert tokens == [text, text + TOKENS_OF_AN_IMAGE, text + TOKENS_OF_AN_IMAGE, text + 2 * TOKENS_OF_AN_IMAGE]
 
