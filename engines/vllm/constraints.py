@@ -19,7 +19,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
@@ -41,7 +41,7 @@ MAX_CHARACTERS = 1 << 17  # Of a schema, an expression or a grammar: what people
 _MAX_WITH_WHITE_SPACE = 8 * MAX_CHARACTERS  # Of a schema that is still to be read.
 MAX_CHOICE_CHARACTERS = 1 << 21  # Of all choices together; they cost the engine less, since each is a plain text.
 _ERROR_CHARACTERS = 200
-_FOR_GUIDANCE = {"regex": ascii_expression, "grammar": grammar_for_guidance}
+_FOR_GUIDANCE: Mapping[str, Callable[[str], str]] = {"regex": ascii_expression, "grammar": grammar_for_guidance}
 _LONG = 4096  # Characters of an expression or a grammar. Longer ones hold up the event loop.
 # How long a request waits until its constraint has been tried out, those before it included, before it is refused.
 WAIT_SECONDS = 60.0

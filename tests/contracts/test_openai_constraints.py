@@ -294,8 +294,8 @@ def of_chat(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_the_model_gets_the_allowed_tools_alone(mode: str) -> None:
-    choice = {"type": "allowed_tools", "mode": mode, "tools": [named("b")]}
-    body = {"tool_choice": choice, "tools": [named("a"), named("b")]}
+    choice: dict[str, Any] = {"type": "allowed_tools", "mode": mode, "tools": [named("b")]}
+    body: dict[str, Any] = {"tool_choice": choice, "tools": [named("a"), named("b")]}
     assert enforceable(body, RESPONSES) == {"tool_choice": mode, "tools": [named("b")]}
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [of_chat("b")]}}
     body = {"tool_choice": choice, "tools": [of_chat("a"), of_chat("b")]}
