@@ -22,8 +22,12 @@ def bytes_in_cycles() -> int:
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         gc.collect()
-        held = [text for found in gc.garbage for text in (found, *gc.get_referents(found))]
-        texts = {id(text): len(text) for text in held if isinstance(text, bytes | bytearray | str)}
+        texts = {
+            id(text): len(text)
+            for found in gc.garbage
+            for text in (found, *gc.get_referents(found))
+            if isinstance(text, bytes | bytearray | str)
+        }
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

@@ -12,16 +12,20 @@ It relies on internals of vLLM (tests/live/test_parsers_internals.py):
 - `ToolParser.__init_subclass__` does nothing but set `supports_required_and_named` to False;
 - `ParserManager.get_parser` is where every serving object gets the class of its parser, a `DelegatingParser`, whose
   `_stream_state` says whether reasoning has ended;
-- a parser of reasoning that cannot tell its end has `ReasoningParser.is_reasoning_end`, which tells nothing.
+- a parser of reasoning that cannot tell its end has `ReasoningParser.is_reasoning_end`, which tells nothing;
+- `Hermes2ProToolParser` reads a streamed call by the three methods that `_Hermes` replaces, and finds the calls of a
+  whole answer by `tool_call_regex`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import regex
 import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
@@ -29,6 +33,7 @@ from vllm.parser.abstract_parser import Parser
 from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.tool_parsers import ToolParser, ToolParserManager
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+from vllm.tool_parsers.utils import partial_tag_overlap
 
 from engines.vllm.internals import patch_parsers
 
@@ -37,6 +42,11 @@ _NOT_ENFORCED = (
     'auto or none; option.structured_outputs_config={"backend": "xgrammar"} has grammars for more parsers'
 )
 _backend: ContextVar[str] = ContextVar("_backend", default="")
+_STRING = r'"(?:[^"\\]++|\\.)*+"'
+_MEMBER = regex.compile(rf'\s*+[{{,]\s*+(?="(?P<name>[^"]*+)"){_STRING}\s*+:\s*+', regex.DOTALL)
+_VALUE = regex.compile(
+    rf'(?P<value>{_STRING}|[\[{{](?:[^\[\]{{}}"]++|{_STRING}|(?&value))*+[\]}}]|[^\[\]{{}}",\s]++)', regex.DOTALL
+)
 
 
 class _Enforcing:
@@ -97,17 +107,66 @@ class _WithoutReasoning:
         return super().parse_delta(delta_text, delta_token_ids, request, *rest, **options)  # type: ignore[misc]
 
 
+class _Hermes:
+    """Reads the JSON of a streamed call as a whole answer is read.
+
+    vLLM takes the first `"name"` and all text after the first `"arguments"`. It ends a call at the mark of its end,
+    also within a string. Its clients then get arguments that are no JSON.
+    """
+
+    tool_call_start_token: str
+    tool_call_end_token: str
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        begin, end = self.tool_call_start_token, self.tool_call_end_token
+        call = rf"{begin}((?:{_STRING}|[^\"])*?){end}|{begin}(.*)"
+        self.tool_call_regex = regex.compile(call, regex.DOTALL)
+
+    def _extract_tool_call_jsons(self, text: str) -> list[tuple[str, bool]]:
+        """Return the JSON of each call, as far as it has come, and whether the mark of its end has come."""
+        calls: list[tuple[str, bool]] = []
+        for whole, begun in self.tool_call_regex.findall(text):
+            rest = len(begun) - partial_tag_overlap(begun, self.tool_call_end_token)
+            calls.append(((whole or begun[:rest]).strip(), bool(whole)))
+        return calls
+
+    @staticmethod
+    def _extract_tool_name(call: str) -> str | None:
+        value, whole = _member(call, "name")
+        return str(json.loads(value)) if whole else None
+
+    @staticmethod
+    def _extract_tool_args(call: str, _: bool) -> str | None:
+        return _member(call, "arguments")[0] or None
+
+
+def _member(call: str, name: str) -> tuple[str, bool]:
+    """Return the JSON of an object's member, as far as it has come, and whether it is whole."""
+    end = 0
+    while found := _MEMBER.match(call, end):
+        value = _VALUE.match(call, found.end())
+        end = value.end() if value is not None else len(call)
+        whole = call[end:].lstrip()[:1] in (",", "}")  # nothing more of a number can come
+        if found["name"] == name:
+            return call[found.end() : end if whole else None], whole
+    return "", False
+
+
 def _forces(request: Any) -> bool:
     return bool(request.tools) and request.tool_choice not in (None, "auto", "none")
 
 
 def _fitting(parser: type[ToolParser], backend: str) -> type[ToolParser]:
     """Return the class of a parser that reads the output of a back end's grammar."""
+    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser  # made after `patch_parsers`
+
     if parser.structural_tag_model is None:
         return parser
+    bases = (_Hermes, parser) if issubclass(parser, Hermes2ProToolParser) else (parser,)
     if backend == "xgrammar" and envs.VLLM_ENFORCE_STRICT_TOOL_CALLING:
-        return type(parser.__name__, (parser,), {"supports_required_and_named": False})
-    return type(parser.__name__, (parser,), {"structural_tag_model": None})
+        return type(parser.__name__, bases, {"supports_required_and_named": False})
+    return type(parser.__name__, bases, {"structural_tag_model": None})
 
 
 def _tells_end(parser: type[ReasoningParser]) -> bool:

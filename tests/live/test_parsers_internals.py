@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_a_parser_reads_what_the_grammar_of_its_model_makes(order: tuple[str, st
     tags, calls = found["xgrammar"], found["guidance"]
     assert (tags.structural_tag_model, tags.supports_required_and_named) == ("hermes", False)
     assert (calls.structural_tag_model, calls.supports_required_and_named) == (None, True)
-    assert parser_for("", "hermes").tool_parser_cls is tags.__mro__[1]
+    assert parser_for("", "hermes").tool_parser_cls in tags.__mro__[1:]
 
 
 def test_vllms_own_switch_has_json_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,3 +129,46 @@ def test_further_parts_of_a_streamed_call_have_its_arguments_alone() -> None:
     assert first.tool_calls[0].function.name == "f"
     parts = [part.model_dump(exclude_unset=True)["tool_calls"] for part in rest]
     assert parts == [[{"index": 0, "function": {"arguments": text}}] for text in (" 1", "}")]
+
+
+CALLS = {
+    "in vLLM's order": '{"name": "f", "arguments": {"a": "x"}}',
+    "arguments first": '{"arguments": {"a": "x"}, "name": "f"}',
+    "more members": '{"id": [{"name": "g"}], "name": "f", "arguments": {"name": "h", "arguments": 1}, "z": 2}',
+    "marks in strings": '{"name": "f", "arguments": {"a": "</tool_call><tool_call>, \\"}{][\\\\"}}',
+    "a number": '{"name": "f", "arguments": 12}',
+    "nothing": '{"name": "f", "arguments": {} }',
+}
+
+
+@pytest.mark.parametrize("parts", [1, 3, 1000], ids="{} characters".format)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(("name", "mark"), [("hermes", "tool_call"), ("longcat", "longcat_tool_call")])
+def test_a_streamed_call_has_the_arguments_of_the_whole_answer(name: str, mark: str, call: str, parts: int) -> None:
+    text = f"I call. <{mark}>{call}</{mark}><{mark}>{call}</{mark}>"
+    content, streamed = read_in_parts(parser_for("guidance", name), text, parts)
+    _, spoken, calls = parser_for("guidance", name)(Tokenizer()).parse(text, request("auto"), enable_auto_tools=True)
+    assert content == spoken == "I call. "
+    wanted = ("f", json.loads(call)["arguments"])
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [wanted] * 2
+    assert [(name, json.loads(arguments)) for name, arguments in streamed] == [wanted] * 2
+
+
+def test_a_streamed_call_that_is_cut_has_the_part_that_has_come() -> None:
+    text = '<tool_call>{"arguments": {"a": 1}, "name": "f'
+    assert read_in_parts(parser_for("guidance", "hermes"), text, 1)[1] == []
+    text = '<tool_call>{"name": "f", "arguments": {"a": "</tool_ca'
+    assert read_in_parts(parser_for("guidance", "hermes"), text, 1)[1] == [("f", '{"a": "')]
+
+
+def read_in_parts(kind: Any, text: str, size: int) -> tuple[str, list[tuple[str, str]]]:
+    """Return the content and the calls, with names and arguments, of a stream with parts of this many characters."""
+    parser, content, calls = kind(Tokenizer()), "", {}
+    for at in range(0, len(text), size):
+        last = at + size >= len(text)
+        delta = parser.parse_delta(text[at : at + size], [3], request("auto"), [4], finished=last)
+        content += (delta.content or "") if delta is not None else ""
+        for call in delta.tool_calls if delta is not None else ():
+            name, arguments = calls.get(call.index, ("", ""))
+            calls[call.index] = (name + (call.function.name or ""), arguments + (call.function.arguments or ""))
+    return content, list(calls.values())

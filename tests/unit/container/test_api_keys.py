@@ -86,7 +86,7 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def filled(path: str) -> str:
     for name, value in {"{version:int}": "1", "{id:path}": "model", "{model}": "model", "{version}": "1"}.items():
         path = path.replace(name, value)
-    return path.replace("{adapter}", "a").replace("{response_id}", "r")
+    return path.replace("{adapter}", "a").replace("{response_id}", "r").replace("{repository}", "r")
 
 
 class Unread(httpx.AsyncByteStream):

@@ -282,7 +282,7 @@ async def test_a_captured_call_leaves_no_cycle_with_its_body(tmp_path: Path, fai
     def written() -> int:
         return sum(file.read_bytes().count(b"\n") for file in tmp_path.rglob("*.jsonl"))
 
-    capture = RequestCapture(application, lambda _: True, tmp_path)
+    capture = RequestCapture(application, lambda _: True, RecordFiles(tmp_path))
     bytes_in_cycles()
     for number in range(1, 5):
         scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b"", "headers": []}
