@@ -52,7 +52,8 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
         InvalidParameter: With the field that is wrong, or that vLLM would ignore.
     """
     if path in (TOKENIZE, RENDER):
-        return _named_tool(body.get("tool_choice"))
+        changes = _allowed_tools(body)
+        return changes | _named_tool({**body, **changes}.get("tool_choice"))
     if path not in _READ:
         return {}
     for nest in _NESTS:
@@ -64,7 +65,7 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
     )
     if body.get("use_beam_search"):
         refuse_unread(body, body, "cannot be used together with `use_beam_search`")
-    changes = _allowed_tools(body) if path in (CHAT, RESPONSES) else {}
+    changes = _allowed_tools(body) if path in (CHAT, BATCH, RESPONSES) else {}
     body = {**body, **changes}
     _check_tool_choice(body, path, parses_tools)
     if path == MESSAGES:
@@ -166,7 +167,7 @@ def _allowed_tools(body: Mapping[str, Any]) -> dict[str, Any]:
     if (mode := choice.get("mode")) not in ("auto", "required"):
         raise InvalidParameter("tool_choice.mode", "must be one of auto, required")
     names, tools = [[_tool_name(tool) for tool in _items(owner.get("tools"))] for owner in (choice, body)]
-    if not names or not set(names) <= set(tools):
+    if not names or None in names or not set(names) <= set(tools):
         raise InvalidParameter("tool_choice.tools", "must hold one or more of the functions in `tools`")
     allowed = [tool for tool, name in zip(_items(body.get("tools")), tools, strict=True) if name in names]
     return {"tool_choice": mode, "tools": allowed}

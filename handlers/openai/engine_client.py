@@ -191,6 +191,7 @@ class EngineClient:
             check_parameters(sampling_params, self._engine.sampling, self._engine.tokenizer)
             sampling_params.extra_args = self._read_args(sampling_params.extra_args)
             self._check_length(prompt)
+            check_prompt_logprobs(sampling_params, len(prompt.get("prompt_token_ids") or ()))
             call.take(sampling_params.n)
         places = sampling_params.n
         return self._generate(call, _submitted(call, prompt), sampling_params, request_id, options, places=places)

@@ -43,6 +43,7 @@ from handlers.openai.speech import SPEECH, check_form
 logger = logging.getLogger(__name__)
 
 _EVENTS = "text/event-stream"
+_COMMENT = b":"  # Begins a comment, which keeps a connection open while an answer waits for the engine.
 # Routes whose streams begin when the engine accepts.
 _GENERATED = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES, *SPEECH})
 # Request headers that are replaced for the application, or answered here.
@@ -70,7 +71,7 @@ _TEXTS = _INPUTS | {"prompt", "query", "messages"}
 _COUNTED = frozenset({TOKENIZE, DETOKENIZE, RENDER})  # The model's context does not bound their prompts.
 _MEDIA = frozenset(("image_url", "audio_url", "video_url", "input_audio"))  # Fields of a part with its data.
 _TRUNCATE = "truncate_prompt_tokens"
-_OF_PROMPTS = frozenset(("messages", "tools", "documents", "chat_template_kwargs"))  # Fields that a template reads.
+_OF_PROMPTS = frozenset(("tools", "documents", "chat_template_kwargs"))  # Fields that a template reads.
 _ID = re.compile(r"[\x21-\x7e]{1,128}")  # Of a request, as in headers.
 
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -186,7 +187,7 @@ class VllmCall:
 
     def _pass_on(self, data: bytes, *, last: bool) -> None:
         writer = self._writer
-        if self._path in _GENERATED and not (last or self._held.accepted):
+        if self._path in _GENERATED and not (last or self._held.accepted or data.startswith(_COMMENT)):
             self._held_back += data  # vLLM begins a stream before the engine can refuse it
             return
         if self._held_back:
@@ -201,11 +202,11 @@ class VllmCall:
                 writer.start(self._status, self._content_type, self._headers)
             writer.write(data)
             self._errors.sent(data)
-        self._complete = last
+        self._complete = self._complete or last
 
     def _release(self) -> None:
         """Send what was held back. The engine has accepted the response."""
-        if not self._gone.is_set():
+        if self._held_back and not self._gone.is_set():
             self._pass_on(b"", last=False)
 
     def _whole(self, data: bytes) -> Reply:
@@ -321,18 +322,20 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
             return call  # vLLM refuses it.
     if len(call.body) >= LONG_BODY and bytes(document.get("messages", b"")).startswith(b'"'):
         raise InvalidParameter("messages", "must be an array, got a string")  # vLLM would take each character
-    changes: dict[str, Any] = {} if model is None else {"model": model}
+    changes: dict[str, Any] = {}
+    if path == RESPONSES:
+        changes = {name: None for name, value in document.items() if bytes(value) == b"null"}
+        if b'"assistant"' in call.body:
+            changes |= _with_types(document)
+    if model is not None:
+        changes["model"] = model
     if given := {name: value for name, value in given.items() if value is not None}:
         changes |= enforceable(given, path, parses_tools=parses_tools)
         held.form_name = form_name(given, path)
     if path in (CHAT, TOKENIZE, RENDER) and b"null" in call.body:
         changes |= _without_nulls(document)
-    if path == RESPONSES:
-        changes |= {name: None for name, value in document.items() if bytes(value) == b"null"}
-        if b'"assistant"' in call.body:
-            changes |= _with_types(document)
     changes |= _without_idle(document, path)
-    if path != MESSAGES and not any(value == call.request_id for _, value in call.headers):
+    if path not in (MESSAGES, COUNT_TOKENS) and not any(value == call.request_id for _, value in call.headers):
         call = replace(call, request_id=_id_in(document) or call.request_id)
     if not changes:
         return call
@@ -349,14 +352,14 @@ def _id_in(document: Mapping[str, msgspec.Raw]) -> str:
     if _first(document.get("request_id", b"")) != b'"':
         return ""
     request_id = msgspec.json.decode(document["request_id"], type=str)
-    if not _ID.fullmatch(request_id):
+    if request_id and not _ID.fullmatch(request_id):
         raise InvalidParameter("request_id", "must have 1 to 128 characters of visible ASCII")
     return request_id
 
 
 def _without_idle(document: Mapping[str, msgspec.Raw], path: str) -> dict[str, None]:
     """Return the fields to remove because they ask for nothing. Some clients send them with every request."""
-    if path not in (CHAT, BATCH, COMPLETIONS):
+    if path not in (CHAT, BATCH, COMPLETIONS, TOKENIZE, RENDER):
         return {}
     idle = []
     if bytes(document.get("suffix", b"")) == b'""':
@@ -404,7 +407,8 @@ def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, hel
         if is_large and _first(value) == b"{" and len(_decode_members(value)) > _MOST_MEMBERS:
             raise InvalidParameter(name, f"may have {_MOST_MEMBERS} members at most")
     if path in _COUNTED and "messages" in document:
-        size = sum(_length_of_texts(document[name]) for name in _OF_PROMPTS.intersection(document))
+        size = sum(_size(document[name]) for name in _OF_PROMPTS.intersection(document))
+        size += _size_of_messages(document["messages"])
         if size > MOST_BYTES:
             raise InvalidParameter("messages", f"may have at most {MOST_BYTES} bytes of text, got {size}")
     elif path in _COUNTED:
@@ -418,13 +422,23 @@ def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, hel
             raise InvalidParameter(_TRUNCATE, f"needs `truncation_side` for a text of more than {MOST_BYTES} bytes")
 
 
-def _length_of_texts(value: msgspec.Raw) -> int:
-    """Return the bytes of all texts within a field, without images and other media."""
-    if _first(value) == b"[":
-        return sum(map(_length_of_texts, _decode_items(value)))
-    if _first(value) == b"{":
-        return sum(_length_of_texts(part) for name, part in _decode_members(value).items() if name not in _MEDIA)
-    return len(msgspec.json.decode(value, type=str).encode()) if _first(value) == b'"' else 0
+def _size_of_messages(value: msgspec.Raw) -> int:
+    """Return the bytes of messages, without images and other media."""
+    size = 0
+    for message in _decode_items(value) if _first(value) == b"[" else ():
+        members = _decode_members(message) if _first(message) == b"{" else {"": message}
+        content = members.pop("content", b"")
+        size += sum(map(_size, members.values()))
+        for part in _decode_items(content) if _first(content) == b"[" else [content]:
+            within = _decode_members(part) if _first(part) == b"{" else {"": part}
+            size += sum(_size(member) for name, member in within.items() if name not in _MEDIA)
+    return size
+
+
+def _size(value: msgspec.Raw | bytes) -> int:
+    """Return the bytes of a JSON value: of a text, without escapes."""
+    text = _first(value) == b'"'
+    return len(msgspec.json.decode(value, type=str).encode()) if text else len(memoryview(value))
 
 
 def _longest_text(value: msgspec.Raw) -> int:

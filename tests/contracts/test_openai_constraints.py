@@ -13,7 +13,9 @@ from handlers.openai.constraints import (
     CHAT,
     COMPLETIONS,
     MESSAGES,
+    RENDER,
     RESPONSES,
+    TOKENIZE,
     enforceable,
     form_name,
 )
@@ -299,14 +301,18 @@ def test_the_model_gets_the_allowed_tools_alone(mode: str) -> None:
     assert enforceable(body, RESPONSES) == {"tool_choice": mode, "tools": [named("b")]}
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [of_chat("b")]}}
     body = {"tool_choice": choice, "tools": [of_chat("a"), of_chat("b")]}
-    assert enforceable(body, CHAT) == {"tool_choice": mode, "tools": [of_chat("b")]}
+    for path in (CHAT, BATCH, TOKENIZE, RENDER):
+        assert enforceable(body, path) == {"tool_choice": mode, "tools": [of_chat("b")]}
 
 
 @pytest.mark.parametrize(
     "choice",
-    [{}, {"mode": "any", "tools": [named("a")]}, {"mode": "auto"}, {"mode": "auto", "tools": [named("b")]}],
+    [
+        *({}, {"mode": "any", "tools": [named("a")]}, {"mode": "auto"}, {"mode": "auto", "tools": [named("b")]}),
+        {"mode": "auto", "tools": [{"type": "mcp", "server_label": "a"}]},
+    ],
 )
-@pytest.mark.parametrize("tools", [[named("a")], [5], 5, None])
+@pytest.mark.parametrize("tools", [[named("a")], [named("a"), {"type": "web_search"}], [5], 5, None])
 def test_a_wrong_choice_of_allowed_tools_is_refused(choice: dict[str, Any], tools: Any) -> None:
     with pytest.raises(InvalidParameter, match=r"`tool_choice\.(mode|tools)`"):
         enforceable({"tool_choice": {"type": "allowed_tools", **choice}, "tools": tools}, RESPONSES)

@@ -414,7 +414,7 @@ async def test_a_stream_that_the_engine_refuses_is_refused_with_its_status(path:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(EVENT_STREAM)
-        for event in (": keep-alive", f"data: {json.dumps({'error': error})}", "data: [DONE]"):
+        for event in (f"data: {json.dumps({'error': error})}", "data: [DONE]"):
             await send(part(f"{event}\n\n".encode(), more=True))
         await send(part(b""))
 
@@ -422,6 +422,18 @@ async def test_a_stream_that_the_engine_refuses_is_refused_with_its_status(path:
     assert writer.whole is not None
     assert (writer.whole.status, writer.whole.content_type) == (422, "application/json")
     assert json.loads(writer.whole.body) == {"error": error}
+
+
+@pytest.mark.asyncio
+async def test_a_comment_that_keeps_the_connection_open_begins_the_stream() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(EVENT_STREAM)
+        await send(part(b": keep-alive\n\n", more=True))
+        await send(part(b'data: {"error":{"code":400}}\n\n', more=True))
+        await send(part(b"data: [DONE]\n\n"))
+
+    writer, _ = await served(app, replace(CALL, path="/v1/completions"))
+    assert writer.parts == [b": keep-alive\n\n", b'data: {"error":{"code":400}}\n\ndata: [DONE]\n\n']
 
 
 @pytest.mark.asyncio
@@ -477,7 +489,7 @@ async def test_the_body_may_have_the_id_if_no_header_has_it(
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("given", ["", "x" * 129, "a b", "a\n", "é"])
+@pytest.mark.parametrize("given", ["x" * 129, "a b", "a\n", "é"])
 async def test_an_id_that_is_not_safe_in_headers_is_refused(given: str) -> None:
     writer, _ = await served(None, replace(CALL, body=json.dumps({"request_id": given}).encode()))
     assert writer.whole is not None

@@ -45,6 +45,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A
         ("/tokenize", {"messages": [{"content": LONG}]}, "`messages` may have at most 1048576 bytes of text"),
         ("/tokenize", {"messages": [{"content": [{"text": "é" * 600_000}]}]}, "got 1200"),
         ("/rendered_chat", {"messages": [], "tools": [{"function": {"description": LONG}}]}, "bytes of text"),
+        ("/tokenize", {"messages": [], "tools": [{"image_url": LONG}]}, "bytes of text"),
+        ("/tokenize", {"messages": [{"content": "", "image_url": LONG}]}, "bytes of text"),
+        ("/tokenize", {"messages": [], "chat_template_kwargs": {LONG: 1}}, "bytes of text"),
     ],
 )
 def test_they_are_refused(path: str, body: dict[str, Any], message: str) -> None:

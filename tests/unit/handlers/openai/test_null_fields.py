@@ -35,6 +35,13 @@ def test_null_fields_of_a_response_are_absent() -> None:
     )
 
 
+def test_a_null_field_of_a_response_changes_nothing_else() -> None:
+    body = b'{"model": null, "input": "x", "guided_regex": "a+", "structured_outputs": null}'
+    held = OpenAICall(EngineQueue(ScriptedEngine(), 1))
+    translated = json.loads(for_vllm(call(body), "/v1/responses", held, model="adapter").body)
+    assert (translated["model"], translated["structured_outputs"]["regex"]) == ("adapter", "a+")
+
+
 def test_a_message_may_have_null_as_its_content() -> None:
     messages = [{"role": "assistant", "content": None, "tool_calls": []}]
     body = json.dumps({"messages": messages}).encode()
@@ -82,6 +89,9 @@ def test_any_chat_keeps_what_is_not_null(other: Any, messages: list[dict[str, An
         (CHAT, {"tools": [], "tool_choice": "auto"}, {}),
         (CHAT, {"tools": None, "tool_choice": "none"}, {}),
         (CHAT, {"tool_choice": "auto"}, {}),
+        *((path, {"tools": [], "tool_choice": "auto", "stream_options": {}}, {}) for path in ("/tokenize", RENDER)),
+        *((path, {"request_id": ""}, {"request_id": ""}) for path in (CHAT, "/v1/messages/count_tokens")),
+        ("/v1/messages/count_tokens", {"request_id": "a b"}, {"request_id": "a b"}),
     ],
 )
 def test_fields_that_ask_for_nothing_are_left_out(path: str, given: dict[str, Any], kept: dict[str, Any]) -> None:
