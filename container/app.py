@@ -141,7 +141,7 @@ class _NotFoundRoute(HttpRoute):
     """Answers paths that are not served: in the form of the contract with their prefix, or else in LMI's."""
 
     def __init__(self, state: AppState, contract: ContractRoutes | None = None) -> None:
-        super().__init__(state, "unknown")
+        super().__init__(state, "unknown", id_header=contract.id_header if contract else None)
         self._contract = contract
         owners = {} if contract else {prefix: owner for owner in CONTRACTS for prefix in owner.prefixes}
         longest_first = sorted(owners, key=len, reverse=True)
@@ -177,8 +177,9 @@ class _WrongMethodRoute(HttpRoute):
         allow: Sequence[tuple[str, str]],
         *,
         same_site: bool = False,
+        id_header: str | None = None,
     ) -> None:
-        super().__init__(state, path, same_site=same_site)
+        super().__init__(state, path, same_site=same_site, id_header=id_header)
         self._refusal, self._allow = refusal, allow
 
     def find(self, head: RequestHead) -> Reply:
@@ -262,10 +263,11 @@ def _add_contracts(router: Router, state: AppState, routes: Mapping[tuple[str, s
         router.add(path, method, route, without_key=path in _PROBES and method in ("GET", "HEAD"))
     for contract in CONTRACTS:
         for declared in contract.routes:
-            _refuse_other_methods(router, state, declared.path, contract.wrong_method)
+            _refuse_other_methods(router, state, declared.path, contract.wrong_method, id_header=contract.id_header)
     for contract in CONTRACTS:
         for path in (*(declared.path for declared in contract.routes), *_OF_FASTAPI) if contract.redirects else ():
-            router.add(path, WITH_SLASHES, SlashRedirectRoute(state, path, contract.refuse))
+            redirect = SlashRedirectRoute(state, path, contract.refuse, id_header=contract.id_header)
+            router.add(path, WITH_SLASHES, redirect)
 
 
 def _add_management(router: Router, state: AppState, registrar: Registrar) -> None:
@@ -281,11 +283,18 @@ def _add_management(router: Router, state: AppState, registrar: Registrar) -> No
 
 
 def _refuse_other_methods(
-    router: Router, state: AppState, path: str, refusal: Callable[[Call], Reply], *, same_site: bool = False
+    router: Router,
+    state: AppState,
+    path: str,
+    refusal: Callable[[Call], Reply],
+    *,
+    same_site: bool = False,
+    id_header: str | None = None,
 ) -> None:
     """Answer the methods that a path does not have: with an error, and browsers' preflights if CORS is on."""
     allow = (("allow", ", ".join(router.methods(path))),)
-    router.add(path, ANY_METHOD, _WrongMethodRoute(state, path, refusal, allow, same_site=same_site))
+    route = _WrongMethodRoute(state, path, refusal, allow, same_site=same_site, id_header=id_header)
+    router.add(path, ANY_METHOD, route)
     if state.settings.cors_allowed_origin and not same_site:
         router.add(path, "OPTIONS", FixedReplyRoute(state, path, Reply(200, "", b"", allow)))
 

@@ -128,10 +128,10 @@ class GenerationHttpRoute(HandlerRoute):
         else:
             queued = declared.path.removeprefix(declared.prefix) in QUEUED
         by_attribute = isinstance(declared, GenerationRoute) or declared.by_attribute
-        super().__init__(state, declared.path, queued=queued, by_attribute=by_attribute)
+        super().__init__(
+            state, declared.path, queued=queued, by_attribute=by_attribute, id_header=contract.id_header
+        )
         self.contract, self.declared = contract, declared
-        if contract.id_header is not None:
-            self.id_headers += (contract.id_header.encode(),)
         self.with_field = declared.with_field if isinstance(declared, GenerationRoute) else None
 
     def refuse(self, error: RequestError) -> Reply:

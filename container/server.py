@@ -156,15 +156,15 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End, also where clients take nothing: uvicorn cancels their calls, and logs that as an error."""
-        breaking_off = asyncio.get_running_loop().call_later(self._last_seconds, self.break_off)
+        dropping = asyncio.get_running_loop().call_later(self._last_seconds, self.drop_connections)
         await super().shutdown(sockets)
-        breaking_off.cancel()
+        dropping.cancel()
 
-    def break_off(self) -> None:
+    def drop_connections(self) -> None:
         """Drop all connections."""
         connections = list(self.server_state.connections)
         if connections:
-            logger.warning("%d connections were still open, and are broken off", len(connections))
+            logger.warning("%d connections were still open, and are closed", len(connections))
         for connection in connections:
             connection.transport.abort()
 

@@ -87,6 +87,7 @@ class HttpRoute:
         queued: bool = False,
         max_body: int | None = None,
         by_attribute: bool = False,
+        id_header: str | None = None,
     ) -> None:
         """Create the route.
 
@@ -98,11 +99,13 @@ class HttpRoute:
             queued: Every call needs a place in the model's queue. If that is full, a long body is not read.
             max_body: The largest body in bytes, if it is smaller than the setting `max_request_size`.
             by_attribute: The attribute `route` of SageMaker's custom attributes may name it.
+            id_header: The contract's name for the header with the request's id, which replies have besides.
         """
         self.state, self.path, self.by_attribute = state, path, by_attribute
         self._same_site, self._queued = same_site, queued
         self._headers = [*(headers or []), *([] if same_site else state.cors_headers)]
-        self.id_headers: tuple[bytes, ...] = (b"x-request-id",)  # Of every reply. They have the request's id.
+        # Headers of every reply. They have the request's id.
+        self.id_headers: tuple[bytes, ...] = (b"x-request-id", *([id_header.encode()] if id_header else []))
         limit = state.settings.max_request_size
         self._max_body = limit if max_body is None else min(max_body, limit)
 
@@ -290,9 +293,15 @@ class SlashRedirectRoute(HttpRoute):
     """
 
     def __init__(
-        self, state: AppState, path: str, refuse: Callable[[RequestError], Reply], *, same_site: bool = False
+        self,
+        state: AppState,
+        path: str,
+        refuse: Callable[[RequestError], Reply],
+        *,
+        same_site: bool = False,
+        id_header: str | None = None,
     ) -> None:
-        super().__init__(state, path, same_site=same_site)
+        super().__init__(state, path, same_site=same_site, id_header=id_header)
         self._refuse = refuse
 
     def refuse(self, error: RequestError) -> Reply:

@@ -65,7 +65,7 @@ class EngineRestarts:
             raise LoadFailed(f"model {model.name}: the engine cannot be started again: {error}") from None
         finally:
             late.cancel()
-        logger.info("model %s: the engine is there again", model.title)
+        logger.info("model %s: the engine has been restarted", model.title)
 
 
 def _is_late(model: Model, reason: str) -> None:

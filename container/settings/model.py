@@ -156,7 +156,7 @@ def _adapter_fault(adapter: Mapping[str, str], source: str) -> str:
             f"there is no directory {place}; allowed: a directory, a relative one below the model directory, "
             "s3://bucket/prefix/, or owner/name on the hub"
         )
-    fault = location.json_fault(Path(source, "adapter_config.json")) if os.path.isabs(source) else ""
+    fault = location.json_file_fault(Path(source, "adapter_config.json")) if os.path.isabs(source) else ""
     return f"{place} is no adapter: {fault}" if fault else ""
 
 

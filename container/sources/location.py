@@ -99,10 +99,10 @@ def model_fault(directory: Path) -> str:
     if CONFIG_FILE not in names:
         others = "params.json" in names or any(name.lower().endswith(".gguf") for name in names)
         return "" if others else f"it has no {CONFIG_FILE}"
-    return json_fault(directory / CONFIG_FILE)
+    return json_file_fault(directory / CONFIG_FILE)
 
 
-def json_fault(path: Path) -> str:
+def json_file_fault(path: Path) -> str:
     """Return why a file cannot be read as a JSON object; "" if it can."""
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))

@@ -163,7 +163,7 @@ async def _run(url: str, settings: LocalSettings, hosts: KnownHosts, host: str, 
 
     def stop() -> None:
         if server.should_exit:
-            server.break_off()  # The second signal ends running calls.
+            server.drop_connections()  # The second signal ends running calls.
         server.should_exit = True
         stopped.set()
 

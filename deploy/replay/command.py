@@ -42,7 +42,7 @@ def replay(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the directory of --output.")] = False,
     concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests that run together.")] = 4,
     rate: Annotated[float | None, typer.Option(min=0.001, help="Requests a second, at most.")] = None,
-    as_recorded: Annotated[bool, typer.Option("--as-recorded", help="Send at the recorded distances in time.")] = False,
+    as_recorded: Annotated[bool, typer.Option("--as-recorded", help="Send at the recorded intervals.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Send only so many requests.")] = None,
     sample: Annotated[float, typer.Option(min=0.0, max=1.0, help="Part of the requests, chosen by their ids.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Another number chooses another sample.")] = 0,

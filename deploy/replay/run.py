@@ -24,9 +24,8 @@ _AHEAD = 2  # Requests that are read ahead, for each that runs.
 MOST_FAILURES = 20  # Requests in a row without an answer, beside those that run, after which the replay ends.
 _READER_SECONDS = 3.0  # The time in which the thread that reads the source has to end.
 _LONG = 1 << 18  # Bytes. Longer answers are compared in a thread, so that they hold up no others.
-_MOST_DAYS = (
-    7  # Between two requests, with their recorded distances. A wrong time must not make the replay wait for ever.
-)
+# Between two requests, with their recorded intervals. A wrong time must not make the replay wait for ever.
+_MOST_DAYS = 7
 _DAY = 86400.0
 
 
@@ -36,7 +35,7 @@ class Plan:
 
     concurrency: int = 4
     rate: float | None = None  # Requests a second, at most.
-    as_recorded: bool = False  # With the recorded distances in time.
+    as_recorded: bool = False  # With the recorded intervals.
     limit: int | None = None
     sample: Sample = field(default_factory=Sample)
     redact: bool = False

@@ -32,7 +32,7 @@ from vllm.lora.request import LoRARequest
 from engines.adapters import Adapter
 from engines.errors import AdapterFailed, AdapterUnusable, EngineDead, NoRoomForAdapter, Overloaded, UnknownAdapter
 from engines.vllm.internals import AsyncLLM, EngineDeadError, request_states
-from engines.vllm.lora_files import AdapterFiles, Shapes, base_shapes, check_adapter, file_states, read_ahead
+from engines.vllm.lora_files import CHANGED, AdapterFiles, Shapes, base_shapes, check_adapter, file_states, read_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,9 @@ class Claim:
 class _Held:
     __slots__ = ("adapter", "claims", "files", "loading", "request", "resident", "used")
 
-    def __init__(self, adapter: Adapter, files: AdapterFiles) -> None:
-        self.adapter, self.files = adapter, files
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.files: AdapterFiles | None = None  # None until it is loaded for the first time.
         self.request = LoRARequest(f"{adapter.name}#{adapter.id}", adapter.id, str(adapter.path))
         self.claims = 0
         self.resident = False
@@ -114,8 +115,8 @@ class VllmAdapters:
         return base_shapes(Path(self._llm.model_config.model))
 
     async def add(self, adapter: Adapter) -> None:
-        files = await asyncio.to_thread(check_adapter, adapter.path, self._max_rank)
-        held = self._held[adapter.id] = _Held(adapter, files)
+        await asyncio.to_thread(check_adapter, adapter.path, self._max_rank)
+        held = self._held[adapter.id] = _Held(adapter)
         try:
             if adapter.pin:
                 self._check_pins(held)
@@ -222,13 +223,14 @@ class VllmAdapters:
         async with self._turn:
             path = held.adapter.path
             found = await asyncio.to_thread(lambda: read_ahead(path, self._max_rank, self._base))
-            held.files.check_same(found)
+            if held.files is not None:
+                held.files.check_same(found)
             await self._make_place(held)
             started = time.monotonic()
             try:
                 await asyncio.wait_for(self._llm.add_lora(held.request), self._patience)
-                # The engine has read them, too.
-                AdapterFiles(found.states).check_same(AdapterFiles(await asyncio.to_thread(file_states, path)))
+                if found.states != await asyncio.to_thread(file_states, path):  # The engine has read them, too.
+                    raise AdapterFailed(CHANGED)
             except AdapterFailed:
                 await self._drop(held)
                 raise

@@ -3,7 +3,7 @@
 Weights are safetensors, or what torch has pickled; of the latter only tensors are ever loaded, never code.
 
 An engine reads the files once more whenever it has dropped the adapter, or has died. They must be the same then: the
-tokens of a running call, and blocks in the prefix cache, are of the adapter that was registered.
+tokens of a running call, and blocks in the prefix cache, are of the adapter that was loaded first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _Rank = Annotated[int, msgspec.Meta(ge=1)]
-_CHANGED = "its files have changed since it was registered; unregister it, and register it again"
+CHANGED = "its files have changed since it was loaded; unregister it, and register it again"
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class AdapterFiles:
     """The files of an adapter that an engine reads, as they were found."""
 
     states: tuple[tuple[str | int, ...], ...]  # Of each file: name, inode, size, and the times of its last changes.
-    digest: str = ""  # Of their content. Empty if the weights were not read.
+    digest: str  # Of their content.
 
     def check_same(self, now: AdapterFiles) -> None:
         """Compare the files with those that were found later. A copy with the same content is the same.
@@ -59,11 +59,11 @@ class AdapterFiles:
         Raises:
             AdapterFailed: They differ.
         """
-        if (self.digest != now.digest) if self.digest else (self.states != now.states):
-            raise AdapterFailed(_CHANGED)
+        if self.digest != now.digest:
+            raise AdapterFailed(CHANGED)
 
 
-def check_adapter(directory: Path, max_rank: int) -> AdapterFiles:
+def check_adapter(directory: Path, max_rank: int) -> None:
     """Refuse a directory that is no adapter, or one of too large a rank.
 
     Reads its configuration; may block. Raises AdapterFailed: the file that is missing or broken is named.
@@ -75,7 +75,7 @@ def check_adapter(directory: Path, max_rank: int) -> AdapterFiles:
     for name, rank in {"r": config.r, **patterns}.items():
         if rank > max_rank:
             raise AdapterFailed(f"{CONFIG}: {name} {rank} is greater than max_lora_rank {max_rank}")
-    return AdapterFiles(file_states(directory))
+    _weights(directory)
 
 
 def file_states(directory: Path) -> tuple[tuple[str | int, ...], ...]:
@@ -106,7 +106,8 @@ def read_ahead(directory: Path, max_rank: int, base: Shapes) -> AdapterFiles:
     Raises:
         AdapterFailed: As `check_adapter`, or the weights cannot be used; the tensor is named.
     """
-    found = check_adapter(directory, max_rank)
+    check_adapter(directory, max_rank)
+    states = file_states(directory)
     path = _weights(directory)
     weights = _content(path)
     tensors = _tensors(path, weights)
@@ -116,7 +117,7 @@ def read_ahead(directory: Path, max_rank: int, base: Shapes) -> AdapterFiles:
     digest = hashlib.sha256(path.name.encode())
     for content in (weights, _content(directory / CONFIG)):
         digest.update(hashlib.sha256(content).digest())
-    return AdapterFiles(found.states, digest.hexdigest())
+    return AdapterFiles(states, digest.hexdigest())
 
 
 def base_shapes(model: Path) -> Shapes:

@@ -480,23 +480,41 @@ def _change_responses(responses: Any) -> None:
     responses.responses_background_stream_generator = tasks.events
     responses._convert_generation_error_to_streaming_response = _reraise
     responses.responses_stream_generator = _telling_incomplete(responses.responses_stream_generator)
-    responses.create_responses = partial(_with_own_id, responses.create_responses, tasks)
+    responses.create_responses = partial(with_own_id, responses.create_responses, tasks, set())
     renderer = responses.online_renderer
     if renderer.parser is not None:
         renderer.parser = _hiding_constraints(renderer.parser)
 
 
-async def _with_own_id(
-    create: Callable[..., Awaitable[Any]], running: Collection[str], request: ResponsesRequest, *rest: Any
+async def with_own_id(
+    create: Callable[..., Awaitable[Any]],
+    running: Collection[str],
+    beginning: set[str],
+    request: ResponsesRequest,
+    *rest: Any,
 ) -> Any:
     """Create a response, unless one with the same id is being made in the background: its record would be replaced.
+
+    Args:
+        create: Creates it. A response in the background is among the running ones when this returns.
+        running: The ids of the responses in the background.
+        beginning: The ids of those that are not among the running ones yet.
+        request: The request for the response.
+        rest: Further arguments of `create`.
 
     Raises:
         VLLMValidationError: There is one.
     """
-    if request.request_id in running:
+    own = request.request_id
+    if own in running or own in beginning:
         raise VLLMValidationError("`request_id` is that of a response that is being made", parameter="request_id")
-    return await create(request, *rest)
+    if not request.background:
+        return await create(request, *rest)
+    beginning.add(own)
+    try:
+        return await create(request, *rest)
+    finally:
+        beginning.discard(own)
 
 
 def _reraise(error: Exception) -> str:
@@ -662,12 +680,12 @@ async def _tokenize(request: TokenizeCompletionRequest | CountedChat, raw_reques
         answer = await state.serving_tokenization.create_tokenize(request, raw_request)
     elif isinstance(answer := await _rendered(request, state), RenderedChat):
         ids = answer.token_ids
-        names = state.online_renderer.renderer.get_tokenizer().convert_ids_to_tokens(ids)
+        tokenizer = state.online_renderer.renderer.get_tokenizer()
         answer = TokenizeResponse(
             count=len(ids),
             max_model_len=state.online_renderer.model_config.max_model_len,
             tokens=ids,
-            token_strs=names if request.return_token_strs else None,
+            token_strs=tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None,
         )
     return JSONResponse(answer.model_dump(), answer.error.code if isinstance(answer, ErrorResponse) else 200)
 
@@ -821,15 +839,16 @@ def answer_stumbling_readers(app: FastAPI) -> None:
 def name_faults(app: FastAPI) -> None:
     """Answer a body that Pydantic refuses with the one field that is wrong, as the owners of the two APIs do.
 
-    vLLM's answer has the first ten of Pydantic's faults. Chats and completions keep it.
+    vLLM's answer has the first ten of Pydantic's faults. Chats, completions and parameters of a query keep it.
     """
 
     async def refuse(request: Request, error: RequestValidationError) -> Response:
         path = request.url.path
-        if not path.startswith((MESSAGES, RESPONSES)):
+        faults = error.errors()
+        if not path.startswith((MESSAGES, RESPONSES)) or faults[0]["loc"][0] != "body":
             theirs: Response = await validation_exception_handler(request, error)
             return theirs
-        fault = body_fault(error.errors(), error.body)
+        fault = body_fault(faults, error.body)
         place = fault.dotted if path.startswith(MESSAGES) else f"`{fault.indexed}`"
         message = sanitized(f"{place}: {fault.message}" if fault.path else fault.message)
         reply = error_reply(message, "BadRequestError", 400, fault.indexed or None)

@@ -188,6 +188,24 @@ async def test_an_adapter_whose_files_have_changed_is_in_no_later_engine(source:
     await adapters.stop()
 
 
+async def test_files_of_an_adapter_may_change_until_it_is_loaded_for_the_first_time(source: Path) -> None:
+    from engines.vllm.lora import VllmAdapters
+
+    llm: Any = Llm()
+    adapters = VllmAdapters(llm, 60)
+    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=False))
+    weights = source / "adapter_model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-1] + b"\x3f")
+    (await adapters.claim("a")).release()
+    adapters.engine_died()
+    await adapters.load_again()
+    weights.write_bytes(before)
+    with pytest.raises(AdapterUnusable, match="register it again"):
+        await adapters.claim("a")
+    await adapters.stop()
+
+
 async def test_an_adapter_whose_files_change_while_the_engine_reads_them_is_refused(source: Path) -> None:
     from engines.vllm.lora import VllmAdapters
 

@@ -82,7 +82,7 @@ def test_a_stop_breaks_off_a_client_that_reads_nothing_and_logs_no_error(tmp_pat
         wait_until_still(journal)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
-        server.wait_for_log("1 connections were still open, and are broken off")
+        server.wait_for_log("1 connections were still open, and are closed")
         assert "Traceback" not in server.log_text()
 
 

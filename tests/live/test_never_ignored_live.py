@@ -282,6 +282,7 @@ Refusal = tuple[int, Any]
 """A status, and the keys of the body: those of an object in it as well."""
 OPENAIS_REFUSALS: tuple[Refusal, ...] = ((400, OPENAIS_ERROR), (404, OPENAIS_ERROR))
 LMIS_REFUSALS: tuple[Refusal, ...] = tuple((424, shape) for shape in (LMIS_ERROR, LMIS_END, LMIS_LIST, LMIS_RECORD))
+ANTHROPICS_REFUSALS: tuple[Refusal, ...] = ((400, {"type": None, "error": {"type", "message"}}),)
 TGIS_REFUSALS: tuple[Refusal, ...] = ((422, {"error": None, "error_type": None}),)
 HAPPYS_REFUSALS: tuple[Refusal, ...] = ((422, {"detail": None}),)
 TRITONS_REFUSALS: tuple[Refusal, ...] = ((400, {"error": None}),)
@@ -372,7 +373,8 @@ FORMS = {
 }
 """Forms of the whole text. An answer in the words of an adapter follows the others without effort."""
 REFUSALS: dict[str, tuple[Refusal, ...]] = {
-    **dict.fromkeys((*OPENAI, *RESPONSE, *MESSAGE), OPENAIS_REFUSALS),
+    **dict.fromkeys((*OPENAI, *RESPONSE), OPENAIS_REFUSALS),
+    **dict.fromkeys(MESSAGE, ANTHROPICS_REFUSALS),
     **dict.fromkeys(("LMI's chat", "LMI's chat, streamed"), ((424, LMIS_ERROR),)),
     "LMI's completions": ((424, LMIS_ERROR), *OPENAIS_REFUSALS),
     **dict.fromkeys(LMI, LMIS_REFUSALS),

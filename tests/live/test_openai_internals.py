@@ -471,6 +471,57 @@ def test_chats_are_rendered_as_vllms_renderer_does_without_asking_it(sample_mode
     assert asked, "a template that refuses the trial is left to vLLM"
 
 
+def test_a_wrong_parameter_of_a_query_is_named_and_is_no_fault_of_the_body() -> None:
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+
+    from handlers.openai.vllm_app import name_faults
+
+    app = FastAPI()
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    name_faults(app)
+
+    @app.get("/v1/responses/{response_id}")
+    async def responses(response_id: str, starting_after: int | None = None) -> None:
+        pass
+
+    with TestClient(app) as client:
+        refused = client.get("/v1/responses/x?starting_after=abc")
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "query.starting_after")
+    assert "body" not in error["message"]
+
+
+async def _begun_together(*requests: Any) -> list[Any]:
+    from handlers.openai.vllm_app import with_own_id
+
+    tasks: dict[str, None] = {}
+    beginning: set[str] = set()
+
+    async def create(request: Any) -> str:
+        await asyncio.sleep(0)
+        if request.background:
+            tasks[request.request_id] = None
+        return "created"
+
+    calls = (with_own_id(create, tasks, beginning, request) for request in requests)
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert not beginning
+    return [result if isinstance(result, str) else type(result).__name__ for result in results]
+
+
+def test_two_responses_in_the_background_that_begin_together_need_their_own_ids() -> None:
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    def asked(own: str, background: bool = True) -> Any:
+        return ResponsesRequest(input="x", request_id=own, background=background)
+
+    refused = "VLLMValidationError"
+    assert asyncio.run(_begun_together(asked("a"), asked("a"), asked("b"))) == ["created", refused, "created"]
+    assert asyncio.run(_begun_together(asked("a"), asked("a", background=False))) == ["created", refused]
+    assert asyncio.run(_begun_together(asked("a", False), asked("a", False))) == ["created"] * 2
+
+
 def test_lists_in_requests_are_refused_with_their_first_wrong_item() -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -84,9 +85,8 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def filled(path: str) -> str:
-    for name, value in {"{version:int}": "1", "{id:path}": "model", "{model}": "model", "{version}": "1"}.items():
-        path = path.replace(name, value)
-    return path.replace("{adapter}", "a").replace("{response_id}", "r").replace("{repository}", "r")
+    values = {"version": "1", "id": "model", "model": "model"}
+    return re.sub(r"\{(\w+)(:\w+)?\}", lambda found: values.get(found[1], "a"), path)
 
 
 class Unread(httpx.AsyncByteStream):

@@ -381,6 +381,27 @@ async def test_refusals_of_paths_and_methods_have_an_id_cors_and_a_count() -> No
     assert 'slipway_requests_total{route="/generate",status="405"} 1.0' in text
 
 
+@pytest.mark.parametrize("prefix", ["", "/openai"])
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/messages/nope", 404),
+        ("GET", "/v1/messages", 405),
+        ("POST", "/v1/messages/", 307),
+        ("POST", "/v1/messages/count_tokens/", 307),
+        ("POST", "/v1/messages", 503),
+    ],
+)
+async def test_refusals_of_messages_have_the_id_as_anthropic_names_it(
+    starting: httpx.AsyncClient, prefix: str, method: str, path: str, status: int
+) -> None:
+    response = await starting.request(method, prefix + path, headers={"x-request-id": "mine"})
+    assert response.status_code == status
+    assert (response.headers["request-id"], response.headers["x-request-id"]) == ("mine", "mine")
+    other = await starting.request("GET", "/v1/completions")
+    assert (other.status_code, "request-id" in other.headers) == (405, False)
+
+
 async def test_a_family_that_cannot_serve_a_model_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: ContractSetting) -> Contract:
         raise ValueError("a tokenizer that it cannot do with")

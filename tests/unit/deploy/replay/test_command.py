@@ -294,7 +294,7 @@ def test_limit_and_sample_choose_the_same_requests_each_time(tmp_path: Path) -> 
     assert limited < first
 
 
-def test_as_recorded_needs_times_and_keeps_their_distances(tmp_path: Path) -> None:
+def test_as_recorded_needs_times_and_keeps_their_intervals(tmp_path: Path) -> None:
     times = ["2026-01-01T00:00:00Z", "2026-01-01T00:00:00.300Z"]
     records = [record(number, time=time, **recorded()) for number, time in enumerate(times)]
     with serving(reply(ANSWER)) as server:
