@@ -128,9 +128,7 @@ class GenerationHttpRoute(HandlerRoute):
         else:
             queued = declared.path.removeprefix(declared.prefix) in QUEUED
         by_attribute = isinstance(declared, GenerationRoute) or declared.by_attribute
-        super().__init__(
-            state, declared.path, queued=queued, by_attribute=by_attribute, id_header=contract.id_header
-        )
+        super().__init__(state, declared.path, queued=queued, by_attribute=by_attribute, id_header=contract.id_header)
         self.contract, self.declared = contract, declared
         self.with_field = declared.with_field if isinstance(declared, GenerationRoute) else None
 
