@@ -387,7 +387,8 @@ def test_the_prompts_images_are_dropped_when_the_engine_has_it() -> None:
 
     loading = Loading()
     loading.load("image", data_url(encoded(40, 30)))
-    engine = SimpleNamespace(async_llm=None, sampling=None, tokenizer=None)
+    config = SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None)
+    engine = SimpleNamespace(async_llm=SimpleNamespace(vllm_config=config), sampling=None, tokenizer=None)
     client = EngineClient(engine, SETTINGS)  # type: ignore[arg-type]
 
     async def generate() -> None:
