@@ -57,7 +57,7 @@ def body_fault(errors: Sequence[Any], body: Any) -> BodyFault:
     # Types that the object should have. The object around it is of the type that is meant.
     wrong = [fault for fault in faults if fault.expected and not _is_below(fault.branch[:-1], excluded)]
     deepest = max([*meant, *wrong], key=lambda fault: len(fault.path), default=faults[0])
-    if not deepest.path:
+    if not isinstance(body, dict):
         return BodyFault((), "the body must be a JSON object")
     if not deepest.expected:
         return BodyFault(deepest.path, deepest.message[:_LONGEST])

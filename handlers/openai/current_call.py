@@ -73,8 +73,8 @@ class OpenAICall:
         self.media = RequestMedia(media) if media is not None else None
         self.generates = False  # It was admitted to the queue.
         self.steps: BeamSteps | None = None  # Its beam searches have begun: all of its requests are steps of them.
-        self.accepted = False  # The engine has accepted one of its requests.
-        self.on_acceptance: Callable[[], None] | None = None  # Called then.
+        self.begun = False  # The engine has begun an answer to one of its requests, and refuses none of them any more.
+        self.on_begin: Callable[[], None] | None = None  # Called then.
         self.submitted = False  # Its body has been read, and something of it is to be generated.
         self.failed = ""  # Why the engine gave up on one of its requests; empty if it did not.
 
@@ -99,11 +99,11 @@ class OpenAICall:
         self._held += sequences
         self.generates = True
 
-    def accept(self) -> None:
-        """Note that the engine has accepted a request of this call."""
-        self.accepted = True
-        if self.on_acceptance is not None:
-            self.on_acceptance()
+    def begin(self) -> None:
+        """Note that the engine has begun an answer."""
+        self.begun = True
+        if self.on_begin is not None:
+            self.on_begin()
 
     def release(self, sequences: int) -> None:
         """Give places back; harmless once the call has ended."""
@@ -124,7 +124,7 @@ class OpenAICall:
 
     def close(self) -> None:
         """Give everything back, when nothing runs in the background."""
-        self.on_acceptance = None
+        self.on_begin = None
         task, self._background = self._background, None
         if task is not None and not task.done():
             task.add_done_callback(lambda _: self.close())

@@ -316,6 +316,8 @@ class EngineClient:
                 if finished:
                     _check_end(output, params)
                     request.succeeded()
+                if not call.begun:
+                    call.begin()
                 if output is not STREAM_FINISHED:
                     yield output
         except (asyncio.CancelledError, GeneratorExit):
@@ -355,7 +357,6 @@ class EngineClient:
                 raise VLLMValidationError(str(error)) from None
             raise
         self._engine.sent_media.engine_got(prompt)
-        call.accept()
         return queue
 
     async def _adapter(self, call: OpenAICall, name: str) -> Any:

@@ -549,8 +549,20 @@ def _change_messages(messages: Any) -> None:
     """Change the serving object of Anthropic's messages: begun turns, nulls of whole answers, and errors of streams."""
     whole, stream = messages.messages_full_converter, messages.message_stream_converter
     messages.to_chat_completion_request = partial(_continuing, messages.to_chat_completion_request)
-    messages.messages_full_converter = lambda answer: _Message.model_construct(**dict(whole(answer)))
+    messages.messages_full_converter = lambda answer: _Message.model_construct(**dict(whole(with_whole_calls(answer))))
     messages.message_stream_converter = partial(_raising, stream)
+
+
+def with_whole_calls(answer: ChatCompletionResponse) -> ChatCompletionResponse:
+    """Return an answer whose call that was cut is text, because vLLM decodes the arguments of each call."""
+    message = answer.choices[0].message
+    for call in [*message.tool_calls]:
+        try:
+            json.loads(call.function.arguments)
+        except ValueError:
+            message.tool_calls.remove(call)
+            message.content = (message.content or "") + call.function.arguments
+    return answer
 
 
 async def _of_copies(render: Callable[[Any], Awaitable[Any]], request: Any) -> Any:

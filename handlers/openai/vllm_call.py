@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _EVENTS = "text/event-stream"
 _COMMENT = b":"  # Begins a comment, which keeps a connection open while an answer waits for the engine.
-# Routes whose streams begin when the engine accepts.
+# Routes whose streams begin with the first token, because the engine may refuse a request before.
 _GENERATED = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES, *SPEECH})
 # Request headers that are replaced for the application, or answered here.
 _OURS = frozenset(
@@ -103,7 +103,7 @@ class VllmCall:
         self._vllm, self._held, self._call, self._writer, self._path = vllm, held, call, writer, path
         self._model = model
         self._errors = error_form(path)
-        self._held_back = b""  # Events of a stream that the engine has not accepted yet.
+        self._held_back = b""  # Events of a stream that the engine has not begun.
         self._gone = asyncio.Event()
         self._body_read = False
         self._status, self._content_type = 0, ""
@@ -111,7 +111,7 @@ class VllmCall:
         self._id_header: tuple[tuple[str, str], ...] = ()  # If the body has the id of the request.
         self._started = self._complete = False
         if path in _GENERATED:
-            held.on_acceptance = self._release
+            held.on_begin = self._release
         self._task: asyncio.Task[None] | None = asyncio.create_task(self._run())  # None when it has ended.
 
     def cancel(self) -> None:
@@ -187,7 +187,7 @@ class VllmCall:
 
     def _pass_on(self, data: bytes, *, last: bool) -> None:
         writer = self._writer
-        if self._path in _GENERATED and not (last or self._held.accepted or data.startswith(_COMMENT)):
+        if self._path in _GENERATED and not (last or self._held.begun or data.startswith(_COMMENT)):
             self._held_back += data  # vLLM begins a stream before the engine can refuse it
             return
         if self._held_back:
@@ -205,14 +205,14 @@ class VllmCall:
         self._complete = self._complete or last
 
     def _release(self) -> None:
-        """Send what was held back. The engine has accepted the response."""
+        """Send what was held back."""
         if self._held_back and not self._gone.is_set():
             self._pass_on(b"", last=False)
 
     def _whole(self, data: bytes) -> Reply:
         """Return a reply that is complete before it has begun. A stream of an error alone has the error's status."""
         place = data.find(b'data: {"error":')
-        if place < 0 or self._held.accepted or media_type(self._content_type) != _EVENTS:
+        if place < 0 or self._held.begun or media_type(self._content_type) != _EVENTS:
             return Reply(self._status, self._content_type, data, self._headers)
         document = msgspec.json.decode(data[place:].removeprefix(b"data: ").partition(b"\n\n")[0])
         return Reply(document["error"]["code"], JSON, msgspec.json.encode(document), self._headers)
@@ -326,7 +326,7 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
     if path == RESPONSES:
         changes = {name: None for name, value in document.items() if bytes(value) == b"null"}
         if b'"assistant"' in call.body:
-            changes |= _with_types(document)
+            changes |= _with_read_messages(document)
     if model is not None:
         changes["model"] = model
     if given := {name: value for name, value in given.items() if value is not None}:
@@ -361,9 +361,9 @@ def _without_idle(document: Mapping[str, msgspec.Raw], path: str) -> dict[str, N
     """Return the fields to remove because they ask for nothing. Some clients send them with every request."""
     if path not in (CHAT, BATCH, COMPLETIONS, TOKENIZE, RENDER):
         return {}
-    idle = []
-    if bytes(document.get("suffix", b"")) == b'""':
-        idle.append("suffix")
+    idle = [
+        name for name, value in (("suffix", b'""'), ("request_id", b"null")) if bytes(document.get(name, b"")) == value
+    ]
     if bytes(document.get("stream", b"null")) in (b"null", b"false"):
         idle.append("stream_options")
     tools = document.get("tools", b"null")
@@ -374,22 +374,26 @@ def _without_idle(document: Mapping[str, msgspec.Raw], path: str) -> dict[str, N
     return {name: None for name in idle if name in document}
 
 
-def _with_types(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
-    """Return `input` with the `type` of the assistant's messages. OpenAI's API does not ask for it, but vLLM does."""
+def _with_read_messages(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    """Return `input` with the assistant's messages as vLLM reads them.
+
+    OpenAI's API does not ask for their `type`, but vLLM does. vLLM reads the first part alone, and no refusals.
+    """
     if _first(document.get("input", b"")) != b"[":
         return {}
     items = [
         msgspec.json.decode(item) if b'"assistant"' in bytes(item) else item
         for item in _decode_items(document["input"])
     ]
-    messages = [
-        item
-        for item in items
-        if isinstance(item, dict) and item.get("role") == "assistant" and item.get("type") is None
-    ]
-    for message in messages:
-        message["type"] = "message"
-    return {"input": items} if messages else {}
+    for item in items:
+        if isinstance(item, dict) and item.get("role") == "assistant" and item.get("type") in (None, "message"):
+            item["type"], parts = "message", item.get("content")
+            if isinstance(parts, list):
+                given = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, dict)]
+                texts = [text for text in given if isinstance(text, str)]
+                if len(texts) == len(parts):
+                    item["content"] = [{"type": "output_text", "text": "\n".join(texts), "annotations": []}]
+    return {"input": items}
 
 
 def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, held: OpenAICall) -> None:

@@ -626,3 +626,24 @@ def test_ids_that_the_engine_would_repeat_are_bounded() -> None:
     client = EngineClient(_engine(None), SETTINGS)
     with pytest.raises(VLLMValidationError, match="`request_id` may have 512 characters"):
         client.generate({}, SamplingParams(), "x" * 513)
+
+
+@pytest.mark.parametrize(("arguments", "kind"), [('{"a": 1}', "tool_use"), ('{"a": "', "text"), ("", "text")])
+def test_a_call_of_a_message_that_was_cut_is_text(arguments: str, kind: str) -> None:
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+
+    from handlers.openai.vllm_app import with_whole_calls
+
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answer = ChatCompletionResponse.model_validate(
+        {
+            "model": "m",
+            "choices": [{"index": 0, "message": message, "finish_reason": "length"}],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+        }
+    )
+    converted = AnthropicServingMessages.messages_full_converter(SimpleNamespace(), with_whole_calls(answer))
+    assert [block.type for block in converted.content] == [kind]
+    assert converted.content[0].text == (arguments if kind == "text" else None)

@@ -349,12 +349,23 @@ def test_a_message_continues_a_begun_answer(server: Server) -> None:
 
 def test_an_assistants_message_of_a_response_needs_no_type(server: Server) -> None:
     content = [{"type": "output_text", "text": "Red."}]
-    turns: list[dict[str, Any]] = [{"role": "assistant", "content": content}, {"role": "user", "content": "And?"}]
-    asked = {"input": turns, "max_output_tokens": 4, "temperature": 0}
-    typed = asked | {"input": [{"type": "message", **turns[0]}, turns[1]]}
-    answers = [server.client.post("/v1/responses", json=body).json() for body in (asked, typed)]
-    assert answers[0]["usage"] == answers[1]["usage"]
-    assert answers[0]["output"][0]["content"] == answers[1]["output"][0]["content"]
+    asked = {"max_output_tokens": 4, "temperature": 0}
+
+    def answer(message: dict[str, Any]) -> Any:
+        turns = [{"role": "assistant", **message}, {"role": "user", "content": "And?"}]
+        return server.client.post("/v1/responses", json=asked | {"input": turns}).json()
+
+    typed, *others = [
+        answer(message)
+        for message in ({"type": "message", "content": content}, {"content": content}, {"content": "Red."})
+    ]
+    for other in others:
+        assert other["usage"] == typed["usage"]
+        assert other["output"][0]["content"] == typed["output"][0]["content"]
+    refusal = [{"type": "refusal", "refusal": "Red."}]
+    assert answer({"content": refusal})["usage"] == typed["usage"]
+    assert answer({"content": content + refusal})["usage"] == answer({"content": "Red.\nRed."})["usage"]
+    assert answer({"content": []})["usage"] == answer({"content": ""})["usage"]
 
 
 def test_a_body_may_have_the_id_of_its_request(server: Server) -> None:
@@ -391,6 +402,13 @@ def test_a_refused_form_has_the_name_that_the_client_gave_it(
         reply = server.client.post(path, json={**prompt, **field, "stream": stream})
         assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
         assert reply.json()["error"]["param"] == next(iter(field))
+    first_prompt = {name: "Hi" if name == "prompt" else value for name, value in prompt.items() if name != "n"}
+    form = {
+        "guided_regex": "[0-9]{3}",
+        "allowed_token_ids": [5],
+    }  # The engine finds it at the first token.
+    reply = server.client.post(path, json={**first_prompt, **form, "stream": stream})
+    assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json"), reply.text
 
 
 def test_tools_may_be_allowed_and_have_to_be_there_if_one_is_to_be_called(server: Server) -> None:

@@ -90,7 +90,7 @@ class SageMakerScript:
         except Exception as error:
             # The toolkit's errors, which scripts raise, have these attributes.
             code, message = getattr(error, "status_code", None), getattr(error, "message", None)
-            if not isinstance(code, int):
+            if not isinstance(code, int) or not 400 <= code < 600:
                 raise
             output = Output().error(str(message or error), code)
             return _with_headers(output, {**reply.get_response_headers(), **output.properties})

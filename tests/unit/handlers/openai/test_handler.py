@@ -219,7 +219,7 @@ async def test_a_fault_in_a_stream_ends_it() -> None:
 async def test_a_fault_in_a_stream_of_events_is_an_event(path: str, event: bytes) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-        current_call.get().accept()
+        current_call.get().begin()
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send(part(b"data: a\n\n", more=True))
         raise RuntimeError
@@ -357,7 +357,7 @@ EVENT_STREAM = {"type": "http.response.start", "status": 200, "headers": [(b"con
 async def test_a_message_stream_says_why_the_engine_failed() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(EVENT_STREAM)
-        current_call.get().accept()
+        current_call.get().begin()
         await send(part(b"event: message_start\ndata: {}\n\n", more=True))
         current_call.get().failed = "the engine has died"
         raise ValueError("1 validation error for ChatCompletion")
@@ -372,14 +372,14 @@ DELTA = b'event: response.output_text.delta\ndata: {"delta":"\\ndata: x","sequen
 
 
 @pytest.mark.asyncio
-async def test_a_response_begins_when_the_engine_has_accepted_it() -> None:
+async def test_a_response_begins_when_the_engine_has_begun_it() -> None:
     accepts = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(EVENT_STREAM)
         await send(part(CREATED, more=True))
         await accepts.wait()
-        current_call.get().accept()
+        current_call.get().begin()
         assert writer.parts == [CREATED]
         await send(part(DELTA, more=True))
         await send(part(b""))
@@ -437,9 +437,9 @@ async def test_a_comment_that_keeps_the_connection_open_begins_the_stream() -> N
 
 
 @pytest.mark.asyncio
-async def test_an_error_of_a_stream_that_the_engine_has_accepted_stays_in_it() -> None:
+async def test_an_error_of_a_stream_that_the_engine_has_begun_stays_in_it() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        current_call.get().accept()
+        current_call.get().begin()
         await send(EVENT_STREAM)
         await send(part(b'data: {"error":{"code":400}}\n\n', more=True))
         await send(part(b"data: [DONE]\n\n"))
@@ -453,7 +453,7 @@ async def test_a_response_that_fails_ends_with_typed_events() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(EVENT_STREAM)
         await send(part(CREATED, more=True))
-        current_call.get().accept()
+        current_call.get().begin()
         await send(part(DELTA, more=True))
         raise KeyError
 
