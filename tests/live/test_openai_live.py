@@ -403,11 +403,9 @@ def test_a_refused_form_has_the_name_that_the_client_gave_it(
         assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
         assert reply.json()["error"]["param"] == next(iter(field))
     first_prompt = {name: "Hi" if name == "prompt" else value for name, value in prompt.items() if name != "n"}
-    form = {
-        "guided_regex": "[0-9]{3}",
-        "allowed_token_ids": [5],
-    }  # The engine finds it at the first token.
-    reply = server.client.post(path, json={**first_prompt, **form, "stream": stream})
+    # The engine finds at the first token that no text is allowed.
+    late: dict[str, Any] = {"guided_regex": "[0-9]{3}", "allowed_token_ids": [5]}
+    reply = server.client.post(path, json={**first_prompt, **late, "stream": stream})
     assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json"), reply.text
 
 
