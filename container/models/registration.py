@@ -182,7 +182,8 @@ class Registrar:
         read = asyncio.ensure_future(in_daemon_thread(lambda: self._read_settings(url, name, arguments)))
         self._reads.add(read)
         try:
-            return await asyncio.wait_for(read, _READ_SECONDS)
+            async with asyncio.timeout(_READ_SECONDS):
+                return await read
         except TimeoutError:
             raise LoadFailed(f"the settings of model {name} were not read within {_READ_SECONDS:g} s") from None
         except asyncio.CancelledError:

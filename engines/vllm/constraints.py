@@ -333,7 +333,8 @@ class GrammarTrials:
             raise EngineDead(_STOPPING)
         trial = asyncio.get_running_loop().run_in_executor(self._thread, self._try, key, {"kind": kind, "text": text})
         try:
-            return await asyncio.wait_for(trial, WAIT_SECONDS)
+            async with asyncio.timeout(WAIT_SECONDS):
+                return await trial
         except TimeoutError:
             raise Overloaded(f"the constraint has waited {WAIT_SECONDS:g} s to be compiled; try again later") from None
         except asyncio.CancelledError:

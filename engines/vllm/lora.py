@@ -228,7 +228,8 @@ class VllmAdapters:
             await self._make_place(held)
             started = time.monotonic()
             try:
-                await asyncio.wait_for(self._llm.add_lora(held.request), self._patience)
+                async with asyncio.timeout(self._patience):
+                    await self._llm.add_lora(held.request)
                 if found.states != await asyncio.to_thread(file_states, path):  # The engine has read them, too.
                     raise AdapterFailed(CHANGED)
             except AdapterFailed:
@@ -276,7 +277,8 @@ class VllmAdapters:
     async def _drop(self, held: _Held) -> None:
         held.resident = False  # first: who claims it now has it loaded again
         with contextlib.suppress(EngineDeadError, TimeoutError):
-            await asyncio.wait_for(self._llm.remove_lora(held.adapter.id), self._patience)
+            async with asyncio.timeout(self._patience):
+                await self._llm.remove_lora(held.adapter.id)
 
     async def _free(self, held: _Held) -> None:
         """Drop an adapter that no longer has a name, when nothing uses it."""

@@ -96,7 +96,8 @@ class WorkerAdapterHost:
         receiver = _SingleAnswer()
         call = worker.call(_message(function, adapter), receiver)
         try:
-            output = await asyncio.wait_for(receiver.answer, self._patience)
+            async with asyncio.timeout(self._patience):
+                output = await receiver.answer
         except TimeoutError:
             worker.cancel(call)
             raise AdapterFailed(
