@@ -857,7 +857,8 @@ def name_faults(app: FastAPI) -> None:
     async def refuse(request: Request, error: RequestValidationError) -> Response:
         path = request.url.path
         faults = error.errors()
-        if not path.startswith((MESSAGES, RESPONSES)) or faults[0]["loc"][0] != "body":
+        of_query = isinstance(faults[0], dict) and faults[0]["loc"][0] == "query"
+        if of_query or not path.startswith((MESSAGES, RESPONSES)):
             theirs: Response = await validation_exception_handler(request, error)
             return theirs
         fault = body_fault(faults, error.body)

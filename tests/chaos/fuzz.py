@@ -59,8 +59,8 @@ _HOSTILE: tuple[Any, ...] = (
     {"type": "json", "value": {}}, {"type": "regex", "value": "("}, {"$ref": "#"}, {"type": "object"},
 )  # fmt: skip
 _CONTENT_TYPES = ("application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "")
-_EXCLUDED = "/unload|^/models$|^/adapters|/adapters"
-"""Routes that would remove the model or the adapters that other requests need."""
+_EXCLUDED = "/unload|^/models$|^/adapters|/adapters|^/v2/repository/[^/]+/models"
+"""Routes that would remove the model or the adapters that other requests need, or that are 501 as in Triton."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -854,3 +854,10 @@ def test_a_dead_engine_ends_its_requests(tiny: Server) -> None:
     assert "error" in late.json()
     response = tiny.client.request("GET", f"/v1/responses/{background['id']}", json={"model": tiny.name})
     assert response.json()["status"] == "failed"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
+def test_a_body_of_another_type_is_refused_in_the_routes_form(server: Server, path: str) -> None:
+    refused = server.client.post(path, content=b"{}", headers={"content-type": "text/plain"})
+    assert (refused.status_code, "application/json" in refused.json()["error"]["message"]) == (400, True)
+    assert ("type" in refused.json()) == (path == "/v1/messages")
