@@ -70,7 +70,7 @@ class StreamAnswer(Answer):
         self._tokens = 0  # Of the sequences that have ended.
 
     def fail(self, error: RequestError) -> Reply:
-        return Reply(200, EVENTS, self.fail_midway(error))
+        return _failure(error)
 
     def fail_midway(self, error: RequestError) -> bytes:
         return f"data: {json.dumps(json.loads(_failure(error).body))}\n\n{_DONE}".encode()

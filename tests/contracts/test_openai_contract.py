@@ -290,10 +290,7 @@ def test_failures_are_vllms() -> None:
         b'data: {"error": {"message": "x", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
         b"data: [DONE]\n\n"
     )
-    assert (stream.fail(EngineDead()).status, stream.fail(EngineDead()).content_type) == (
-        200,
-        "text/event-stream; charset=utf-8",
-    )
+    assert (stream.fail(EngineDead()).status, stream.fail(EngineDead()).content_type) == (500, "application/json")
     assert b'"Internal server error"' in stream.fail(EngineFault()).body
     reply = understood({"messages": HI}, CHAT).answer.fail(EngineDead())
     assert (reply.status, reply.body) == (
