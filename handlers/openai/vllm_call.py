@@ -485,7 +485,7 @@ def _is_read_by_python(body: bytes) -> bool:
 def _without_nulls(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     """Return `messages` without null fields. A null `content` stays: a message with tool calls may have it."""
     try:
-        messages = _decode_messages(document["messages"])
+        messages = _decode_messages(bytes(document["messages"]))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
         return {}
     kept = [

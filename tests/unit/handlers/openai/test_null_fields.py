@@ -28,6 +28,11 @@ def test_null_fields_of_messages_are_absent_and_all_else_stays(path: str) -> Non
     )
 
 
+def test_null_fields_of_long_messages_are_absent() -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "x" * (1 << 20), "name": None}]}).encode()
+    assert "name" not in json.loads(without_nulls(call(body), CHAT).body)["messages"][0]
+
+
 def test_null_fields_of_a_response_are_absent() -> None:
     body = b'{"background": null, "input": [{"role": "user", "content": null}], "store": false}'
     assert without_nulls(call(body), "/v1/responses").body == (
