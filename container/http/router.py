@@ -84,7 +84,7 @@ class Router:
     def is_open(self, scope: Any) -> bool:
         """Return True if a request needs no API key."""
         path, method = without_slashes(_path(scope)), scope["method"]
-        if self._with_slashes({**scope}) is not None:
+        if path.endswith("/") and self._with_slashes({**scope}) is not None:
             path = path.rstrip("/")
         return not self._open.isdisjoint({(path, ANY_METHOD), (path, "GET" if method == "HEAD" else method)})
 
