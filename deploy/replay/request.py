@@ -129,7 +129,7 @@ class RecordedRequest:
     def asks(self, field: str) -> bool:
         """Return True if the body has a field with this name at any depth, and its value asks for something.
 
-        Null, false, zero, empty values and the format `text` are what a server does without an option.
+        A server without an option behaves as with null, false, zero, an empty value or the format `text`.
         """
         values = (found.get(field) for found in objects_in(self.fields))
         if field in _PROMPTS:

@@ -72,7 +72,7 @@ def error_form(path: str) -> ErrorForm:
 
 
 def _document(event: bytes) -> dict[str, Any]:
-    """Return the document of the last event in these bytes. Empty if there is none."""
+    """Return the document of the last event in these bytes, or an empty one."""
     data = event.rpartition(b"\ndata: ")[2] or b"{}"
     document: dict[str, Any] = msgspec.json.decode(data)
     return document

@@ -51,7 +51,8 @@ class SageMakerScript:
     `transform_fn(model, body, content_type, accept)`.
 
     `pre_model_fn(model_dir)` runs before `model_fn`, and `model_warmup_fn(model_dir, model)` after it. Each function
-    may take one more argument, the context. What a function sets there goes before what the others return.
+    may take one more argument, the context. What a function sets there takes precedence over
+    what the functions return.
     """
 
     def __init__(self, module: ModuleType, request: LoadRequest) -> None:

@@ -63,7 +63,7 @@ class Message:
     code: int = 200
     message: str = ""
     properties: Properties = ()
-    headers: Properties = ()  # Of a CALL: the request's headers, for a script. Its properties have more, and less.
+    headers: Properties = ()  # Of a CALL: all headers of the request, for a script.
     contents: Contents = ()
     streams: bool = False  # Chunks follow.
     error: str | None = None  # The text of the exception. None without an exception.
