@@ -48,11 +48,11 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
         forms = {
             "json": self.json_schema,
             "regex": self.regex,
-            "choice": list(self.choice or ()),
+            "choice": None if self.choice is None else list(dict.fromkeys(self.choice)),
             "grammar": self.grammar,
-            "json_object": self.json_object,
+            "json_object": self.json_object or None,
         }
-        return {name: value for name, value in forms.items() if value}
+        return {name: value for name, value in forms.items() if value is not None}
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):

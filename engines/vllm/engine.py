@@ -41,7 +41,7 @@ from engines.tokenization import PromptTokenizer, end_token_ids, split_text
 from engines.vllm import fork_server, internals
 from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from engines.vllm.beam_search import BeamSearchTask
-from engines.vllm.constraints import ConstraintTranslator
+from engines.vllm.constraints.translator import ConstraintTranslator
 from engines.vllm.continuation import Continuations
 from engines.vllm.internals import AsyncLLM, EngineCoreRequest, EngineDeadError
 from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_tokenizer, shut_down

@@ -25,7 +25,7 @@ from engines.model_settings import ModelSettings
 from engines.parallelism import Layout, ModelMemory, Weights, tensor_parallel_sizes
 from engines.start_failure import failure_of
 from engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
-from engines.vllm.constraints import choose_backend
+from engines.vllm.constraints.translator import choose_backend
 from engines.vllm.internals import (
     AsyncLLM,
     EngineCoreClient,

@@ -28,7 +28,7 @@ from engines.loaded_model import ModelTexts
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from engines.statistics import EngineStatistics
 from engines.tokenization import HeldTokens, prompt_tokens
-from engines.vllm.constraints import no_token_left
+from engines.vllm.constraints.translator import no_token_left
 from engines.vllm.internals import (
     EngineCoreEvent,
     EngineCoreEventType,

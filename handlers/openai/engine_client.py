@@ -35,7 +35,7 @@ from engines.errors import (
 )
 from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
-from engines.vllm.constraints import no_token_left
+from engines.vllm.constraints.translator import no_token_left
 from engines.vllm.engine import VllmEngine
 from engines.vllm.internals import (
     EngineDeadError,

@@ -121,7 +121,7 @@ def test_the_documentation_has_what_is_changed_in_vllms_configuration(settings: 
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from engines.vllm.arguments import engine_arguments, serve_defaults
-    from engines.vllm.constraints import choose_backend
+    from engines.vllm.constraints.translator import choose_backend
     from engines.vllm.sampling import load_typical
 
     def made() -> VllmConfig:

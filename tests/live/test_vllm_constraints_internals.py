@@ -20,7 +20,7 @@ from engines.errors import InvalidParameter
 from engines.request import Constraint, SamplingParameters
 
 if TYPE_CHECKING:
-    from engines.vllm.constraints import ConstraintTranslator
+    from engines.vllm.constraints.translator import ConstraintTranslator
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,7 +31,7 @@ def translator_of(model: Path, compact: bool) -> ConstraintTranslator:
     from transformers import AutoTokenizer
     from vllm.config import StructuredOutputsConfig
 
-    from engines.vllm.constraints import ConstraintTranslator
+    from engines.vllm.constraints.translator import ConstraintTranslator
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     config = StructuredOutputsConfig(backend="guidance", disable_any_whitespace=compact)
@@ -113,7 +113,7 @@ async def test_the_engine_writes_no_white_space_unless_its_option_says_otherwise
 ) -> None:
     from vllm.config import StructuredOutputsConfig
 
-    from engines.vllm.constraints import choose_backend
+    from engines.vllm.constraints.translator import choose_backend
 
     config: Any = SimpleNamespace(structured_outputs_config=StructuredOutputsConfig(backend=backend))
     choose_backend(config, option)
@@ -187,9 +187,9 @@ async def test_the_same_constraint_is_compiled_once(
     translator: ConstraintTranslator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await translated(translator, regex="once")
-    from engines.vllm import constraints
+    from engines.vllm.constraints import trials
 
-    monkeypatch.setattr(constraints, "_exchange", None)
+    monkeypatch.setattr(trials, "_exchange", None)
     assert (await translated(translator, regex="once")).regex == "once"
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import llguidance
 import pytest
 
-from engines.vllm.expressions import ascii_expression, grammar_for_guidance
-from tests.unit.engines.vllm.byte_tokens import byte_tokens
+from engines.vllm.constraints.expressions import ascii_expression, grammar_for_guidance
+from tests.unit.engines.vllm.constraints.byte_tokens import byte_tokens
 
 KELVIN, LONG_S, DIGIT = "\u212a", "\u017f", "\u0967"
 TOKENS = byte_tokens()

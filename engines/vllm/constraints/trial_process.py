@@ -1,8 +1,8 @@
 """A script that compiles constraints before the engine does, in a separate process.
 
 A constraint is a program that a client has sent. One that takes too long, takes too much memory or crashes the
-compiler ends this process, and neither the server nor the engine. Imports nothing but llguidance, so that it starts at
-once and stays small. `constraints.GrammarTrials` writes to its standard input and reads its standard output.
+compiler ends this process, and neither the server nor the engine. Imports little beside llguidance, so that it starts
+at once and stays small. `trials.GrammarTrials` writes to its standard input and reads its standard output.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llguidance
+
+from engines.vllm.constraints import json_schema
+from engines.vllm.constraints.expressions import ascii_expression, grammar_for_guidance
 
 CPU_SECONDS = 2.0  # Limit for one constraint; ordinary ones take a hundredth of it.
 # Limit for one token's mask, which the engine makes between two steps of all requests; ordinary ones take 0.001.
@@ -27,27 +31,41 @@ STEPS = 64  # Tokens that are tried out.
 _MEMORY_BYTES = 1 << 30
 _STACK_BYTES = 4 << 20  # Half of the stack of the engine's threads.
 _PR_SET_PDEATHSIG = 1
+_WRITTEN: Mapping[str, Callable[[str], str]] = {"regex": ascii_expression, "grammar": grammar_for_guidance}
 
 
-def trial(tokenizer: Any, kind: str, text: str, *, drafts: bool = False) -> str:
-    """Return the fault of a constraint, as the end of a sentence; "" if nothing was found.
+class Trial(NamedTuple):
+    """What a trial has found out."""
+
+    error: str = ""  # The fault of the constraint, as the end of a sentence. "" if it can be used.
+    text: str = ""  # The constraint as the back end gets it.
+    # The parts of a JSON schema that the text does not hold: their places, as JSON pointers.
+    not_held: tuple[str, ...] = ()
+
+
+def trial(tokenizer: Any, kind: str, text: str, *, compact: bool = True, drafts: bool = False) -> Trial:
+    """Rewrite a constraint for the back end, and look for its faults.
 
     Args:
         tokenizer: llguidance's.
         kind: Its name in vLLM's `structured_outputs`.
         text: The constraint.
+        compact: JSON has no white space.
         drafts: The engine takes back tokens that a draft has proposed.
     """
+    not_held: tuple[str, ...] = ()
     try:  # as vLLM's back end `guidance` makes its grammars
         if kind == "json":
+            text, not_held = json_schema.for_guidance(text, compact=compact)
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True})
         else:
+            text = _WRITTEN[kind](text) if kind in _WRITTEN else text
             grammar = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
     except (ValueError, TypeError, RecursionError) as error:
-        return str(error)
+        return Trial(str(error))
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
     complaint: str = matcher.get_error()
-    return complaint or _walk(matcher, tokenizer.eos_token, drafts)
+    return Trial(complaint or _walk(matcher, tokenizer.eos_token, drafts), text, not_held)
 
 
 def _walk(first: Any, end_token: int, drafts: bool) -> str:
@@ -109,13 +127,13 @@ def main() -> None:
     first = json.loads(sys.stdin.readline())
     tokenizer = llguidance.LLTokenizer(first["tokenizer"], n_vocab=first["vocabulary_size"], eos_token=first["eos"])
     _limit()
-    print('""', file=answers, flush=True)
+    print(json.dumps(Trial()), file=answers, flush=True)
     for line in sys.stdin:
         message = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        error = trial(tokenizer, message["kind"], message["text"], drafts=first["drafts"])
+        result = trial(tokenizer, **message, drafts=first["drafts"])
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        print(json.dumps(error), file=answers, flush=True)
+        print(json.dumps(result), file=answers, flush=True)
 
 
 if __name__ == "__main__":

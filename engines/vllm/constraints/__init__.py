@@ -1,0 +1,1 @@
+"""Constraints on an answer's text, as vLLM's structured outputs."""

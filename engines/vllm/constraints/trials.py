@@ -1,0 +1,167 @@
+"""The process that tries constraints out, and the memory of what it found.
+
+A constraint is a program that a client has sent. It is rewritten and compiled once in a separate process
+(`trial_process`) before the engine gets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from subprocess import DEVNULL, PIPE, Popen
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from engines.errors import EngineDead, GenerationFailed, Overloaded
+from engines.vllm.constraints import trial_process
+from engines.vllm.constraints.trial_process import Trial
+
+logger = logging.getLogger(__name__)
+
+# How long a request waits until its constraint has been tried out, those before it included, before it is refused.
+WAIT_SECONDS = 60.0
+# How long the process may take for its start, and for one constraint, by the clock. Longer than its own limit, which
+# counts processor time: a busy machine may give it little, and a process that is stopped gets none.
+START_SECONDS, CLOCK_SECONDS = 60.0, 20.0
+_REMEMBERED, _REMEMBERED_CHARACTERS = 1024, 1 << 24
+TOO_MUCH = "it takes too much time or memory to compile"
+NO_VERDICT = "the constraint could not be compiled; try again later"
+# Signals by which a constraint ends the process: its limit of processor time, no more memory, no more stack.
+_VERDICTS = {-number for number in (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)}
+_STOPPING = "the server is stopping; the request was not completed"
+
+
+class GrammarTrials:
+    """Tries constraints out, each once and one after another, in a process that is started with the first."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocabulary_size: int, eos_token_id: int | None, *, drafts: bool = False
+    ) -> None:
+        plain = json.loads(tokenizer.to_str()) | {"padding": None, "truncation": None}  # as llguidance wants it
+        self._first = {
+            "tokenizer": json.dumps(plain),
+            "vocabulary_size": vocabulary_size,
+            "eos": eos_token_id,
+            "drafts": drafts,
+        }
+        self._process: Popen[str] | None = None
+        # Starts the process and waits for its answers; the kernel ends the process with it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
+        self._known: dict[bytes, Trial] = {}
+        self._known_characters = 0
+        self._stopped = False
+
+    async def trial(self, kind: str, text: str, *, compact: bool = True) -> Trial:
+        """Return what the process finds out about a constraint.
+
+        Args:
+            kind: Its name in vLLM's `structured_outputs`.
+            text: The constraint.
+            compact: JSON has no white space.
+
+        Raises:
+            GenerationFailed: No process can be started.
+            Overloaded: Too many constraints are tried out before it, or it was not its fault that the process ended.
+            EngineDead: The server is stopping.
+        """
+        key = hashlib.sha256(f"{kind}\0{compact}\0{text}".encode()).digest()
+        if (known := self._known.get(key)) is not None:
+            return known
+        if self._stopped:
+            raise EngineDead(_STOPPING)
+        message = {"kind": kind, "text": text, "compact": compact}
+        trial = asyncio.get_running_loop().run_in_executor(self._thread, self._try, key, message)
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                return await trial
+        except TimeoutError:
+            raise Overloaded(f"the constraint has waited {WAIT_SECONDS:g} s to be compiled; try again later") from None
+        except asyncio.CancelledError:
+            if self._stopped:
+                raise EngineDead(_STOPPING) from None
+            raise
+
+    def _try(self, key: bytes, message: dict[str, Any]) -> Trial:
+        if (known := self._known.get(key)) is not None:  # another request had the same
+            return known
+        process = self._started()
+        with _ended_after(CLOCK_SECONDS, process):
+            try:
+                result = _exchange(process, message)
+            except (OSError, ValueError):
+                code = process.wait()
+                if self._stopped:
+                    raise EngineDead(_STOPPING) from None
+                if code < 0 and code not in _VERDICTS:
+                    logger.warning("the process that compiles constraints was ended from outside, or took too long")
+                    raise Overloaded(NO_VERDICT) from None
+                logger.warning("a constraint ended the process that compiles it first (%s); it is refused", code)
+                result = Trial(TOO_MUCH)
+        self._known[key] = result
+        self._known_characters += len(result.text)
+        while len(self._known) > _REMEMBERED or self._known_characters > _REMEMBERED_CHARACTERS:
+            self._known_characters -= len(self._known.pop(next(iter(self._known))).text)
+        return result
+
+    def _started(self) -> Popen[str]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        try:
+            self._process = process = Popen(
+                [sys.executable, "-P", "-m", trial_process.__name__],
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
+            with _ended_after(START_SECONDS, process):
+                _exchange(process, self._first)
+        except (OSError, ValueError) as error:
+            logger.exception("the process that compiles constraints cannot be started")
+            raise GenerationFailed("constraints cannot be compiled at present") from error
+        return process
+
+    async def stop(self) -> None:
+        """End the process. Whoever waits for an answer is told that the engine is gone."""
+        self._stopped = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._process is not None:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float, process: Popen[str]) -> Iterator[None]:
+    """Kill a process that takes longer. One that is stopped reads nothing either, so it would hold up who writes."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _exchange(process: Popen[str], message: object) -> Trial:
+    """Send a message and return the answer.
+
+    Raises:
+        OSError: The process has ended.
+        ValueError: The process has ended.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(message) + "\n")
+    process.stdin.flush()
+    return msgspec.json.decode(process.stdout.readline(), type=Trial)
