@@ -53,19 +53,30 @@ def trial(tokenizer: Any, kind: str, text: str, *, compact: bool = True, drafts:
         compact: JSON has no white space.
         drafts: The engine takes back tokens that a draft has proposed.
     """
+    matcher: Any = None
+
+    def fault(text: str) -> str:
+        nonlocal matcher
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True})
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+        return str(matcher.get_error())
+
     not_held: tuple[str, ...] = ()
-    try:  # as vLLM's back end `guidance` makes its grammars
+    try:
         if kind == "json":
-            text, not_held = json_schema.for_guidance(text, compact=compact)
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True})
+            text, not_held, complaint = json_schema.for_guidance(text, fault, compact=compact)
         else:
             text = _WRITTEN[kind](text) if kind in _WRITTEN else text
             grammar = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
+            matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+            complaint = matcher.get_error()
     except (ValueError, TypeError, RecursionError) as error:
         return Trial(str(error))
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
-    complaint: str = matcher.get_error()
-    return Trial(complaint or _walk(matcher, tokenizer.eos_token, drafts), text, not_held)
+    if complaint:
+        return Trial(complaint, text if not_held else "", not_held)
+    if complaint := _walk(matcher, tokenizer.eos_token, drafts):
+        return Trial(complaint)
+    return Trial("", text, not_held)
 
 
 def _walk(first: Any, end_token: int, drafts: bool) -> str:
