@@ -16,12 +16,13 @@ import itertools
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 from urllib.parse import quote, unquote
 
-from engines.vllm.constraints import patterns
+from engines.vllm.constraints import formats, patterns
 
 MAX_CHARACTERS = 1 << 17  # Of a schema without what says nothing.
 WHOLE = "#"  # The place of a schema of which nothing is held but its type.
@@ -40,7 +41,6 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator"
 # Keywords beside which an object is not closed: they say what further members it may have.
 _COMBINED = ("anyOf", "oneOf", "$ref", "if", "unevaluatedProperties", "additionalProperties", "dependentSchemas")
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef", "not")
-_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _OLD = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")  # `$ref` replaces the keywords beside it.
 # llguidance reads bounds as doubles, and those of integers as 64 bits.
 _LARGEST_BOUND = math.nextafter(2.0**63, 0.0)
@@ -56,32 +56,56 @@ def for_guidance(text: str, fault: Callable[[str], str], *, compact: bool) -> tu
 
     Returns:
         The schema for llguidance; the places of its parts that are not held, as URI fragments; and llguidance's
-        complaint, if the place is `WHOLE`.
+        complaint, if the place is `WHOLE`, or if no text is allowed by the whole schema.
 
     Raises:
         ValueError: It is no JSON schema, nested too deeply, or too long.
     """
     try:
-        root = json.loads(text)
+        root = json.loads(text, parse_constant=_refused)
         if not isinstance(root, dict):
             raise ValueError(_NO_SCHEMA)
         options = {"x-guidance": _COMPACT if compact else _FLEXIBLE}
-        complaint = ""
-        # Parts are tried out alone, and objects are left open, only if there is no other way.
-        for careful, closed in ((False, True), (True, True), (True, False)):
-            rewriter = _Rewriter(root, fault, careful=careful, closed=closed and '"allOf"' not in text)
+        begun, complaint, empty = time.process_time(), "", ""
+        for way in _WAYS:
+            if complaint and time.process_time() > begun + _SECONDS:
+                break
+            rewriter = _Rewriter(root, fault, way, closed=way.closed and '"allOf"' not in text)
             written = json.dumps(rewriter.document() | options, separators=(",", ":"))
-            if len(written) > MAX_CHARACTERS:
-                raise ValueError(f"it must have at most {MAX_CHARACTERS} characters, got {len(written)}")
-            complaint = fault(written)
+            complaint = (
+                fault(written) if len(written) <= MAX_CHARACTERS else f"it has more than {MAX_CHARACTERS} characters"
+            )
             if not complaint:
-                return written, tuple(itertools.islice(rewriter.not_held, _MOST_PLACES)), ""
-        types = sorted(_types(root) or _EVERY)
-        return json.dumps({"type": types} | options), (WHOLE,), complaint
+                return written, tuple(itertools.islice(rewriter.not_held, _MOST_PLACES)), empty
+            empty = empty or complaint * _is_empty(complaint)
+        types = _types(root) or (frozenset({"object"}) if "properties" in root else _EVERY)
+        return json.dumps({"type": _written(types)} | options), (WHOLE,), complaint
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except json.JSONDecodeError:
         raise ValueError(_NO_SCHEMA) from None
+
+
+def _refused(_: str) -> None:
+    raise ValueError(_NO_SCHEMA)
+
+
+class _Way(NamedTuple):
+    """A way to rewrite a schema. The next one is taken if llguidance refuses what the last one has made."""
+
+    careful: bool = False  # Parts are tried out alone.
+    loose: bool = False  # Keywords that other keywords have to express are not held.
+    closed: bool = True  # Objects are closed.
+
+
+_WAYS = (
+    _Way(),
+    _Way(careful=True),
+    _Way(careful=True, closed=False),
+    _Way(careful=True, loose=True),
+    _Way(careful=True, loose=True, closed=False),
+)
+_SECONDS = 0.6  # Of processor time, after which nothing more is compared or tried out.
 
 
 @dataclass(slots=True)
@@ -95,7 +119,6 @@ class _Node:
     exact: bool  # It is a condition: no text is excluded that the standard allows.
     out: dict[str, Any] = field(default_factory=dict)
     also: list[_Schema] = field(default_factory=list)  # Further schemas that have to hold.
-    recursive: bool = False  # It refers to a schema of which it is a part.
 
     def add(self, *schemas: _Schema) -> None:
         """Add schemas that have to hold as well. Their place among the keywords decides on the order of members."""
@@ -106,8 +129,9 @@ class _Node:
 class _Rewriter:
     """Rewrites one document."""
 
-    def __init__(self, root: dict[str, Any], fault: Callable[[str], str], *, careful: bool, closed: bool) -> None:
-        self._root, self._fault, self._careful, self._closed = root, fault, careful, closed
+    def __init__(self, root: dict[str, Any], fault: Callable[[str], str], way: _Way, *, closed: bool) -> None:
+        self._root, self._fault, self._way, self._closed = root, fault, way, closed
+        self._end = time.process_time() + _SECONDS
         self._old = any(name in str(root.get("$schema")) for name in _OLD)
         self._definitions: dict[str, _Schema] = {}  # By name. While one is being rewritten: its type.
         self._open: set[str] = set()  # The names of those.
@@ -146,55 +170,74 @@ class _Rewriter:
             rule = KEYWORDS.get(keyword)
             if rule is None or rule.rewrite is None or not (rule.types & node.types):
                 continue  # says nothing
-            if not rule.rewrite(self, node, keyword, value):
+            before = dict(node.out), list(node.also)
+            held = rule.rewrite(self, node, keyword, value)
+            if self._way.loose and keyword in _EXPRESSED and before != (node.out, node.also):
+                node.out, node.also[:], held = *before, False
+            if not held:
                 self._leave(node, keyword)
-        self._close(node)
+        if self._is_closed(node):
+            node.out["additionalProperties"] = False
         return self._joined(node)
 
     def _leave(self, node: _Node, keyword: str) -> None:
         """Note that a keyword is not held."""
         self.not_held[_below(node.place, keyword)] = None
 
-    def _close(self, node: _Node) -> None:
-        """Let an object that names its members have no others.
+    @staticmethod
+    def _is_closed(node: _Node) -> bool:
+        """Return True if an object that names its members has no others.
 
         By the standard it may have any. A model that may add some seldom stops, and vLLM's usual back end does not
         allow them either. Schemas that are combined with others stay open, and those that need others.
         """
         given, named = node.given, node.given.get("properties")
         if not node.closed or node.exact or not isinstance(named, dict) or any(word in given for word in _COMBINED):
-            return
-        required = _strings(given.get("required"))
+            return False
+        if given.get("patternProperties"):
+            return True
         least = given.get("minProperties", 0)
-        if isinstance(given.get("patternProperties"), dict) and given["patternProperties"]:
-            required, least = [], 0
-        if set(required) <= named.keys() and not (_is_number(least) and least > len(named)):
-            node.out["additionalProperties"] = False
+        return named.keys() >= set(_strings(given.get("required"))) and not (_is_number(least) and least > len(named))
 
     def _joined(self, node: _Node) -> _Schema:
         """Return a node's schema with the further ones that have to hold."""
         also = [part for part in node.also if part is not True and part != {}]
         if False in also or not node.types:
             return False
-        if self._careful and node.recursive and (len(also) > 1 or node.out.keys() - {"allOf"}):
+        if self._way.careful and (len(also) > 1 or node.out.keys() - {"allOf"}):
             # llguidance does not combine a schema that refers to itself with others.
-            for keyword in node.given:
-                if keyword != "$ref" and (rule := KEYWORDS.get(keyword)) is not None and rule.rewrite is not None:
-                    self._leave(node, keyword)
-            return next(part for part in also if isinstance(part, dict) and "$ref" in part)
+            for part in also:
+                if not self._leads_back(part):
+                    continue
+                for keyword in node.given:
+                    if keyword != "$ref" and (rule := KEYWORDS.get(keyword)) is not None and rule.rewrite is not None:
+                        self._leave(node, keyword)
+                return part
         out: dict[str, Any] = {}
         for keyword, value in node.out.items():
             if keyword != "allOf":
                 out[keyword] = value
-            elif len(also) == 1 and isinstance(also[0], dict) and not also[0].keys() & node.out.keys():
+            elif len(also) == 1 and _can_be_merged(also[0], node.out):
                 out |= also[0]
             elif also:
                 out[keyword] = also
         return out or True
 
+    def _leads_back(self, schema: _Schema) -> bool:
+        """Return True if a schema refers to one of which it is a part."""
+        if isinstance(schema, bool):
+            return False
+        if str(schema.get("$ref")).rpartition("/")[2] in self._open:
+            return True
+        return any(self._leads_back(part) for word in ("allOf", "anyOf") for part in schema.get(word, ()))
+
+    @property
+    def _late(self) -> bool:
+        return time.process_time() > self._end
+
     def _spend(self, count: int) -> bool:
         """Return True if rewriting may add so many schemas."""
-        if count > _MOST_ALTERNATIVES or count > self._left:
+        if count > _MOST_ALTERNATIVES or count > self._left or self._late:
             return False
         self._left -= count
         return True
@@ -210,7 +253,7 @@ class _Rewriter:
 
     def _takes(self, fragment: dict[str, Any]) -> bool:
         """Return True if llguidance takes a part alone. It is asked if it has refused the whole."""
-        if not self._careful:
+        if not self._way.careful:
             return True
         text = json.dumps(fragment)
         if text not in self._sound:
@@ -220,6 +263,10 @@ class _Rewriter:
 
     # Keywords. Each returns False if it is not held.
 
+    def _type(self, _node: _Node, _: str, value: Any) -> bool:
+        names = value if isinstance(value, list) else [value]
+        return bool(names) and all(isinstance(name, str) and name in (*_TYPES, "any") for name in names)
+
     def _enum(self, node: _Node, keyword: str, value: Any) -> bool:
         values = value if keyword == "enum" else [value]
         if not isinstance(values, list):
@@ -227,7 +274,10 @@ class _Rewriter:
         kept = [_plain(each) for each in values if _type_of(each) in node.types or _is_whole(each)]
         if not all(map(_is_exact, kept)):
             return False
-        node.out["enum"] = kept
+        if "enum" in node.out:  # `const` beside `enum`
+            node.add({"enum": kept})
+        else:
+            node.out["enum"] = kept
         return True
 
     def _number(self, node: _Node, keyword: str, value: Any) -> bool:
@@ -238,44 +288,55 @@ class _Rewriter:
         least = keyword in ("minimum", "exclusiveMinimum")
         if abs(value) >= sys.float_info.max and (value < 0) is least:
             return True  # a number cannot be beyond it
+        if abs(value) > _LARGEST_BOUND and (value < 0) is not least:
+            return False
         other = "exclusive" + keyword[0].upper() + keyword[1:]
         if keyword == other or node.given.get(other) is True:
             keyword = other
-        node.out[keyword] = _plain(_inward(value, up=least))
-        return self._takes({"type": "number", keyword: node.out[keyword]}) or not node.out.pop(keyword)
+        bound = _plain(_inward(value, up=least))
+        if not self._takes({"type": "number", keyword: bound}):
+            return False
+        node.out[keyword] = bound
+        return True
 
     def _multiple(self, node: _Node, keyword: str, value: Any) -> bool:
-        if not _is_number(value) or value <= 0 or not self._takes({"type": "number", "multipleOf": value}):
+        if not _is_number(value) or value <= 0 or not _is_exact(value):
+            return False
+        if not self._takes({"type": "number", "multipleOf": value}):
             return False
         node.out[keyword] = _plain(value)
         return True
 
     def _size(self, node: _Node, keyword: str, value: Any) -> bool:
-        if not _is_number(value) or value < 0 or value != int(value) or value >= 1 << 63:
+        if not _is_size(value):
             return False
         node.out[keyword] = int(value)
         return True
 
     def _pattern(self, node: _Node, _: str, value: Any) -> bool:
         held = self._patterns(value)
-        if held is not None:
-            node.add(*[{"type": "string", "pattern": each} for each in held[1:]])
-            if len(held) == 1 or node.types == {"string"}:
-                node.out["pattern"] = held[0]
-            else:
-                node.add({"pattern": held[0]})
-        return held is not None
+        if held is None:
+            return False
+        node.out["pattern"] = held[0]
+        if len(held) > 1:
+            node.add(*[{"type": _written(node.types), "pattern": each} for each in held[1:]])
+        return True
 
-    def _patterns(self, value: Any) -> tuple[str, ...] | None:
-        """Return expressions that mean the same together. None if llguidance has none."""
+    def _patterns(self, value: Any, *, single: bool = False) -> tuple[str, ...] | None:
+        """Return expressions that mean the same together, or a `single` one. None if llguidance has none."""
         if not isinstance(value, str):
             return None
-        if "(?" in value and (parts := patterns.without_look_around(value)) is not None:
+        parts = patterns.without_look_around(value, single=single)
+        if parts is not None:
             return parts
         return (value,) if self._takes({"type": "string", "pattern": value}) else None
 
     def _format(self, node: _Node, keyword: str, value: Any) -> bool:
-        if value in _FORMATS:
+        if not isinstance(value, str):
+            return True
+        if (expression := formats.EXPRESSIONS.get(value)) is not None:
+            node.add({"type": _written(node.types), "pattern": f"^(?:{expression})$"})
+        elif formats.is_known(value):
             node.out[keyword] = value
         return True
 
@@ -297,9 +358,12 @@ class _Rewriter:
         most = node.given.get("maxItems", math.inf)
         if value is not True or (_is_number(most) and most <= 1):
             return value is True
-        items = self.schema(node.given.get("items", True), "", closed=False)
-        values = _values(items, 4)
-        if values is None or "prefixItems" in node.given or isinstance(node.given.get("items"), list):
+        given = node.given.get("items", True)
+        if "prefixItems" in node.given or isinstance(given, list):
+            return False
+        with self._silent():
+            values = _values(self._referred(self.schema(given, "", closed=False)), 4)
+        if values is None:
             return False
         choices = [
             list(each)
@@ -309,7 +373,7 @@ class _Rewriter:
         ]
         if not self._spend(len(choices)):
             return False
-        others = [{"type": kind} for kind in _written(node.types - {"array"})]
+        others = _others(node, "array")
         node.add({"anyOf": [*others, {"enum": choices}]})
         return True
 
@@ -323,7 +387,7 @@ class _Rewriter:
             return False
         part = self._part(node, value, _below(node.place, "contains"))
         places = [{"type": "array", "prefixItems": [True] * i + [part], "minItems": i + 1} for i in range(int(most))]
-        node.add(_any([*[{"type": kind} for kind in _written(node.types - {"array"})], *places]))
+        node.add(_any([*_others(node, "array"), *places]))
         return True
 
     def _part(self, node: _Node, given: Any, place: str) -> _Schema:
@@ -349,21 +413,16 @@ class _Rewriter:
             return False
         place = _below(node.place, keyword)
         members = {name: self._part(node, each, _below(place, name)) for name, each in value.items()}
-        held: dict[str, _Schema] = {}
-        for name, each in members.items():
-            parts = self._patterns(name)
-            if parts is None or len(parts) > 1:
-                break
-            held[parts[0]] = each
+        names = {name: self._patterns(name, single=True) for name in members}
+        held = {own[0]: members[name] for name, own in names.items() if own is not None}
         if len(held) == len(members) and self._takes({"patternProperties": dict.fromkeys(held, True)}):
             node.out[keyword] = held
             return True
         # Any member whose name matches may have any value.
-        either = "|".join([f"(?:{name})" for name in members])
-        if all(self._takes({"type": "string", "pattern": name}) for name in members):
-            node.out[keyword] = {either: True}
-        else:
+        if None in names.values():
             node.out["additionalProperties"] = True
+        else:
+            node.out[keyword] = {"|".join([f"(?:{name})" for name in held]): True}
         return False
 
     def _additional(self, node: _Node, keyword: str, value: Any) -> bool:
@@ -374,32 +433,47 @@ class _Rewriter:
     def _names_of_members(self, node: _Node, _: str, value: Any) -> bool:
         """`propertyNames`: its expression becomes one of `patternProperties`, beside which nothing is allowed."""
         with self._silent() as left:
-            names = self._referred(self.schema(value, "", closed=False, exact=True))
-        if left:
+            names = self.schema(value, "", closed=False, exact=True)
+        if left or self._leads_back(names):
             return False
+        names = self._referred(names)
         if isinstance(names, dict) and "enum" not in names and "string" not in (_types(names) or _EVERY):
             names = False
         if isinstance(names, bool) or names.keys() <= {"type"}:
             if names is False:
-                node.add({"type": list(_written(node.types)), "maxProperties": 0})
+                node.add({"type": _written(node.types), "maxProperties": 0})
             return True
-        others = [{"type": kind} for kind in _written(node.types - {"object"})]
+        others = _others(node, "object")
         if (allowed := _values(names, 1024)) is not None:
             only: dict[str, Any] = {"properties": {name: True for name in allowed if isinstance(name, str)}}
         else:
-            expressions = [names["pattern"]] if "pattern" in names else []
-            if names.keys() & {"minLength", "maxLength"}:
-                least, most = names.get("minLength", 0), names.get("maxLength", "")
-                expressions.append(rf"^[\s\S]{{{least},{most}}}$")
-            if len(expressions) != 1 or names.keys() - {"type", "pattern", "minLength", "maxLength"}:
+            expression = self._name_expression(names)
+            if expression is None:
                 return False
-            only = {"patternProperties": {expressions[0]: True}}
+            only = {"patternProperties": {expression: True}}
         node.add(_any([*others, {"type": "object", **only, "additionalProperties": False}]))
         return True
 
+    def _name_expression(self, names: dict[str, Any]) -> str | None:
+        """Return one expression of the texts that a rewritten schema allows. None if there is none."""
+        parts = [{word: each for word, each in names.items() if word != "allOf"}, *names.get("allOf", ())]
+        expressions: list[str] = []
+        for part in parts:
+            if not isinstance(part, dict) or part.keys() - _OF_NAMES or "string" not in (_types(part) or _EVERY):
+                return None
+            if "pattern" in part:
+                expressions.append(part["pattern"])
+            if part.keys() & {"minLength", "maxLength"}:
+                expressions.append(rf"^[\s\S]{{{part.get('minLength', 0)},{part.get('maxLength', '')}}}$")
+        if len(expressions) == 1:
+            return expressions[0]
+        both = "".join([rf"(?=[\s\S]*(?:{each}))" for each in expressions])
+        found = patterns.without_look_around(f"^{both}", single=True)
+        return None if found is None else found[0]
+
     def _member_count(self, node: _Node, keyword: str, value: Any) -> bool:
         """`minProperties` and `maxProperties`, which llguidance counts only where no member is optional."""
-        if not _is_number(value) or value < 0 or value != int(value):
+        if not _is_size(value):
             return False
         given, count = node.given, int(value)
         named = given["properties"] if isinstance(given.get("properties"), dict) else {}
@@ -410,9 +484,8 @@ class _Rewriter:
         if not optional:
             node.out[keyword] = count
             return True
-        further = given.get("additionalProperties", not node.closed) is not False or bool(
-            given.get("patternProperties")
-        )
+        closed = given.get("additionalProperties") is False or self._is_closed(node)
+        further = not closed or bool(given.get("patternProperties"))
         rest = count - len(required)
         if keyword == "maxProperties":
             if not further and rest >= len(optional):
@@ -427,7 +500,7 @@ class _Rewriter:
             kept = [{"required": list(names)} for names in itertools.combinations(optional, rest)]
             if further:
                 kept.append({"properties": dict.fromkeys(optional, False), "minProperties": count})
-        others = [{"type": kind} for kind in _written(node.types - {"object"})]
+        others = _others(node, "object")
         node.add(_any([*others, *[{"type": "object", **each} for each in kept if isinstance(each, dict)]]))
         return True
 
@@ -440,6 +513,8 @@ class _Rewriter:
         place = _below(node.place, keyword)
         for name, needed in value.items():
             held: _Schema
+            if isinstance(needed, str):  # of draft 3
+                needed = [needed]
             if isinstance(needed, list):
                 held = {"type": _written_types(node.types), "required": _strings(needed)} if needed else True
             else:
@@ -487,15 +562,23 @@ class _Rewriter:
         if keyword == "anyOf" or len(value) < 2:
             node.add(_any(held))
             return True
-        exclusive = self._exclusive(value, held, node.types)
+        needed = frozenset(_strings(node.given.get("required")))
+        exclusive = None if self._way.loose else self._exclusive(value, held, node.types, needed)
         node.add(_any(held if exclusive is None else exclusive))
         return exclusive is not None
 
     def _exclusive(
-        self, given: Sequence[Any], held: Sequence[_Schema], types: frozenset[str]
+        self, given: Sequence[Any], held: Sequence[_Schema], types: frozenset[str], needed: frozenset[str]
     ) -> Sequence[_Schema] | None:
-        """Return the branches of a `oneOf`, each without what another allows as well. None if that is not expressed."""
-        if len(given) > _MOST_BRANCHES:
+        """Return the branches of a `oneOf`, each without what another allows as well. None if that is not expressed.
+
+        Args:
+            given: The branches, as the client wrote them.
+            held: The same, rewritten.
+            types: The types of which the value can be.
+            needed: The members that an object has in any case.
+        """
+        if len(given) > _MOST_BRANCHES or self._late:
             return None
         with self._silent():
             plain = [self.schema(each, "", closed=False, exact=True) for each in given]
@@ -503,7 +586,7 @@ class _Rewriter:
         for i, branch in enumerate(held):
             parts = [branch]
             for j, other in enumerate(plain):
-                if i == j or self._apart(branch, other):
+                if i == j or self._apart(branch, other, needed):
                     continue
                 against = self.negation(given[j], types)
                 if against is None or not self._spend(1):
@@ -512,27 +595,29 @@ class _Rewriter:
             branches.append(_all(parts))
         return branches
 
-    def _apart(self, one: _Schema, other: _Schema) -> bool:
+    def _apart(self, one: _Schema, other: _Schema, needed: frozenset[str]) -> bool:
         """Return True if no text is allowed by both."""
         if isinstance(one, bool) or isinstance(other, bool):
             return one is False or other is False
-        if self._differ(one, other):
+        if self._differ(one, other, needed):
             return True
+        if self._late:
+            return False
         return _is_empty(self._fault(json.dumps({"allOf": [one, other]} | self._with_definitions())))
 
-    def _differ(self, one: _Schema, other: _Schema, depth: int = 4) -> bool:
+    def _differ(self, one: _Schema, other: _Schema, needed: frozenset[str] = frozenset(), depth: int = 4) -> bool:
         """Return True if a look at types, values and required members shows that no text is allowed by both."""
         one, other = self._referred(one), self._referred(other)
         if isinstance(one, bool) or isinstance(other, bool):
             return one is False or other is False
-        types = [_with_integers(_types(each) or _EVERY) for each in (one, other)]
+        types = [_with_integers(_kinds(each)) for each in (one, other)]
         if not types[0] & types[1]:
             return True
         if types[0] & types[1] == {"object"} and depth:
             members = [each.get("properties", {}) for each in (one, other)]
-            needed = {*one.get("required", ()), *other.get("required", ())}
-            shared = members[0].keys() & members[1].keys() & needed
-            return any(self._differ(members[0][name], members[1][name], depth - 1) for name in shared)
+            shared = members[0].keys() & members[1].keys()
+            shared &= {*needed, *one.get("required", ()), *other.get("required", ())}
+            return any(self._differ(members[0][name], members[1][name], depth=depth - 1) for name in shared)
         values = [_values(each, 256) for each in (one, other)]
         return None not in values and not [value for value in values[0] or () if value in (values[1] or ())]
 
@@ -541,7 +626,7 @@ class _Rewriter:
         for _ in range(8):
             if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
                 break
-            schema = self._definitions.get(schema["$ref"].rpartition("/")[2]) or schema
+            schema = self._definitions[schema["$ref"].rpartition("/")[2]]
         return schema
 
     def _evaluated(self, node: _Node, keyword: str, value: Any) -> bool:
@@ -569,6 +654,8 @@ class _Rewriter:
                 continue
             if not isinstance(schema, dict) or any(word in schema for word in _APPLICATORS if word not in _CERTAIN):
                 return False
+            if not all(isinstance(schema.get(word, kind()), kind) for word, kind in _SHAPES):
+                return False
             if schema.get("additionalProperties", False) is not False or "unevaluatedProperties" in schema:
                 return False
             names |= dict.fromkeys(schema.get("properties", {}), True)
@@ -585,7 +672,7 @@ class _Rewriter:
         if expressions:
             only["patternProperties"] = expressions
         only["additionalProperties"] = self._part(node, value, _below(node.place, "unevaluatedProperties"))
-        node.add(_any([*[{"type": kind} for kind in _written(node.types - {"object"})], only]))
+        node.add(_any([*_others(node, "object"), only]))
         return True
 
     # References.
@@ -605,12 +692,11 @@ class _Rewriter:
             self._open.remove(name)
         held = self._definitions[name]
         node.add(held if isinstance(held, bool) else {"$ref": f"#/$defs/{name}"})
-        node.recursive = name in self._open
         return True
 
     def _possible(self, schema: _Schema) -> _Schema:
         """Return a definition; False if no text is allowed by it, which llguidance refuses even if it is not needed."""
-        if not self._careful or isinstance(schema, bool):
+        if not self._way.careful or isinstance(schema, bool):
             return schema
         complaint = self._fault(json.dumps({"allOf": [schema]} | self._with_definitions()))
         return not _is_empty(complaint) and schema
@@ -626,10 +712,12 @@ class _Rewriter:
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
             if self._anchors is None:
-                self._anchors = dict(_anchors(self._root, ""))
-            if fragment not in self._anchors:
+                self._anchors = {}
+                for name, pointer in _anchors(self._root, ""):
+                    self._anchors[name] = "" if name in self._anchors else pointer  # which one is meant is not known
+            if not (pointer := self._anchors.get(fragment, "")):
                 return None
-            fragment = self._anchors[fragment]
+            fragment = pointer
         found: Any = self._root
         for part in fragment.split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
@@ -650,7 +738,7 @@ class _Rewriter:
         """
         if isinstance(given, bool):
             return not given
-        if not isinstance(given, dict):
+        if not isinstance(given, dict) or self._late:
             return None
         if self._old and isinstance(given.get("$ref"), str):
             given = {"$ref": given["$ref"]}
@@ -691,7 +779,9 @@ class _Rewriter:
                     return None
                 return [{"type": "number", _OPPOSITES[keyword]: _plain(value)}]
             case "required":
-                return [{"type": "object", "properties": {name: False}} for name in _strings(value)]
+                if not isinstance(value, list) or len(_strings(value)) < len(value):
+                    return None
+                return [{"type": "object", "properties": {name: False}} for name in value]
             case "properties":
                 return self._against_properties(value)
             case "not":
@@ -712,9 +802,12 @@ class _Rewriter:
                 against_target = self.negation(found[1], types)
                 self._negated.pop()
                 return None if against_target is None else [against_target]
-            case "items" | "additionalProperties" | "uniqueItems" | "format" | "patternProperties":
-                says_nothing = value in (True, {}) if keyword not in ("uniqueItems", "format") else value is False
-                return [] if says_nothing or (keyword == "format" and value not in _FORMATS) else None
+            case "format":
+                return None if isinstance(value, str) and formats.is_known(value) else []
+            case "uniqueItems":
+                return [] if value is False else None
+            case "items" | "additionalProperties" | "patternProperties":
+                return [] if value is True or value == {} else None
         return None
 
     def _against_properties(self, value: Any) -> Sequence[_Schema] | None:
@@ -737,12 +830,16 @@ _OPPOSITES = {
     "exclusiveMaximum": "minimum",
 }
 _SIZED = {"Length": "string", "Items": "array", "Properties": "object"}
+# Keywords whose meaning depends on each other.
+_NEIGHBOURS = frozenset({"properties", "patternProperties", "additionalProperties", "prefixItems", "items"})
+_SHAPES = (("properties", dict), ("patternProperties", dict), ("allOf", list))
+_OF_NAMES = frozenset({"type", "pattern", "minLength", "maxLength"})
 _CERTAIN = frozenset({"$ref", "allOf"})  # Applicators that hold in any case.
 
 
 def _other_size(keyword: str, value: Any) -> Sequence[_Schema] | None:
     """Return what holds where a limit on a size does not."""
-    if not _is_number(value) or value < 0 or value != int(value):
+    if not _is_size(value):
         return None
     kind = _SIZED[keyword[3:]]
     if keyword.startswith("max"):
@@ -782,6 +879,13 @@ def _none_of(values: Any, types: frozenset[str]) -> Sequence[_Schema] | None:
     return found
 
 
+def _can_be_merged(part: _Schema, out: Mapping[str, Any]) -> TypeGuard[dict[str, Any]]:
+    """Return True if the keywords of two schemas mean the same in one."""
+    if isinstance(part, bool) or part.keys() & out.keys():
+        return False
+    return not (part.keys() & _NEIGHBOURS and out.keys() & _NEIGHBOURS)
+
+
 def _is_empty(complaint: str) -> bool:
     """Return True if llguidance says that no text is allowed by the root of a schema."""
     return complaint.startswith("Unsatisfiable") and "while processing" not in complaint
@@ -807,23 +911,34 @@ def _types(schema: Mapping[str, Any]) -> frozenset[str] | None:
     """Return the types that a schema names; None if it names none."""
     given = schema.get("type")
     names = given if isinstance(given, list) else [given]
-    if given is None or not all(isinstance(name, str) for name in names):
+    if given is None or not all(isinstance(name, str) and name in _EVERY for name in names):
         return None
-    return frozenset(names) & _EVERY
+    return frozenset(names) or None
+
+
+def _others(node: _Node, kind: str) -> list[_Schema]:
+    """Return schemas of the other types that a node may have."""
+    return [{"type": name} for name in _written(node.types - {kind})]
 
 
 def _with_integers(types: frozenset[str]) -> frozenset[str]:
     return types | {"integer"} if "number" in types else types
 
 
-def _written(types: frozenset[str]) -> Sequence[str]:
+def _written(types: frozenset[str]) -> list[str]:
     """Return types in a fixed order. A number may be an integer."""
     return [name for name in _TYPES if name in types and not (name == "integer" and "number" in types)]
 
 
 def _written_types(types: frozenset[str]) -> str | list[str]:
-    written = list(_written(types))
+    written = _written(types)
     return written[0] if len(written) == 1 else written
+
+
+def _kinds(schema: dict[str, Any]) -> frozenset[str]:
+    """Return the types that a rewritten schema allows."""
+    kinds = _types(schema) or _EVERY
+    return kinds & _with_integers(frozenset(map(_type_of, schema["enum"]))) if "enum" in schema else kinds
 
 
 def _values(schema: _Schema, most: int) -> Sequence[Any] | None:
@@ -861,6 +976,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is_size(value: Any) -> bool:
+    return _is_whole(value) and 0 <= value < 1 << 63
+
+
 def _is_whole(value: Any) -> bool:
     return _is_number(value) and value == int(value)
 
@@ -871,6 +990,8 @@ def _is_exact(value: Any) -> bool:
         return all(map(_is_exact, value))
     if isinstance(value, dict):
         return all(map(_is_exact, value.values()))
+    if isinstance(value, float):
+        return math.isfinite(value)
     return not isinstance(value, int) or (abs(value) <= _LARGEST_BOUND and int(float(value)) == value)
 
 
@@ -930,9 +1051,24 @@ class Keyword(NamedTuple):
 _STRING, _ARRAY, _OBJECT = frozenset({"string"}), frozenset({"array"}), frozenset({"object"})
 _NUMBER = frozenset({"number", "integer"})
 _HELD = "held"
+# Keywords that other keywords express.
+_EXPRESSED = frozenset(
+    {
+        *(
+            "uniqueItems",
+            "contains",
+            "propertyNames",
+            "minProperties",
+            "maxProperties",
+            "if",
+            "not",
+        ),
+        *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems"),
+    }
+)
 
 KEYWORDS: Mapping[str, Keyword] = {
-    "type": Keyword(_HELD, "", lambda *_: True),
+    "type": Keyword(_HELD, "", _Rewriter._type),
     "enum": Keyword(_HELD, "not with integers that no double has", _Rewriter._enum),
     "const": Keyword(_HELD, "not with integers that no double has", _Rewriter._enum),
     "minimum": Keyword(
