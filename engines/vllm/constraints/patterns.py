@@ -10,12 +10,14 @@ automaton holds them, and an automaton can be written as an expression.
 3. `_expression` removes one state after another, until an expression is left.
 
 The classes are those that llguidance reads: `\d` and `\w` are ASCII, `\s` is Unicode's, `.` is all but the newline.
+The characters of a class may lose NUL, see `_quotable`.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +26,7 @@ _Ranges = tuple[tuple[int, int], ...]  # Of code points, in order; both ends bel
 
 # The bounds of one call: about a second at most, and what llguidance compiles in no time.
 _MOST_READ, _MOST_WRITTEN, _MOST_NESTED = 4_096, 16_384, 55
-_MOST_STATES, _MOST_STEPS, _MOST_EDGES = 512, 200_000, 256
+_MOST_STATES, _MOST_STEPS, _MOST_EDGES = 512, 200_000, 512
 
 _LAST, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
 
@@ -36,18 +38,17 @@ class _BeyondError(Exception):
 def complement(pattern: str) -> str | None:
     """Return a pattern that is found in exactly the texts in which this one is not. None if there is none in bounds."""
     try:
-        return _one_pattern(_Parser(pattern).read(), _Work(), complemented=True)
+        return _one_pattern(_Parser(pattern).read(), _Work(len(pattern)), complemented=True)
     except (_BeyondError, RecursionError):
         return None
 
 
 def none_of(words: Collection[str]) -> str | None:
     """Return a pattern that is found in all texts but these. None if there is none within bounds."""
-    if sum(map(len, words)) > _MOST_READ:
-        return None
+    length = sum(map(len, words))
     literals = [_Sequence(tuple([_one(ord(character)) for character in word])) for word in words]
     try:
-        return _one_pattern(_Sequence((_BEGIN, _Either(tuple(literals)), _END)), _Work(), complemented=True)
+        return _one_pattern(_Sequence((_BEGIN, _Either(tuple(literals)), _END)), _Work(length), complemented=True)
     except (_BeyondError, RecursionError):
         return None
 
@@ -70,8 +71,8 @@ def without_look_around(pattern: str, *, single: bool = False) -> tuple[str, ...
         tree = parser.read()
         if _is_plain(tree):
             return (_text(tree) if parser.differs else pattern,)
-        found = _patterns(tree, _Work())
-        return (_one_pattern(tree, _Work()),) if single and len(found) > 1 else tuple(found)
+        found = _patterns(tree, _Work(len(pattern)))
+        return (_one_pattern(tree, _Work(len(pattern))),) if single and len(found) > 1 else tuple(found)
     except (_BeyondError, RecursionError):
         return None
 
@@ -146,7 +147,8 @@ def _others(characters: _Set) -> _Set:
     return _set([(low, high - 1) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high])
 
 
-_ANY = _others(_Set(()))
+_NOTHING = _Set(())
+_ANY = _others(_NOTHING)
 _NOT_NEWLINE = _others(_one(0x0A))
 _DIGIT = _set([(0x30, 0x39)])
 _WORD = _set([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
@@ -159,7 +161,7 @@ _CLASSES |= {name.upper(): _others(characters) for name, characters in _CLASSES.
 _CONTROLS = dict(zip("tnvfr", "\t\n\v\f\r", strict=True))
 _BEGIN, _END = _Edge("^"), _Edge("$")
 _ANYTHING = _Repeat(_ANY, 0, None)
-_NAMED = {_ANY: "(?s:.)", _NOT_NEWLINE: ".", _Set(()): rf"[^\x{{0}}-\x{{{_LAST:x}}}]"}
+_NAMED = {_ANY: "(?s:.)", _NOT_NEWLINE: ".", _NOTHING: rf"[^\x{{0}}-\x{{{_LAST:x}}}]"}
 
 _QUANTIFIER = re.compile(r"(?:([*+?])|\{([0-9]{1,5})(?:(,)([0-9]{0,5}))?\})\??")
 _LIKE_QUANTIFIER = re.compile(r"[*+?]|\{[0-9]*,?[0-9]*\}")
@@ -184,8 +186,6 @@ class _Parser:
     """Reads a pattern, from left to right."""
 
     def __init__(self, text: str) -> None:
-        if len(text) > _MOST_READ:
-            raise _BeyondError
         self._text, self._at = text, 0
         self.differs = False  # llguidance refuses the text of a part that it could hold, or reads it otherwise.
 
@@ -210,6 +210,10 @@ class _Parser:
 
     def _repeated(self) -> _Node:
         part = self._part()
+        if isinstance(part, _Property):
+            self.differs, part = True, _Property(rf"[{part.text}&&[^\x{{0}}]]")
+        elif isinstance(part, _Set) and part != _quotable(part):
+            self.differs = True
         found = _QUANTIFIER.match(self._text, self._at)
         if found is None:
             return part
@@ -265,7 +269,7 @@ class _Parser:
             if "]" in self._text[self._at :]:  # In other syntaxes the first bracket is a character.
                 raise _BeyondError
             self.differs = True
-            return _ANY if negated else _Set(())
+            return _ANY if negated else _NOTHING
         ranges: list[tuple[int, int]] = []
         has_property = False
         while not self._next_is("]"):
@@ -278,8 +282,10 @@ class _Parser:
                     high = self._item()
             if isinstance(low, _Set) and isinstance(high, _Set):
                 ranges += self._range(low, high)
-            else:
+            elif low is high:
                 has_property = True
+            else:
+                raise _BeyondError
         if has_property:
             if self.differs != differed:
                 raise _BeyondError
@@ -397,7 +403,23 @@ def _text(node: _Node) -> str:
     return part + (sign or (f"{{{node.least}}}" if node.least == most else f"{{{node.least},{most}}}"))
 
 
+def _quotable(characters: _Set) -> _Set:
+    r"""Return a set that llguidance writes in JSON as it is: without NUL, if it lacks the quotation mark or backslash.
+
+    In JSON these two are written as `\"` and `\\`. llguidance takes both for characters of every set that has all
+    control characters, even of `[^"]`.
+    """
+    if not _has(characters, 0) or (_has(characters, ord('"')) and _has(characters, ord("\\"))):
+        return characters
+    return _set([(max(low, 1), high) for low, high in characters.ranges if high])
+
+
+def _has(characters: _Set, code: int) -> bool:
+    return any(low <= code <= high for low, high in characters.ranges)
+
+
 def _class_text(characters: _Set) -> str:
+    characters = _quotable(characters)
     if characters in _NAMED:
         return _NAMED[characters]
     if _is_one(characters):
@@ -455,7 +477,9 @@ class _Ahead(NamedTuple):
 class _Work:
     """What is left of the steps that a call may take."""
 
-    def __init__(self) -> None:
+    def __init__(self, characters: int) -> None:
+        if characters > _MOST_READ:
+            raise _BeyondError
         self._left = _MOST_STEPS
 
     def spend(self, steps: int) -> None:
@@ -702,7 +726,7 @@ def _patterns(tree: _Node, work: _Work) -> list[str]:
     rest = _Sequence(tuple(parts))
     if _is_plain(rest):
         return [*found, _text(rest)] if len(parts) > 1 or not found else found
-    first = next(at for at in range(len(parts)) if not _is_plain(_Sequence(tuple(parts[: at + 1])), last=False))
+    first = next(at for at, part in enumerate(parts) if not _is_plain(part, first=at == 0, last=False))
     for at in range(first, max(first - 3, int(parts[0] == _BEGIN)), -1):
         before = _Sequence(tuple(parts[:at]))
         try:
@@ -767,8 +791,6 @@ def _reversed(node: _Node) -> _Node:
 
 # The expression of an automaton.
 
-_Choices = tuple[str, ...]  # Texts, one of which leads from a state to another.
-
 
 def _expression(automaton: _Automaton, work: _Work, *, complemented: bool = False, backwards: bool = False) -> str:
     """Return an expression for the texts that an automaton accepts, or for all others.
@@ -780,79 +802,30 @@ def _expression(automaton: _Automaton, work: _Work, *, complemented: bool = Fals
         backwards: The automaton reads texts from their ends.
     """
     states = _merged(automaton)
-    bits: dict[tuple[int, int], int] = {}
-    for at, state in enumerate(states):
-        for place, following in enumerate(automaton.rows[at]):
+    classes: dict[tuple[int, int], int] = {}
+    for state, row in zip(states, automaton.rows, strict=True):
+        for at, following in enumerate(row):
             pair = (state, states[following])
-            bits[pair] = bits.get(pair, 0) | 1 << place
+            classes[pair] = classes.get(pair, 0) | 1 << at
     ends = {state for at, state in enumerate(states) if automaton.accepting[at] != complemented}
-    alive, sources = set(), list(ends)
-    while sources:
-        state = sources.pop()
+    alive: set[int] = set()
+    waiting = list(ends)
+    while waiting:
+        state = waiting.pop()
         if state not in alive:
             alive.add(state)
-            sources += [before for before, after in bits if after == state]
-    begin, end = -1, -2
-    onward: dict[int, dict[int, _Choices]] = {begin: {}, **{state: {} for state in alive}}
-    back: dict[int, set[int]] = {end: set(), **{state: set() for state in alive}}
-    single = set()
-
-    def connect(before: int, after: int, text: str) -> None:
-        choices = onward[before].get(after, ())
-        if text not in choices:
-            onward[before][after] = (*choices, text)
-            back[after].add(before)
-        work.spend(1 + len(text) // 8)
-        if len(text) > _MOST_WRITTEN:
-            raise _BeyondError
-
-    for (before, after), characters in bits.items():
-        if before in alive and after in alive:
-            text = _class_text(automaton.alphabet.characters(characters))
-            single.add(text)
-            connect(before, after, text)
+            waiting += [before for before, after in classes if after == state]
+    graph = _Graph(work, backwards=backwards)
+    for (before, after), bits in classes.items():
+        if alive.issuperset((before, after)):
+            graph.connect_by(before, after, _class_text(automaton.alphabet.characters(bits)))
     for state in ends:
-        connect(state, end, "")
-    if 0 in alive:
-        connect(begin, 0, "")
-
-    def cost(state: int) -> int:
-        """Return the characters that are written once more when a state goes."""
-        inward = {before: onward[before][state] for before in back[state] if before != state}
-        outward = {after: choices for after, choices in onward[state].items() if after != state}
-        loop = sum(map(len, onward[state].get(state, ())))
-        return (
-            sum(len(text) + 4 for choices in inward.values() for text in choices) * (len(outward) - 1)
-            + sum(len(text) + 4 for choices in outward.values() for text in choices) * (len(inward) - 1)
-            + loop * (len(inward) * len(outward) - 1)
-        )
-
-    def grouped(choices: _Choices, sign: str = "") -> str:
-        texts = [text for text in choices if text]
-        if len(texts) < len(choices) and not sign:
-            sign = "?"
-        if not texts:
-            return ""
-        text = "|".join(texts)
-        return text + sign if text in single or (len(texts) == 1 and not sign) else f"(?:{text}){sign}"
-
-    costs = {state: cost(state) for state in alive}
-    while costs:
-        state = min(costs, key=lambda state: costs[state])
-        del costs[state]
-        loop = grouped(onward[state].pop(state, ()), "*")
-        befores = back.pop(state) - {state}
-        for before in befores:
-            inward = grouped(onward[before].pop(state))
-            for after, choices in onward[state].items():
-                texts = [inward + "+" if loop == inward + "*" else inward + loop, grouped(choices)]
-                connect(before, after, "".join(reversed(texts) if backwards else texts))
-        outward = onward.pop(state)
-        for after in outward:
-            back[after].discard(state)
-        work.spend(len(costs) // 8)
-        costs |= {other: cost(other) for other in befores.union(outward) if other in costs}
-    text = "|".join(onward[begin].get(end, (_class_text(_Set(())),)))
+        graph.connect(state, _Graph.END, "")
+    if alive:
+        graph.connect(_Graph.BEGIN, 0, "")
+    text = graph.reduced(alive)
+    if text is None:
+        return _class_text(_NOTHING)
     nested = deepest = 0
     for character in text:
         nested += (character == "(") - (character == ")")
@@ -860,6 +833,76 @@ def _expression(automaton: _Automaton, work: _Work, *, complemented: bool = Fals
     if len(text) > _MOST_WRITTEN or deepest > _MOST_NESTED:
         raise _BeyondError
     return text
+
+
+class _Graph:
+    """States, and the expressions that lead from one to another: one or more texts, any of which does."""
+
+    BEGIN, END = -1, -2
+
+    def __init__(self, work: _Work, *, backwards: bool) -> None:
+        self._work, self._backwards = work, backwards
+        self._onward: defaultdict[int, dict[int, tuple[str, ...]]] = defaultdict(dict)
+        self._back: defaultdict[int, set[int]] = defaultdict(set)
+        self._single = set[str]()  # Texts to which a sign can be added without a group.
+
+    def connect(self, before: int, after: int, text: str) -> None:
+        self._work.spend(1 + len(text) // 8)
+        if len(text) > _MOST_WRITTEN:
+            raise _BeyondError
+        texts = self._onward[before].get(after, ())
+        if text not in texts:
+            self._onward[before][after] = (*texts, text)
+            self._back[after].add(before)
+
+    def connect_by(self, before: int, after: int, characters: str) -> None:
+        self._single.add(characters)
+        self.connect(before, after, characters)
+
+    def reduced(self, states: Iterable[int]) -> str | None:
+        """Remove these states. Returns what leads from the beginning to the end. None if nothing does."""
+        costs = {state: self._cost(state) for state in states}
+        while costs:
+            cheapest = min(costs, key=costs.__getitem__)
+            del costs[cheapest]
+            self._work.spend(len(costs) // 8)
+            costs |= {state: self._cost(state) for state in self._remove(cheapest) if state in costs}
+        texts = self._onward[self.BEGIN].get(self.END)
+        return None if texts is None else "|".join(texts)
+
+    def _cost(self, state: int) -> int:
+        """Return how many characters are written once more when a state is removed."""
+        before = [self._onward[other][state] for other in self._back[state] if other != state]
+        after = [texts for other, texts in self._onward[state].items() if other != state]
+        loop = self._onward[state].get(state, ())
+        inward, outward, around = [
+            sum([len(text) + 4 for texts in pairs for text in texts]) for pairs in (before, after, [loop])
+        ]
+        return inward * (len(after) - 1) + outward * (len(before) - 1) + around * (len(before) * len(after) - 1)
+
+    def _remove(self, state: int) -> set[int]:
+        """Connect the states before and after one past it. Returns them."""
+        loop = self._grouped(self._onward[state].pop(state, ()), "*")
+        onward, back = self._onward.pop(state), self._back.pop(state) - {state}
+        for before in back:
+            inward = self._grouped(self._onward[before].pop(state))
+            for after, choices in onward.items():
+                texts = [inward + "+"] if loop == inward + "*" else [inward, loop]
+                texts.append(self._grouped(choices))
+                self.connect(before, after, "".join(reversed(texts) if self._backwards else texts))
+        for after in onward:
+            self._back[after].discard(state)
+        return back.union(onward)
+
+    def _grouped(self, choices: Sequence[str], sign: str = "") -> str:
+        """Return choices as a part of a text, with a sign of repetition."""
+        texts = [text for text in choices if text]
+        if not texts:
+            return ""
+        if len(texts) < len(choices):
+            sign = sign or "?"
+        text = "|".join(texts)
+        return text + sign if text in self._single or (len(texts) == 1 and not sign) else f"(?:{text}){sign}"
 
 
 def _merged(automaton: _Automaton) -> list[int]:
