@@ -205,7 +205,7 @@ class _Parser:
         parts: list[_Node] = []
         while self._text[self._at : self._at + 1] not in ("", "|", ")"):
             part = self._repeated()
-            parts += part.parts if isinstance(part, _Sequence) else [part]
+            parts += (isinstance(part, _Sequence) and part.parts) or [part]
         return parts[0] if len(parts) == 1 else _Sequence(tuple(parts))
 
     def _repeated(self) -> _Node:

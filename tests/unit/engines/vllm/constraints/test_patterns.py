@@ -71,6 +71,7 @@ def found(patterns: Iterable[str], texts: Iterable[str]) -> list[str]:
         (r"^(a$|b)c?$", ["a", "b", "bc"], ["ac"]),
         (r"^$[a-z]*$", [""], ["a"]),
         (r"a$b|c", ["c"], ["ab", "a"]),
+        (r"()^a(?:)*", ["ab"], ["ba"]),
         (r"\bfoo\b", ["foo", "a foo.", "é foo é", "éfooé"], ["afoo", "foo1", "foo_"]),
         (r"^a\Bb\B", ["abc"], ["ab", "a b"]),
         (r"^.{1,256}[a-z]{1,6}\b([-a-z]*)$", ["xab", "xab-"], ["x", "x_"]),
@@ -114,8 +115,8 @@ def test_a_pattern_that_llguidance_takes_stays(pattern: str) -> None:
 
 UNKNOWN = [
     r"(a)\1", r"(?<n>a)\k<n>", "(?i)a", "(?i:a)", "a++", "*", "a{2}{3}", "a{,3}", "a{3,2}", "(", ")", "(?", "[",
-    "[z-a]", r"\A", r"\z", r"\a", r"\_\e", r"\u{110000}", r"\ud83d", "[[:alpha:]]", "[]a]", "[^]a]", "a]", r"[\B]", "^*",
-    "\\", "(?=a)*", r"[\p{L}-z]", r"(?=\p{L})\b", "(?<=a)(?=b)", "\ud800", "{1}", "{}",
+    "[z-a]", r"\A", r"\z", r"\a", r"\_\e", r"\u{110000}", r"\ud83d", "[[:alpha:]]", "[]a]", "[^]a]", "a]", r"[\B]",
+    "\\", "^*", "(?=a)*", r"[\p{L}-z]", r"(?=\p{L})\b", "(?<=a)(?=b)", "\ud800", "{1}", "{}",
 ]  # fmt: skip
 
 
