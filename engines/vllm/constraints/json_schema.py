@@ -23,6 +23,30 @@ from typing import Any, NamedTuple, TypeGuard
 from urllib.parse import quote, unquote
 
 from engines.vllm.constraints import formats, patterns
+from engines.vllm.constraints.schema_values import (
+    EVERY,
+    LARGEST_BOUND,
+    TYPES,
+    Schema,
+    all_of,
+    allowed_types,
+    allowed_values,
+    anchors,
+    any_of,
+    below,
+    inward,
+    is_exact,
+    is_number,
+    is_size,
+    is_whole,
+    named_types,
+    plain,
+    strings,
+    type_names,
+    type_of,
+    type_value,
+    with_integers,
+)
 
 MAX_CHARACTERS = 1 << 17  # Of a schema without what says nothing.
 WHOLE = "#"  # The place of a schema of which nothing is held but its type.
@@ -32,9 +56,6 @@ _MOST_BRANCHES = 48  # Of a `oneOf`. Each pair is compared.
 _MOST_PLACES = 64  # That are named. A schema with more parts that are not held names these.
 _NO_SCHEMA, _TOO_DEEP = "it must be a JSON schema, which is a JSON object", "it is nested too deeply"
 
-_Schema = bool | dict[str, Any]
-_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_EVERY = frozenset(_TYPES)
 # llguidance's options for writing JSON, which stand in the schema in the place of the client's.
 _FLEXIBLE = {"whitespace_flexible": True}
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
@@ -42,8 +63,6 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator"
 _COMBINED = ("anyOf", "oneOf", "$ref", "if", "unevaluatedProperties", "additionalProperties", "dependentSchemas")
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef", "not")
 _OLD = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")  # `$ref` replaces the keywords beside it.
-# llguidance reads bounds as doubles, and those of integers as 64 bits.
-_LARGEST_BOUND = math.nextafter(2.0**63, 0.0)
 
 
 def for_guidance(text: str, fault: Callable[[str], str], *, compact: bool) -> tuple[str, tuple[str, ...], str]:
@@ -68,18 +87,18 @@ def for_guidance(text: str, fault: Callable[[str], str], *, compact: bool) -> tu
         options = {"x-guidance": _COMPACT if compact else _FLEXIBLE}
         begun, complaint, empty = time.process_time(), "", ""
         for way in _WAYS:
-            if complaint and time.process_time() > begun + _SECONDS:
-                break
+            spent = time.process_time() - begun
+            if complaint and spent > _SECONDS and not (way.loose and spent < 2 * _SECONDS):
+                continue
             rewriter = _Rewriter(root, fault, way, closed=way.closed and '"allOf"' not in text)
             written = json.dumps(rewriter.document() | options, separators=(",", ":"))
-            complaint = (
-                fault(written) if len(written) <= MAX_CHARACTERS else f"it has more than {MAX_CHARACTERS} characters"
-            )
+            too_long = f"it has more than {MAX_CHARACTERS} characters" if len(written) > MAX_CHARACTERS else ""
+            complaint = too_long or fault(written)
             if not complaint:
                 return written, tuple(itertools.islice(rewriter.not_held, _MOST_PLACES)), empty
             empty = empty or complaint * _is_empty(complaint)
-        types = _types(root) or (frozenset({"object"}) if "properties" in root else _EVERY)
-        return json.dumps({"type": _written(types)} | options), (WHOLE,), complaint
+        types = named_types(root) or (frozenset({"object"}) if "properties" in root else EVERY)
+        return json.dumps({"type": type_names(types)} | options), (WHOLE,), complaint
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except json.JSONDecodeError:
@@ -105,7 +124,7 @@ _WAYS = (
     _Way(careful=True, loose=True),
     _Way(careful=True, loose=True, closed=False),
 )
-_SECONDS = 0.6  # Of processor time, after which nothing more is compared or tried out.
+_SECONDS = 0.5  # Of processor time, after which nothing more is compared, and the loose ways are taken.
 
 
 @dataclass(slots=True)
@@ -118,9 +137,9 @@ class _Node:
     closed: bool  # An object has only the members that are named.
     exact: bool  # It is a condition: no text is excluded that the standard allows.
     out: dict[str, Any] = field(default_factory=dict)
-    also: list[_Schema] = field(default_factory=list)  # Further schemas that have to hold.
+    also: list[Schema] = field(default_factory=list)  # Further schemas that have to hold.
 
-    def add(self, *schemas: _Schema) -> None:
+    def add(self, *schemas: Schema) -> None:
         """Add schemas that have to hold as well. Their place among the keywords decides on the order of members."""
         self.out["allOf"] = self.also
         self.also += schemas
@@ -133,7 +152,7 @@ class _Rewriter:
         self._root, self._fault, self._way, self._closed = root, fault, way, closed
         self._end = time.process_time() + _SECONDS
         self._old = any(name in str(root.get("$schema")) for name in _OLD)
-        self._definitions: dict[str, _Schema] = {}  # By name. While one is being rewritten: its type.
+        self._definitions: dict[str, Schema] = {}  # By name. While one is being rewritten: its type.
         self._open: set[str] = set()  # The names of those.
         self._names: dict[tuple[str, bool, bool], str] = {}
         self._anchors: dict[str, str] | None = None  # Pointers by anchor.
@@ -152,7 +171,7 @@ class _Rewriter:
     def _with_definitions(self) -> dict[str, Any]:
         return {"$defs": self._definitions} if self._definitions else {}
 
-    def schema(self, given: Any, place: str, closed: bool, *, exact: bool = False) -> _Schema:
+    def schema(self, given: Any, place: str, closed: bool, *, exact: bool = False) -> Schema:
         """Return a schema that allows no text that the given one does not, apart from what is not held."""
         if isinstance(given, bool):
             return given
@@ -160,15 +179,15 @@ class _Rewriter:
             raise ValueError(f"a schema must be an object or a boolean, at {place}")
         if self._old and isinstance(given.get("$ref"), str):
             given = {"$ref": given["$ref"]}
-        node = _Node(given, place, _types(given) or _EVERY, closed, exact)
+        node = _Node(given, place, named_types(given) or EVERY, closed, exact)
         if isinstance(given.get("properties"), dict) and "type" not in given and not exact:
             # By the standard `{"properties": ...}` allows any number or text as well, which nobody means.
             node.types = frozenset({"object"})
-        if node.types != _EVERY:
-            node.out["type"] = _written_types(node.types)
+        if node.types != EVERY:
+            node.out["type"] = type_value(node.types)
         for keyword, value in given.items():
             rule = KEYWORDS.get(keyword)
-            if rule is None or rule.rewrite is None or not (rule.types & node.types):
+            if rule is None or not rule.types & node.types:
                 continue  # says nothing
             before = dict(node.out), list(node.also)
             held = rule.rewrite(self, node, keyword, value)
@@ -182,7 +201,7 @@ class _Rewriter:
 
     def _leave(self, node: _Node, keyword: str) -> None:
         """Note that a keyword is not held."""
-        self.not_held[_below(node.place, keyword)] = None
+        self.not_held[below(node.place, keyword)] = None
 
     @staticmethod
     def _is_closed(node: _Node) -> bool:
@@ -197,9 +216,9 @@ class _Rewriter:
         if given.get("patternProperties"):
             return True
         least = given.get("minProperties", 0)
-        return named.keys() >= set(_strings(given.get("required"))) and not (_is_number(least) and least > len(named))
+        return named.keys() >= set(strings(given.get("required"))) and not (is_number(least) and least > len(named))
 
-    def _joined(self, node: _Node) -> _Schema:
+    def _joined(self, node: _Node) -> Schema:
         """Return a node's schema with the further ones that have to hold."""
         also = [part for part in node.also if part is not True and part != {}]
         if False in also or not node.types:
@@ -210,7 +229,7 @@ class _Rewriter:
                 if not self._leads_back(part):
                     continue
                 for keyword in node.given:
-                    if keyword != "$ref" and (rule := KEYWORDS.get(keyword)) is not None and rule.rewrite is not None:
+                    if keyword != "$ref" and keyword in KEYWORDS:
                         self._leave(node, keyword)
                 return part
         out: dict[str, Any] = {}
@@ -223,7 +242,7 @@ class _Rewriter:
                 out[keyword] = also
         return out or True
 
-    def _leads_back(self, schema: _Schema) -> bool:
+    def _leads_back(self, schema: Schema) -> bool:
         """Return True if a schema refers to one of which it is a part."""
         if isinstance(schema, bool):
             return False
@@ -265,14 +284,14 @@ class _Rewriter:
 
     def _type(self, _node: _Node, _: str, value: Any) -> bool:
         names = value if isinstance(value, list) else [value]
-        return bool(names) and all(isinstance(name, str) and name in (*_TYPES, "any") for name in names)
+        return bool(names) and all(isinstance(name, str) and name in (*TYPES, "any") for name in names)
 
     def _enum(self, node: _Node, keyword: str, value: Any) -> bool:
         values = value if keyword == "enum" else [value]
         if not isinstance(values, list):
             return False
-        kept = [_plain(each) for each in values if _type_of(each) in node.types or _is_whole(each)]
-        if not all(map(_is_exact, kept)):
+        kept = [plain(each) for each in values if type_of(each) in node.types or is_whole(each)]
+        if not all(map(is_exact, kept)):
             return False
         if "enum" in node.out:  # `const` beside `enum`
             node.add({"enum": kept})
@@ -283,32 +302,32 @@ class _Rewriter:
     def _number(self, node: _Node, keyword: str, value: Any) -> bool:
         if keyword.startswith("exclusive") and isinstance(value, bool):  # of draft 4, beside `minimum` or `maximum`
             return True
-        if not _is_number(value):
+        if not is_number(value):
             return False
         least = keyword in ("minimum", "exclusiveMinimum")
         if abs(value) >= sys.float_info.max and (value < 0) is least:
             return True  # a number cannot be beyond it
-        if abs(value) > _LARGEST_BOUND and (value < 0) is not least:
+        if abs(value) > LARGEST_BOUND and (value < 0) is not least:
             return False
         other = "exclusive" + keyword[0].upper() + keyword[1:]
         if keyword == other or node.given.get(other) is True:
             keyword = other
-        bound = _plain(_inward(value, up=least))
+        bound = plain(inward(value, up=least))
         if not self._takes({"type": "number", keyword: bound}):
             return False
         node.out[keyword] = bound
         return True
 
     def _multiple(self, node: _Node, keyword: str, value: Any) -> bool:
-        if not _is_number(value) or value <= 0 or not _is_exact(value):
+        if not is_number(value) or value <= 0 or not is_exact(value):
             return False
         if not self._takes({"type": "number", "multipleOf": value}):
             return False
-        node.out[keyword] = _plain(value)
+        node.out[keyword] = plain(value)
         return True
 
     def _size(self, node: _Node, keyword: str, value: Any) -> bool:
-        if not _is_size(value):
+        if not is_size(value):
             return False
         node.out[keyword] = int(value)
         return True
@@ -319,7 +338,7 @@ class _Rewriter:
             return False
         node.out["pattern"] = held[0]
         if len(held) > 1:
-            node.add(*[{"type": _written(node.types), "pattern": each} for each in held[1:]])
+            node.add(*[{"type": type_names(node.types), "pattern": each} for each in held[1:]])
         return True
 
     def _patterns(self, value: Any, *, single: bool = False) -> tuple[str, ...] | None:
@@ -335,13 +354,13 @@ class _Rewriter:
         if not isinstance(value, str):
             return True
         if (expression := formats.EXPRESSIONS.get(value)) is not None:
-            node.add({"type": _written(node.types), "pattern": f"^(?:{expression})$"})
+            node.add({"type": type_names(node.types), "pattern": f"^(?:{expression})$"})
         elif formats.is_known(value):
             node.out[keyword] = value
         return True
 
     def _items(self, node: _Node, keyword: str, value: Any) -> bool:
-        given, place = node.given, _below(node.place, keyword)
+        given, place = node.given, below(node.place, keyword)
         if keyword == "additionalItems":
             if isinstance(given.get("items"), list):
                 node.out["items"] = self._part(node, value, place)
@@ -349,20 +368,20 @@ class _Rewriter:
         if not isinstance(value, list):
             node.out["items"] = self._part(node, value, place)
             return True
-        node.out["prefixItems"] = [self._part(node, each, _below(place, i)) for i, each in enumerate(value)]
+        node.out["prefixItems"] = [self._part(node, each, below(place, i)) for i, each in enumerate(value)]
         return True
 
     def _unique(self, node: _Node, _: str, value: Any) -> bool:
         if value is False:
             return True
         most = node.given.get("maxItems", math.inf)
-        if value is not True or (_is_number(most) and most <= 1):
+        if value is not True or (is_number(most) and most <= 1):
             return value is True
         given = node.given.get("items", True)
         if "prefixItems" in node.given or isinstance(given, list):
             return False
         with self._silent():
-            values = _values(self._referred(self.schema(given, "", closed=False)), 4)
+            values = allowed_values(self._referred(self.schema(given, "", closed=False)), 4)
         if values is None:
             return False
         choices = [
@@ -379,40 +398,40 @@ class _Rewriter:
 
     def _contains(self, node: _Node, _: str, value: Any) -> bool:
         least, most = node.given.get("minContains", 1), node.given.get("maxItems", math.inf)
-        if "maxContains" in node.given or not _is_number(least) or least > 1:
+        if "maxContains" in node.given or not is_number(least) or least > 1:
             return False
         if least == 0:
             return True
-        if not _is_number(most) or not most < 8 or not self._spend(max(int(most), 1)):
+        if not is_number(most) or not most < 8 or not self._spend(max(int(most), 1)):
             return False
-        part = self._part(node, value, _below(node.place, "contains"))
+        part = self._part(node, value, below(node.place, "contains"))
         places = [{"type": "array", "prefixItems": [True] * i + [part], "minItems": i + 1} for i in range(int(most))]
-        node.add(_any([*_others(node, "array"), *places]))
+        node.add(any_of([*_others(node, "array"), *places]))
         return True
 
-    def _part(self, node: _Node, given: Any, place: str) -> _Schema:
+    def _part(self, node: _Node, given: Any, place: str) -> Schema:
         """Return a schema below a node, of a member or an item."""
         return self.schema(given, place, node.closed, exact=node.exact)
 
     def _properties(self, node: _Node, keyword: str, value: Any) -> bool:
         if not isinstance(value, dict):
             return False
-        place = _below(node.place, keyword)
-        node.out[keyword] = {name: self._part(node, each, _below(place, name)) for name, each in value.items()}
+        place = below(node.place, keyword)
+        node.out[keyword] = {name: self._part(node, each, below(place, name)) for name, each in value.items()}
         return True
 
     def _required(self, node: _Node, keyword: str, value: Any) -> bool:
         if not isinstance(value, list):
             return False
         if value:
-            node.out[keyword] = _strings(value)
-        return len(_strings(value)) == len(value)
+            node.out[keyword] = strings(value)
+        return all(isinstance(name, str) for name in value)
 
     def _pattern_properties(self, node: _Node, keyword: str, value: Any) -> bool:
         if not isinstance(value, dict):
             return False
-        place = _below(node.place, keyword)
-        members = {name: self._part(node, each, _below(place, name)) for name, each in value.items()}
+        place = below(node.place, keyword)
+        members = {name: self._part(node, each, below(place, name)) for name, each in value.items()}
         names = {name: self._patterns(name, single=True) for name in members}
         held = {own[0]: members[name] for name, own in names.items() if own is not None}
         if len(held) == len(members) and self._takes({"patternProperties": dict.fromkeys(held, True)}):
@@ -427,7 +446,7 @@ class _Rewriter:
 
     def _additional(self, node: _Node, keyword: str, value: Any) -> bool:
         if keyword not in node.out:
-            node.out[keyword] = self._part(node, value, _below(node.place, keyword))
+            node.out[keyword] = self._part(node, value, below(node.place, keyword))
         return True
 
     def _names_of_members(self, node: _Node, _: str, value: Any) -> bool:
@@ -437,21 +456,21 @@ class _Rewriter:
         if left or self._leads_back(names):
             return False
         names = self._referred(names)
-        if isinstance(names, dict) and "enum" not in names and "string" not in (_types(names) or _EVERY):
+        if isinstance(names, dict) and "enum" not in names and "string" not in (named_types(names) or EVERY):
             names = False
         if isinstance(names, bool) or names.keys() <= {"type"}:
             if names is False:
-                node.add({"type": _written(node.types), "maxProperties": 0})
+                node.add({"type": type_names(node.types), "maxProperties": 0})
             return True
         others = _others(node, "object")
-        if (allowed := _values(names, 1024)) is not None:
+        if (allowed := allowed_values(names, 1024)) is not None:
             only: dict[str, Any] = {"properties": {name: True for name in allowed if isinstance(name, str)}}
         else:
             expression = self._name_expression(names)
             if expression is None:
                 return False
             only = {"patternProperties": {expression: True}}
-        node.add(_any([*others, {"type": "object", **only, "additionalProperties": False}]))
+        node.add(any_of([*others, {"type": "object", **only, "additionalProperties": False}]))
         return True
 
     def _name_expression(self, names: dict[str, Any]) -> str | None:
@@ -459,7 +478,7 @@ class _Rewriter:
         parts = [{word: each for word, each in names.items() if word != "allOf"}, *names.get("allOf", ())]
         expressions: list[str] = []
         for part in parts:
-            if not isinstance(part, dict) or part.keys() - _OF_NAMES or "string" not in (_types(part) or _EVERY):
+            if not isinstance(part, dict) or part.keys() - _OF_NAMES or "string" not in (named_types(part) or EVERY):
                 return None
             if "pattern" in part:
                 expressions.append(part["pattern"])
@@ -473,11 +492,11 @@ class _Rewriter:
 
     def _member_count(self, node: _Node, keyword: str, value: Any) -> bool:
         """`minProperties` and `maxProperties`, which llguidance counts only where no member is optional."""
-        if not _is_size(value):
+        if not is_size(value):
             return False
         given, count = node.given, int(value)
         named = given["properties"] if isinstance(given.get("properties"), dict) else {}
-        required = set(_strings(given.get("required")))
+        required = set(strings(given.get("required")))
         optional = [name for name in named if name not in required]
         if keyword == "minProperties" and count <= len(required):
             return True
@@ -493,7 +512,7 @@ class _Rewriter:
             if further or rest < 0 or not self._spend(math.comb(len(optional), rest)):
                 return False
             chosen = itertools.combinations(optional, len(optional) - rest)
-            kept: list[_Schema] = [{"properties": dict.fromkeys(names, False)} for names in chosen]
+            kept: list[Schema] = [{"properties": dict.fromkeys(names, False)} for names in chosen]
         else:
             if (rest > 1 and further) or not self._spend(math.comb(len(optional), rest) + 1):
                 return False
@@ -501,7 +520,7 @@ class _Rewriter:
             if further:
                 kept.append({"properties": dict.fromkeys(optional, False), "minProperties": count})
         others = _others(node, "object")
-        node.add(_any([*others, *[{"type": "object", **each} for each in kept if isinstance(each, dict)]]))
+        node.add(any_of([*others, *[{"type": "object", **each} for each in kept if isinstance(each, dict)]]))
         return True
 
     def _dependent(self, node: _Node, keyword: str, value: Any) -> bool:
@@ -510,17 +529,17 @@ class _Rewriter:
             return False
         if not self._spend(1 << min(len(value), 30)):  # they multiply
             return False
-        place = _below(node.place, keyword)
+        place = below(node.place, keyword)
         for name, needed in value.items():
-            held: _Schema
+            held: Schema
             if isinstance(needed, str):  # of draft 3
                 needed = [needed]
             if isinstance(needed, list):
-                held = {"type": _written_types(node.types), "required": _strings(needed)} if needed else True
+                held = {"type": type_value(node.types), "required": strings(needed)} if needed else True
             else:
-                held = self.schema(needed, _below(place, name), closed=False, exact=node.exact)
+                held = self.schema(needed, below(place, name), closed=False, exact=node.exact)
             if held is not True:
-                node.add(_any([{"type": _written_types(node.types), "properties": {name: False}}, held]))
+                node.add(any_of([{"type": type_value(node.types), "properties": {name: False}}, held]))
         return True
 
     def _if(self, node: _Node, _: str, value: Any) -> bool:
@@ -531,14 +550,14 @@ class _Rewriter:
         against = self.negation(value, node.types)
         if against is None or not self._spend(2):
             return False
-        condition = self.schema(value, _below(node.place, "if"), closed=False, exact=True)
+        condition = self.schema(value, below(node.place, "if"), closed=False, exact=True)
         if then is not False:
-            held = self.schema(then, _below(node.place, "then"), closed=False, exact=node.exact)
-            branches.append(_all([condition, held]))
+            held = self.schema(then, below(node.place, "then"), closed=False, exact=node.exact)
+            branches.append(all_of([condition, held]))
         if otherwise is not False:
-            held = self.schema(otherwise, _below(node.place, "else"), closed=False, exact=node.exact)
-            branches.append(_all([against, held]))
-        node.add(_any(branches))
+            held = self.schema(otherwise, below(node.place, "else"), closed=False, exact=node.exact)
+            branches.append(all_of([against, held]))
+        node.add(any_of(branches))
         return True
 
     def _not(self, node: _Node, _: str, value: Any) -> bool:
@@ -550,26 +569,26 @@ class _Rewriter:
     def _all_of(self, node: _Node, keyword: str, value: Any) -> bool:
         if not isinstance(value, list):
             return False
-        place = _below(node.place, keyword)
-        node.add(*[self._part(node, each, _below(place, i)) for i, each in enumerate(value)])
+        place = below(node.place, keyword)
+        node.add(*[self._part(node, each, below(place, i)) for i, each in enumerate(value)])
         return True
 
     def _any_of(self, node: _Node, keyword: str, value: Any) -> bool:
         if not isinstance(value, list):
             return False
-        place, closed = _below(node.place, keyword), node.closed and not isinstance(node.given.get("properties"), dict)
-        held = [self.schema(each, _below(place, i), closed, exact=node.exact) for i, each in enumerate(value)]
+        place, closed = below(node.place, keyword), node.closed and not isinstance(node.given.get("properties"), dict)
+        held = [self.schema(each, below(place, i), closed, exact=node.exact) for i, each in enumerate(value)]
         if keyword == "anyOf" or len(value) < 2:
-            node.add(_any(held))
+            node.add(any_of(held))
             return True
-        needed = frozenset(_strings(node.given.get("required")))
+        needed = frozenset(strings(node.given.get("required")))
         exclusive = None if self._way.loose else self._exclusive(value, held, node.types, needed)
-        node.add(_any(held if exclusive is None else exclusive))
+        node.add(any_of(held if exclusive is None else exclusive))
         return exclusive is not None
 
     def _exclusive(
-        self, given: Sequence[Any], held: Sequence[_Schema], types: frozenset[str], needed: frozenset[str]
-    ) -> Sequence[_Schema] | None:
+        self, given: Sequence[Any], held: Sequence[Schema], types: frozenset[str], needed: frozenset[str]
+    ) -> Sequence[Schema] | None:
         """Return the branches of a `oneOf`, each without what another allows as well. None if that is not expressed.
 
         Args:
@@ -582,7 +601,7 @@ class _Rewriter:
             return None
         with self._silent():
             plain = [self.schema(each, "", closed=False, exact=True) for each in given]
-        branches: list[_Schema] = []
+        branches: list[Schema] = []
         for i, branch in enumerate(held):
             parts = [branch]
             for j, other in enumerate(plain):
@@ -592,10 +611,10 @@ class _Rewriter:
                 if against is None or not self._spend(1):
                     return None
                 parts.append(against)
-            branches.append(_all(parts))
+            branches.append(all_of(parts))
         return branches
 
-    def _apart(self, one: _Schema, other: _Schema, needed: frozenset[str]) -> bool:
+    def _apart(self, one: Schema, other: Schema, needed: frozenset[str]) -> bool:
         """Return True if no text is allowed by both."""
         if isinstance(one, bool) or isinstance(other, bool):
             return one is False or other is False
@@ -605,12 +624,12 @@ class _Rewriter:
             return False
         return _is_empty(self._fault(json.dumps({"allOf": [one, other]} | self._with_definitions())))
 
-    def _differ(self, one: _Schema, other: _Schema, needed: frozenset[str] = frozenset(), depth: int = 4) -> bool:
+    def _differ(self, one: Schema, other: Schema, needed: frozenset[str] = frozenset(), depth: int = 4) -> bool:
         """Return True if a look at types, values and required members shows that no text is allowed by both."""
         one, other = self._referred(one), self._referred(other)
         if isinstance(one, bool) or isinstance(other, bool):
             return one is False or other is False
-        types = [_with_integers(_kinds(each)) for each in (one, other)]
+        types = [with_integers(allowed_types(each)) for each in (one, other)]
         if not types[0] & types[1]:
             return True
         if types[0] & types[1] == {"object"} and depth:
@@ -618,10 +637,10 @@ class _Rewriter:
             shared = members[0].keys() & members[1].keys()
             shared &= {*needed, *one.get("required", ()), *other.get("required", ())}
             return any(self._differ(members[0][name], members[1][name], depth=depth - 1) for name in shared)
-        values = [_values(each, 256) for each in (one, other)]
+        values = [allowed_values(each, 256) for each in (one, other)]
         return None not in values and not [value for value in values[0] or () if value in (values[1] or ())]
 
-    def _referred(self, schema: _Schema) -> _Schema:
+    def _referred(self, schema: Schema) -> Schema:
         """Return the schema to which one refers that has nothing but a reference."""
         for _ in range(8):
             if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
@@ -638,13 +657,13 @@ class _Rewriter:
             return True
         if any(word in node.given for word in (*_APPLICATORS, "contains")):
             return self._evaluated_members(node, value) if further == "additionalProperties" else False
-        node.out[further] = self._part(node, value, _below(node.place, keyword))
+        node.out[further] = self._part(node, value, below(node.place, keyword))
         return True
 
     def _evaluated_members(self, node: _Node, value: Any) -> bool:
         """`unevaluatedProperties` beside `allOf` and `$ref`: all that these name is evaluated."""
-        names: dict[str, _Schema] = {}
-        expressions: dict[str, _Schema] = {}
+        names: dict[str, Schema] = {}
+        expressions: dict[str, Schema] = {}
         waiting: list[Any] = [{key: each for key, each in node.given.items() if key != "unevaluatedProperties"}]
         for _ in range(64):
             if not waiting:
@@ -671,8 +690,8 @@ class _Rewriter:
         only: dict[str, Any] = {"type": "object", "properties": names}
         if expressions:
             only["patternProperties"] = expressions
-        only["additionalProperties"] = self._part(node, value, _below(node.place, "unevaluatedProperties"))
-        node.add(_any([*_others(node, "object"), only]))
+        only["additionalProperties"] = self._part(node, value, below(node.place, "unevaluatedProperties"))
+        node.add(any_of([*_others(node, "object"), only]))
         return True
 
     # References.
@@ -685,8 +704,8 @@ class _Rewriter:
         name = self._names.get((pointer, node.closed, node.exact))
         if name is None:
             name = self._names[pointer, node.closed, node.exact] = str(len(self._definitions))
-            types = _types(target) if isinstance(target, dict) else None
-            self._definitions[name] = {"type": _written_types(types or _EVERY)}
+            types = named_types(target) if isinstance(target, dict) else None
+            self._definitions[name] = {"type": type_value(types or EVERY)}
             self._open.add(name)
             self._definitions[name] = self._possible(self.schema(target, pointer, node.closed, exact=node.exact))
             self._open.remove(name)
@@ -694,9 +713,9 @@ class _Rewriter:
         node.add(held if isinstance(held, bool) else {"$ref": f"#/$defs/{name}"})
         return True
 
-    def _possible(self, schema: _Schema) -> _Schema:
+    def _possible(self, schema: Schema) -> Schema:
         """Return a definition; False if no text is allowed by it, which llguidance refuses even if it is not needed."""
-        if not self._way.careful or isinstance(schema, bool):
+        if not self._way.careful or isinstance(schema, bool) or self._late:
             return schema
         complaint = self._fault(json.dumps({"allOf": [schema]} | self._with_definitions()))
         return not _is_empty(complaint) and schema
@@ -713,7 +732,7 @@ class _Rewriter:
         if fragment and not fragment.startswith("/"):
             if self._anchors is None:
                 self._anchors = {}
-                for name, pointer in _anchors(self._root, ""):
+                for name, pointer in anchors(self._root, ""):
                     self._anchors[name] = "" if name in self._anchors else pointer  # which one is meant is not known
             if not (pointer := self._anchors.get(fragment, "")):
                 return None
@@ -725,11 +744,11 @@ class _Rewriter:
                 found = found[int(part)] if isinstance(found, list) else found[part]
             except (KeyError, IndexError, ValueError, TypeError):
                 return None
-        return "#" + quote(fragment, safe="/~"), found
+        return "#" + quote(fragment, safe="/~$"), found
 
     # Negation.
 
-    def negation(self, given: Any, types: frozenset[str] = _EVERY) -> _Schema | None:
+    def negation(self, given: Any, types: frozenset[str] = EVERY) -> Schema | None:
         """Return a schema that allows what the given one does not. None if it is not expressed.
 
         Args:
@@ -742,27 +761,27 @@ class _Rewriter:
             return None
         if self._old and isinstance(given.get("$ref"), str):
             given = {"$ref": given["$ref"]}
-        kept = _types(given)
-        alternatives: list[_Schema] = []
+        kept = named_types(given)
+        alternatives: list[Schema] = []
         if kept is not None:
-            rest = _with_integers(types) - _with_integers(kept)
+            rest = with_integers(types) - with_integers(kept)
             if "integer" in kept and "number" in rest and "number" not in kept:
                 return None  # numbers that are no integers
-            alternatives += [{"type": kind} for kind in _written(rest)]
-            types = types & _with_integers(kept) or types
+            alternatives += [{"type": kind} for kind in type_names(rest)]
+            types = types & with_integers(kept) or types
         for keyword, value in given.items():
             rule = KEYWORDS.get(keyword)
-            if rule is None or rule.rewrite is None or keyword == "type" or not (rule.types & types):
+            if rule is None or keyword == "type" or not rule.types & types:
                 continue
             against = self._against(keyword, value, given, types)
             if against is None:
                 return None
             alternatives += against
-        return _any(alternatives) if self._spend(max(len(alternatives), 1)) else None
+        return any_of(alternatives) if self._spend(max(len(alternatives), 1)) else None
 
     def _against(
         self, keyword: str, value: Any, given: Mapping[str, Any], types: frozenset[str]
-    ) -> Sequence[_Schema] | None:
+    ) -> Sequence[Schema] | None:
         """Return schemas of which one holds where a keyword does not. None if that is not expressed."""
         match keyword:
             case "enum" | "const":
@@ -773,13 +792,13 @@ class _Rewriter:
             case "minLength" | "minItems" | "minProperties" | "maxLength" | "maxItems" | "maxProperties":
                 return _other_size(keyword, value)
             case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
-                if not _is_number(value) or not _is_exact(value) or abs(value) > _LARGEST_BOUND:
+                if not is_number(value) or not is_exact(value) or abs(value) > LARGEST_BOUND:
                     return None
                 if isinstance(given.get("exclusiveMinimum"), bool) or isinstance(given.get("exclusiveMaximum"), bool):
                     return None
-                return [{"type": "number", _OPPOSITES[keyword]: _plain(value)}]
+                return [{"type": "number", _OPPOSITES[keyword]: plain(value)}]
             case "required":
-                if not isinstance(value, list) or len(_strings(value)) < len(value):
+                if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
                     return None
                 return [{"type": "object", "properties": {name: False}} for name in value]
             case "properties":
@@ -793,7 +812,7 @@ class _Rewriter:
                 return None if None in parts else [part for part in parts if part is not None]
             case "anyOf":
                 parts = [self.negation(each, types) for each in value] if isinstance(value, list) else [None]
-                return None if None in parts else [_all([part for part in parts if part is not None])]
+                return None if None in parts else [all_of([part for part in parts if part is not None])]
             case "$ref":
                 found = self._target(value)
                 if found is None or found[0] in self._negated:
@@ -810,10 +829,10 @@ class _Rewriter:
                 return [] if value is True or value == {} else None
         return None
 
-    def _against_properties(self, value: Any) -> Sequence[_Schema] | None:
+    def _against_properties(self, value: Any) -> Sequence[Schema] | None:
         if not isinstance(value, dict):
             return None
-        found: list[_Schema] = []
+        found: list[Schema] = []
         for name, each in value.items():
             against = self.negation(each)
             if against is None:
@@ -837,9 +856,9 @@ _OF_NAMES = frozenset({"type", "pattern", "minLength", "maxLength"})
 _CERTAIN = frozenset({"$ref", "allOf"})  # Applicators that hold in any case.
 
 
-def _other_size(keyword: str, value: Any) -> Sequence[_Schema] | None:
+def _other_size(keyword: str, value: Any) -> Sequence[Schema] | None:
     """Return what holds where a limit on a size does not."""
-    if not _is_size(value):
+    if not is_size(value):
         return None
     kind = _SIZED[keyword[3:]]
     if keyword.startswith("max"):
@@ -847,15 +866,15 @@ def _other_size(keyword: str, value: Any) -> Sequence[_Schema] | None:
     return [{"type": kind, f"max{keyword[3:]}": int(value) - 1}] if value > 0 else []
 
 
-def _none_of(values: Any, types: frozenset[str]) -> Sequence[_Schema] | None:
+def _none_of(values: Any, types: frozenset[str]) -> Sequence[Schema] | None:
     """Return schemas of which one allows each value that is not among some. None if that is not expressed."""
-    if not isinstance(values, list) or not all(map(_is_exact, values)):
+    if not isinstance(values, list) or not all(map(is_exact, values)):
         return None
     by_type: dict[str, list[Any]] = {}
     for value in values:
-        by_type.setdefault("number" if _is_number(value) else _type_of(value), []).append(_plain(value))
-    found: list[_Schema] = []
-    for kind in _written(types):
+        by_type.setdefault("number" if is_number(value) else type_of(value), []).append(plain(value))
+    found: list[Schema] = []
+    for kind in type_names(types):
         excluded = by_type.get("number" if kind == "integer" else kind, [])
         if not excluded:
             found.append({"type": kind})
@@ -879,7 +898,7 @@ def _none_of(values: Any, types: frozenset[str]) -> Sequence[_Schema] | None:
     return found
 
 
-def _can_be_merged(part: _Schema, out: Mapping[str, Any]) -> TypeGuard[dict[str, Any]]:
+def _can_be_merged(part: Schema, out: Mapping[str, Any]) -> TypeGuard[dict[str, Any]]:
     """Return True if the keywords of two schemas mean the same in one."""
     if isinstance(part, bool) or part.keys() & out.keys():
         return False
@@ -891,222 +910,84 @@ def _is_empty(complaint: str) -> bool:
     return complaint.startswith("Unsatisfiable") and "while processing" not in complaint
 
 
-def _any(schemas: Sequence[_Schema]) -> _Schema:
-    """Return a schema that holds where one of some does."""
-    kept = [each for each in schemas if each is not False]
-    if True in kept or any(each == {} for each in kept):
-        return True
-    return kept[0] if len(kept) == 1 else {"anyOf": kept} if kept else False
-
-
-def _all(schemas: Sequence[_Schema]) -> _Schema:
-    """Return a schema that holds where all of some do."""
-    kept = [each for each in schemas if each is not True and each != {}]
-    if False in kept:
-        return False
-    return kept[0] if len(kept) == 1 else {"allOf": kept} if kept else True
-
-
-def _types(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the types that a schema names; None if it names none."""
-    given = schema.get("type")
-    names = given if isinstance(given, list) else [given]
-    if given is None or not all(isinstance(name, str) and name in _EVERY for name in names):
-        return None
-    return frozenset(names) or None
-
-
-def _others(node: _Node, kind: str) -> list[_Schema]:
+def _others(node: _Node, kind: str) -> list[Schema]:
     """Return schemas of the other types that a node may have."""
-    return [{"type": name} for name in _written(node.types - {kind})]
-
-
-def _with_integers(types: frozenset[str]) -> frozenset[str]:
-    return types | {"integer"} if "number" in types else types
-
-
-def _written(types: frozenset[str]) -> list[str]:
-    """Return types in a fixed order. A number may be an integer."""
-    return [name for name in _TYPES if name in types and not (name == "integer" and "number" in types)]
-
-
-def _written_types(types: frozenset[str]) -> str | list[str]:
-    written = _written(types)
-    return written[0] if len(written) == 1 else written
-
-
-def _kinds(schema: dict[str, Any]) -> frozenset[str]:
-    """Return the types that a rewritten schema allows."""
-    kinds = _types(schema) or _EVERY
-    return kinds & _with_integers(frozenset(map(_type_of, schema["enum"]))) if "enum" in schema else kinds
-
-
-def _values(schema: _Schema, most: int) -> Sequence[Any] | None:
-    """Return all values that a rewritten schema allows; None if it may allow others, or more than that."""
-    if not isinstance(schema, dict):
-        return None
-    values: list[Any]
-    if "enum" in schema:
-        values = schema["enum"]
-    elif (kinds := _types(schema)) is not None and kinds <= {"boolean", "null"}:
-        values = [value for value in (None, False, True) if _type_of(value) in kinds]
-    else:
-        return None
-    return values if len(values) <= most else None
-
-
-def _type_of(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "integer" if value.is_integer() else "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_size(value: Any) -> bool:
-    return _is_whole(value) and 0 <= value < 1 << 63
-
-
-def _is_whole(value: Any) -> bool:
-    return _is_number(value) and value == int(value)
-
-
-def _is_exact(value: Any) -> bool:
-    """Return True if llguidance, which reads numbers as doubles, reads a value as it is."""
-    if isinstance(value, list):
-        return all(map(_is_exact, value))
-    if isinstance(value, dict):
-        return all(map(_is_exact, value.values()))
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return not isinstance(value, int) or (abs(value) <= _LARGEST_BOUND and int(float(value)) == value)
-
-
-def _inward(value: float, *, up: bool) -> float:
-    """Return a bound that a double can hold, and that allows no more."""
-    value = min(max(value, -_LARGEST_BOUND), _LARGEST_BOUND)
-    near = float(value)
-    if near == value:
-        return value
-    return math.nextafter(near, math.inf if up else -math.inf) if (near < value) is up else near
-
-
-def _plain(value: Any) -> Any:
-    """Return a value whose whole numbers are integers."""
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _strings(value: Any) -> list[str]:
-    return [each for each in dict.fromkeys(value) if isinstance(each, str)] if isinstance(value, list) else []
-
-
-def _below(place: str, part: str | int) -> str:
-    """Return the place of a part, as a URI fragment."""
-    name = str(part).replace("~", "~0").replace("/", "~1")
-    return f"{place}/{quote(name, safe='~$')}"
-
-
-def _anchors(schema: Any, pointer: str) -> Iterator[tuple[str, str]]:
-    """Yield the names of places in a document, each with its pointer."""
-    if isinstance(schema, list):
-        for i, each in enumerate(schema):
-            yield from _anchors(each, f"{pointer}/{i}")
-    if not isinstance(schema, dict):
-        return
-    for keyword in ("$anchor", "$dynamicAnchor", "$id", "id"):
-        name = schema.get(keyword)
-        if isinstance(name, str) and (keyword.endswith("chor") or name.startswith("#")):
-            yield name.lstrip("#"), pointer
-    for name, each in schema.items():
-        if name not in ("enum", "const", "default", "examples"):
-            yield from _anchors(each, f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}")
+    return [{"type": name} for name in type_names(node.types - {kind})]
 
 
 class Keyword(NamedTuple):
     """What is done with a keyword."""
 
-    what: str
-    why: str = ""
-    rewrite: Callable[[_Rewriter, _Node, str, Any], bool] | None = None  # None: it says nothing.
-    types: frozenset[str] = _EVERY  # The types of values about which it says something.
+    rewrite: Callable[[_Rewriter, _Node, str, Any], bool]  # Returns False if the keyword is not held.
+    what: str  # What is done, and why no more is.
+    types: frozenset[str] = EVERY  # The types of values about which it says something.
 
 
 _STRING, _ARRAY, _OBJECT = frozenset({"string"}), frozenset({"array"}), frozenset({"object"})
 _NUMBER = frozenset({"number", "integer"})
 _HELD = "held"
-# Keywords that other keywords express.
+_VALUES = "held, except for integers that no double has: llguidance reads doubles"
+_BOUND = "rounded inward to a double within 64 bits; says nothing beyond the largest double"
+_COUNTED = "the choices of the members that are named, up to 128: llguidance counts no optional ones"
+_DEPENDS = "`anyOf` of the member's absence and the rest, up to 7 members: they multiply"
+# All others are annotations, or belong to one of these (`then`, `else`, `minContains`, `$defs`, `$anchor`).
+KEYWORDS: Mapping[str, Keyword] = {
+    "type": Keyword(_Rewriter._type, _HELD),
+    "enum": Keyword(_Rewriter._enum, _VALUES),
+    "const": Keyword(_Rewriter._enum, _VALUES),
+    "minimum": Keyword(_Rewriter._number, _BOUND, _NUMBER),
+    "maximum": Keyword(_Rewriter._number, _BOUND, _NUMBER),
+    "exclusiveMinimum": Keyword(_Rewriter._number, _BOUND, _NUMBER),
+    "exclusiveMaximum": Keyword(_Rewriter._number, _BOUND, _NUMBER),
+    "multipleOf": Keyword(_Rewriter._multiple, _HELD, _NUMBER),
+    "minLength": Keyword(_Rewriter._size, _HELD, _STRING),
+    "maxLength": Keyword(_Rewriter._size, _HELD, _STRING),
+    "pattern": Keyword(_Rewriter._pattern, "look-arounds and `\\b` become plain patterns; no back references", _STRING),
+    "format": Keyword(
+        _Rewriter._format, "those of the standard, except `regex` and `idn-*`; others say nothing", _STRING
+    ),
+    "items": Keyword(_Rewriter._items, _HELD, _ARRAY),
+    "prefixItems": Keyword(_Rewriter._items, _HELD, _ARRAY),
+    "additionalItems": Keyword(_Rewriter._items, _HELD, _ARRAY),
+    "minItems": Keyword(_Rewriter._size, _HELD, _ARRAY),
+    "maxItems": Keyword(_Rewriter._size, _HELD, _ARRAY),
+    "uniqueItems": Keyword(
+        _Rewriter._unique, "the orders of up to 4 values: a grammar does not remember others", _ARRAY
+    ),
+    "contains": Keyword(
+        _Rewriter._contains, "the places of one item in up to 7: a grammar does not count others", _ARRAY
+    ),
+    "properties": Keyword(_Rewriter._properties, _HELD, _OBJECT),
+    "required": Keyword(_Rewriter._required, _HELD, _OBJECT),
+    "patternProperties": Keyword(_Rewriter._pattern_properties, "held if no name can match two of them", _OBJECT),
+    "additionalProperties": Keyword(_Rewriter._additional, _HELD, _OBJECT),
+    "propertyNames": Keyword(
+        _Rewriter._names_of_members, "`patternProperties`, or `properties` for an `enum`", _OBJECT
+    ),
+    "minProperties": Keyword(_Rewriter._member_count, _COUNTED, _OBJECT),
+    "maxProperties": Keyword(_Rewriter._member_count, _COUNTED, _OBJECT),
+    "dependentRequired": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
+    "dependentSchemas": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
+    "dependencies": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
+    "if": Keyword(_Rewriter._if, "`anyOf` of `if` with `then`, and of the opposite of `if` with `else`"),
+    "not": Keyword(_Rewriter._not, "the opposite, of the keywords that have one: not of `items`, `format`, `oneOf`, …"),
+    "allOf": Keyword(_Rewriter._all_of, _HELD),
+    "anyOf": Keyword(_Rewriter._any_of, _HELD),
+    "oneOf": Keyword(_Rewriter._any_of, "`anyOf`, each branch with the opposite of those that it does not exclude"),
+    "unevaluatedProperties": Keyword(
+        _Rewriter._evaluated,
+        "`additionalProperties` of all that `allOf` and `$ref` name; not beside other choices",
+        _OBJECT,
+    ),
+    "unevaluatedItems": Keyword(_Rewriter._evaluated, "`items`; not beside other schemas", _ARRAY),
+    "$ref": Keyword(_Rewriter._reference, "within the schema: nothing is fetched"),
+    "$dynamicRef": Keyword(_Rewriter._reference, "`$ref`, if its anchor is there once"),
+    "$recursiveRef": Keyword(_Rewriter._reference, "`$ref`"),
+}
+# Those that other keywords have to express.
 _EXPRESSED = frozenset(
     {
-        *(
-            "uniqueItems",
-            "contains",
-            "propertyNames",
-            "minProperties",
-            "maxProperties",
-            "if",
-            "not",
-        ),
+        *("uniqueItems", "contains", "propertyNames", "minProperties", "maxProperties", "if", "not"),
         *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems"),
     }
 )
-
-KEYWORDS: Mapping[str, Keyword] = {
-    "type": Keyword(_HELD, "", _Rewriter._type),
-    "enum": Keyword(_HELD, "not with integers that no double has", _Rewriter._enum),
-    "const": Keyword(_HELD, "not with integers that no double has", _Rewriter._enum),
-    "minimum": Keyword(
-        _HELD, "rounded inward to 64 bits; left out beyond the largest double", _Rewriter._number, _NUMBER
-    ),
-    "maximum": Keyword(_HELD, "as `minimum`", _Rewriter._number, _NUMBER),
-    "exclusiveMinimum": Keyword(_HELD, "as `minimum`", _Rewriter._number, _NUMBER),
-    "exclusiveMaximum": Keyword(_HELD, "as `minimum`", _Rewriter._number, _NUMBER),
-    "multipleOf": Keyword(_HELD, "", _Rewriter._multiple, _NUMBER),
-    "minLength": Keyword(_HELD, "", _Rewriter._size, _STRING),
-    "maxLength": Keyword(_HELD, "", _Rewriter._size, _STRING),
-    "pattern": Keyword(_HELD, "look-arounds if they can be written without", _Rewriter._pattern, _STRING),
-    "format": Keyword(_HELD, "unknown ones say nothing", _Rewriter._format, _STRING),
-    "items": Keyword(_HELD, "", _Rewriter._items, _ARRAY),
-    "prefixItems": Keyword(_HELD, "", _Rewriter._items, _ARRAY),
-    "additionalItems": Keyword("as `items`", "", _Rewriter._items, _ARRAY),
-    "minItems": Keyword(_HELD, "", _Rewriter._size, _ARRAY),
-    "maxItems": Keyword(_HELD, "", _Rewriter._size, _ARRAY),
-    "uniqueItems": Keyword("the orders of up to 4 values", "others need a memory", _Rewriter._unique, _ARRAY),
-    "contains": Keyword("the places of up to 7 items", "others need a memory", _Rewriter._contains, _ARRAY),
-    "properties": Keyword(_HELD, "", _Rewriter._properties, _OBJECT),
-    "required": Keyword(_HELD, "", _Rewriter._required, _OBJECT),
-    "patternProperties": Keyword(_HELD, "not if two may match one name", _Rewriter._pattern_properties, _OBJECT),
-    "additionalProperties": Keyword(_HELD, "", _Rewriter._additional, _OBJECT),
-    "propertyNames": Keyword("as `patternProperties` or `properties`", "", _Rewriter._names_of_members, _OBJECT),
-    "minProperties": Keyword("the choices of members", "", _Rewriter._member_count, _OBJECT),
-    "maxProperties": Keyword("the choices of members", "", _Rewriter._member_count, _OBJECT),
-    "dependentRequired": Keyword("the member is missing, or it holds", "", _Rewriter._dependent, _OBJECT),
-    "dependentSchemas": Keyword("the member is missing, or it holds", "", _Rewriter._dependent, _OBJECT),
-    "dependencies": Keyword("the member is missing, or it holds", "", _Rewriter._dependent, _OBJECT),
-    "if": Keyword("`then`, or `not` and `else`", "", _Rewriter._if),
-    "not": Keyword("the opposite", "", _Rewriter._not),
-    "allOf": Keyword(_HELD, "", _Rewriter._all_of),
-    "anyOf": Keyword(_HELD, "", _Rewriter._any_of),
-    "oneOf": Keyword("`anyOf` of branches that exclude each other", "", _Rewriter._any_of),
-    "unevaluatedProperties": Keyword("as `additionalProperties`", "", _Rewriter._evaluated, _OBJECT),
-    "unevaluatedItems": Keyword("as `items`", "", _Rewriter._evaluated, _ARRAY),
-    "$ref": Keyword(_HELD, "within the document", _Rewriter._reference),
-    "$dynamicRef": Keyword("as `$ref`", "", _Rewriter._reference),
-    "$recursiveRef": Keyword("as `$ref`", "", _Rewriter._reference),
-}

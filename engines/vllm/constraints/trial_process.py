@@ -70,7 +70,7 @@ def trial(tokenizer: Any, kind: str, text: str, *, compact: bool = True, drafts:
             grammar = llguidance.grammar_from(kind, text)  # type: ignore[arg-type]
             matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
             complaint = matcher.get_error()
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return Trial(str(error))
     if complaint:
         return Trial(complaint, text if not_held else "", not_held)
