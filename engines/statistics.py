@@ -41,6 +41,11 @@ DURATION_BUCKETS = tuple(float(f"{0.0001 * 1.5**power:.4g}") for power in range(
 LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
+# What the check of an answer finds whose schema is held in part. "incomplete": a limit of tokens or a stop string has
+# cut the answer. "unchecked": the check takes too long, cannot read the schema, or had too many before it.
+VERDICTS = ("valid", "invalid", "incomplete", "unchecked")
+
+
 class Distribution:
     """A histogram: observations, counted by upper bound."""
 
@@ -98,6 +103,8 @@ class EngineStatistics:
     failed_requests: int = 0
     continued_requests: int = 0  # Times that a request was continued after the engine had died.
     down_seconds: float = 0.0  # Time in which requests waited for another engine process.
+    partial_requests: int = 0  # Prompts whose answers follow a part of their JSON schema.
+    partial_answers: dict[str, int] = field(default_factory=lambda: dict.fromkeys(VERDICTS, 0))  # By verdict.
     prompt_tokens: int = 0
     tokens: int = 0
     time_to_first_token: Distribution = field(default_factory=lambda: Distribution(TIME_TO_FIRST_TOKEN_BUCKETS))

@@ -30,13 +30,13 @@ class Process:
         self.ended = False
         self.code = -signal.SIGKILL
 
-    def exchange(self, process: Process, message: dict[str, str]) -> Trial:
+    def exchange(self, process: Process, message: dict[str, str], kind: type) -> Any:
         assert process is self
-        self.texts.append(message["text"])
+        self.texts.append(message["text"] if kind is Trial else message["answer"])
         self.go_on.wait(10)
         if self.ended:
             raise ValueError
-        return Trial()
+        return Trial() if kind is Trial else "valid"
 
     def poll(self) -> int | None:
         return None
@@ -138,6 +138,50 @@ async def test_a_constraint_whose_process_was_killed_may_be_tried_again(
     process.ended = False
     assert not (await trials.trial("regex", "good")).error
     assert process.texts == ["good", "good"]
+
+
+async def test_a_trial_waits_for_one_check_at_most(process: Process, trials: GrammarTrials) -> None:
+    verdicts: list[str] = []
+    for answer in ("1", "2", "3"):
+        trials.check("{}", answer, verdicts.append)
+    await until(lambda: process.texts)
+    trial = asyncio.create_task(trials.trial("regex", "a"))
+    process.go_on.set()
+    await trial
+    await until(lambda: len(verdicts) == 3)
+    assert process.texts == ["1", "a", "2", "3"]
+    assert verdicts == ["valid"] * 3
+
+
+async def test_answers_that_are_too_many_or_too_long_are_not_checked(process: Process, trials: GrammarTrials) -> None:
+    from engines.vllm.constraints import trials as module
+
+    verdicts: list[str] = []
+    trials.check("{}", "1" * (module._ANSWER_CHARACTERS + 1), verdicts.append)
+    for _ in range(module._WAITING_ANSWERS + 2):
+        trials.check("{}", "1", verdicts.append)
+    assert verdicts == ["unchecked"] * 3
+    process.go_on.set()
+    await until(lambda: len(verdicts) == module._WAITING_ANSWERS + 3)
+    assert verdicts[3:] == ["valid"] * module._WAITING_ANSWERS
+
+
+async def test_answers_are_not_checked_by_a_process_that_has_ended_or_stops(
+    process: Process, trials: GrammarTrials
+) -> None:
+    verdicts: list[str] = []
+    process.kill()
+    trials.check("{}", "1", verdicts.append)
+    await until(lambda: verdicts)
+    process.ended = False
+    process.go_on.clear()
+    for answer in ("2", "3"):
+        trials.check("{}", answer, verdicts.append)
+    await until(lambda: process.texts == ["1", "2"])
+    await trials.stop()
+    await until(lambda: len(verdicts) == 2)
+    trials.check("{}", "4", verdicts.append)
+    assert verdicts == ["unchecked"] * 3
 
 
 async def test_a_stopped_process_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

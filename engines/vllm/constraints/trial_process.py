@@ -1,4 +1,4 @@
-"""A script that compiles constraints before the engine does, in a separate process.
+"""A script that compiles constraints before the engine does, in a separate process, and checks finished answers.
 
 A constraint is a program that a client has sent. One that takes too long, takes too much memory or crashes the
 compiler ends this process, and neither the server nor the engine. Imports little beside llguidance, so that it starts
@@ -28,6 +28,7 @@ CPU_SECONDS = 2.0  # Limit for one constraint; ordinary ones take a hundredth of
 # Limit for one token's mask, which the engine makes between two steps of all requests; ordinary ones take 0.001.
 STEP_CPU_SECONDS = 0.1
 STEPS = 64  # Tokens that are tried out.
+CHECK_CPU_SECONDS = 0.1  # Limit for the check of one answer, for which a trial may have to wait.
 _MEMORY_BYTES = 1 << 30
 _STACK_BYTES = 4 << 20  # Half of the stack of the engine's threads.
 _PR_SET_PDEATHSIG = 1
@@ -119,6 +120,41 @@ def _complaint(error: str) -> str:
     return "no text satisfies it, or nothing can follow a part of it"
 
 
+class _TooSlow(BaseException):
+    """A check has taken its time. No handler of other exceptions stops it."""
+
+
+def verdict(schema: str, answer: str) -> str:
+    """Return what a check of an answer against its schema finds: one of `engines.statistics.VERDICTS`.
+
+    Patterns are searched by Python's `re`, which stops for signals.
+    """
+    from jsonschema.validators import Draft202012Validator, validator_for
+    from jsonschema_specifications import REGISTRY  # It fetches nothing, so that no other schema is found.
+
+    def stop(*_: Any) -> None:
+        raise _TooSlow
+
+    try:
+        document = json.loads(answer)
+    except (json.JSONDecodeError, RecursionError):
+        return "incomplete"
+    except ValueError:  # a number with thousands of digits
+        return "unchecked"
+    before = signal.signal(signal.SIGPROF, stop)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, CHECK_CPU_SECONDS)
+        rules = json.loads(schema)
+        validator = validator_for(rules, default=Draft202012Validator)
+        checked = validator(rules, registry=REGISTRY, format_checker=validator.FORMAT_CHECKER)
+        return "valid" if checked.is_valid(document) else "invalid"
+    except (_TooSlow, Exception):  # a schema may be wrong in any place that the back end does not hold
+        return "unchecked"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+
+
 def _limit() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + _MEMORY_BYTES
@@ -141,6 +177,9 @@ def main() -> None:
     print(json.dumps(Trial()), file=answers, flush=True)
     for line in sys.stdin:
         message = json.loads(line)
+        if "answer" in message:
+            print(json.dumps(verdict(**message)), file=answers, flush=True)
+            continue
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         result = trial(tokenizer, **message, drafts=first["drafts"])
         signal.setitimer(signal.ITIMER_PROF, 0.0)

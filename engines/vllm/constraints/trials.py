@@ -1,4 +1,4 @@
-"""The process that tries constraints out, and the memory of what it found.
+"""The process that tries constraints out and checks answers, and the memory of what it found.
 
 A constraint is a program that a client has sent. It is rewritten and compiled once in a separate process
 (`trial_process`) before the engine gets it.
@@ -14,10 +14,11 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from subprocess import DEVNULL, PIPE, Popen
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from tokenizers import Tokenizer
@@ -27,6 +28,7 @@ from engines.vllm.constraints import trial_process
 from engines.vllm.constraints.trial_process import Trial
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # How long a request waits until its constraint has been tried out, those before it included, before it is refused.
 WAIT_SECONDS = 60.0
@@ -34,6 +36,8 @@ WAIT_SECONDS = 60.0
 # counts processor time: a busy machine may give it little, and a process that is stopped gets none.
 START_SECONDS, CLOCK_SECONDS = 60.0, 20.0
 _REMEMBERED, _REMEMBERED_CHARACTERS = 1024, 1 << 24
+# Answers that wait for their check, and the most characters of one. Others are not checked.
+_WAITING_ANSWERS, _ANSWER_CHARACTERS = 64, 1 << 18
 TOO_MUCH = "it takes too much time or memory to compile"
 NO_VERDICT = "the constraint could not be compiled; try again later"
 # Signals by which a constraint ends the process: its limit of processor time, no more memory, no more stack.
@@ -41,8 +45,19 @@ _VERDICTS = {-number for number in (signal.SIGPROF, signal.SIGABRT, signal.SIGSE
 _STOPPING = "the server is stopping; the request was not completed"
 
 
+class _Answer(NamedTuple):
+    """A finished answer that waits for its check."""
+
+    schema: str
+    text: str
+    tell: Callable[[str], None]
+
+
 class GrammarTrials:
-    """Tries constraints out, each once and one after another, in a process that is started with the first."""
+    """Tries constraints out, each once and one after another, in a process that is started with the first.
+
+    The process checks answers as well. A trial waits for one check at most.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, vocabulary_size: int, eos_token_id: int | None, *, drafts: bool = False
@@ -59,6 +74,7 @@ class GrammarTrials:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
         self._known: dict[bytes, Trial] = {}
         self._known_characters = 0
+        self._answers: deque[_Answer] = deque()  # The first of them is being checked.
         self._stopped = False
 
     async def trial(self, kind: str, text: str, *, compact: bool = True) -> Trial:
@@ -97,7 +113,7 @@ class GrammarTrials:
         process = self._started()
         with _ended_after(CLOCK_SECONDS, process):
             try:
-                result = _exchange(process, message)
+                result = _exchange(process, message, Trial)
             except (OSError, ValueError):
                 code = process.wait()
                 if self._stopped:
@@ -113,6 +129,44 @@ class GrammarTrials:
             self._known_characters -= len(self._known.pop(next(iter(self._known))).text)
         return result
 
+    def check(self, schema: str, answer: str, tell: Callable[[str], None]) -> None:
+        """Check an answer against its schema, later. For the event loop.
+
+        Args:
+            schema: The whole schema.
+            answer: The text of the finished answer.
+            tell: Gets the verdict, one of `engines.statistics.VERDICTS`, on the event loop.
+        """
+        if self._stopped or len(self._answers) >= _WAITING_ANSWERS or len(answer) > _ANSWER_CHARACTERS:
+            tell("unchecked")
+            return
+        self._answers.append(_Answer(schema, answer, tell))
+        if len(self._answers) == 1:
+            self._check_next()
+
+    def _check_next(self) -> None:
+        first = self._answers[0]
+        check = asyncio.get_running_loop().run_in_executor(self._thread, self._verdict, first.schema, first.text)
+        check.add_done_callback(self._checked)
+
+    def _checked(self, check: asyncio.Future[str]) -> None:
+        self._answers.popleft().tell("unchecked" if check.cancelled() else check.result())
+        if self._stopped:
+            self._answers.clear()
+        elif self._answers:
+            self._check_next()
+
+    def _verdict(self, schema: str, answer: str) -> str:
+        try:
+            process = self._started()
+            with _ended_after(CLOCK_SECONDS, process):
+                return _exchange(process, {"schema": schema, "answer": answer}, str)
+        except (GenerationFailed, OSError, ValueError):  # It cannot be started, or has ended.
+            return "unchecked"
+        except Exception:
+            logger.exception("an answer cannot be checked against its schema")
+            return "unchecked"
+
     def _started(self) -> Popen[str]:
         if self._process is not None and self._process.poll() is None:
             return self._process
@@ -126,7 +180,7 @@ class GrammarTrials:
                 start_new_session=True,
             )
             with _ended_after(START_SECONDS, process):
-                _exchange(process, self._first)
+                _exchange(process, self._first, Trial)
         except (OSError, ValueError) as error:
             logger.exception("the process that compiles constraints cannot be started")
             raise GenerationFailed("constraints cannot be compiled at present") from error
@@ -153,8 +207,8 @@ def _ended_after(seconds: float, process: Popen[str]) -> Iterator[None]:
         timer.cancel()
 
 
-def _exchange(process: Popen[str], message: object) -> Trial:
-    """Send a message and return the answer.
+def _exchange(process: Popen[str], message: object, kind: type[_T]) -> _T:
+    """Send a message and return the answer, which is of this type.
 
     Raises:
         OSError: The process has ended.
@@ -164,4 +218,4 @@ def _exchange(process: Popen[str], message: object) -> Trial:
     assert process.stdout is not None
     process.stdin.write(json.dumps(message) + "\n")
     process.stdin.flush()
-    return msgspec.json.decode(process.stdout.readline(), type=Trial)
+    return msgspec.json.decode(process.stdout.readline(), type=kind)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import warnings
+from typing import Any
+
 import pytest
 
-from engines.vllm.constraints.trial_process import trial
+from engines.vllm.constraints.trial_process import trial, verdict
 from tests.unit.engines.vllm.constraints.byte_tokens import byte_tokens
 
 TOKENS = byte_tokens()
@@ -45,3 +49,50 @@ def test_a_grammar_that_ends_an_answer_in_its_middle_is_refused(grammar: str) ->
 
 def test_a_grammar_without_a_text_is_refused() -> None:
     assert "no text satisfies it" in trial(TOKENS, "grammar", 'start: a\na: a "x"\n').error
+
+
+UNIQUE = {"type": "array", "uniqueItems": True}
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer", "expected"),
+    [
+        (UNIQUE, "[1,2]", "valid"),
+        (UNIQUE, "[1,1]", "invalid"),
+        (UNIQUE, "[1,1.0]", "invalid"),
+        (UNIQUE, "[1,", "incomplete"),
+        (UNIQUE, "", "incomplete"),
+        (UNIQUE, "[" * 100_000, "incomplete"),
+        (True, "1" * 5000, "unchecked"),
+        ({"type": "integer", "$schema": "http://json-schema.org/draft-04/schema#"}, "1", "valid"),
+        ({"exclusiveMaximum": 1, "$schema": "http://json-schema.org/draft-07/schema#"}, "1", "invalid"),
+        ({"type": "integer", "$schema": "unknown"}, "1", "valid"),
+        ({"format": "date"}, '"2000-13-01"', "invalid"),
+        ({"$ref": "http://json-schema.org/draft-07/schema#"}, "1", "invalid"),
+        ({"$ref": "#"}, "1", "unchecked"),
+        ({"$ref": "#/$defs/none"}, "1", "unchecked"),
+        ({"pattern": "("}, '"a"', "unchecked"),
+        ({"multipleOf": 0}, "1", "unchecked"),
+        ({"type": 5}, "1", "unchecked"),
+    ],
+)
+def test_a_finished_answer_is_checked_against_its_schema(schema: Any, answer: str, expected: str) -> None:
+    assert verdict(json.dumps(schema), answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer"),
+    [
+        ({"pattern": "^(a+)+$"}, json.dumps("a" * 60 + "b")),
+        (UNIQUE, json.dumps([{"a": number} for number in range(20_000)])),
+    ],
+)
+def test_a_check_that_takes_too_long_is_given_up(schema: Any, answer: str) -> None:
+    assert verdict(json.dumps(schema), answer) == "unchecked"
+    assert verdict(json.dumps(UNIQUE), "[1]") == "valid"
+
+
+def test_no_schema_is_fetched() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # The validator warns of the fetch that it tries by default.
+        assert verdict(json.dumps({"$ref": "http://127.0.0.1:1/x"}), "1") == "unchecked"
