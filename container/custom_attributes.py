@@ -10,7 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from handlers.contract import NOT_HELD
+
 CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
+BY_INVOCATION = "slipway.by_invocation"  # The key in an ASGI scope: the call came to a route that SageMaker calls.
+_MOST_CHARACTERS = 1024  # SageMaker's limit.
+_REST = re.compile(rb"\+[0-9]{1,9}")  # The number of places that `NOT_HELD` does not name.
+_NOT_HELD, _NOT_HELD_ATTRIBUTE = NOT_HELD.encode(), b"X-Slipway-Not-Held="
 _SEPARATOR = re.compile(rb"[,;\s]+")  # AWS's image separates attributes by commas, LMI by semicolons.
 _ROUTE = re.compile(rb"(?:^|[,;\s])route=([^,;\s]*)")
 _PATH = re.compile(rb"(/(?!\.\.?(/|$))[^/%?#\\\x00-\x20\x7f-\xff]+)+|/")  # No escape, query, fragment, `//` or `..`.
@@ -31,6 +37,29 @@ def named_route(header: bytes) -> bytes | None:
     """Return the path or URL in the first attribute `route`. None if there is no such attribute, or if it is a word."""
     found = _ROUTE.search(header)
     return found[1] if found is not None and (found[1].startswith(b"/") or b"://" in found[1]) else None
+
+
+def with_not_held(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a reply with the parts of a JSON schema that are not held as an attribute, too.
+
+    SageMaker passes no other header on. Attributes that the reply has stay. If they leave no room for the places, the
+    attribute is the number of the parts.
+
+    Args:
+        headers: With names in lower case. One of them may be `NOT_HELD`.
+    """
+    given = dict(headers)
+    if (places := given.get(_NOT_HELD)) is None:
+        return headers
+    others = given.get(CUSTOM_ATTRIBUTES, b"")
+    before = others + b"; " if others else b""
+    *shown, last = places.split(b",")
+    count = len(shown) + (int(last[1:]) if _REST.fullmatch(last) else 1)
+    for value in (places, b"+%d" % count):
+        attributes = before + _NOT_HELD_ATTRIBUTE + value
+        if len(attributes) <= _MOST_CHARACTERS:
+            return [*[pair for pair in headers if pair[0] != CUSTOM_ATTRIBUTES], (CUSTOM_ATTRIBUTES, attributes)]
+    return headers
 
 
 def is_plain_path(route: bytes) -> bool:

@@ -52,7 +52,7 @@ _RECORDED = frozenset(
         *(b"allow", b"retry-after", b"cache-control", b"x-accel-buffering", b"endpoint-load-metrics"),
         *(b"x-compute-type", b"x-compute-time", b"x-compute-characters", b"x-compute-tokens", b"x-total-time"),
         *(b"x-validation-time", b"x-tokenization-time", b"x-queue-time", b"x-inference-time", b"x-time-per-token"),
-        *(b"x-prompt-tokens", b"x-generated-tokens"),
+        *(b"x-prompt-tokens", b"x-generated-tokens", b"x-slipway-not-held"),
     )
 )
 _RECORDED_PARAMETERS = frozenset(("model_name", "model_version", "adapter"))  # Of the query. They choose the weights.

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -97,6 +97,12 @@ class Watchdog:
 
 class Sink(Protocol):
     """Receives one request's answer. Called on the event loop; must neither block nor raise."""
+
+    def on_not_held(self, places: Sequence[str]) -> None:
+        """The answer follows its JSON schema without these parts, which the client named (`SchemaPart`).
+
+        Called before the first delta, and only if there are any.
+        """
 
     def on_delta(self, delta: TokenDelta) -> None:
         """Take the next part of the answer. Nothing follows if `delta.last` is True."""
@@ -240,6 +246,8 @@ class _FirstDelta:
     def __init__(self) -> None:
         self.delta: asyncio.Future[TokenDelta] = asyncio.get_running_loop().create_future()
 
+    def on_not_held(self, places: Sequence[str]) -> None: ...
+
     def on_delta(self, delta: TokenDelta) -> None:
         if not self.delta.done():
             self.delta.set_result(delta)
@@ -295,6 +303,9 @@ class SequenceGroup:
         self._pass_through = stream and sequences == candidates
         self._finished: list[TokenDelta] = []
         self._failed = False
+
+    def on_not_held(self, places: Sequence[str]) -> None:
+        self._sink.on_not_held(places)
 
     def on_delta(self, delta: TokenDelta) -> None:
         if self._failed:

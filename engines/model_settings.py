@@ -79,6 +79,9 @@ class ModelSettings:
     # Tokens carry their log probability, which costs time to compute; otherwise `log_prob` is null.
     token_logprobs: bool = True
     strict_parameters: bool = False  # Refuse unknown generation parameters instead of ignoring them.
+    # The answer follows the part of a JSON schema that the engine can hold, unless a request says `strict`. Otherwise
+    # only OpenAI's forms without `strict` allow that.
+    partial_schemas: bool = False
     max_prompt_tokens: int | None = None  # Longer prompts are refused; None: only the model's context limits them.
     max_stop_sequences: int = 4  # Limit of a request on TGI's routes; the default is TGI's.
     max_best_of: int = 2  # The same for `best_of`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,17 @@ class FinishReason(Enum):
     STOP = "stop"  # A stop string or a stop token of the request was produced.
     ABORT = "abort"  # The request was cancelled.
     ERROR = "error"  # The engine failed.
+
+
+class SchemaPart(NamedTuple):
+    """A part of the JSON schema of an answer, as the client knows it. The schema of forced tools has many."""
+
+    place: str = "#"  # In the schema of the answer: a JSON pointer after `#`, without escapes of a URI.
+    # In the client's body: a URI fragment, after the name of the field that has the schema if there are several.
+    name: str = "#"
+    # True: the request is refused if the engine cannot hold the part whole. False: the answer follows what can be held.
+    # None: the contract has no word for it, and the setting `partial_schemas` decides.
+    strict: bool | None = None
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +53,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     )
     # The engine takes it as vLLM's own clients mean it: `any_whitespace` is not set.
     as_is: bool = False
+    strict: bool | None = None  # As in `SchemaPart`.
 
     def for_vllm(self) -> dict[str, Any]:
         """Return the form by vLLM's name for it, as a field of `structured_outputs`."""

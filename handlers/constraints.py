@@ -6,7 +6,7 @@ outputs"; TGI's router, `GrammarType` in `src/lib.rs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -85,14 +85,31 @@ def agreed(found: Sequence[tuple[str, Constraint]]) -> Constraint | None:
     for name, constraint in found[1:]:
         if not same_form(constraint, found[0][1]):
             raise InvalidParameter(name, f"cannot be combined with `{found[0][0]}`: send one of them")
-    return min([constraint for _, constraint in found], key=lambda each: each.any_whitespace, default=None)
+    kept = min([constraint for _, constraint in found], key=lambda each: each.any_whitespace, default=None)
+    if len(found) > 1 and kept is not None:
+        kept = msgspec.structs.replace(kept, strict=strictest([constraint.strict for _, constraint in found]))
+    return kept
+
+
+def strict_of(form: Any) -> bool | None:
+    """Return `strict` of a `response_format` in OpenAI's form of a schema. None for other forms, which have none."""
+    if not isinstance(form, dict) or form.get("type") != "json_schema" or form.get("value") is not None:
+        return None
+    holder = form.get("json_schema") or form  # Clients that know `text.format` put both beside `type`.
+    return isinstance(holder, dict) and holder.get("strict") not in (None, False)
+
+
+def strictest(values: Collection[bool | None]) -> bool | None:
+    """Return the value of `Constraint.strict` that holds for forms together."""
+    return True if True in values else None if None in values else False
 
 
 def same_form(one: Constraint, other: Constraint) -> bool:
     """Return True if two constraints allow the same texts, apart from white space in JSON."""
     schemas = [decoded(each.json_schema) for each in (one, other)]
     plain = [
-        msgspec.structs.replace(each, parameter="", any_whitespace=True, json_schema=None) for each in (one, other)
+        msgspec.structs.replace(each, parameter="", any_whitespace=True, json_schema=None, strict=None)
+        for each in (one, other)
     ]
     return bool(plain[0] == plain[1] and schemas[0] == schemas[1])
 
@@ -220,5 +237,9 @@ def _typed(name: str, form: dict[str, Any]) -> Constraint | None:
         if not isinstance(value, dict):
             raise InvalidParameter(place, "must be an object with `schema`")
         place, value = f"{place}.schema", value.get("schema")
-    # TGI's documents have no white space but single blanks.
-    return Constraint(parameter=place, json_schema=_schema(place, value), any_whitespace=member != "value")
+    return Constraint(
+        parameter=place,
+        json_schema=_schema(place, value),
+        any_whitespace=member != "value",  # TGI's documents have no white space but single blanks.
+        strict=strict_of(form) if name == "response_format" else None,
+    )

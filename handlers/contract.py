@@ -8,7 +8,7 @@ writing such bytes to a `ReplyWriter`, without waiting for the client.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -26,6 +26,23 @@ _PRIORITIES = range(-(1 << 31), 1 << 31)
 _SALT = re.compile(r"[!-.0-?A-\[\]-~]{1,128}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 LONG_BODY = 256 * 1024  # Bytes. Longer bodies are decoded in a thread, so that no other request waits for them.
+NOT_HELD = "x-slipway-not-held"
+_MOST_NOT_HELD = 1000  # Characters of the header, which has to fit into SageMaker's custom attributes with its name.
+
+
+def not_held_header(places: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return the header that names the parts of a JSON schema that an answer may break. Empty if there are none.
+
+    It has the places with commas between them, as many as fit, and the number of the rest: `#/a/contains,+12`.
+    """
+    if not places:
+        return ()
+    shown = list(places[: _MOST_NOT_HELD // 2])
+    rest = len(places) - len(shown)
+    while len(text := ",".join([*shown, f"+{rest}"] if rest else shown)) > _MOST_NOT_HELD:
+        shown.pop()
+        rest += 1
+    return ((NOT_HELD, text),)
 
 
 def media_type(content_type: str) -> str:

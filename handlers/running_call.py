@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from engines.errors import InternalError, InvalidParameter, RequestError
 from engines.interface import Generation, give_turn
 from engines.request import TokenDelta
-from handlers.contract import CumulativeAnswer, Exchange, Reply, ReplyWriter
+from handlers.contract import CumulativeAnswer, Exchange, Reply, ReplyWriter, not_held_header
 from handlers.queue import EngineQueue
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class RunningCall:
         self._places = 0  # Of the queue, that the call still has.
         self._keep_alive: _KeepAlive | None = None
         self._aborted = False
+        self._not_held: tuple[tuple[str, str], ...] = ()  # The header.
         self.begun = False  # The reply has begun as a stream.
         self.answered = False  # The reply is complete.
         queue.running[request_id] = self
@@ -69,6 +71,11 @@ class RunningCall:
         if self._exchange.comment and not self.answered:
             self._begin()
             self._keep_alive = _KeepAlive(self._exchange.comment, self._writer)
+
+    def on_not_held(self, places: Sequence[str]) -> None:
+        if not self._not_held:  # The prompts of a call have the same schema.
+            logger.info("%d parts of the JSON schema are not held", len(places), extra={"request_id": self._request_id})
+        self._not_held = not_held_header(places)
 
     def on_delta(self, delta: TokenDelta, prompt: int = 0) -> None:
         if self.answered:
@@ -122,14 +129,15 @@ class RunningCall:
 
     def _begin(self) -> None:
         self.begun = True
-        self._writer.start(200, self._answer.content_type, self._answer.headers)
+        self._writer.start(200, self._answer.content_type, (*self._answer.headers, *self._not_held))
 
     def _finish(self, data: bytes) -> None:
         self._end(failed=False)
         if self.begun:
             self._writer.end(data)
         else:
-            self._writer.reply(Reply(200, self._answer.content_type, data, self._answer.headers))
+            headers = (*self._answer.headers, *self._not_held)
+            self._writer.reply(Reply(200, self._answer.content_type, data, headers))
 
     def _end(self, *, failed: bool) -> None:
         self._close()
@@ -155,6 +163,9 @@ class _FurtherPrompt:
 
     def __init__(self, running: RunningCall, prompt: int) -> None:
         self._running, self._prompt = running, prompt
+
+    def on_not_held(self, places: Sequence[str]) -> None:
+        self._running.on_not_held(places)
 
     def on_delta(self, delta: TokenDelta) -> None:
         self._running.on_delta(delta, self._prompt)

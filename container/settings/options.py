@@ -240,6 +240,7 @@ SERVED = (
     Option("option.do_sample_inferred", BOOLEAN, "true"),
     Option("option.token_logprobs", BOOLEAN, "true"),
     Option("option.strict_parameters", BOOLEAN, "false"),
+    Option("option.partial_schemas", BOOLEAN, "false"),
     Option("option.max_prompt_tokens", integer(1)),
     Option("option.max_stop_sequences", integer(0, 1024), "4"),
     Option("option.max_best_of", integer(1, 64), "2"),

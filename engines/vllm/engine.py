@@ -41,7 +41,7 @@ from engines.tokenization import PromptTokenizer, end_token_ids, split_text
 from engines.vllm import fork_server, internals
 from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from engines.vllm.beam_search import BeamSearchTask
-from engines.vllm.constraints.translator import ConstraintTranslator
+from engines.vllm.constraints.translator import ConstraintTranslator, HeldConstraint
 from engines.vllm.continuation import Continuations
 from engines.vllm.internals import AsyncLLM, EngineCoreRequest, EngineDeadError
 from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_tokenizer, shut_down
@@ -142,7 +142,13 @@ class VllmEngine:
         )
         structured = config.structured_outputs_config
         drafts = config.speculative_config is not None
-        self.constraints = ConstraintTranslator(self.tokenizer, vocabulary_size, structured, drafts=drafts)
+        self.constraints = ConstraintTranslator(
+            self.tokenizer,
+            vocabulary_size,
+            structured,
+            drafts=drafts,
+            partial_schemas=self._settings.partial_schemas,
+        )
         if config.lora_config is not None:
             empty_slots = EMPTY_SLOTS_ON_CPU if vllm.platforms.current_platform.is_cpu() else 0
             self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
@@ -183,15 +189,18 @@ class VllmEngine:
             return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
         prompt = await self._prompt(request)
         token_ids = (prompt.get("decoder_prompt") or prompt)["prompt_token_ids"]
-        core_request = self._known_request(request, token_ids, adapter)
+        core_request, held = self._known_request(request, token_ids, adapter), None
         if core_request is None:
-            core_request = await self._checked_request(request, prompt, token_ids, adapter)
+            core_request, held = await self._checked_request(request, prompt, token_ids, adapter)
         # A long prompt was tokenized in a thread, and a constraint was compiled for a trial.
         await self.wait_until_ready()
         generation = VllmGeneration(self.async_llm, request.candidates)
         target = sink
         if request.candidates > 1:
             target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
+        if held is not None and held.not_held:
+            target.on_not_held(held.not_held)
+            generation.check_answer = self.constraints.answer_check(held, self.statistics)
         with _cancelled_if_it_fails(generation):
             for index in range(request.candidates):
                 await give_turn(index)
@@ -320,17 +329,20 @@ class VllmEngine:
 
     async def _checked_request(
         self, request: GenerationRequest, prompt: Any, token_ids: list[int], adapter: LoRARequest | None
-    ) -> EngineCoreRequest:
-        """Return vLLM's request for the first sequence, checked by vLLM. `prompt`: vLLM's, which has the token ids.
+    ) -> tuple[EngineCoreRequest, HeldConstraint | None]:
+        """Return vLLM's request for the first sequence, checked by vLLM, and its constraint.
+
+        Args:
+            prompt: vLLM's, which has the token ids.
 
         Raises:
             InvalidRequest: vLLM refuses it, or it would harm the engine.
         """
-        constraint = await self.constraints.structured_outputs(request.sampling)
-        params = self.sampling.sampling_params(request, len(token_ids), constraint)
+        held = await self.constraints.structured_outputs(request.sampling)
+        params = self.sampling.sampling_params(request, len(token_ids), held.outputs if held is not None else None)
         processed = partial(self._processed, request, prompt, params, adapter)
         # vLLM checks a constraint again, which may take tenths of a second.
-        core_request = processed() if constraint is None else await asyncio.to_thread(processed)
+        core_request = processed() if held is None else await asyncio.to_thread(processed)
         check_bad_words(core_request.sampling_params)
         # With a reasoning parser, vLLM constrains an answer once its reasoning has ended. These prompts are no chats of
         # such a model, so their answers have no reasoning.
@@ -338,7 +350,7 @@ class VllmEngine:
         core_request.external_req_id = request.request_id
         if (key := _repeated(request)) is not None:
             self._remember(key, core_request)
-        return core_request
+        return core_request, held
 
     def _processed(
         self, request: GenerationRequest, prompt: Any, params: Any, adapter: LoRARequest | None
@@ -400,6 +412,7 @@ class VllmEngine:
             self._apart,
             siblings=generation.siblings,
             interval=self._stream_interval,
+            check_answer=generation.check_answer,
         )
         await self._send(core_request, state, generation)
 
@@ -602,6 +615,8 @@ class VllmGeneration:
         self._llm = llm
         self.siblings = Siblings(sequences) if sequences > 1 else None
         self.states: list[OwnState] = []
+        # Takes the text of each sequence that has ended. None unless a part of its JSON schema is not held.
+        self.check_answer: Callable[[str], None] | None = None
 
     def cancel(self) -> None:
         self._stop(lambda state: state.cancel())

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
@@ -304,12 +304,14 @@ class PushedState(OwnState):
         *,
         siblings: Siblings | None = None,
         interval: int = 1,
+        check_answer: Callable[[str], None] | None = None,
     ) -> None:
         """Create the pushed state.
 
         Args:
             siblings: The sequences of the request, if there are several.
             interval: Tokens in each part of a stream, after the first part, which has what came with the first token.
+            check_answer: Takes the text when the sequence has ended.
         """
         self.want_tokens = generation.want_tokens
         # A part goes out when there are so many tokens, or at the end.
@@ -347,6 +349,7 @@ class PushedState(OwnState):
         )
         self.queue: PushedState | _NoQueue = self
         self.sink, self.statistics, self.sequence = sink, statistics, sequence
+        self.check_answer = check_answer
         self.top_tokens, self.special_ids = generation.top_tokens, texts.special_ids
         self.want_ranks = generation.want_ranks
         self.own_stop_ids = generation.sampling.stop_token_ids
@@ -485,6 +488,8 @@ class PushedState(OwnState):
                 self.statistics.finished_requests += 1
                 self.reader.ended()
         self.sink.on_delta(delta)
+        if finished and self.check_answer is not None:
+            self.check_answer(detokenizer.output_text)
 
     def _finish_reason(self, reason: Any, stop_reason: int | str | None) -> FinishReason:
         if reason == VllmFinishReason.LENGTH:

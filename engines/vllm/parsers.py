@@ -20,7 +20,8 @@ It relies on internals of vLLM (tests/live/test_parsers_internals.py):
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -36,6 +37,8 @@ from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 from vllm.tool_parsers.utils import partial_tag_overlap
 
 from engines.vllm.internals import patch_parsers
+
+logger = logging.getLogger(__name__)
 
 _NOT_ENFORCED = (
     "`tool_choice` cannot be enforced with this model's option.tool_call_parser and back end of grammars; expected "
@@ -177,6 +180,35 @@ def tells_end_of_reasoning(config: VllmConfig) -> bool:
     """Return True if a model has a parser of reasoning that knows where reasoning ends."""
     name = config.structured_outputs_config.reasoning_parser
     return bool(name) and _tells_end(ReasoningParserManager.get_reasoning_parser(name))
+
+
+def constrained_text(config: VllmConfig, tokenizer: Any, state: Any, options: Mapping[str, Any]) -> str | None:
+    """Return the text of a finished answer that its constraint holds for.
+
+    Args:
+        config: vLLM's.
+        tokenizer: The model's.
+        state: The state of its sequence in vLLM.
+        options: Of its request. They say whether the prompt has ended the reasoning, and have options of the parser.
+
+    Returns:
+        The text. None if the parser of reasoning cannot part the answer.
+    """
+    settings = config.structured_outputs_config
+    ended = options.get("reasoning_ended")
+    try:  # A plugin may be the parser.
+        whole = str(state.detokenizer.output_text)
+        if ended or settings.enable_in_reasoning:
+            return whole
+        find = ReasoningParserManager.get_reasoning_parser(settings.reasoning_parser)
+        parser = find(tokenizer, **(options.get("reasoning_parser_kwargs") or {}))
+        if ended is None and parser.is_reasoning_end(list(state.prompt_token_ids or ())):
+            return whole
+        content = parser.extract_content_ids(list(state.detokenizer.output_token_ids))
+        return str(tokenizer.decode(content, skip_special_tokens=True))
+    except Exception:
+        logger.exception("request %s: the end of its reasoning is not found", state.external_req_id)
+        return None
 
 
 @contextmanager

@@ -197,7 +197,12 @@ def _constraint(body: Body) -> Constraint | None:
         return Constraint(parameter=_CONSTRAINT, json_object=True, as_is=True)
     if form.json_schema is None or not bytes(form.json_schema.schema).startswith(b"{"):
         raise LeftToVllm("response_format")
-    return Constraint(parameter=_CONSTRAINT, json_schema=bytes(form.json_schema.schema).decode(), as_is=True)
+    return Constraint(
+        parameter=_CONSTRAINT,
+        json_schema=bytes(form.json_schema.schema).decode(),
+        as_is=True,
+        strict=bool(form.json_schema.strict),
+    )
 
 
 def _structured(outputs: _StructuredOutputs) -> Constraint:

@@ -8,12 +8,24 @@ Source: vLLM, `vllm/entrypoints/openai` and `vllm/entrypoints/anthropic`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from engines.errors import InvalidParameter
-from engines.request import Constraint
-from handlers.constraints import CONSTRAINING, FORMS, OLDER, agreed, asks, constraint_of, decoded, refuse_unread
+from engines.request import Constraint, SchemaPart
+from handlers.constraints import (
+    CONSTRAINING,
+    FORMS,
+    OLDER,
+    agreed,
+    asks,
+    constraint_of,
+    decoded,
+    refuse_unread,
+    strict_of,
+    strictest,
+)
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 BATCH, COUNT_TOKENS = "/v1/chat/completions/batch", "/v1/messages/count_tokens"
@@ -38,6 +50,7 @@ _NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag"
 # OpenAI's forms. They are of a message's text; a call of a tool has the form of the tool's arguments.
 _TEXT_FORMAT = "text.format"
 _OF_MESSAGES = ("response_format", _TEXT_FORMAT)
+_TOOL_CHOICE = "tool_choice"
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 
 
@@ -94,14 +107,92 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
     return changes | {name: None} | ({"structured_outputs": _spelled(constraint)} if constraint is not None else {})
 
 
-def form_name(body: Mapping[str, Any], path: str) -> str:
-    """Return the client's name for the form of its text.
+class Tool(NamedTuple):
+    """A tool in a body."""
+
+    place: str  # Of the schema of its arguments in the body.
+    strict: bool
+    definitions: tuple[str, ...] = ()  # The names of its schema's `$defs`.
+
+
+class Form(NamedTuple):
+    """The form of a body's text, as the client knows it."""
+
+    name: str = "structured_outputs"
+    strict: bool | None = None  # As in `SchemaPart`.
+    tools: Mapping[str, Tool] = {}  # Those that the model may have to call, by their names.
+    named: Tool | None = None  # The tool that it has to call.
+
+    def parts(self, schema: Any) -> list[SchemaPart]:
+        """Return the parts of the JSON schema of the text.
+
+        Args:
+            schema: As vLLM has made it of the body.
+        """
+        if self.named is not None:
+            return [SchemaPart("#", f"{self.named.place}#", self.named.strict)]
+        if self.name != _TOOL_CHOICE:
+            return [SchemaPart(strict=self.strict)]
+        parts: list[SchemaPart] = []
+        for i, name in enumerate(_called(schema)):
+            if (tool := self.tools.get(name)) is None:
+                continue
+            parts.append(SchemaPart(f"#/items/anyOf/{i}/properties/parameters", f"{tool.place}#", tool.strict))
+            for definition in tool.definitions:
+                pointer = "/$defs/" + definition.replace("~", "~0").replace("/", "~1")
+                parts.append(SchemaPart(f"#{pointer}", f"{tool.place}#{quote(pointer, safe='/~$')}", tool.strict))
+        return parts
+
+
+def form_of(body: Mapping[str, Any], path: str) -> Form:
+    """Return the form of a body's text.
 
     Args:
         body: As in `enforceable`.
     """
-    body = {**body, **_allowed_tools(body)}
-    return "tool_choice" if _forced(body) else next(iter(_forms(body, path)), "structured_outputs")
+    allowed = {**body, **_allowed_tools(body)}
+    if not _forced(allowed):
+        names = _forms(body, path)
+        forms = [body["text"]["format"] if name == _TEXT_FORMAT else body.get(name) for name in names]
+        strict = [strict_of(form) if name in _OF_MESSAGES else None for name, form in zip(names, forms, strict=True)]
+        return Form(names[0], strictest(strict)) if names else Form()
+    choice = allowed["tool_choice"]
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    name = None if kind in ("required", "any") else choice if isinstance(choice, str) else _tool_name(choice)
+    tools = dict(_tools(body, path))  # With the numbers that they have in the body, also if not all are allowed.
+    return Form(_TOOL_CHOICE, None, tools, tools.get(name) if name is not None else None)
+
+
+def _called(schema: Any) -> list[str]:
+    """Return the names of the tools in vLLM's schema of their calls, in its order; [] if it is another schema."""
+    try:
+        return [call["properties"]["name"]["enum"][0] for call in schema["items"]["anyOf"]]
+    except (KeyError, IndexError, TypeError):
+        return []
+
+
+def _tools(body: Mapping[str, Any], path: str) -> Iterator[tuple[str, Tool]]:
+    """Yield the tools of a body, each with the name that vLLM gives it in the schema of a call."""
+    for i, tool in enumerate(_items(body.get("tools"))):
+        if not isinstance(tool, dict):
+            continue
+        if tool.get("type") == "namespace" and path == RESPONSES:
+            for j, each in enumerate(_items(tool.get("tools"))):
+                if isinstance(each, dict):
+                    yield f"{tool.get('name')}__{each.get('name')}", _tool(each, f"tools[{i}].tools[{j}].parameters")
+        elif path == RESPONSES:
+            yield str(tool.get("name")), _tool(tool, f"tools[{i}].parameters")
+        elif path == MESSAGES:
+            yield str(tool.get("name")), _tool(tool, f"tools[{i}].input_schema")
+        elif isinstance(function := tool.get("function"), dict):
+            yield str(function.get("name")), _tool(function, f"tools[{i}].function.parameters")
+
+
+def _tool(tool: Mapping[str, Any], place: str) -> Tool:
+    schema = tool.get(place.rpartition(".")[2])
+    definitions = schema.get("$defs") if isinstance(schema, dict) else None
+    names = tuple(definitions) if isinstance(definitions, dict) else ()
+    return Tool(place, tool.get("strict") not in (None, False), names)
 
 
 def _forms(body: Mapping[str, Any], path: str) -> list[str]:

@@ -8,17 +8,21 @@ them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from engines.errors import InvalidRequest
 from engines.statistics import EngineStatistics
+from handlers.openai.constraints import Form
 from handlers.openai.media_limits import MediaMemory, RequestMedia
 from handlers.queue import EngineQueue
 
 if TYPE_CHECKING:
     from engines.vllm.lora import Claim
+
+logger = logging.getLogger(__name__)
 
 
 class BeamSteps:
@@ -67,7 +71,9 @@ class OpenAICall:
         self.any_model = any_model  # No `model` in its body is refused.
         self.only_counts = only_counts  # Its prompt is counted, and nothing is generated.
         self.cache_salt = cache_salt  # Of prompts for which the body has none.
-        self.form_name = "structured_outputs"  # The body's name for the form of its text.
+        self.form = Form()  # Of its text, as the body says it.
+        self.request_id = ""  # For the log.
+        self.not_held: tuple[str, ...] = ()  # The parts of its JSON schema that its answer may break.
         # Adapters that are kept for the call, by name; a beam search asks for its own several times.
         self.adapters: dict[str, Claim] = {}
         self.media = RequestMedia(media) if media is not None else None
@@ -98,6 +104,12 @@ class OpenAICall:
         self._queue.admit(sequences)
         self._held += sequences
         self.generates = True
+
+    def on_not_held(self, places: Sequence[str]) -> None:
+        """Note that the answer follows its JSON schema without these parts. A call may have several requests."""
+        if not self.not_held:
+            logger.info("%d parts of the JSON schema are not held", len(places), extra={"request_id": self.request_id})
+        self.not_held = tuple(dict.fromkeys([*self.not_held, *places]))
 
     def begin(self) -> None:
         """Note that the engine has begun an answer."""

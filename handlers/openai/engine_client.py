@@ -46,11 +46,12 @@ from engines.vllm.internals import (
     sequence_ids,
 )
 from engines.vllm.output import SequenceStatistics
-from engines.vllm.parsers import tells_end_of_reasoning
+from engines.vllm.parsers import constrained_text, tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_texts, check_bad_words
 from handlers.json_fields import MAX_STRING_LENGTH, MAX_STRINGS, json_kind
 from handlers.openai.current_call import BeamSteps, OpenAICall, current_call
 
+CheckAnswer = Callable[[Any], None]  # Takes the state of a sequence that has ended.
 _INT64 = 2**63
 # Options that vLLM's serving classes give for chats, whose answers are constrained once their reasoning has ended. The
 # answer to any other prompt has no reasoning, and is constrained from its first token; so is one of a chat if nobody
@@ -265,7 +266,7 @@ class EngineClient:
         timer: asyncio.TimerHandle | None = None
         has_ended = False
         try:
-            queue = await self._added(call, prompt, params, request_id, options)
+            queue, _ = await self._added(call, prompt, params, request_id, options)
             states = _states(self._llm, request_id, queue)
             statistics.prompt(len(prompt["prompt_token_ids"]))
             late = GenerationError(f"no answer within predict_timeout ({limit:g} s)")
@@ -306,8 +307,8 @@ class EngineClient:
         request: _Request | None = None
         statistics = self._engine.statistics if call.steps is None else call.steps.of_step()
         try:
-            queue = await self._added(call, prompt, params, request_id, options)
-            request = _Request(self._llm, queue, statistics, self._settings.predict_timeout)
+            queue, check_answer = await self._added(call, prompt, params, request_id, options)
+            request = _Request(self._llm, queue, statistics, self._settings.predict_timeout, check_answer)
             request.watch(request_id)
             finished = False
             while not finished:
@@ -336,14 +337,32 @@ class EngineClient:
         finally:
             call.release(places)
 
-    async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
+    async def _added(
+        self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
+    ) -> tuple[Any, CheckAnswer | None]:
+        """Give a request to the engine.
+
+        Returns:
+            Its queue, and a function that checks its answers. None in the function's place unless its JSON schema is
+            held in part.
+        """
+        check_answer: CheckAnswer | None = None
         with _vllms_errors():
             await self._engine.wait_until_ready()
-            if getattr(params, "structured_outputs", None) is not None:  # pooling has none
-                params.structured_outputs = await self._engine.constraints.checked(call.form_name, params)
+            if (given := getattr(params, "structured_outputs", None)) is not None:  # pooling has none
+                held = await self._engine.constraints.checked(call.form.name, params, call.form.parts(given.json))
+                params.structured_outputs = held.outputs
                 await self._engine.wait_until_ready()  # It may have died during the check.
                 if not (options.keys() & _OF_CHATS and tells_end_of_reasoning(self._llm.vllm_config)):
                     options = {**options, "reasoning_ended": True}
+                if held.not_held:
+                    call.on_not_held(held.not_held)
+                    check = self._engine.constraints.answer_check(held, self._engine.statistics)
+                    config, tokenizer = self._llm.vllm_config, self._engine.tokenizer
+
+                    def check_answer(state: Any) -> None:
+                        check(constrained_text(config, tokenizer, state, options))
+
             if self._engine.adapters is not None and options.get("lora_request") is not None:
                 options = {**options, "lora_request": await self._adapter(call, options["lora_request"].lora_name)}
         known = {*sequence_ids(self._llm, request_id)}  # ids are the clients', who may use one twice
@@ -357,7 +376,7 @@ class EngineClient:
                 raise VLLMValidationError(str(error)) from None
             raise
         self._engine.sent_media.engine_got(prompt)
-        return queue
+        return queue, check_answer
 
     async def _adapter(self, call: OpenAICall, name: str) -> Any:
         """Return vLLM's request for the adapter of this name, which is in its memory until the call ends.
@@ -402,8 +421,17 @@ def _states(llm: Any, request_id: str, queue: Any) -> list[Any]:
 class _Request:
     """One request in the engine: counts its tokens, and ends it when none comes for too long."""
 
-    def __init__(self, llm: Any, queue: Any, statistics: EngineStatistics, predict_timeout: float) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        queue: Any,
+        statistics: EngineStatistics,
+        predict_timeout: float,
+        check_answer: CheckAnswer | None,
+    ) -> None:
         self._llm, self._queue, self._statistics, self._limit = llm, queue, statistics, predict_timeout
+        self._check_answer = check_answer
+        self._checked: list[Any] = []  # The states of the sequences whose answers are checked.
         self._counters: list[SequenceStatistics] = []
         self._ends: list[Callable[[], None]] = []  # of the counting
         self._timer = asyncio.get_running_loop().call_later(predict_timeout, self._check)
@@ -419,6 +447,7 @@ class _Request:
         if not own and not _ended(self._queue.output):
             raise RuntimeError("vLLM's output processor does not know a request that it was given just now")
         self._statistics.prompt(own[0].prompt_len if own else 0)
+        self._checked = own if self._check_answer is not None else []
         self._counters = [SequenceStatistics(self._statistics) for _ in own]
         self._ends = [observe_steps(state, each.step) for state, each in zip(own, self._counters, strict=True)]
 
@@ -435,6 +464,9 @@ class _Request:
             self._statistics.finished_requests += 1
             for counter in self._counters:
                 counter.ended()
+            for state in self._checked:
+                assert self._check_answer is not None
+                self._check_answer(state)
             self._close()
 
     async def abandon(self) -> None:

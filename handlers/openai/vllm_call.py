@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
-from handlers.contract import JSON, LONG_BODY, Call, Reply, ReplyWriter, media_type
+from handlers.contract import JSON, LONG_BODY, Call, Reply, ReplyWriter, media_type, not_held_header
 from handlers.contract_routes import MOST_BYTES, check_body, check_text
 from handlers.images import ImageLoader
 from handlers.json_cost import JsonDecoder, JsonTooCostly, NotUtf8, check_cost, groups_in, off_the_loop
@@ -32,7 +32,7 @@ from handlers.openai.constraints import (
     RESPONSES,
     TOKENIZE,
     enforceable,
-    form_name,
+    form_of,
 )
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.error_forms import error_form
@@ -129,6 +129,7 @@ class VllmCall:
             if self._call.request_id != call.request_id:  # the body has one
                 self._id_header = (("x-request-id", self._call.request_id),)
             call = self._call
+            self._held.request_id = call.request_id
             await self._vllm.app(scope(call, path), self._receive, self._send)
         except InvalidRequest as error:
             self._finish(refuse(error))
@@ -199,7 +200,7 @@ class VllmCall:
         elif data:
             if not self._started:
                 self._started = True
-                writer.start(self._status, self._content_type, self._headers)
+                writer.start(self._status, self._content_type, self._reply_headers())
             writer.write(data)
             self._errors.sent(data)
         self._complete = self._complete or last
@@ -213,9 +214,12 @@ class VllmCall:
         """Return a reply that is complete before it has begun. A stream of an error alone has the error's status."""
         place = data.find(b'data: {"error":')
         if place < 0 or self._held.begun or media_type(self._content_type) != _EVENTS:
-            return Reply(self._status, self._content_type, data, self._headers)
+            return Reply(self._status, self._content_type, data, self._reply_headers())
         document = msgspec.json.decode(data[place:].removeprefix(b"data: ").partition(b"\n\n")[0])
         return Reply(document["error"]["code"], JSON, msgspec.json.encode(document), self._headers)
+
+    def _reply_headers(self) -> tuple[tuple[str, str], ...]:
+        return (*self._headers, *(not_held_header(self._held.not_held) if self._status < 400 else ()))
 
     def _reply(self, reply: Reply) -> None:
         self._writer.reply(self._errors.whole(reply) if reply.status >= 400 else reply)
@@ -331,7 +335,7 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
         changes["model"] = model
     if given := {name: value for name, value in given.items() if value is not None}:
         changes |= enforceable(given, path, parses_tools=parses_tools)
-        held.form_name = form_name(given, path)
+        held.form = form_of(given, path)
     if path in (CHAT, TOKENIZE, RENDER) and b"null" in call.body:
         changes |= _without_nulls(document)
     changes |= _without_idle(document, path)

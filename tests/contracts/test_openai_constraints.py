@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engines.errors import InvalidParameter
+from engines.request import SchemaPart
 from handlers.openai.constraints import (
     BATCH,
     CHAT,
@@ -17,7 +21,7 @@ from handlers.openai.constraints import (
     RESPONSES,
     TOKENIZE,
     enforceable,
-    form_name,
+    form_of,
 )
 from handlers.openai.routes import refuse
 
@@ -130,7 +134,7 @@ def test_the_format_of_a_message_does_not_matter_where_a_tool_is_to_be_called() 
     ],
 )
 def test_a_form_is_called_as_the_client_calls_it(path: str, body: dict[str, Any], name: str) -> None:
-    assert form_name(body, path) == name
+    assert form_of(body, path).name == name
 
 
 def error(message: str, parameter: str) -> bytes:
@@ -329,3 +333,126 @@ def test_a_message_that_has_to_call_a_tool_needs_one(kind: str) -> None:
 def test_tools_of_the_platform_cannot_be_forced() -> None:
     with pytest.raises(InvalidParameter, match=r"`tool_choice\.type` must be one of function, custom"):
         enforceable({"tool_choice": {"type": "web_search"}}, RESPONSES)
+
+
+@pytest.mark.parametrize(
+    ("body", "strict"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, False),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": None}}}, False),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": False}}}, False),
+        ({"response_format": OPENAIS}, True),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": "true"}}}, True),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, False),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA, "strict": True}}, True),
+        ({"response_format": {"type": "json_schema", "value": {"schema": SCHEMA, "strict": True}}}, None),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, None),
+        ({"structured_outputs": {"json": SCHEMA}}, None),
+        ({"structured_outputs": {"json": SCHEMA}, "response_format": OPENAIS}, True),
+        ({"guided_json": SCHEMA}, None),
+        ({"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, False),
+        ({"text": {"format": {"type": "json_schema", "schema": SCHEMA, "strict": True}}}, True),
+        ({}, None),
+    ],
+)
+def test_the_form_says_whether_all_of_it_must_be_held(body: dict[str, Any], strict: bool | None) -> None:
+    assert form_of(body, RESPONSES).parts(SCHEMA) == [SchemaPart("#", "#", strict)]
+
+
+def in_chats(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def in_responses(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "name": name, **fields}
+
+
+def in_messages(name: str, *, parameters: Any = None, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "input_schema": parameters, **fields}
+
+
+CHATS, ANSWERS, TURNS = (
+    (CHAT, in_chats, "function.parameters", "required"),
+    (RESPONSES, in_responses, "parameters", "required"),
+    (MESSAGES, in_messages, "input_schema", {"type": "any"}),
+)
+
+
+def calls_of(*names: str) -> dict[str, Any]:
+    """Return what matters of vLLM's schema of a call of one of these tools."""
+    return {"items": {"anyOf": [{"properties": {"name": {"enum": [name]}}} for name in names]}}
+
+
+@pytest.mark.parametrize(("path", "tool", "place", "choice"), [CHATS, ANSWERS, TURNS])
+def test_each_tool_has_its_part_of_the_schema_of_calls(path: str, tool: Any, place: str, choice: Any) -> None:
+    tools = [tool("a"), tool("b", parameters={"$defs": {"x/y z": {}}}, strict=True), tool("c", strict=False)]
+    form = form_of({"tools": tools, "tool_choice": choice}, path)
+    assert form.name == "tool_choice"
+    assert form.parts(calls_of("a", "b", "unknown", "c")) == [
+        SchemaPart("#/items/anyOf/0/properties/parameters", f"tools[0].{place}#", False),
+        SchemaPart("#/items/anyOf/1/properties/parameters", f"tools[1].{place}#", True),
+        SchemaPart("#/$defs/x~1y z", f"tools[1].{place}#/$defs/x~1y%20z", True),
+        SchemaPart("#/items/anyOf/3/properties/parameters", f"tools[2].{place}#", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "place", "choice"),
+    [
+        (*CHATS[:3], {"type": "function", "function": {"name": "b"}}),
+        (*CHATS[:3], "b"),
+        (*ANSWERS[:3], {"type": "function", "name": "b"}),
+        (*TURNS[:3], {"type": "tool", "name": "b"}),
+    ],
+)
+def test_the_schema_of_a_named_tool_is_the_whole(path: str, tool: Any, place: str, choice: Any) -> None:
+    form = form_of({"tools": [tool("a"), tool("b", strict=True)], "tool_choice": choice}, path)
+    assert form.parts({"type": "object"}) == [SchemaPart("#", f"tools[1].{place}#", True)]
+
+
+def test_tools_keep_their_numbers_if_only_some_are_allowed_or_they_are_in_a_namespace() -> None:
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "b"}]}
+    body = {"tools": [in_responses("a"), in_responses("b")], "tool_choice": choice}
+    assert [part.name for part in form_of(body, RESPONSES).parts(calls_of("b"))] == ["tools[1].parameters#"]
+    space = {"type": "namespace", "name": "files", "tools": [in_responses("read", strict=True)]}
+    body = {"tools": [space, in_responses("a")], "tool_choice": "required"}
+    parts = form_of(body, RESPONSES).parts(calls_of("files__read", "a"))
+    assert [(part.name, part.strict) for part in parts] == [
+        ("tools[0].tools[0].parameters#", True),
+        ("tools[1].parameters#", False),
+    ]
+
+
+@pytest.mark.parametrize("schema", [None, "{}", {}, {"items": {"anyOf": [5]}}, {"items": []}])
+def test_another_schema_of_calls_is_of_no_tool(schema: Any) -> None:
+    assert form_of({"tools": [in_chats("a")], "tool_choice": "required"}, CHAT).parts(schema) == []
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(0, 1)
+    | st.sampled_from(["required", "any", "auto", "function", "json_schema"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "name", "function", "parameters", "input_schema", "strict", "$defs", "schema", "format"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+BODIES = st.fixed_dictionaries(
+    {}, optional=dict.fromkeys(("tools", "tool_choice", "response_format", "text", "structured_outputs"), VALUES)
+)
+
+
+@given(BODIES, st.sampled_from([CHAT, BATCH, COMPLETIONS, RESPONSES, MESSAGES, TOKENIZE]), VALUES)
+def test_every_body_has_a_form_or_is_refused(body: dict[str, Any], path: str, schema: Any) -> None:
+    with contextlib.suppress(InvalidParameter):
+        enforceable(body, path)
+        for part in form_of(body, path).parts(schema):
+            assert part.strict in (True, False, None)

@@ -200,7 +200,11 @@ def test_names_select_the_model_or_an_adapter() -> None:
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
-            {"json_schema": '{"type":"object"}'},
+            {"json_schema": '{"type":"object"}', "strict": False},
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": True}}},
+            {"json_schema": "{}", "strict": True},
         ),
         ({"structured_outputs": {"json": {"a": 1}}}, {"json_schema": '{"a":1}'}),
         ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ("a", "b")}),

@@ -20,6 +20,7 @@ from tests.live.chromium import MISSING, PROGRAM, chromium
 from tests.live.continued_calls import CASES, OPTIONS, PLAIN, Case, add_adapters, answer, answers, cases, kill
 from tests.live.deadly_prompts import IS_KILLED, RAISES
 from tests.live.lora import make_adapter
+from tests.live.partly_held import NOT_HELD, PLACE, A, assert_judged, tags, verdicts
 from tests.live.server import START_SECONDS, Server, serving, stopped
 from tests.live.small_model import ENDLESS, ENDLESS_STREAM
 from tests.live.small_pooling_models import prepare_small_encoder
@@ -87,6 +88,21 @@ def test_a_stop_string_ends_a_continued_answer(restarting: Server) -> None:
         call = pool.submit(text, stop=stop)
         kill(restarting, 1, by=signal.SIGTERM)  # vLLM's process aborts its sequences.
         assert call.result() == expected
+
+
+@pytest.mark.slow
+def test_a_continued_answer_is_checked_against_its_schema(restarting: Server) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": tags(items=A, minItems=150, maxItems=150)}}
+    body = {"prompt": "Once", "max_tokens": 2000, "response_format": form}
+    before = verdicts(restarting)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(restarting.client.post, "/v1/completions", json=body | way) for way in ({}, VLLMS_WAY)]
+        kill(restarting, 2)
+        replies = [call.result() for call in calls]
+    for reply in replies:
+        assert json.loads(reply.json()["choices"][0]["text"]) == {"tags": ["a"] * 150}
+        assert reply.headers[NOT_HELD] == PLACE
+    assert_judged(restarting, before, invalid=2)
 
 
 def test_a_call_whose_rest_may_depend_on_what_is_lost_gets_the_error(restarting: Server) -> None:

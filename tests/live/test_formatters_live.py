@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.live.lora import make_adapter
+from tests.live.partly_held import ATTRIBUTES, FORM, NOT_HELD, PLACE
 from tests.live.server import START_SECONDS, Server, copy_model, hosted, records, start_copy
 from tests.live.small_model import MAX_MODEL_LEN
 
@@ -133,6 +134,7 @@ def test_a_formatter_that_the_settings_name_may_hang_and_stops_nothing_else(
 
 
 CHAT = {"messages": [{"role": "user", "content": "Say yes"}], "max_tokens": 4, "temperature": 0}
+PARTLY_HELD = {"max_new_tokens": 60, "response_format": FORM}
 GREEDY = {"inputs": PROMPT, "parameters": {"max_new_tokens": 3, "do_sample": False}}
 COMPLETION = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0}
 
@@ -272,6 +274,10 @@ def test_a_handle_comes_before_the_engine_and_may_call_it(
         assert stream.headers["content-type"] == "application/jsonlines"
         called = ask(do="call", **GREEDY, stream=False)
         assert "generated_text" in called.json()
+        for body in ({**CHAT, "response_format": FORM}, {"do": "call", "inputs": "x", "parameters": PARTLY_HELD}):
+            partly = ask(**body)
+            assert (partly.status_code, partly.headers[NOT_HELD]) == (200, PLACE)
+            assert partly.headers[ATTRIBUTES] == f"X-Slipway-Not-Held={PLACE}"
         wrapped = records(ask(do="wrap", **GREEDY, stream=True).text)
         assert wrapped[0] == {"custom_handler_used": True}
         assert len(wrapped) == 4

@@ -23,6 +23,7 @@ from huggingface_hub import InferenceClient
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from tests.live.lora import make_adapter
+from tests.live.partly_held import FORM, PLACE
 from tests.live.server import START_SECONDS, Server, free_port, records, unreachable_server, write_model
 from tests.live.small_model import ENDLESS
 from tests.runtime_client import runtime_at
@@ -162,6 +163,15 @@ def test_boto3_sees_types_ids_and_the_variant(runtime: Any) -> None:
     )
     assert (stream["ContentType"], stream["InvokedProductionVariant"]) == ("application/jsonlines", "AllTraffic")
     assert len(list(stream["Body"])) >= 2
+
+
+def test_boto3_sees_the_parts_of_a_schema_that_are_not_held(runtime: Any) -> None:
+    call = {"EndpointName": NAME, "ContentType": JSON, "Body": document(max_new_tokens=60, response_format=FORM)}
+    streamed = call | {"Body": document(stream=True, max_new_tokens=60, response_format=FORM)}
+    assert runtime.invoke_endpoint(**call)["CustomAttributes"] == f"X-Slipway-Not-Held={PLACE}"
+    answer = runtime.invoke_endpoint_with_response_stream(**streamed)
+    assert answer["CustomAttributes"] == f"X-Slipway-Not-Held={PLACE}"
+    assert list(answer["Body"])
 
 
 def test_boto3_streams_chats(runtime: Any) -> None:

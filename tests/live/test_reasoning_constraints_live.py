@@ -21,6 +21,7 @@ from tests.live.constrained import (
     tgi_forms,
 )
 from tests.live.constraint_cases import COMPLETIONS, ENFORCED, HAPPY, ROUTES
+from tests.live.partly_held import FORM, NOT_HELD, PLACE, assert_judged, verdicts
 from tests.live.server import Server, serving
 
 Cases = dict[str, dict[str, tuple[Fields, Check]]]
@@ -133,3 +134,21 @@ def test_a_chat_whose_reasoning_never_ends_has_no_content(ending: Server, name: 
         response, text = answer(ending, ROUTES[name], fields)
         assert (response.status_code, text) == (200, "")
         assert "reasoning" in response.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "verdict"),
+    [
+        ({"logit_bias": {str(END_OF_REASONING): 100}}, "invalid"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "invalid"),
+        ({}, "incomplete"),
+    ],
+)
+def test_the_text_after_the_reasoning_is_checked(ending: Server, fields: Fields, verdict: str, stream: bool) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 40, "response_format": FORM}
+    before = verdicts(ending)
+    reply = ending.client.post("/v1/chat/completions", json={**body, **fields, "stream": stream})
+    assert reply.headers[NOT_HELD] == PLACE
+    assert_judged(ending, before, **{verdict: 1})

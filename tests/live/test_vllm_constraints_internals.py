@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.errors import InvalidParameter
-from engines.request import Constraint, SamplingParameters
+from engines.request import Constraint, SamplingParameters, SchemaPart
 
 if TYPE_CHECKING:
     from engines.vllm.constraints.translator import ConstraintTranslator
@@ -47,7 +47,10 @@ async def translator(sample_model: Path) -> AsyncIterator[ConstraintTranslator]:
 
 async def translated(translator: ConstraintTranslator, **fields: Any) -> Any:
     constraint = Constraint(parameter="guide", **fields)
-    return await translator.structured_outputs(SamplingParameters(constraint=constraint))
+    held = await translator.structured_outputs(SamplingParameters(constraint=constraint))
+    assert held is not None
+    assert not held.not_held
+    return held.outputs
 
 
 async def test_each_kind_becomes_vllms_own(translator: ConstraintTranslator) -> None:
@@ -222,3 +225,91 @@ async def test_any_expression_or_grammar_is_translated_or_refused(translator: Co
     for kind in ("regex", "grammar"):
         with contextlib.suppress(InvalidParameter):  # nothing else may come
             assert await translated(translator, **{kind: text}) is not None
+
+
+CALLS = "#/items/anyOf/0/properties/parameters", "#/items/anyOf/1/properties/parameters"
+ONE = SchemaPart(CALLS[0], "tools[0].parameters#", False)
+TWO = SchemaPart(CALLS[1], "tools[2].parameters#", True)
+DEFINED = SchemaPart("#/$defs/a b", "tools[2].parameters#/$defs/a%20b", True)
+OWN, LOOSE, STRICT = SchemaPart(), SchemaPart(strict=False), SchemaPart(strict=True)
+
+
+async def held(translator: ConstraintTranslator, parts: list[SchemaPart], *places: str, error: str = "") -> Any:
+    """Let the trial of any schema find these places."""
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+    from engines.vllm.constraints.trial_process import Trial
+
+    class Trials:
+        async def trial(self, *_: Any, **__: Any) -> Trial:
+            return Trial(error, "{}" if places else "", places)
+
+    own, translator._trials = translator._trials, Trials()
+    try:
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"a": 1}))
+        return await translator.checked("tool_choice", params, parts)
+    finally:
+        translator._trials = own
+
+
+@pytest.mark.parametrize(
+    ("parts", "places", "shown"),
+    [
+        ([LOOSE], ["#/properties/a/contains"], ["#/properties/a/contains"]),
+        ([LOOSE], ["#"], ["#"]),
+        ([ONE, TWO], [f"{CALLS[0]}/uniqueItems"], ["tools[0].parameters#/uniqueItems"]),
+        ([ONE, TWO], [f"{CALLS[0]}"], ["tools[0].parameters#"]),
+        ([ONE], ["#/items/anyOf"], ["tools[0].parameters#"]),
+    ],
+)
+async def test_the_parts_that_are_not_held_have_the_clients_names(
+    translator: ConstraintTranslator, parts: list[SchemaPart], places: list[str], shown: list[str]
+) -> None:
+    found = await held(translator, parts, *places)
+    assert found.not_held == tuple(shown)
+    assert (found.outputs.json, found.text) == ("{}", '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("parts", "places", "parameter", "listed"),
+    [
+        ([STRICT], ["#/a/contains"], "tool_choice", "contains (#/a/contains)"),
+        ([OWN], ["#/a/contains"], "tool_choice", "contains (#/a/contains)"),
+        ([ONE, TWO], [f"{CALLS[1]}/not"], "tools[2].parameters", "not (tools[2].parameters#/not)"),
+        ([ONE, TWO], [f"{CALLS[0]}/not", "#/items"], "tools[2].parameters", "tools[2].parameters#"),
+        ([ONE, TWO], ["#"], "tools[2].parameters", "tools[2].parameters#"),
+        ([ONE, DEFINED], ["#/%24defs/a%20b/x/not"], "tools[2].parameters", "#/$defs/a%20b/x/not"),
+        ([ONE, TWO], ["#/maxItems"], "tool_choice", "maxItems (#/maxItems)"),
+        ([STRICT], [f"#/{number}" for number in range(7)], "tool_choice", "4 (#/4) and 2 more"),
+    ],
+)
+async def test_what_must_be_held_is_refused_with_its_keyword_and_its_place(
+    translator: ConstraintTranslator, parts: list[SchemaPart], places: list[str], parameter: str, listed: str
+) -> None:
+    with pytest.raises(InvalidParameter) as refusal:
+        await held(translator, parts, *places)
+    assert refusal.value.parameter == parameter
+    assert listed in refusal.value.message
+    assert ("`strict`" in refusal.value.message) == (parts[-1].strict is True and places != ["#/maxItems"])
+    assert len(refusal.value.message) < 1500
+
+
+async def test_a_schema_of_which_nothing_is_held_is_refused_unless_its_type_is_enough(
+    translator: ConstraintTranslator,
+) -> None:
+    assert (await held(translator, [LOOSE], "#", error="too large")).not_held == ("#",)
+    assert (await held(translator, [ONE], f"{CALLS[0]}/not", error="no text")).not_held == ("tools[0].parameters#/not",)
+    for parts in ([STRICT], [OWN], [ONE]):  # Of any array vLLM makes no call.
+        with pytest.raises(InvalidParameter, match="too large"):
+            await held(translator, parts, "#", error="too large")
+    with pytest.raises(InvalidParameter, match="no schema"):
+        await held(translator, [LOOSE], error="no schema")
+
+
+async def test_the_setting_speaks_for_contracts_without_strict(
+    translator: ConstraintTranslator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(translator, "_partial", True)
+    assert (await held(translator, [OWN], "#/a/contains")).not_held == ("#/a/contains",)
+    with pytest.raises(InvalidParameter):
+        await held(translator, [STRICT], "#/a/contains")

@@ -43,6 +43,7 @@ class ScriptedEngine:
         self.statistics = EngineStatistics()
         self.sinks: list[Sink] = []
         self.running: list[ScriptedGeneration] = []
+        self.not_held: tuple[str, ...] = ()  # The parts that it does not hold of the schema of each request.
         self.failures: dict[int, Exception] = {}  # The error that `submit` raises, by the number of the request.
 
     async def start(self) -> None: ...
@@ -52,6 +53,8 @@ class ScriptedEngine:
             if isinstance(failure, EngineDead):
                 self.sinks[0].on_error(failure)
             raise failure
+        if self.not_held:
+            sink.on_not_held(self.not_held)
         self.sinks.append(sink)
         self.running.append(ScriptedGeneration(request, sink))
         return self.running[-1]

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
 
 from vllm.config import StructuredOutputsConfig, VllmConfig
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -20,7 +22,10 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from engines.errors import InvalidParameter
 from engines.loaded_model import fast_tokenizer
-from engines.request import SamplingParameters
+from engines.request import SamplingParameters, SchemaPart
+from engines.statistics import EngineStatistics
+from engines.vllm.constraints.json_schema import WHOLE
+from engines.vllm.constraints.trial_process import Trial
 from engines.vllm.constraints.trials import GrammarTrials
 
 _MAX_CHARACTERS = 1 << 17  # Of an expression or a grammar: what people write has a hundredth of it.
@@ -32,9 +37,12 @@ _MOST_CHARACTERS = {
     "grammar": _MAX_CHARACTERS,
 }
 _ERROR_CHARACTERS = 200
+_SHOWN_PLACES, _PLACE_CHARACTERS = 5, 100  # In the error of a schema that is not held whole.
 _NO_TAGS = (
     'is not enforced by this model\'s back end: it needs option.structured_outputs_config={"backend": "xgrammar"}'
 )
+_WITHOUT_STRICT = "without `strict` the answer follows what can be held"
+_WITH_OPTION = "with option.partial_schemas=true answers follow what can be held"
 _WHITE_SPACE = "disable_any_whitespace"
 
 
@@ -55,13 +63,33 @@ def choose_backend(config: VllmConfig, option: str) -> None:
         structured.disable_any_whitespace = True
 
 
+class HeldConstraint(NamedTuple):
+    """A constraint as the engine holds it."""
+
+    outputs: StructuredOutputsParams
+    text: str = ""  # As the client wrote it. Empty if the back end is not `guidance`.
+    not_held: tuple[str, ...] = ()  # The parts of the JSON schema that are not held, as the client names them.
+
+
 class ConstraintTranslator:
     """Makes `StructuredOutputsParams` for one model."""
 
     def __init__(
-        self, tokenizer: Any, vocabulary_size: int, config: StructuredOutputsConfig, *, drafts: bool = False
+        self,
+        tokenizer: Any,
+        vocabulary_size: int,
+        config: StructuredOutputsConfig,
+        *,
+        drafts: bool = False,
+        partial_schemas: bool = False,
     ) -> None:
-        """Create the translator; `drafts`: the engine takes back tokens that a draft has proposed."""
+        """Create the translator.
+
+        Args:
+            drafts: The engine takes back tokens that a draft has proposed.
+            partial_schemas: A JSON schema may be held in part if its contract does not say otherwise.
+        """
+        self._partial = partial_schemas
         self._guidance = config.backend == "guidance"
         self._compact = config.disable_any_whitespace
         self._trials: GrammarTrials | None = None
@@ -70,12 +98,12 @@ class ConstraintTranslator:
             size = max(vocabulary_size, len(tokenizer))
             self._trials = GrammarTrials(fast, size, tokenizer.eos_token_id, drafts=drafts)
 
-    async def structured_outputs(self, sampling: SamplingParameters) -> StructuredOutputsParams | None:
+    async def structured_outputs(self, sampling: SamplingParameters) -> HeldConstraint | None:
         """Return the constraint for vLLM; None without a constraint.
 
         Raises:
-            InvalidParameter: It cannot be compiled, or not together with another parameter; GenerationFailed,
-                Overloaded, EngineDead: as `GrammarTrials.trial`.
+            InvalidParameter: It cannot be compiled, not held whole, or not together with another parameter;
+                GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.trial`.
         """
         constraint = sampling.constraint
         if constraint is None:
@@ -83,24 +111,30 @@ class ConstraintTranslator:
         outputs = StructuredOutputsParams(**constraint.for_vllm())
         if not constraint.as_is:
             outputs.disable_any_whitespace = not constraint.any_whitespace
-        return await self._checked(constraint.parameter, outputs, sampling)
+        return await self._checked(constraint.parameter, outputs, sampling, [SchemaPart(strict=constraint.strict)])
 
-    async def checked(self, parameter: str, params: SamplingParams) -> StructuredOutputsParams:
+    async def checked(self, parameter: str, params: SamplingParams, parts: Sequence[SchemaPart]) -> HeldConstraint:
         """Return the structured outputs that vLLM's front end has read, as the engine will follow them.
 
         Args:
             parameter: The client's name for them.
+            params: vLLM's sampling parameters, with structured outputs.
+            parts: The parts of their JSON schema.
 
         Raises:
             InvalidParameter: They would harm the engine, or would not be enforced.
             GenerationFailed, Overloaded, EngineDead: as `GrammarTrials.trial`.
         """
         assert params.structured_outputs is not None
-        return await self._checked(parameter, params.structured_outputs, params)
+        return await self._checked(parameter, params.structured_outputs, params, parts)
 
     async def _checked(
-        self, parameter: str, outputs: StructuredOutputsParams, sampling: SamplingParameters | SamplingParams
-    ) -> StructuredOutputsParams:
+        self,
+        parameter: str,
+        outputs: StructuredOutputsParams,
+        sampling: SamplingParameters | SamplingParams,
+        parts: Sequence[SchemaPart],
+    ) -> HeldConstraint:
         _check_company(parameter, sampling)
         # The text between its tags may be anything, tags without their schema too.
         if self._guidance and outputs.structural_tag is not None:
@@ -117,14 +151,80 @@ class ConstraintTranslator:
             if self._trials is None:
                 continue
             trial = await self._trials.trial(kind, text, compact=compact)
-            if trial.error:
+            # Of several tools, the form of a call has to be held.
+            useless = trial.not_held == (WHOLE,) and [part.place for part in parts] != [WHOLE]
+            if trial.error and (useless or not trial.text):
                 raise InvalidParameter(parameter, f"cannot be used as a constraint: {_shortened(trial.error)}")
+            not_held = self._allowed(parameter, trial, parts) if trial.not_held else ()
             outputs = dataclasses.replace(outputs, **{kind: trial.text if kind != "choice" else value})
-        return outputs
+            return HeldConstraint(outputs, text, not_held)
+        return HeldConstraint(outputs)
+
+    def _allowed(self, parameter: str, trial: Trial, parts: Sequence[SchemaPart]) -> tuple[str, ...]:
+        """Return the places of a schema's parts that are not held, as the client names them.
+
+        Raises:
+            InvalidParameter: One of them must be held.
+        """
+        found = list(dict.fromkeys([pair for place in trial.not_held for pair in _owned(place, parts)]))
+        refused = [(part, place) for part, place in found if part.strict or (part.strict is None and not self._partial)]
+        if not refused:
+            return tuple(dict.fromkeys([place for _, place in found]))
+        name, strict = refused[0][0].name.partition("#")[0], refused[0][0].strict
+        places = [place for part, place in refused if part.name.partition("#")[0] == name]
+        why = _shortened(trial.error) if trial.error else _listed(places)
+        advice = _WITHOUT_STRICT if strict else _WITH_OPTION
+        raise InvalidParameter(name or parameter, f"cannot be held whole: {why}; {advice}")
+
+    def answer_check(self, held: HeldConstraint, statistics: EngineStatistics) -> Callable[[str | None], None]:
+        """Count a request whose schema is not held whole.
+
+        Returns:
+            A function that takes the text of a finished answer, checks it against the whole schema later, and counts
+            the verdict. None: the text is unknown.
+        """
+        trials = self._trials
+        assert trials is not None
+        statistics.partial_requests += 1
+
+        def count(verdict: str) -> None:
+            statistics.partial_answers[verdict] += 1
+
+        return lambda answer: trials.check(held.text, answer, count) if answer is not None else count("unchecked")
 
     async def stop(self) -> None:
         if self._trials is not None:
             await self._trials.stop()
+
+
+def _owned(place: str, parts: Sequence[SchemaPart]) -> Iterator[tuple[SchemaPart, str]]:
+    """Yield the parts of a schema that a place in it belongs to, each with the place as the client names it.
+
+    A place above several parts belongs to all of them. One that belongs to none is of no client's part.
+    """
+    plain, nobodys = unquote(place), True
+    for part in parts:
+        if f"{plain}/".startswith(f"{part.place}/"):
+            yield part, part.name + quote(plain[len(part.place) :], safe="/~$")
+        elif part.place.startswith(f"{plain}/"):
+            yield part, part.name
+        else:
+            continue
+        nobodys = False
+    if nobodys:
+        yield SchemaPart(), place
+
+
+def _listed(places: Sequence[str]) -> str:
+    """Return the keywords at places, as far as an error shows them."""
+    shown = [
+        place[:_PLACE_CHARACTERS]
+        if place.endswith("#")
+        else f"{place.rpartition('/')[2]} ({place[:_PLACE_CHARACTERS]})"
+        for place in places[:_SHOWN_PLACES]
+    ]
+    rest = len(places) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
 def _check_company(parameter: str, sampling: SamplingParameters | SamplingParams) -> None:

@@ -108,3 +108,26 @@ def test_structural_tags_are_not_combined() -> None:
     tag = {"type": "structural_tag", "structures": [], "triggers": []}
     with pytest.raises(InvalidParameter, match="cannot be combined"):
         enforceable({"response_format": tag, "structured_outputs": {"regex": "a"}}, CHAT)
+
+
+def strict_of(**fields: Any) -> bool | None:
+    constraint = read_constraint(ParameterReader(fields))
+    assert constraint is not None
+    return constraint.strict
+
+
+def test_only_openais_form_of_a_schema_has_strict() -> None:
+    openais = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    strict = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    assert strict_of(response_format=openais) is False
+    assert strict_of(response_format=strict) is True
+    assert strict_of(guided_json=SCHEMA) is None
+    assert strict_of(response_format={"type": "json_object", "value": SCHEMA}) is None
+    assert strict_of(grammar={"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}) is None
+
+
+def test_of_several_names_the_strictest_counts() -> None:
+    openais = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    strict = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    assert strict_of(response_format=openais, guided_json=SCHEMA) is None
+    assert strict_of(response_format=strict, guided_json=SCHEMA) is True

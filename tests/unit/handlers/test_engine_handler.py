@@ -13,7 +13,7 @@ import pytest
 from engines.errors import EngineDead, GenerationFailed, InvalidParameter, InvalidRequest, RequestError
 from engines.interface import Generation, Sink
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
-from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply
+from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, not_held_header
 from handlers.contract_routes import ContractSetting
 from handlers.custom.formatter_thread import FormatterThread
 from handlers.djl_errors import overloaded
@@ -89,9 +89,10 @@ async def test_sequences_count_and_what_does_not_fit_is_refused(queue: EngineQue
     assert queue.open_sequences == 3
 
 
-TRITON = TritonContract(ContractSetting(settings=MODEL, model=FakeModel()), events=False)
-HAPPY = HappyVllmContract(ContractSetting(settings=MODEL, model=FakeModel()), stream=False)
-TGI = TgiContract(ContractSetting(settings=MODEL, model=FakeModel()), streams=False)
+SETTING = ContractSetting(settings=MODEL, model=FakeModel())
+TRITON = TritonContract(SETTING, events=False)
+HAPPY = HappyVllmContract(SETTING, stream=False)
+TGI = TgiContract(SETTING, streams=False)
 LMI_ASYNC = LmiAsyncContract(replace(MODEL, async_mode=True))
 
 
@@ -491,3 +492,51 @@ async def test_a_part_that_cannot_be_made_between_two_steps_ends_the_reply_and_i
     assert engine.running[0].cancelled
     assert queue.open_sequences == 0
     assert "ZeroDivisionError: a bug" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("contract", "document"),
+    [
+        (CONTRACT, {"inputs": ["x", "y"]}),
+        (CONTRACT, {"inputs": "x", "stream": True}),
+        (LMI_ASYNC, {"inputs": "x"}),
+        (LMI_ASYNC, {"inputs": "x", "stream": True}),
+        (LmiDynamicContract(MODEL), {"inputs": "x"}),
+        (HAPPY, {"prompt": "x"}),
+        (HappyVllmContract(SETTING, stream=True), {"prompt": "x"}),
+        (TGI, {"inputs": "x"}),
+        (TgiContract(SETTING, streams=True), {"inputs": "x"}),
+        (TRITON, {"text_input": "x"}),
+        (TritonContract(SETTING, events=True), {"text_input": "x"}),
+    ],
+)
+async def test_the_head_of_a_reply_names_the_parts_of_a_schema_that_are_not_held(
+    queue: EngineQueue, engine: ScriptedEngine, contract: Contract, document: dict[str, object]
+) -> None:
+    writer = CollectedReply()
+    engine.not_held = ("#/a/contains", "#/b/uniqueItems")
+    await EngineHandler(queue, contract).handle(call(document), writer)
+    for sink in engine.sinks:
+        sink.on_delta(last("y"))
+    headers = writer.whole.headers if writer.whole is not None else writer.headers
+    assert dict(headers)["x-slipway-not-held"] == "#/a/contains,#/b/uniqueItems"
+
+
+async def test_an_error_names_no_such_parts(queue: EngineQueue, engine: ScriptedEngine) -> None:
+    writer = CollectedReply()
+    engine.not_held = ("#/a/contains",)
+    await EngineHandler(queue, CONTRACT).handle(call({"inputs": "x"}), writer)
+    engine.sinks[0].on_error(GenerationFailed("no token"))
+    assert writer.whole is not None
+    assert "x-slipway-not-held" not in dict(writer.whole.headers)
+
+
+async def test_a_header_of_many_parts_ends_with_the_number_of_the_rest() -> None:
+    places = [f"#/properties/{number}/uniqueItems" for number in range(100)]
+    ((_, text),) = not_held_header(places)
+    *shown, rest = text.split(",")
+    assert shown == places[: len(shown)]
+    assert rest == f"+{100 - len(shown)}"
+    assert 950 < len(text) <= 1000
+    assert not_held_header(["x" * 2000]) == (("x-slipway-not-held", "+1"),)
+    assert not_held_header([]) == ()

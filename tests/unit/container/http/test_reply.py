@@ -276,3 +276,37 @@ async def test_a_crowd_that_is_refused_is_to_come_again_later_and_a_few_within_a
     assert refused(1) == 30, "no later than that"
     now += 300
     assert refused(1) == 1
+
+
+ATTRIBUTES, NOT_HELD = b"x-amzn-sagemaker-custom-attributes", b"x-slipway-not-held"
+PLACES = ",".join(f"#/{name}/uniqueItems" for name in "abcd")
+
+
+@pytest.mark.parametrize(
+    ("own", "attributes"),
+    [
+        ([], f"X-Slipway-Not-Held={PLACES}"),
+        ([("X-Amzn-SageMaker-Custom-Attributes", "a=b")], f"a=b; X-Slipway-Not-Held={PLACES}"),
+        ([("X-Amzn-SageMaker-Custom-Attributes", "a" * 990)], "a" * 990 + "; X-Slipway-Not-Held=+4"),
+        ([("X-Amzn-SageMaker-Custom-Attributes", "a" * 1010)], "a" * 1010),
+    ],
+)
+async def test_sagemaker_gets_the_parts_that_are_not_held_as_an_attribute(
+    own: list[tuple[str, str]], attributes: str
+) -> None:
+    server = Server()
+    reply = HttpReply(server.send, [], OpenStreams(0), RetryAfter(), by_invocation=True)
+    reply.reply(Reply(200, "", b"", (*own, ("x-slipway-not-held", PLACES))))
+    headers = dict(server.messages[0]["headers"])
+    assert headers[ATTRIBUTES] == attributes.encode()
+    assert headers[NOT_HELD] == PLACES.encode()
+    assert len(headers[ATTRIBUTES]) <= 1024
+
+
+async def test_other_routes_and_replies_have_no_such_attribute() -> None:
+    for by_invocation, header in ((False, ("x-slipway-not-held", PLACES)), (True, ("x", "y"))):
+        server = Server()
+        reply = HttpReply(server.send, [], OpenStreams(0), RetryAfter(), by_invocation=by_invocation)
+        reply.start(200, "text/plain", (header,))
+        reply.end(b"")
+        assert ATTRIBUTES not in dict(server.messages[0]["headers"])

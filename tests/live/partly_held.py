@@ -1,0 +1,42 @@
+"""JSON schemas that the engine holds in part, and the verdicts on their answers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tests.live.server import Server
+from tests.waiting import wait_until
+
+NOT_HELD, ATTRIBUTES = "x-slipway-not-held", "x-amzn-sagemaker-custom-attributes"
+PLACE = "#/properties/tags/uniqueItems"
+VERDICTS = ("valid", "invalid", "incomplete", "unchecked")
+A, B = {"type": "string", "pattern": "^a$"}, {"type": "string", "pattern": "^b$"}
+
+
+def tags(**array: Any) -> dict[str, Any]:
+    """Return a schema of an object with unique tags. The engine cannot hold that they are unique."""
+    return {
+        "type": "object",
+        "properties": {"tags": {"type": "array", "uniqueItems": True, **array}},
+        "required": ["tags"],
+        "additionalProperties": False,
+    }
+
+
+SAME = tags(items=A, minItems=2, maxItems=2)  # Every answer that the engine makes breaks it.
+DIFFERENT = tags(prefixItems=[A, B], items=False, minItems=2, maxItems=2)  # Every one obeys it.
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SAME}}
+
+
+def verdicts(server: Server) -> dict[str, int]:
+    text = server.client.get("/metrics").text
+    found = re.findall(r'^slipway_partial_answers_total\{.*verdict="(\w+)"\} (\d+)', text, re.MULTILINE)
+    return {verdict: int(count) for verdict, count in found}
+
+
+def assert_judged(server: Server, before: dict[str, int], **more: int) -> None:
+    """Wait for the verdicts that have come since."""
+    expected = {verdict: before[verdict] + more.get(verdict, 0) for verdict in VERDICTS}
+    wait_until(lambda: sum(verdicts(server).values()) >= sum(expected.values()), about=lambda: verdicts(server))
+    assert verdicts(server) == expected

@@ -1,0 +1,275 @@
+"""A JSON schema that cannot be held whole: refused, or followed in part and said, on every contract."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.live.partly_held import ATTRIBUTES, DIFFERENT, NOT_HELD, PLACE, SAME, assert_judged, verdicts
+from tests.live.server import Server, serving
+from tests.waiting import wait_until
+
+MESSAGES = [{"role": "user", "content": "Hello!"}]
+
+
+def format_of(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    return {"name": "x", "schema": schema} | ({} if strict is None else {"strict": strict})
+
+
+def chat(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    return {
+        "messages": MESSAGES,
+        "max_tokens": 60,
+        "response_format": {"type": "json_schema", "json_schema": format_of(schema, strict)},
+    }
+
+
+def completion(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    return {"prompt": "Hello", **{name: value for name, value in chat(schema, strict).items() if name != "messages"}}
+
+
+def response(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    form = {"type": "json_schema", **format_of(schema, strict)}
+    return {"input": "Hello", "max_output_tokens": 60, "text": {"format": form}}
+
+
+def lmi(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": format_of(schema, strict)}
+    return {"inputs": "Hello", "parameters": {"max_new_tokens": 60, "response_format": form}}
+
+
+def chat_tools(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    function = {"name": "tag", "parameters": schema} | ({} if strict is None else {"strict": strict})
+    plain = {"name": "plain", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": each} for each in (plain, function)]
+    choice = {"type": "function", "function": {"name": "tag"}}
+    return {"messages": MESSAGES, "max_tokens": 60, "tools": tools, "tool_choice": choice}
+
+
+def response_tools(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    tool = {"type": "function", "name": "tag", "parameters": schema, "strict": bool(strict)}
+    choice = {"type": "function", "name": "tag"}
+    return {"input": "Hello", "max_output_tokens": 60, "tools": [tool], "tool_choice": choice}
+
+
+def message_tools(schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    tool = {"name": "tag", "input_schema": schema} | ({} if strict is None else {"strict": strict})
+    return {"messages": MESSAGES, "max_tokens": 60, "tools": [tool], "tool_choice": {"type": "tool", "name": "tag"}}
+
+
+# By their names: the path, the function that makes the body, and the name of the schema in the header and in errors.
+WITH_STRICT = {
+    "chat": ("/v1/chat/completions", chat, ""),
+    "completion": ("/v1/completions", completion, ""),
+    "response": ("/v1/responses", response, ""),
+    "LMI": ("/invocations", lmi, ""),
+    "LMI's chat": ("/invocations", chat, ""),
+    "LMI's completion": ("/invocations", completion, ""),
+    "a chat's tool": ("/v1/chat/completions", chat_tools, "tools[1].function.parameters"),
+    "LMI's chat's tool": ("/invocations", chat_tools, "tools[1].function.parameters"),
+    "a response's tool": ("/v1/responses", response_tools, "tools[0].parameters"),
+    "a message's tool": ("/v1/messages", message_tools, "tools[0].input_schema"),
+}
+# Bodies without a field `strict`.
+WITHOUT_STRICT: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "LMI": ("/invocations", {"inputs": "Hello", "parameters": {"max_new_tokens": 60, "guided_json": SAME}}),
+    "LMI, TGI's form": (
+        "/invocations",
+        {"inputs": "Hello", "parameters": {"response_format": {"type": "json_object", "value": SAME}}},
+    ),
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES, "structured_outputs": {"json": SAME}, "max_tokens": 60}),
+    "message": (
+        "/v1/messages",
+        {
+            "messages": MESSAGES,
+            "max_tokens": 60,
+            "output_config": {"format": {"type": "json_schema", "schema": SAME}},
+        },
+    ),
+    "TGI": ("/generate", {"inputs": "Hello", "parameters": {"grammar": {"type": "json", "value": SAME}}}),
+    "happy_vllm": (
+        "/v1/generate",
+        {"prompt": "Hello", "max_tokens": 60, "json_format": SAME, "json_format_is_json_schema": True},
+    ),
+    "Triton": (
+        "/v2/models/model/generate",
+        {"text_input": "Hello", "max_tokens": 60, "guided_json": json.dumps(SAME)},
+    ),
+}
+STREAMS = {
+    "/generate": "/generate_stream",
+    "/v1/generate": "/v1/generate_stream",
+    "/v2/models/model/generate": "/v2/models/model/generate_stream",
+}
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    tools = {"enable_auto_tool_choice": "true", "tool_call_parser": "hermes"}
+    with serving(tmp_path_factory.mktemp("strict"), **small_options, **tools) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def lenient(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    options = {"enable_auto_tool_choice": "true", "tool_call_parser": "hermes", "partial_schemas": "true"}
+    with serving(tmp_path_factory.mktemp("lenient"), **small_options, **options) as server:
+        yield server
+
+
+def post(server: Server, path: str, body: dict[str, Any], *, stream: bool = False, **headers: str) -> httpx.Response:
+    more: dict[str, Any] = {"stream": True} if stream else {}
+    if path == "/v1/messages":  # the only route that needs a name
+        more["model"] = server.name
+    return server.client.post(path, json={**body, **more}, headers=headers)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", WITH_STRICT)
+def test_a_strict_schema_is_refused_with_its_place(strict: Server, name: str, stream: bool) -> None:
+    path, body, owner = WITH_STRICT[name]
+    answer = post(strict, path, body(SAME, True), stream=stream)
+    assert 400 <= answer.status_code < 500, answer.text
+    assert answer.headers["content-type"].startswith("application/json")
+    assert NOT_HELD not in answer.headers
+    assert ATTRIBUTES not in answer.headers
+    assert f"uniqueItems ({owner}{PLACE})" in answer.text
+    assert not owner or f"`{owner}`" in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("strictness", [None, False])
+@pytest.mark.parametrize("name", WITH_STRICT)
+def test_the_part_that_is_held_is_followed_and_the_rest_is_said(
+    strict: Server, name: str, strictness: bool | None, stream: bool
+) -> None:
+    path, body, owner = WITH_STRICT[name]
+    before = verdicts(strict)
+    answer = post(strict, path, body(SAME, strictness), stream=stream)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[NOT_HELD] == owner + PLACE
+    attributes = f"X-Slipway-Not-Held={owner}{PLACE}" if path == "/invocations" else None
+    assert answer.headers.get(ATTRIBUTES) == attributes
+    assert_judged(strict, before, invalid=1)
+
+
+@pytest.mark.parametrize("name", WITH_STRICT)
+def test_an_answer_that_obeys_the_whole_schema_is_valid(strict: Server, name: str) -> None:
+    path, body, _ = WITH_STRICT[name]
+    before = verdicts(strict)
+    assert post(strict, path, body(DIFFERENT, None)).headers[NOT_HELD]
+    assert_judged(strict, before, valid=1)
+
+
+@pytest.mark.parametrize("name", ["chat", "LMI"])
+def test_an_answer_that_was_cut_is_incomplete(strict: Server, name: str) -> None:
+    path, body, _ = WITH_STRICT[name]
+    document = body(SAME, None)
+    document |= {"max_tokens": 3} if name == "chat" else {"parameters": document["parameters"] | {"max_new_tokens": 3}}
+    before = verdicts(strict)
+    assert post(strict, path, document).status_code == 200
+    assert_judged(strict, before, incomplete=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_sequence_of_each_prompt_is_judged(strict: Server, stream: bool) -> None:
+    before = verdicts(strict)
+    more = {"n": 2, "temperature": 1, "prompt": ["Hello", "Good morning"]}
+    answer = post(strict, "/v1/completions", completion(SAME, None) | more, stream=stream)
+    assert answer.headers[NOT_HELD] == PLACE
+    assert_judged(strict, before, invalid=4)
+
+
+def test_each_chat_of_a_batch_is_judged(strict: Server) -> None:
+    before = verdicts(strict)
+    body = chat(SAME, None) | {"messages": [MESSAGES, MESSAGES]}
+    answer = post(strict, "/v1/chat/completions/batch", body)
+    assert answer.headers[NOT_HELD] == PLACE, answer.text
+    assert_judged(strict, before, invalid=2)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_only_a_strict_tool_is_refused_for_its_own_schema(strict: Server, path: str) -> None:
+    """The two tools are one schema for the engine, whose definitions they share."""
+    whole = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    with_definition = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/a set"}},
+        "$defs": {"a set": SAME["properties"]["tags"]},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    base = {"messages": MESSAGES, "max_tokens": 60} if path != "/v1/responses" else {"input": "Hello"}
+    choice: Any = {"type": "any"} if path == "/v1/messages" else "required"
+    place = {"/v1/messages": "input_schema", "/v1/responses": "parameters"}.get(path, "function.parameters")
+
+    def ask(first_is_strict: bool) -> httpx.Response:
+        both = [("one", with_definition, first_is_strict), ("two", whole, True)]
+        tools: list[dict[str, Any]] = [
+            {"name": name, place.rpartition(".")[2]: schema, "strict": is_strict} for name, schema, is_strict in both
+        ]
+        if path != "/v1/messages":
+            wrapped = path == "/v1/chat/completions"
+            tools = [{"type": "function", **({"function": tool} if wrapped else tool)} for tool in tools]
+        return post(strict, path, {**base, "tools": tools, "tool_choice": choice})
+
+    answer = ask(False)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[NOT_HELD] == f"tools[0].{place}#/$defs/a%20set/uniqueItems"
+    refused = ask(True)
+    assert refused.status_code == 400
+    assert f"tools[0].{place}#/$defs/a%20set/uniqueItems" in refused.text
+
+
+@pytest.mark.parametrize("name", WITHOUT_STRICT)
+def test_a_contract_without_strict_refuses_the_schema(strict: Server, name: str) -> None:
+    path, body = WITHOUT_STRICT[name]
+    answer = post(strict, path, body)
+    assert 400 <= answer.status_code < 500, answer.text
+    assert f"uniqueItems ({PLACE})" in answer.text
+    assert "option.partial_schemas" in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", WITHOUT_STRICT)
+def test_the_setting_lets_every_contract_answer(lenient: Server, name: str, stream: bool) -> None:
+    path, body = WITHOUT_STRICT[name]
+    before = verdicts(lenient)
+    if stream and path in STREAMS:
+        path, stream = STREAMS[path], False
+    answer = post(lenient, path, body, stream=stream)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[NOT_HELD] == PLACE
+    wait_until(lambda: sum(verdicts(lenient).values()) == sum(before.values()) + 1)
+
+
+def test_the_setting_does_not_loosen_strict_schemas(lenient: Server) -> None:
+    assert post(lenient, "/v1/chat/completions", chat(SAME, True)).status_code == 400
+
+
+def test_the_route_of_custom_attributes_says_it_there(strict: Server) -> None:
+    headers = {ATTRIBUTES: "route=/v1/chat/completions"}
+    answer = post(strict, "/invocations", chat(SAME, None), **headers)
+    assert answer.headers[ATTRIBUTES] == f"X-Slipway-Not-Held={PLACE}"
+
+
+def test_the_log_and_the_metrics_count_requests(strict: Server) -> None:
+    before = strict.metric("slipway_partial_generations_total")
+    post(strict, "/v1/completions", completion(SAME, None), **{"x-request-id": "partly-held"})
+    assert strict.metric("slipway_partial_generations_total") == before + 1
+    strict.wait_for_log("parts of the JSON schema are not held")
+    line = next(line for line in strict.log_text().splitlines() if "partly-held" in line and "not held" in line)
+    assert "uniqueItems" not in line
+
+
+def test_a_whole_schema_says_nothing(strict: Server) -> None:
+    before = verdicts(strict)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    answer = post(strict, "/invocations", chat(schema, None))
+    assert answer.status_code == 200
+    assert not {NOT_HELD, ATTRIBUTES} & answer.headers.keys()
+    assert verdicts(strict) == before
