@@ -43,7 +43,7 @@ from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from engines.vllm.beam_search import BeamSearchTask
 from engines.vllm.constraints.translator import ConstraintTranslator, HeldConstraint
 from engines.vllm.continuation import Continuations
-from engines.vllm.internals import AsyncLLM, EngineCoreRequest, EngineDeadError
+from engines.vllm.internals import AsyncLLM, EngineCoreRequest, EngineDeadError, TriedOutputs
 from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_tokenizer, shut_down
 from engines.vllm.lora import Claim, VllmAdapters
 from engines.vllm.output import OwnState, PooledState, PushedState, Siblings, TokensApart
@@ -341,8 +341,10 @@ class VllmEngine:
         held = await self.constraints.structured_outputs(request.sampling)
         params = self.sampling.sampling_params(request, len(token_ids), held.outputs if held is not None else None)
         processed = partial(self._processed, request, prompt, params, adapter)
-        # vLLM checks a constraint again, which may take tenths of a second.
-        core_request = processed() if held is None else await asyncio.to_thread(processed)
+        if held is None or isinstance(held.outputs, TriedOutputs):
+            core_request = processed()
+        else:  # vLLM compiles the constraint, which may take tenths of a second.
+            core_request = await asyncio.to_thread(processed)
         check_bad_words(core_request.sampling_params)
         # With a reasoning parser, vLLM constrains an answer once its reasoning has ended. These prompts are no chats of
         # such a model, so their answers have no reasoning.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import struct
 import time
@@ -42,6 +43,7 @@ from vllm.multimodal.cache.lru import LruKeyReplicatedSenderCache
 from vllm.multimodal.media import MediaConnector
 from vllm.renderers import chat_utils
 from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils import cpu_resource_utils
 from vllm.v1.engine import (
     EngineCoreEvent,
@@ -71,7 +73,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import CacheHitSource, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder
-from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
 
 from engines.interface import EngineStartError
 from engines.vllm import RELEASE
@@ -95,6 +97,7 @@ __all__ = [
     "SchedulerStats",
     "SlowIncrementalDetokenizer",
     "TokenTaker",
+    "TriedOutputs",
     "uses_fast_detokenizer",
 ]
 
@@ -123,6 +126,7 @@ _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (LruKeyReplicatedSenderCache, ("cache_if_fits", "get_and_update_item")),
     (MediaConnector, ("_assert_url_in_allowed_media_domains", "load_from_url", "load_from_url_async")),
     (StructuredOutputManager, ("_create_grammar",)),
+    (backend_guidance, ("validate_guidance_grammar",)),
     (shm_broadcast, ("sched_yield",)),
     (cpu_resource_utils, ("get_cgroup_memory_usage",)),
     (PrometheusStatLogger, ("_counter_cls", "_gauge_cls", "_histogram_cls", "record", *METRICS_PARTS)),
@@ -620,6 +624,35 @@ def patch_engine_process(
     MultiprocExecutor._ensure_worker_termination = staticmethod(end_workers)
     for executor in (multiproc_executor, uniproc_executor):
         executor.get_file_store_init_method = meeting_place
+
+
+# The compilers of constraints.
+
+
+class TriedOutputs(StructuredOutputsParams):
+    """A constraint that a trial has compiled."""
+
+
+def tried(outputs: StructuredOutputsParams, **changes: Any) -> TriedOutputs:
+    """Return structured outputs that vLLM does not compile for a check (`patch_checks`), with these changes."""
+    fields = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs) if field.init}
+    return TriedOutputs(**fields | changes)
+
+
+validate_guidance_grammar: Callable[..., None] = backend_guidance.validate_guidance_grammar
+
+
+def patch_checks() -> None:
+    """Patch the server's process: vLLM does not check a constraint that a trial has compiled.
+
+    It would compile the constraint once more for each request, on the event loop.
+    """
+
+    def validate(params: SamplingParams, tokenizer: Any = None) -> None:
+        if not isinstance(params.structured_outputs, TriedOutputs):
+            validate_guidance_grammar(params, tokenizer)
+
+    backend_guidance.validate_guidance_grammar = validate
 
 
 def patch_grammars(advance: Callable[[Any, Any], None]) -> None:

@@ -33,6 +33,7 @@ from engines.vllm.internals import (
     devices_kept,
     end_output,
     forget_tokenizers,
+    patch_checks,
     patch_sounds,
     replace_client,
     start_processes,
@@ -122,6 +123,7 @@ class VllmLoader:
     def _load(self) -> StartedEngine:
         check_names()
         patch_sounds()
+        patch_checks()
         use_fork_server()
         on_cpu = vllm.platforms.current_platform.is_cpu()
         if on_cpu:

@@ -196,6 +196,43 @@ async def test_the_same_constraint_is_compiled_once(
     assert (await translated(translator, regex="once")).regex == "once"
 
 
+async def test_vllm_checks_no_constraint_that_was_tried(
+    translator: ConstraintTranslator, sample_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+    from vllm.config import StructuredOutputsConfig
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.structured_output import backend_guidance
+
+    from engines.vllm import internals
+
+    checked: list[Any] = []
+    monkeypatch.setattr(backend_guidance, "validate_guidance_grammar", None)
+    monkeypatch.setattr(internals, "validate_guidance_grammar", lambda params, _: checked.append(params))
+    internals.patch_checks()
+    model: Any = SimpleNamespace(is_diffusion=False)
+    config = StructuredOutputsConfig(backend="guidance")
+    tokenizer = AutoTokenizer.from_pretrained(sample_model)
+    tried = SamplingParams(structured_outputs=await translated(translator, regex="[0-9]"))
+    other = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]"))
+    for params in (tried, tried.clone(), other):
+        params._validate_structured_outputs(model, config, tokenizer)
+        assert params.structured_outputs is not None
+        assert params.structured_outputs._backend == "guidance"
+    assert checked == [other]
+
+
+async def test_the_engine_gets_a_tried_constraint_as_vllms_own(translator: ConstraintTranslator) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    params = SamplingParams(structured_outputs=await translated(translator, regex="[0-9]", any_whitespace=False))
+    outputs = MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(params)).structured_outputs
+    assert outputs is not None
+    assert (outputs.regex, outputs.disable_any_whitespace) == ("[0-9]", True)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (

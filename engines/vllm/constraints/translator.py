@@ -27,6 +27,7 @@ from engines.statistics import EngineStatistics
 from engines.vllm.constraints.json_schema import WHOLE
 from engines.vllm.constraints.trial_process import Trial
 from engines.vllm.constraints.trials import GrammarTrials
+from engines.vllm.internals import tried
 
 _MAX_CHARACTERS = 1 << 17  # Of an expression or a grammar: what people write has a hundredth of it.
 # The most characters of each kind of constraint, by vLLM's names.
@@ -156,7 +157,7 @@ class ConstraintTranslator:
             if trial.error and (useless or not trial.text):
                 raise InvalidParameter(parameter, f"cannot be used as a constraint: {_shortened(trial.error)}")
             not_held = self._allowed(parameter, trial, parts) if trial.not_held else ()
-            outputs = dataclasses.replace(outputs, **{kind: trial.text if kind != "choice" else value})
+            outputs = tried(outputs, **{kind: trial.text if kind != "choice" else value})
             return HeldConstraint(outputs, text, not_held)
         return HeldConstraint(outputs)
 
