@@ -1,0 +1,31 @@
+"""Schemas of tools as their generators write them, with instances (`fixtures/tool_schemas`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_DIRECTORY = Path(__file__).parent / "fixtures" / "tool_schemas"
+
+
+class ToolSchema(msgspec.Struct, frozen=True):
+    """A JSON schema, and some of its instances, whose members have the schema's order."""
+
+    schema: dict[str, Any]
+    valid: tuple[Any, ...]
+    invalid: tuple[Any, ...]
+
+
+class _File(msgspec.Struct, frozen=True):
+    source: str
+    schemas: dict[str, ToolSchema]
+
+
+def tool_schemas() -> dict[str, ToolSchema]:
+    """Return the schemas, by their generators and names."""
+    files = {
+        path.stem: msgspec.json.decode(path.read_bytes(), type=_File) for path in sorted(_DIRECTORY.glob("*.json"))
+    }
+    return {f"{generator}: {name}": tool for generator, file in files.items() for name, tool in file.schemas.items()}
