@@ -13,6 +13,7 @@ It relies on internals of vLLM (tests/live/test_parsers_internals.py):
 - `ParserManager.get_parser` is where every serving object gets the class of its parser, a `DelegatingParser`, whose
   `_stream_state` says whether reasoning has ended;
 - a parser of reasoning that cannot tell its end has `ReasoningParser.is_reasoning_end`, which tells nothing;
+- the JSON schema of required calls has the schema of each tool in `items.anyOf`;
 - `Hermes2ProToolParser` reads a streamed call by the three methods that `_Hermes` replaces, and finds the calls of a
   whole answer by `tool_call_regex`.
 """
@@ -36,7 +37,7 @@ from vllm.tool_parsers import ToolParser, ToolParserManager
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 from vllm.tool_parsers.utils import partial_tag_overlap
 
-from engines.vllm.internals import patch_parsers
+from engines.vllm.internals import patch_call_schemas, patch_parsers
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,9 @@ _NOT_ENFORCED = (
     "`tool_choice` cannot be enforced with this model's option.tool_call_parser and back end of grammars; expected "
     'auto or none; option.structured_outputs_config={"backend": "xgrammar"} has grammars for more parsers'
 )
+_TOO_DEEP = "the schema of a tool is nested too deeply"
+_MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_DATA = ("enum", "const", "default", "examples")  # Keywords whose values are no schemas.
 _backend: ContextVar[str] = ContextVar("_backend", default="")
 _STRING = r'"(?:[^"\\]++|\\.)*+"'
 _MEMBER = regex.compile(rf'\s*+[{{,]\s*+(?="(?P<name>[^"]*+)"){_STRING}\s*+:\s*+', regex.DOTALL)
@@ -249,4 +253,47 @@ def _choosing(find: Callable[..., type[Parser] | None]) -> Callable[..., type[Pa
     return get_parser
 
 
+def _with_references(schema: dict[str, Any]) -> dict[str, Any]:
+    """Let the references of a tool's schema to itself hold in the schema of the calls of all tools.
+
+    Args:
+        schema: As vLLM has made it. A tool that has references becomes one of its `$defs`.
+
+    Raises:
+        VLLMValidationError: A tool's schema is nested too deeply.
+    """
+    definitions: dict[str, Any] = {}
+    for index, call in enumerate(schema["items"]["anyOf"]):
+        members, place = call["properties"], f"#/$defs/{index}"
+        try:
+            moved = _moved(members["parameters"], place)
+            if moved != members["parameters"]:
+                definitions[str(index)], members["parameters"] = moved, {"$ref": place}
+        except RecursionError:
+            raise VLLMValidationError(_TOO_DEEP, parameter="tools") from None
+    return schema | {"$defs": definitions} if definitions else schema
+
+
+def _moved(part: Any, place: str, *, is_map: bool = False) -> Any:
+    """Return a part of a schema as it has to be if the schema is at this place of another one.
+
+    Args:
+        is_map: Its keys are names and no keywords.
+    """
+    if isinstance(part, list):
+        return [_moved(each, place) for each in part]
+    if not isinstance(part, dict):
+        return part
+    moved = {}
+    for key, value in part.items():
+        if not is_map and key == "$ref" and isinstance(value, str) and value[:2] in ("#", "#/"):
+            moved[key] = place + value[1:]
+        elif not is_map and key in _DATA:
+            moved[key] = value
+        else:
+            moved[key] = _moved(value, place, is_map=not is_map and key in _MAPS_OF_SCHEMAS)
+    return moved
+
+
 patch_parsers(_choosing)
+patch_call_schemas(_with_references)

@@ -172,3 +172,39 @@ def read_in_parts(kind: Any, text: str, size: int) -> tuple[str, list[tuple[str,
             name, arguments = calls.get(call.index, ("", ""))
             calls[call.index] = (name + (call.function.name or ""), arguments + (call.function.arguments or ""))
     return content, list(calls.values())
+
+
+def test_required_calls_have_the_schemas_of_tools_with_their_own_definitions() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+    from vllm.tool_parsers.utils import get_json_schema_from_tools
+
+    import engines.vllm.parsers  # noqa: F401
+
+    def tool(name: str, parameters: Any) -> Any:
+        function = {"name": name, "parameters": parameters}
+        return ChatCompletionToolsParam.model_validate({"type": "function", "function": function})
+
+    def item(kind: str) -> dict[str, Any]:
+        return {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": kind}}}
+
+    data = {"$ref": "#/x"}
+    others = {
+        "properties": {"$ref": {"$ref": "#/definitions/B"}, "enum": {"$ref": "#"}, "c": {"const": data}},
+        "definitions": {"B": {"$ref": "https://example.org/b#/c"}},
+    }
+    plain = {"type": "object", "properties": {"a": {"enum": [data]}}}
+    tools = [tool("f", item("string")), tool("g", item("integer")), tool("h", others), tool("i", plain)]
+    schema: Any = get_json_schema_from_tools("required", tools)
+    assert [call["properties"]["name"]["enum"] for call in schema["items"]["anyOf"]] == [["f"], ["g"], ["h"], ["i"]]
+    parameters = [call["properties"]["parameters"] for call in schema["items"]["anyOf"]]
+    assert parameters == [{"$ref": "#/$defs/0"}, {"$ref": "#/$defs/1"}, {"$ref": "#/$defs/2"}, plain]
+    assert schema["$defs"]["0"]["properties"]["a"] == {"$ref": "#/$defs/0/$defs/A"}
+    assert schema["$defs"]["1"]["$defs"] == {"A": {"type": "integer"}}
+    assert schema["$defs"]["2"]["properties"] == {
+        "$ref": {"$ref": "#/$defs/2/definitions/B"},
+        "enum": {"$ref": "#/$defs/2"},
+        "c": {"const": data},
+    }
+    assert schema["$defs"]["2"]["definitions"] == others["definitions"]
+    assert tools[0].function.parameters == item("string")
+    assert "$defs" not in get_json_schema_from_tools("required", tools[3:])
