@@ -9,6 +9,22 @@ import msgspec
 
 _DIRECTORY = Path(__file__).parent / "fixtures" / "tool_schemas"
 
+NOT_HELD: dict[str, tuple[str, ...]] = {
+    "pydantic: optional formats, set of UUID, with defaults": ("#/properties/ids/uniqueItems",),
+    "pydantic: set, frozenset": (
+        "#/properties/tags/uniqueItems",
+        "#/properties/frozen/uniqueItems",
+        "#/properties/few/uniqueItems",
+    ),
+    "schemars: flattened enums": ("#/allOf/2/oneOf", "#/allOf/3/oneOf"),
+    "schemars: flattened enums, unknown fields denied": (
+        "#/unevaluatedProperties",
+        "#/allOf/2/oneOf",
+        "#/allOf/3/oneOf",
+    ),
+}
+"""The parts that the back end does not hold, as JSON pointers."""
+
 
 class ToolSchema(msgspec.Struct, frozen=True):
     """A JSON schema, and some of its instances, whose members have the schema's order."""

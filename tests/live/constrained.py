@@ -308,7 +308,10 @@ RESPONSE = {
         stream=True,
     ),
 }
-MESSAGE = {"messages": Route("/v1/messages", _message, _at("content", 0, "text"))}
+MESSAGE = {
+    "messages": Route("/v1/messages", _message, _at("content", 0, "text")),
+    "messages, streamed": Route("/v1/messages", _streamed(_message), _joined("delta", "text"), stream=True),
+}
 LMI = {
     "LMI": Route(INVOCATIONS, _inputs, _at("generated_text")),
     "LMI, streamed": Route(INVOCATIONS, _streamed(_inputs), _last("generated_text"), stream=True),

@@ -9,30 +9,10 @@ import llguidance
 import pytest
 
 from engines.vllm.constraints.trial_process import trial
-from tests.tool_schemas import ToolSchema, tool_schemas
+from tests.tool_schemas import NOT_HELD, ToolSchema, tool_schemas
 from tests.unit.engines.vllm.constraints.byte_tokens import byte_tokens
 
 TOKENS = byte_tokens()
-NOT_HELD = {
-    "pydantic: dict of UUID, of date": ("#/properties/by_id/propertyNames", "#/properties/by_date/propertyNames"),
-    "pydantic: optional formats, set of UUID, with defaults": ("#/properties/ids/uniqueItems",),
-    "pydantic: set of an enum": ("#/properties/colors/uniqueItems",),
-    "pydantic: set, frozenset": (
-        "#/properties/tags/uniqueItems",
-        "#/properties/colors/uniqueItems",
-        "#/properties/frozen/uniqueItems",
-        "#/properties/few/uniqueItems",
-    ),
-    "schemars: flattened enums": ("#/allOf/2/oneOf", "#/allOf/3/oneOf"),
-    "schemars: flattened enums, unknown fields denied": (
-        "#/unevaluatedProperties",
-        "#/allOf/2/oneOf",
-        "#/allOf/3/oneOf",
-    ),
-    "zod: records of uuids": ("#/properties/users/propertyNames",),
-}
-"""The parts that are not held."""
-
 TOOLS = tool_schemas()
 
 
