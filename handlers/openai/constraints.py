@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 from engines.errors import InvalidParameter
 from engines.request import Constraint, SchemaPart
@@ -112,7 +111,6 @@ class Tool(NamedTuple):
 
     place: str  # Of the schema of its arguments in the body.
     strict: bool
-    definitions: tuple[str, ...] = ()  # The names of its schema's `$defs`.
 
 
 class Form(NamedTuple):
@@ -138,9 +136,10 @@ class Form(NamedTuple):
             if (tool := self.tools.get(name)) is None:
                 continue
             parts.append(SchemaPart(f"#/items/anyOf/{i}/properties/parameters", f"{tool.place}#", tool.strict))
-            for definition in tool.definitions:
-                pointer = "/$defs/" + definition.replace("~", "~0").replace("/", "~1")
-                parts.append(SchemaPart(f"#{pointer}", f"{tool.place}#{quote(pointer, safe='/~$')}", tool.strict))
+            if str(i) in schema.get(
+                "$defs", {}
+            ):  # A schema that refers to itself stands there (`engines.vllm.parsers`).
+                parts.append(SchemaPart(f"#/$defs/{i}", f"{tool.place}#", tool.strict))
         return parts
 
 
@@ -189,10 +188,7 @@ def _tools(body: Mapping[str, Any], path: str) -> Iterator[tuple[str, Tool]]:
 
 
 def _tool(tool: Mapping[str, Any], place: str) -> Tool:
-    schema = tool.get(place.rpartition(".")[2])
-    definitions = schema.get("$defs") if isinstance(schema, dict) else None
-    names = tuple(definitions) if isinstance(definitions, dict) else ()
-    return Tool(place, tool.get("strict") not in (None, False), names)
+    return Tool(place, tool.get("strict") not in (None, False))
 
 
 def _forms(body: Mapping[str, Any], path: str) -> list[str]:

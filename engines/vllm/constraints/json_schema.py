@@ -53,8 +53,10 @@ WHOLE = "#"  # The place of a schema of which nothing is held but its type.
 # The most schemas that rewriting may add, and the most that may replace one keyword.
 _MOST_ADDED, _MOST_ALTERNATIVES = 2048, 128
 _MOST_BRANCHES = 48  # Of a `oneOf`. Each pair is compared.
-_MOST_PLACES = 64  # That are named. A schema with more parts that are not held names these.
+_LARGEST_INTEGER = (1 << 63) - 1  # That llguidance writes within bounds.
+_MOST_PLACES = 64  # That are named. If there are more, `WHOLE` stands for the last ones.
 _NO_SCHEMA, _TOO_DEEP = "it must be a JSON schema, which is a JSON object", "it is nested too deeply"
+_SURROGATE = "it must not hold half of a surrogate pair"
 
 # llguidance's options for writing JSON, which stand in the schema in the place of the client's.
 _FLEXIBLE = {"whitespace_flexible": True}
@@ -82,6 +84,7 @@ def for_guidance(text: str, fault: Callable[[str], str], *, compact: bool) -> tu
     """
     try:
         root = json.loads(text, parse_constant=_refused)
+        json.dumps(root, ensure_ascii=False).encode()  # a check: half of a surrogate pair may have been escaped
         if not isinstance(root, dict):
             raise ValueError(_NO_SCHEMA)
         options = {"x-guidance": _COMPACT if compact else _FLEXIBLE}
@@ -91,16 +94,21 @@ def for_guidance(text: str, fault: Callable[[str], str], *, compact: bool) -> tu
             if complaint and spent > _SECONDS and not (way.loose and spent < 2 * _SECONDS):
                 continue
             rewriter = _Rewriter(root, fault, way, closed=way.closed and '"allOf"' not in text)
-            written = json.dumps(rewriter.document() | options, separators=(",", ":"))
+            written = json.dumps(rewriter.document() | options, separators=(",", ":"), ensure_ascii=False)
             too_long = f"it has more than {MAX_CHARACTERS} characters" if len(written) > MAX_CHARACTERS else ""
             complaint = too_long or fault(written)
             if not complaint:
-                return written, tuple(itertools.islice(rewriter.not_held, _MOST_PLACES)), empty
+                places = (*rewriter.not_held,)
+                if len(places) > _MOST_PLACES:
+                    places = (*places[: _MOST_PLACES - 1], WHOLE)
+                return written, places, empty
             empty = empty or complaint * _is_empty(complaint)
         types = named_types(root) or (frozenset({"object"}) if "properties" in root else EVERY)
         return json.dumps({"type": type_names(types)} | options), (WHOLE,), complaint
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
+    except UnicodeEncodeError:
+        raise ValueError(_SURROGATE) from None
     except json.JSONDecodeError:
         raise ValueError(_NO_SCHEMA) from None
 
@@ -313,6 +321,8 @@ class _Rewriter:
         if keyword == other or node.given.get(other) is True:
             keyword = other
         bound = plain(inward(value, up=least))
+        if not least and value >= _LARGEST_INTEGER and "number" not in node.types:
+            bound = _LARGEST_INTEGER + (keyword != "maximum")  # the one such bound that llguidance reads as it is
         if not self._takes({"type": "number", keyword: bound}):
             return False
         node.out[keyword] = bound

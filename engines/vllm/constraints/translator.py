@@ -147,8 +147,10 @@ class ConstraintTranslator:
         for kind, most in _MOST_CHARACTERS.items():  # it has one of them at most
             if (value := getattr(outputs, kind)) is None:
                 continue
+            if not value and kind == "choice":
+                raise InvalidParameter(parameter, "must have at least one choice")
             text = value if isinstance(value, str) else _written(parameter, value)
-            _check_size(parameter, text, most)
+            _check_size(parameter, text, most if self._trials is not None else min(most, _MAX_CHARACTERS))
             if self._trials is None:
                 continue
             trial = await self._trials.trial(kind, text, compact=compact)
@@ -255,7 +257,7 @@ def _check_size(parameter: str, text: str, most: int) -> None:
 
 def _written(parameter: str, value: Any) -> str:
     try:
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=False)
     except RecursionError:
         raise InvalidParameter(parameter, "is nested too deeply") from None
 

@@ -46,7 +46,8 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "string", "minLength": 2.0, "uniqueItems": True, "x-order": 1}, ["ab"], ["a"]),
     ({"$schema": "https://spec.openapis.org/oas/3.0", "type": "null", "nullable": True}, [None], [1]),
     # Numbers.
-    ({"type": "integer", "minimum": -INT64, "maximum": INT64 - 1}, [0, -(10**18), 10**18], [INT64, -INT64 - 1]),
+    ({"type": "integer", "minimum": -INT64, "maximum": INT64 - 1}, [0, -(10**18), INT64 - 1], [INT64, -INT64 - 1]),
+    ({"type": "integer", "exclusiveMaximum": 1e19}, [INT64 - 1, -(10**30)], [10**19]),
     ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, [1.5, -3], ["a"]),
     ({"type": "number", "minimum": -3.4028234663852886e38}, [0, -1.5], [-(10**39)]),
     ({"type": "integer", "minimum": 0, "exclusiveMinimum": True, "maximum": 2.0}, [1, 2], [0, 3]),
@@ -226,10 +227,34 @@ def test_what_is_not_held_is_named_and_the_rest_is_held(schema: Any, places: lis
     assert allows(found.text, valid)
 
 
+def test_a_schema_with_very_many_parts_that_are_not_held_is_not_held_whole() -> None:
+    found = tried({"type": "object", "properties": {f"a{i}": {"uniqueItems": True} for i in range(100)}})
+    assert len(found.not_held) == 64
+    assert found.not_held[-1] == "#"
+
+
 def test_a_schema_that_no_text_satisfies_is_said_to_be_so() -> None:
     found = tried({"type": "object", "required": ["a"], "properties": {"a": {"allOf": [{"const": 1}, {"const": 2}]}}})
     assert "nsatisfiable" in found.error
     assert found.not_held
+
+
+@pytest.mark.parametrize(
+    ("schema", "open_"),
+    [
+        ({"properties": {"a": {}}}, False),
+        ({"properties": {"a": {}}, "additionalProperties": True}, True),
+        ({"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]}, True),
+        ({"anyOf": [{"properties": {"a": {}}}]}, False),
+        ({"allOf": [{"properties": {"b": {}}}, {"properties": {"a": {}}}]}, True),
+        ({"properties": {"a": {}}, "minProperties": 2}, True),
+        ({"properties": {"a": {}}, "patternProperties": {"^x": {}}}, False),
+    ],
+)
+def test_objects_that_name_their_members_are_closed_and_are_objects(schema: Any, open_: bool) -> None:
+    text = tried(schema).text
+    assert allows(text, {"a": 1, "z": 1}) == open_
+    assert not allows(text, 1)
 
 
 def test_objects_of_a_condition_are_open() -> None:
@@ -247,7 +272,10 @@ def test_descriptions_do_not_count() -> None:
     assert len(found.text) < 1 << 15
 
 
-@pytest.mark.parametrize("schema", ['{"items": 1}', "[]", "nonsense", '{"enum": [NaN]}', '{"properties": {"a": "b"}}'])
+@pytest.mark.parametrize(
+    "schema",
+    ['{"items": 1}', "[]", "nonsense", '{"enum": [NaN]}', r'{"enum": ["\ud800"]}', '{"properties": {"a": "b"}}'],
+)
 def test_what_is_no_schema_is_refused(schema: str) -> None:
     found = trial(TOKENS, "json", schema)
     assert found.error
