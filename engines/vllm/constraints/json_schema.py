@@ -936,10 +936,10 @@ class Keyword(NamedTuple):
 _STRING, _ARRAY, _OBJECT = frozenset({"string"}), frozenset({"array"}), frozenset({"object"})
 _NUMBER = frozenset({"number", "integer"})
 _HELD = "held"
-_VALUES = "held, except for integers that no double has: llguidance reads doubles"
-_BOUND = "rounded inward to a double within 64 bits; says nothing beyond the largest double"
-_COUNTED = "the choices of the members that are named, up to 128: llguidance counts no optional ones"
-_DEPENDS = "`anyOf` of the member's absence and the rest, up to 7 members: they multiply"
+_VALUES = "held, except for integers that no double has"
+_BOUND = "rounded inward to a double within 64 bits"
+_COUNTED = "the choices of named members, up to 128: no optional ones are counted"
+_DEPENDS = "`anyOf` of the member's absence and the rest, up to 7: they multiply"
 # All others are annotations, or belong to one of these (`then`, `else`, `minContains`, `$defs`, `$anchor`).
 KEYWORDS: Mapping[str, Keyword] = {
     "type": Keyword(_Rewriter._type, _HELD),
@@ -953,20 +953,14 @@ KEYWORDS: Mapping[str, Keyword] = {
     "minLength": Keyword(_Rewriter._size, _HELD, _STRING),
     "maxLength": Keyword(_Rewriter._size, _HELD, _STRING),
     "pattern": Keyword(_Rewriter._pattern, "look-arounds and `\\b` become plain patterns; no back references", _STRING),
-    "format": Keyword(
-        _Rewriter._format, "those of the standard, except `regex` and `idn-*`; others say nothing", _STRING
-    ),
+    "format": Keyword(_Rewriter._format, "the standard's, except `regex` and `idn-*`; others say nothing", _STRING),
     "items": Keyword(_Rewriter._items, _HELD, _ARRAY),
     "prefixItems": Keyword(_Rewriter._items, _HELD, _ARRAY),
     "additionalItems": Keyword(_Rewriter._items, _HELD, _ARRAY),
     "minItems": Keyword(_Rewriter._size, _HELD, _ARRAY),
     "maxItems": Keyword(_Rewriter._size, _HELD, _ARRAY),
-    "uniqueItems": Keyword(
-        _Rewriter._unique, "the orders of up to 4 values: a grammar does not remember others", _ARRAY
-    ),
-    "contains": Keyword(
-        _Rewriter._contains, "the places of one item in up to 7: a grammar does not count others", _ARRAY
-    ),
+    "uniqueItems": Keyword(_Rewriter._unique, "the orders of up to 4 values: a grammar remembers no others", _ARRAY),
+    "contains": Keyword(_Rewriter._contains, "the places of one item in up to 7", _ARRAY),
     "properties": Keyword(_Rewriter._properties, _HELD, _OBJECT),
     "required": Keyword(_Rewriter._required, _HELD, _OBJECT),
     "patternProperties": Keyword(_Rewriter._pattern_properties, "held if no name can match two of them", _OBJECT),
@@ -979,20 +973,20 @@ KEYWORDS: Mapping[str, Keyword] = {
     "dependentRequired": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
     "dependentSchemas": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
     "dependencies": Keyword(_Rewriter._dependent, _DEPENDS, _OBJECT),
-    "if": Keyword(_Rewriter._if, "`anyOf` of `if` with `then`, and of the opposite of `if` with `else`"),
-    "not": Keyword(_Rewriter._not, "the opposite, of the keywords that have one: not of `items`, `format`, `oneOf`, …"),
+    "if": Keyword(_Rewriter._if, "`anyOf` of `if` with `then`, and of its opposite with `else`"),
+    "not": Keyword(_Rewriter._not, "the opposite, if there is one: not of `items`, `format`, `oneOf` and so on"),
     "allOf": Keyword(_Rewriter._all_of, _HELD),
     "anyOf": Keyword(_Rewriter._any_of, _HELD),
-    "oneOf": Keyword(_Rewriter._any_of, "`anyOf`, each branch with the opposite of those that it does not exclude"),
+    "oneOf": Keyword(_Rewriter._any_of, "`anyOf`, each branch with the opposite of those that it overlaps"),
     "unevaluatedProperties": Keyword(
         _Rewriter._evaluated,
-        "`additionalProperties` of all that `allOf` and `$ref` name; not beside other choices",
+        "`additionalProperties` beside `allOf` and `$ref`, not beside choices",
         _OBJECT,
     ),
     "unevaluatedItems": Keyword(_Rewriter._evaluated, "`items`; not beside other schemas", _ARRAY),
-    "$ref": Keyword(_Rewriter._reference, "within the schema: nothing is fetched"),
-    "$dynamicRef": Keyword(_Rewriter._reference, "`$ref`, if its anchor is there once"),
-    "$recursiveRef": Keyword(_Rewriter._reference, "`$ref`"),
+    "$ref": Keyword(_Rewriter._reference, "within the schema"),
+    "$dynamicRef": Keyword(_Rewriter._reference, "`$ref`, if the anchor is there once"),
+    "$recursiveRef": Keyword(_Rewriter._reference, "`$ref`, if the anchor is there once"),
 }
 # Those that other keywords have to express.
 _EXPRESSED = frozenset(
