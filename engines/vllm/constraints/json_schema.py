@@ -16,8 +16,7 @@ import itertools
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 from urllib.parse import quote, unquote
@@ -34,7 +33,9 @@ from engines.vllm.constraints.schema_values import (
     anchors,
     any_of,
     below,
-    inward,
+    bound_of,
+    distinct,
+    has_base,
     is_exact,
     is_number,
     is_size,
@@ -48,13 +49,12 @@ from engines.vllm.constraints.schema_values import (
     with_integers,
 )
 
-MAX_CHARACTERS = 1 << 17  # Of a schema without what says nothing.
+_MAX_CHARACTERS = 1 << 17  # Of a schema without what says nothing.
 WHOLE = "#"  # The place of a schema of which nothing is held but its type.
 # The most schemas that rewriting may add, and the most that may replace one keyword.
-_MOST_ADDED, _MOST_ALTERNATIVES = 2048, 128
+_MOST_ADDED, _MOST_ALTERNATIVES, _CHARACTERS_OF_A_SCHEMA = 2048, 128, 64
 _MOST_BRANCHES = 48  # Of a `oneOf`. Each pair is compared.
-_LARGEST_INTEGER = (1 << 63) - 1  # That llguidance writes within bounds.
-_MOST_PLACES = 64  # That are named. If there are more, `WHOLE` stands for the last ones.
+_MOST_PLACES, _MOST_PLACE_CHARACTERS = 64, 8192  # Of the places that are named.
 _NO_SCHEMA, _TOO_DEEP = "it must be a JSON schema, which is a JSON object", "it is nested too deeply"
 _SURROGATE = "it must not hold half of a surrogate pair"
 
@@ -77,62 +77,89 @@ def for_guidance(text: str, fault: Callable[[str], str], *, compact: bool) -> tu
 
     Returns:
         The schema for llguidance; the places of its parts that are not held, as URI fragments; and llguidance's
-        complaint, if the place is `WHOLE`, or if no text is allowed by the whole schema.
+        complaint, if none but the place `WHOLE` is named, or if no text is allowed by the schema with these parts.
 
     Raises:
         ValueError: It is no JSON schema, nested too deeply, or too long.
     """
+    root = _read(text)
+    options = {"x-guidance": _COMPACT if compact else _FLEXIBLE}
+    spent, complaint, empty = 0, "", ""
     try:
-        root = json.loads(text, parse_constant=_refused)
-        json.dumps(root, ensure_ascii=False).encode()  # a check: half of a surrogate pair may have been escaped
-        if not isinstance(root, dict):
-            raise ValueError(_NO_SCHEMA)
-        options = {"x-guidance": _COMPACT if compact else _FLEXIBLE}
-        begun, complaint, empty = time.process_time(), "", ""
         for way in _WAYS:
-            spent = time.process_time() - begun
-            if complaint and spent > _SECONDS and not (way.loose and spent < 2 * _SECONDS):
+            if spent > (2 * _MOST_WORK if way.loose else _MOST_WORK):
                 continue
             rewriter = _Rewriter(root, fault, way, closed=way.closed and '"allOf"' not in text)
             written = json.dumps(rewriter.document() | options, separators=(",", ":"), ensure_ascii=False)
-            too_long = f"it has more than {MAX_CHARACTERS} characters" if len(written) > MAX_CHARACTERS else ""
+            too_long = f"it has more than {_MAX_CHARACTERS} characters" if len(written) > _MAX_CHARACTERS else ""
             complaint = too_long or fault(written)
             if not complaint:
-                places = (*rewriter.not_held,)
-                if len(places) > _MOST_PLACES:
-                    places = (*places[: _MOST_PLACES - 1], WHOLE)
-                return written, places, empty
-            empty = empty or complaint * _is_empty(complaint)
-        types = named_types(root) or (frozenset({"object"}) if "properties" in root else EVERY)
-        return json.dumps({"type": type_names(types)} | options), (WHOLE,), complaint
+                return written, _shown(rewriter.not_held), empty
+            if not way.closed and not way.loose and _is_empty(complaint):
+                empty = complaint
+            spent += rewriter.work + _WORK_OF_COMPILING * len(written)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    types = named_types(root) or (frozenset({"object"}) if "properties" in root else EVERY)
+    return json.dumps({"type": type_names(types)} | options), (WHOLE,), complaint
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Return a schema.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        root = json.loads(text, parse_constant=_refused)
+        json.dumps(root, ensure_ascii=False).encode()  # half of a surrogate pair may have been escaped
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except UnicodeEncodeError:
         raise ValueError(_SURROGATE) from None
-    except json.JSONDecodeError:
+    except ValueError:  # also for a number with thousands of digits
         raise ValueError(_NO_SCHEMA) from None
+    if not isinstance(root, dict):
+        raise ValueError(_NO_SCHEMA)
+    return root
 
 
 def _refused(_: str) -> None:
     raise ValueError(_NO_SCHEMA)
 
 
+def _shown(places: Iterable[str]) -> tuple[str, ...]:
+    """Return the places to name. If they are too many or too long, `WHOLE` stands for the rest."""
+    shown: list[str] = []
+    room = _MOST_PLACE_CHARACTERS
+    for place in places:
+        room -= len(place)
+        if room < 0 or len(shown) == _MOST_PLACES - 1:
+            return (*shown, WHOLE)
+        shown.append(place)
+    return tuple(shown)
+
+
 class _Way(NamedTuple):
     """A way to rewrite a schema. The next one is taken if llguidance refuses what the last one has made."""
 
-    careful: bool = False  # Parts are tried out alone.
+    careful: bool = True  # Parts are tried out alone.
     loose: bool = False  # Keywords that other keywords have to express are not held.
     closed: bool = True  # Objects are closed.
+    sealed: bool = True  # The names of further members have one spelling.
 
 
 _WAYS = (
+    _Way(careful=False),
     _Way(),
-    _Way(careful=True),
-    _Way(careful=True, closed=False),
-    _Way(careful=True, loose=True),
-    _Way(careful=True, loose=True, closed=False),
+    _Way(sealed=False),
+    _Way(closed=False),
+    _Way(loose=True),
+    _Way(loose=True, closed=False, sealed=False),
 )
-_SECONDS = 0.5  # Of processor time, after which nothing more is compared, and the loose ways are taken.
+# Work, in characters that llguidance reads. Beyond it nothing more is compared, and only the loose ways are taken. A
+# limit of time would let two servers hold different parts of a schema.
+_MOST_WORK, _WORK_OF_A_SCHEMA, _WORK_OF_COMPILING = 1_000_000, 20, 8
 
 
 @dataclass(slots=True)
@@ -145,12 +172,16 @@ class _Node:
     closed: bool  # An object has only the members that are named.
     exact: bool  # It is a condition: no text is excluded that the standard allows.
     out: dict[str, Any] = field(default_factory=dict)
-    also: list[Schema] = field(default_factory=list)  # Further schemas that have to hold.
+    # Further schemas that have to hold, with the keywords that they come from.
+    also: list[tuple[str, Schema]] = field(default_factory=list)
+    keyword: str = ""  # The one that is being rewritten.
+    also_at: int = 0  # The place of these schemas among the keywords. It decides on the order of members.
 
     def add(self, *schemas: Schema) -> None:
-        """Add schemas that have to hold as well. Their place among the keywords decides on the order of members."""
-        self.out["allOf"] = self.also
-        self.also += schemas
+        """Add schemas that have to hold as well."""
+        if not self.also:
+            self.also_at = len(self.out)
+        self.also += [(self.keyword, schema) for schema in schemas]
 
 
 class _Rewriter:
@@ -158,10 +189,12 @@ class _Rewriter:
 
     def __init__(self, root: dict[str, Any], fault: Callable[[str], str], way: _Way, *, closed: bool) -> None:
         self._root, self._fault, self._way, self._closed = root, fault, way, closed
-        self._end = time.process_time() + _SECONDS
+        self.work = 0
         self._old = any(name in str(root.get("$schema")) for name in _OLD)
         self._definitions: dict[str, Schema] = {}  # By name. While one is being rewritten: its type.
         self._open: set[str] = set()  # The names of those.
+        self._left_of: dict[str, dict[str, None]] = {}  # The places that are not held of each definition.
+        self._foreign = 0  # Schemas around this one that have a base of their own for references.
         self._names: dict[tuple[str, bool, bool], str] = {}
         self._anchors: dict[str, str] | None = None  # Pointers by anchor.
         self._left = _MOST_ADDED
@@ -172,12 +205,23 @@ class _Rewriter:
     def document(self) -> dict[str, Any]:
         """Return the rewritten document."""
         schema = self.schema(self._root, "#", self._closed)
-        if schema is False:
-            schema = {"enum": []}
-        return ({} if schema is True else schema) | self._with_definitions()
+        return self._with_definitions({"enum": []} if schema is False else {} if schema is True else schema)
 
-    def _with_definitions(self) -> dict[str, Any]:
-        return {"$defs": self._definitions} if self._definitions else {}
+    def _with_definitions(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return a schema with the definitions that it needs."""
+        needed: dict[str, Schema] = {}
+        waiting = [schema]
+        while waiting:
+            for name in _references(waiting.pop()):
+                if name not in needed:
+                    needed[name] = definition = self._definitions[name]
+                    waiting += [definition] if isinstance(definition, dict) else []
+        return {**schema, "$defs": needed} if needed else schema
+
+    def _complaint(self, schema: dict[str, Any]) -> str:
+        text = json.dumps(self._with_definitions(schema))
+        self.work += len(text)
+        return self._fault(text)
 
     def schema(self, given: Any, place: str, closed: bool, *, exact: bool = False) -> Schema:
         """Return a schema that allows no text that the given one does not, apart from what is not held."""
@@ -185,6 +229,20 @@ class _Rewriter:
             return given
         if not isinstance(given, dict):
             raise ValueError(f"a schema must be an object or a boolean, at {place}")
+        self.work += _WORK_OF_A_SCHEMA
+        if self._has_base(given):
+            self._foreign += 1
+            try:
+                return self._node_schema(given, place, closed, exact=exact)
+            finally:
+                self._foreign -= 1
+        return self._node_schema(given, place, closed, exact=exact)
+
+    def _has_base(self, given: dict[str, Any]) -> bool:
+        """Return True if references within a schema are not those of the document."""
+        return given is not self._root and has_base(given, old=self._old)
+
+    def _node_schema(self, given: dict[str, Any], place: str, closed: bool, *, exact: bool) -> Schema:
         if self._old and isinstance(given.get("$ref"), str):
             given = {"$ref": given["$ref"]}
         node = _Node(given, place, named_types(given) or EVERY, closed, exact)
@@ -197,15 +255,46 @@ class _Rewriter:
             rule = KEYWORDS.get(keyword)
             if rule is None or not rule.types & node.types:
                 continue  # says nothing
+            node.keyword = keyword
             before = dict(node.out), list(node.also)
             held = rule.rewrite(self, node, keyword, value)
             if self._way.loose and keyword in _EXPRESSED and before != (node.out, node.also):
-                node.out, node.also[:], held = *before, False
+                node.out, node.also, held = *before, False
             if not held:
                 self._leave(node, keyword)
         if self._is_closed(node):
             node.out["additionalProperties"] = False
+        elif "object" in node.types and not exact:
+            self._seal(node)
         return self._joined(node)
+
+    def _seal(self, node: _Node) -> None:
+        """Let the names of further members have one spelling.
+
+        llguidance tells them from the members that are named by their bytes, and allows any escapes in them: in
+        `{"\\u0061": 1}` it does not find the member `a`. In names that match a pattern it allows no such escapes.
+        """
+        out, further = node.out, node.out.get("additionalProperties", True)
+        if further is False or not (node.also or out.keys() & _OF_OBJECTS):
+            return
+        if any(self._is_sealed(part) for _, part in node.also):
+            return
+        if not self._way.sealed:
+            self._leave(node, "additionalProperties" if "additionalProperties" in out else "properties")
+            return
+        if "patternProperties" in out:
+            besides = patterns.all_but(out.get("properties", ()), out["patternProperties"])
+            if besides is None:
+                self._leave(node, "patternProperties")
+                return
+            out["patternProperties"] = {**out["patternProperties"], besides: further}
+        elif further is True or not out.keys() & {"properties", "required"}:
+            out["patternProperties"] = {_ANY_NAME: further}
+        else:
+            node.keyword = "additionalProperties"
+            node.add({"patternProperties": {_ANY_NAME: True}, "additionalProperties": False})
+            return
+        out["additionalProperties"] = False
 
     def _leave(self, node: _Node, keyword: str) -> None:
         """Note that a keyword is not held."""
@@ -228,27 +317,48 @@ class _Rewriter:
 
     def _joined(self, node: _Node) -> Schema:
         """Return a node's schema with the further ones that have to hold."""
-        also = [part for part in node.also if part is not True and part != {}]
-        if False in also or not node.types:
+        also = [(keyword, part) for keyword, part in node.also if part is not True and part != {}]
+        parts = [part for _, part in also]
+        if False in parts or not node.types:
             return False
-        if self._way.careful and (len(also) > 1 or node.out.keys() - {"allOf"}):
+        if self._way.careful and (len(also) > 1 or node.out):
             # llguidance does not combine a schema that refers to itself with others.
-            for part in also:
-                if not self._leads_back(part):
-                    continue
-                for keyword in node.given:
-                    if keyword != "$ref" and keyword in KEYWORDS:
+            for origin, part in also:
+                if self._leads_back(part):
+                    for keyword in [word for word in node.given if word in KEYWORDS and word != origin]:
                         self._leave(node, keyword)
-                return part
-        out: dict[str, Any] = {}
+                    return part
+        first = [*node.out][: node.also_at]
+        members = {word: node.out[word] for word in _MEMBERS if word in node.out}
+        before: dict[str, Any] = {}
+        after: dict[str, Any] = {}
         for keyword, value in node.out.items():
-            if keyword != "allOf":
-                out[keyword] = value
-            elif len(also) == 1 and _can_be_merged(also[0], node.out):
-                out |= also[0]
-            elif also:
-                out[keyword] = also
-        return out or True
+            # llguidance reads the keywords of members together only if no combination is between them.
+            if keyword == next(iter(members), None):
+                (before if keyword in first else after).update(members)
+            elif keyword not in members:
+                (before if keyword in first else after)[keyword] = value
+        if len(parts) == 1 and _can_be_merged(parts[0], node.out):
+            return {**before, **parts[0], **after}
+        return {**before, **({"allOf": parts} if parts else {}), **after} or True
+
+    def _is_sealed(self, schema: Schema, around: frozenset[str] = frozenset()) -> bool:
+        """Return True if no object that a schema allows has names of several spellings.
+
+        Args:
+            schema: The schema.
+            around: The names of the definitions that have led to it.
+        """
+        if isinstance(schema, bool):
+            return not schema
+        if schema.get("additionalProperties") is False or "object" not in allowed_types(schema):
+            return True
+        name = str(schema.get("$ref")).rpartition("/")[2]
+        if name in self._definitions:
+            return name in self._open | around or self._is_sealed(self._definitions[name], around | {name})
+        if any(self._is_sealed(part, around) for part in schema.get("allOf", ())):
+            return True
+        return "anyOf" in schema and all(self._is_sealed(part, around) for part in schema["anyOf"])
 
     def _leads_back(self, schema: Schema) -> bool:
         """Return True if a schema refers to one of which it is a part."""
@@ -260,7 +370,7 @@ class _Rewriter:
 
     @property
     def _late(self) -> bool:
-        return time.process_time() > self._end
+        return self.work > _MOST_WORK
 
     def _spend(self, count: int) -> bool:
         """Return True if rewriting may add so many schemas."""
@@ -284,7 +394,7 @@ class _Rewriter:
             return True
         text = json.dumps(fragment)
         if text not in self._sound:
-            complaint = self._fault(text)
+            complaint = self._complaint(fragment)
             self._sound[text] = not complaint or complaint.startswith("Unsatisfiable")
         return self._sound[text]
 
@@ -298,7 +408,7 @@ class _Rewriter:
         values = value if keyword == "enum" else [value]
         if not isinstance(values, list):
             return False
-        kept = [plain(each) for each in values if type_of(each) in node.types or is_whole(each)]
+        kept = distinct([plain(each) for each in values if type_of(each) in node.types or is_whole(each)])
         if not all(map(is_exact, kept)):
             return False
         if "enum" in node.out:  # `const` beside `enum`
@@ -317,15 +427,14 @@ class _Rewriter:
             return True  # a number cannot be beyond it
         if abs(value) > LARGEST_BOUND and (value < 0) is not least:
             return False
-        other = "exclusive" + keyword[0].upper() + keyword[1:]
-        if keyword == other or node.given.get(other) is True:
-            keyword = other
-        bound = plain(inward(value, up=least))
-        if not least and value >= _LARGEST_INTEGER and "number" not in node.types:
-            bound = _LARGEST_INTEGER + (keyword != "maximum")  # the one such bound that llguidance reads as it is
-        if not self._takes({"type": "number", keyword: bound}):
+        exclusive = keyword.startswith("exclusive") or node.given.get(f"exclusive{keyword.title()}") is True
+        bound = bound_of(value, least=least, exclusive=exclusive, whole="number" not in node.types)
+        if (node.exact and value not in bound.values()) or not self._takes({"type": "number", **bound}):
             return False
-        node.out[keyword] = bound
+        if bound.keys() & node.out.keys():
+            node.add(bound)
+        else:
+            node.out |= bound
         return True
 
     def _multiple(self, node: _Node, keyword: str, value: Any) -> bool:
@@ -355,10 +464,7 @@ class _Rewriter:
         """Return expressions that mean the same together, or a `single` one. None if llguidance has none."""
         if not isinstance(value, str):
             return None
-        parts = patterns.without_look_around(value, single=single)
-        if parts is not None:
-            return parts
-        return (value,) if self._takes({"type": "string", "pattern": value}) else None
+        return patterns.without_look_around(value, single=single)
 
     def _format(self, node: _Node, keyword: str, value: Any) -> bool:
         if not isinstance(value, str):
@@ -387,8 +493,8 @@ class _Rewriter:
         most = node.given.get("maxItems", math.inf)
         if value is not True or (is_number(most) and most <= 1):
             return value is True
-        given = node.given.get("items", True)
-        if "prefixItems" in node.given or isinstance(given, list):
+        given, least = node.given.get("items", True), node.given.get("minItems", 0)
+        if "prefixItems" in node.given or isinstance(given, list) or not is_size(least) or self._late:
             return False
         with self._silent():
             values = allowed_values(self._referred(self.schema(given, "", closed=False)), 4)
@@ -397,7 +503,7 @@ class _Rewriter:
         choices = [
             list(each)
             for count in range(len(values) + 1)
-            if node.given.get("minItems", 0) <= count <= most
+            if least <= count <= most
             for each in itertools.permutations(values, count)
         ]
         if not self._spend(len(choices)):
@@ -412,9 +518,11 @@ class _Rewriter:
             return False
         if least == 0:
             return True
-        if not is_number(most) or not most < 8 or not self._spend(max(int(most), 1)):
+        if not is_number(most) or not most < 8:
             return False
         part = self._part(node, value, below(node.place, "contains"))
+        if not self._spend(int(most) * (1 + len(json.dumps(part)) // _CHARACTERS_OF_A_SCHEMA)):
+            return False
         places = [{"type": "array", "prefixItems": [True] * i + [part], "minItems": i + 1} for i in range(int(most))]
         node.add(any_of([*_others(node, "array"), *places]))
         return True
@@ -442,6 +550,11 @@ class _Rewriter:
             return False
         place = below(node.place, keyword)
         members = {name: self._part(node, each, below(place, name)) for name, each in value.items()}
+        universal = _EVERY_NAME if node.given.get("additionalProperties") is False else _EVERY_NAME | _NEARLY_EVERY_NAME
+        if len(members) == 1 and universal.issuperset(members):
+            node.out[keyword] = {_ANY_NAME: next(iter(members.values()))}
+            node.out["additionalProperties"] = False
+            return True
         names = {name: self._patterns(name, single=True) for name in members}
         held = {own[0]: members[name] for name, own in names.items() if own is not None}
         if len(held) == len(members) and self._takes({"patternProperties": dict.fromkeys(held, True)}):
@@ -461,6 +574,8 @@ class _Rewriter:
 
     def _names_of_members(self, node: _Node, _: str, value: Any) -> bool:
         """`propertyNames`: its expression becomes one of `patternProperties`, beside which nothing is allowed."""
+        if self._late:
+            return False
         with self._silent() as left:
             names = self.schema(value, "", closed=False, exact=True)
         if left or self._leads_back(names):
@@ -473,7 +588,7 @@ class _Rewriter:
                 node.add({"type": type_names(node.types), "maxProperties": 0})
             return True
         others = _others(node, "object")
-        if (allowed := allowed_values(names, 1024)) is not None:
+        if names.keys() <= {"type", "enum"} and (allowed := allowed_values(names, 1024)) is not None:
             only: dict[str, Any] = {"properties": {name: True for name in allowed if isinstance(name, str)}}
         else:
             expression = self._name_expression(names)
@@ -510,12 +625,13 @@ class _Rewriter:
         optional = [name for name in named if name not in required]
         if keyword == "minProperties" and count <= len(required):
             return True
+        closed = given.get("additionalProperties") is False or self._is_closed(node)
+        further, rest = not closed or bool(given.get("patternProperties")), count - len(required)
+        if keyword == "minProperties" and rest > 1 and further:
+            return False  # llguidance counts a name twice if it comes twice
         if not optional:
             node.out[keyword] = count
             return True
-        closed = given.get("additionalProperties") is False or self._is_closed(node)
-        further = not closed or bool(given.get("patternProperties"))
-        rest = count - len(required)
         if keyword == "maxProperties":
             if not further and rest >= len(optional):
                 return True
@@ -524,7 +640,7 @@ class _Rewriter:
             chosen = itertools.combinations(optional, len(optional) - rest)
             kept: list[Schema] = [{"properties": dict.fromkeys(names, False)} for names in chosen]
         else:
-            if (rest > 1 and further) or not self._spend(math.comb(len(optional), rest) + 1):
+            if not self._spend(math.comb(len(optional), rest) + 1):
                 return False
             kept = [{"required": list(names)} for names in itertools.combinations(optional, rest)]
             if further:
@@ -632,7 +748,7 @@ class _Rewriter:
             return True
         if self._late:
             return False
-        return _is_empty(self._fault(json.dumps({"allOf": [one, other]} | self._with_definitions())))
+        return _is_empty(self._complaint({"allOf": [one, other]}))
 
     def _differ(self, one: Schema, other: Schema, needed: frozenset[str] = frozenset(), depth: int = 4) -> bool:
         """Return True if a look at types, values and required members shows that no text is allowed by both."""
@@ -717,8 +833,10 @@ class _Rewriter:
             types = named_types(target) if isinstance(target, dict) else None
             self._definitions[name] = {"type": type_value(types or EVERY)}
             self._open.add(name)
-            self._definitions[name] = self._possible(self.schema(target, pointer, node.closed, exact=node.exact))
+            with self._silent() as self._left_of[name]:
+                self._definitions[name] = self._possible(self.schema(target, pointer, node.closed, exact=node.exact))
             self._open.remove(name)
+        self.not_held |= self._left_of[name]
         held = self._definitions[name]
         node.add(held if isinstance(held, bool) else {"$ref": f"#/$defs/{name}"})
         return True
@@ -727,12 +845,11 @@ class _Rewriter:
         """Return a definition; False if no text is allowed by it, which llguidance refuses even if it is not needed."""
         if not self._way.careful or isinstance(schema, bool) or self._late:
             return schema
-        complaint = self._fault(json.dumps({"allOf": [schema]} | self._with_definitions()))
-        return not _is_empty(complaint) and schema
+        return not _is_empty(self._complaint({"allOf": [schema]})) and schema
 
     def _target(self, reference: Any) -> tuple[str, Any] | None:
         """Return the place of a reference in this document, and what is there. None if it is elsewhere."""
-        if not isinstance(reference, str):
+        if not isinstance(reference, str) or self._foreign:
             return None
         base, _, fragment = reference.partition("#")
         own = str(self._root.get("$id") or self._root.get("id") or "").partition("#")[0]
@@ -742,17 +859,21 @@ class _Rewriter:
         if fragment and not fragment.startswith("/"):
             if self._anchors is None:
                 self._anchors = {}
-                for name, pointer in anchors(self._root, ""):
+                for name, pointer in anchors(self._root, "", old=self._old):
                     self._anchors[name] = "" if name in self._anchors else pointer  # which one is meant is not known
             if not (pointer := self._anchors.get(fragment, "")):
                 return None
             fragment = pointer
         found: Any = self._root
         for part in fragment.split("/")[1:]:
+            if isinstance(found, dict) and self._has_base(found):
+                return None
             part = part.replace("~1", "/").replace("~0", "~")
-            try:
-                found = found[int(part)] if isinstance(found, list) else found[part]
-            except (KeyError, IndexError, ValueError, TypeError):
+            if isinstance(found, dict) and part in found:
+                found = found[part]
+            elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+                found = found[int(part)]
+            else:
                 return None
         return "#" + quote(fragment, safe="/~$"), found
 
@@ -767,8 +888,9 @@ class _Rewriter:
         """
         if isinstance(given, bool):
             return not given
-        if not isinstance(given, dict) or self._late:
+        if not isinstance(given, dict) or self._late or self._has_base(given):
             return None
+        self.work += _WORK_OF_A_SCHEMA
         if self._old and isinstance(given.get("$ref"), str):
             given = {"$ref": given["$ref"]}
         kept = named_types(given)
@@ -806,7 +928,8 @@ class _Rewriter:
                     return None
                 if isinstance(given.get("exclusiveMinimum"), bool) or isinstance(given.get("exclusiveMaximum"), bool):
                     return None
-                return [{"type": "number", _OPPOSITES[keyword]: plain(value)}]
+                least, exclusive = keyword in ("maximum", "exclusiveMaximum"), not keyword.startswith("exclusive")
+                return [{"type": "number", **bound_of(value, least=least, exclusive=exclusive, whole=False)}]
             case "required":
                 if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
                     return None
@@ -852,16 +975,15 @@ class _Rewriter:
         return found
 
 
-_OPPOSITES = {
-    "minimum": "exclusiveMaximum",
-    "maximum": "exclusiveMinimum",
-    "exclusiveMinimum": "maximum",
-    "exclusiveMaximum": "minimum",
-}
 _SIZED = {"Length": "string", "Items": "array", "Properties": "object"}
 # Keywords whose meaning depends on each other.
 _NEIGHBOURS = frozenset({"properties", "patternProperties", "additionalProperties", "prefixItems", "items"})
 _SHAPES = (("properties", dict), ("patternProperties", dict), ("allOf", list))
+_MEMBERS = ("properties", "patternProperties", "additionalProperties")
+_OF_OBJECTS = frozenset({*_MEMBERS, "required", "minProperties", "maxProperties"})
+_ANY_NAME = r"^[\s\S]*$"
+_EVERY_NAME = frozenset({"", "^", ".*", "^.*", ".*$"})  # Patterns.
+_NEARLY_EVERY_NAME = frozenset({"^.*$", ".", ".+", "^.+$", "^.+"})  # All but the empty one and such with line breaks.
 _OF_NAMES = frozenset({"type", "pattern", "minLength", "maxLength"})
 _CERTAIN = frozenset({"$ref", "allOf"})  # Applicators that hold in any case.
 
@@ -871,6 +993,8 @@ def _other_size(keyword: str, value: Any) -> Sequence[Schema] | None:
     if not is_size(value):
         return None
     kind = _SIZED[keyword[3:]]
+    if keyword == "maxProperties" and value > 0:
+        return None  # llguidance counts a name twice if it comes twice
     if keyword.startswith("max"):
         return [{"type": kind, f"min{keyword[3:]}": int(value) + 1}]
     return [{"type": kind, f"max{keyword[3:]}": int(value) - 1}] if value > 0 else []
@@ -901,11 +1025,27 @@ def _none_of(values: Any, types: frozenset[str]) -> Sequence[Schema] | None:
             for low, high in itertools.pairwise([None, *edges, None]):
                 if kind == "integer" and low is not None and high == low + 1:
                     continue
-                between = {"exclusiveMinimum": low, "exclusiveMaximum": high}
-                found.append({"type": kind} | {name: edge for name, edge in between.items() if edge is not None})
+                between = {"type": kind}
+                for edge, least in ((low, True), (high, False)):
+                    if edge is not None:
+                        between |= bound_of(edge, least=least, exclusive=True, whole=kind == "integer")
+                found.append(between)
         elif kind != "null":
             return None
     return found
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """Yield the names of the definitions to which a rewritten schema refers."""
+    if isinstance(schema, dict):
+        if isinstance(reference := schema.get("$ref"), str):
+            yield reference.rpartition("/")[2]
+        for keyword, part in schema.items():
+            if keyword != "enum":
+                yield from _references(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from _references(part)
 
 
 def _can_be_merged(part: Schema, out: Mapping[str, Any]) -> TypeGuard[dict[str, Any]]:

@@ -9,7 +9,7 @@ be written as an expression.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from engines.vllm.constraints.automata import Automaton, Neighbour, Work, expression
 from engines.vllm.constraints.pattern_trees import (
@@ -48,6 +48,14 @@ def none_of(words: Collection[str]) -> str | None:
         return _one_pattern(Chain((BEGIN, Either(tuple(literals)), END)), Work(length), complemented=True)
     except (BeyondError, RecursionError):
         return None
+
+
+def all_but(words: Iterable[str], others: Iterable[str]) -> str | None:
+    """Return a pattern that is found in all texts but these words and those in which one of the others is found."""
+    excluded = [rf"[\s\S]*(?:{other})" for other in others]
+    excluded += ["".join([f"\\u{{{ord(character):x}}}" for character in word]) + "$" for word in words]
+    found = without_look_around(f"^{''.join([f'(?!{each})' for each in excluded])}[\\s\\S]*$", single=True)
+    return None if found is None else found[0]
 
 
 def without_look_around(pattern: str, *, single: bool = False) -> tuple[str, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 EVERY = frozenset(TYPES)
 # llguidance reads bounds as doubles, and those of integers as 64 bits.
 LARGEST_BOUND = math.nextafter(2.0**63, 0.0)
+_LARGEST_INTEGER = (1 << 63) - 1
+_STEP = 1e-9  # Between an exclusive bound and the nearest number that is allowed.
 
 
 def named_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
@@ -79,7 +82,9 @@ def type_of(value: Any) -> str:
 
 def is_number(value: Any) -> bool:
     """Return True for a finite number, which a boolean is not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, float) and math.isfinite(value)
+    )
 
 
 def is_size(value: Any) -> bool:
@@ -103,13 +108,28 @@ def is_exact(value: Any) -> bool:
     return not isinstance(value, int) or (abs(value) <= LARGEST_BOUND and int(float(value)) == value)
 
 
-def inward(value: float, *, up: bool) -> float:
-    """Return a bound that a double can hold, and that allows no more."""
+def bound_of(value: float, *, least: bool, exclusive: bool, whole: bool) -> dict[str, Any]:
+    """Return the keyword for a bound of numbers that llguidance can hold, and that allows no more.
+
+    Args:
+        value: The bound.
+        least: It is the least number.
+        exclusive: The bound itself is not allowed.
+        whole: The numbers are integers.
+    """
+    if whole and not least and value >= _LARGEST_INTEGER:
+        # The one bound beyond doubles that llguidance reads as it is.
+        return {"exclusiveMaximum": _LARGEST_INTEGER + 1} if exclusive else {"maximum": _LARGEST_INTEGER}
     value = min(max(value, -LARGEST_BOUND), LARGEST_BOUND)
-    near = float(value)
-    if near == value:
-        return value
-    return math.nextafter(near, math.inf if up else -math.inf) if (near < value) is up else near
+    near, inward = float(value), math.inf if least else -math.inf
+    if near != value and (near < value) is least:
+        near = math.nextafter(near, inward)
+    if exclusive and not whole:
+        # Numbers that are nearer are read as the bound. And llguidance allows an exclusive bound that is an integer if
+        # the other bound is nearer than the next integer.
+        near, exclusive = sorted((math.nextafter(near, inward), near + math.copysign(_STEP, inward)))[least], False
+    keyword = "inimum" if least else "aximum"
+    return {f"exclusiveM{keyword}" if exclusive else f"m{keyword}": plain(near)}
 
 
 def plain(value: Any) -> Any:
@@ -119,6 +139,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: plain(each) for name, each in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def distinct(values: list[Any]) -> list[Any]:
+    """Return values, each once. 1 is not True here."""
+    return list({json.dumps(value, sort_keys=True): value for value in values}.values())
 
 
 def strings(value: Any) -> list[str]:
@@ -132,12 +157,18 @@ def below(place: str, part: str | int) -> str:
     return f"{place}/{quote(name, safe='~$')}"
 
 
-def anchors(schema: Any, pointer: str) -> Iterator[tuple[str, str]]:
+def has_base(schema: dict[str, Any], *, old: bool) -> bool:
+    """Return True if references within a schema are relative to its own `$id`, in old drafts `id`."""
+    base = schema.get("$id", schema.get("id") if old else None)
+    return isinstance(base, str) and not base.startswith("#")
+
+
+def anchors(schema: Any, pointer: str, *, old: bool) -> Iterator[tuple[str, str]]:
     """Yield the names of places in a document, each with its pointer."""
     if isinstance(schema, list):
         for i, each in enumerate(schema):
-            yield from anchors(each, f"{pointer}/{i}")
-    if not isinstance(schema, dict):
+            yield from anchors(each, f"{pointer}/{i}", old=old)
+    if not isinstance(schema, dict) or (pointer and has_base(schema, old=old)):
         return
     for keyword in ("$anchor", "$dynamicAnchor", "$id", "id"):
         name = schema.get(keyword)
@@ -145,7 +176,7 @@ def anchors(schema: Any, pointer: str) -> Iterator[tuple[str, str]]:
             yield name.lstrip("#"), pointer
     for name, each in schema.items():
         if name not in ("enum", "const", "default", "examples"):
-            yield from anchors(each, f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}")
+            yield from anchors(each, f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}", old=old)
 
 
 def any_of(schemas: Sequence[Schema]) -> Schema:

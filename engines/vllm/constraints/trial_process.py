@@ -58,7 +58,10 @@ def trial(tokenizer: Any, kind: str, text: str, *, compact: bool = True, drafts:
 
     def fault(text: str) -> str:
         nonlocal matcher
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True})
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True})
+        except ValueError as error:  # it is nested too deeply
+            return str(error)
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
         return str(matcher.get_error())
 

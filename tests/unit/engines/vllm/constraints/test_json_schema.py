@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.vllm.constraints.json_schema import KEYWORDS
-from engines.vllm.constraints.trial_process import Trial, trial
+from engines.vllm.constraints.trial_process import CPU_SECONDS, Trial, trial
 from tests.unit.engines.vllm.constraints.byte_tokens import byte_tokens
 
 TOKENS = byte_tokens()
@@ -27,8 +28,12 @@ def tried(schema: Any) -> Trial:
 
 def allows(text: str, value: Any) -> bool:
     """Return True if the grammar of a schema that was tried allows a value."""
+    return allows_text(text, json.dumps(value, separators=(",", ":"), ensure_ascii=False))
+
+
+def allows_text(text: str, answer: str) -> bool:
     matcher = llguidance.LLMatcher(TOKENS, llguidance.LLMatcher.grammar_from_json_schema(text), log_level=0)
-    ids = TOKENS.tokenize_str(json.dumps(value, separators=(",", ":"), ensure_ascii=False))
+    ids = TOKENS.tokenize_str(answer)
     if matcher.validate_tokens(ids) < len(ids):
         return False
     matcher.consume_tokens(ids)
@@ -88,6 +93,11 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
         [{"z": 1}, {"x": "a"}],
     ),
     ({"type": "object", "propertyNames": {"format": "uuid"}}, [{}], [{"a": 1}]),
+    (
+        {"properties": {"a": {"$ref": "#"}, "b": {"allOf": [{"$ref": "#"}, {"$ref": "#/properties/a"}]}}},
+        [{"a": {}}],
+        [1],
+    ),
     ({"type": "object", "propertyNames": False}, [{}], [{"a": 1}]),
     # Members that depend on each other.
     (
@@ -205,6 +215,7 @@ def test_a_schema_is_held(schema: Any, valid: list[Any], invalid: list[Any]) -> 
         ),
         ({"type": "array", "contains": {"const": 1}}, ["#/contains"], [2]),
         ({"type": "string", "pattern": r"^(a)\1$"}, ["#/pattern"], "b"),
+        ({"type": "string", "pattern": "^[a-z&&[^b]]$"}, ["#/pattern"], "b"),  # Rust and ECMA-262 read it differently
         ({"$ref": "https://example.com/other.json"}, ["#/$ref"], 1),
         ({"enum": [9007199254740993]}, ["#/enum"], 1),
         ({"type": "array", "items": {"not": {"items": {"type": "string"}}}}, ["#/items/not"], [1]),
@@ -255,6 +266,123 @@ def test_objects_that_name_their_members_are_closed_and_are_objects(schema: Any,
     text = tried(schema).text
     assert allows(text, {"a": 1, "z": 1}) == open_
     assert not allows(text, 1)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": True}, r'{"\u0061":2}'),
+        ({"type": "object", "properties": {"a/b": {"const": 1}}, "additionalProperties": {}}, r'{"a\/b":2}'),
+        (
+            {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "null"}},
+            r'{"a":1,"\u0061":null}',
+        ),
+        ({"type": "object", "required": ["a"], "not": {"required": ["b"]}}, r'{"a":1,"\u0062":1}'),
+        ({"type": "object", "patternProperties": {"^[^a]": {"enum": [False]}}}, r'{"\u0062":54}'),
+        ({"type": "object", "anyOf": [{}], "patternProperties": {"^[^a]": {"enum": [False]}}}, r'{"\u0062":54}'),
+        ({"allOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"b": {"const": 1}}}]}, r'{"\u0062":2}'),
+        ({"type": "object", "minProperties": 1, "additionalProperties": {}, "properties": {"a": {}}}, r'{"\u0061":1}'),
+    ],
+)
+def test_the_name_of_a_member_has_one_spelling(schema: Any, text: str) -> None:
+    found = tried(schema)
+    assert not found.not_held
+    assert not allows_text(found.text, text)
+    assert allows_text(found.text, text.replace(r"\u0061", "z").replace(r"\u0062", "z").replace(r"\/", "z")) or (
+        "^[^a]" in json.dumps(schema)
+    )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "valid", "invalid"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, [0.5, 0.001], [0, -1]),
+        ({"exclusiveMaximum": -1, "minimum": -1.5}, [-1.5, -1.25], [-1]),
+        ({"minimum": 1, "exclusiveMinimum": True, "maximum": 1.5}, [1.5], [1]),
+        ({"allOf": [{"exclusiveMinimum": 0}, {"maximum": 0.5}]}, [0.25], [0]),
+        ({"not": {"enum": [1.5, 1]}}, [1.25, 2], [1, 1.5]),
+        ({"exclusiveMinimum": 0, "minimum": 0.5}, [0.5], [0.25]),
+    ],
+)
+def test_an_exclusive_bound_is_not_allowed(bounds: Any, valid: list[Any], invalid: list[Any]) -> None:
+    found = tried({"type": "number", **bounds})
+    assert not found.not_held
+    assert [allows(found.text, value) for value in (*valid, *invalid)] == [True] * len(valid) + [False] * len(invalid)
+
+
+@pytest.mark.parametrize(
+    ("schema", "places"),
+    [
+        # Parts that are reached by a reference are named wherever it is used.
+        (
+            {
+                "type": "array",
+                "uniqueItems": True,
+                "items": {"$ref": "#/$defs/x"},
+                "$defs": {"x": {"enum": ["a@b.de", "x"], "not": {"format": "email"}}},
+            },
+            ["#/$defs/x/not"],
+        ),
+        # References below an `$id` are those of another document.
+        (
+            {
+                "$ref": "#/$defs/x",
+                "$defs": {"y": {}, "x": {"$id": "http://b/", "items": {"$ref": "#/$defs/y"}, "$defs": {"y": False}}},
+            },
+            ["#/$defs/x/items/$ref"],
+        ),
+        ({"type": "object", "minProperties": 2}, ["#/minProperties"]),  # a name may come twice
+        ({"propertyNames": {"enum": ["a", "b"], "pattern": "b$"}}, ["#/propertyNames"]),
+        ({"minimum": 10**400}, ["#/minimum"]),
+        ({"items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": "a"}, ["#/uniqueItems", "#/minItems"]),
+        ({"allOf": [{"$ref": "#/allOf/-1"}]}, ["#/allOf/0/$ref"]),
+    ],
+)
+def test_what_only_seems_to_be_held_is_named(schema: Any, places: list[str]) -> None:
+    assert list(tried(schema).not_held) == places
+
+
+def test_equal_values_are_one() -> None:
+    found = tried({"type": "array", "uniqueItems": True, "items": {"enum": [1, 1.0]}})
+    assert not allows(found.text, [1, 1])
+    assert allows(found.text, [1])
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {}}, "required": ["a"], "dependentRequired": {"a": ["b"]}},
+        {"properties": {"a": {}}, "patternProperties": {"^x": {}}, "required": ["a", "b"]},
+    ],
+)
+def test_an_object_that_is_satisfiable_only_if_it_is_open_is_open(schema: Any) -> None:
+    found = tried(schema)
+    assert (found.error, found.not_held) == ("", ())
+    assert allows(found.text, {"a": 1, "b": 1})
+
+
+@pytest.mark.parametrize("keyword", ["uniqueItems", "oneOf", "propertyNames", "not", "if", "contains"])
+def test_nesting_does_not_multiply_the_work(keyword: str) -> None:
+    schema: Any = {"enum": [1, 2]}
+    for _ in range(20):
+        schema = {
+            "uniqueItems": {"type": "array", "items": schema, "uniqueItems": True},
+            "oneOf": {"oneOf": [{"type": "array", "items": schema}, {"type": "array", "maxItems": 2}]},
+            "propertyNames": {"type": "object", "propertyNames": {"not": schema}},
+            "not": {"not": {"properties": {"a": schema}}},
+            "if": {"if": {"properties": {"a": schema}}, "then": {"required": ["a"]}},
+            "contains": {"type": "array", "maxItems": 5, "contains": schema},
+        }[keyword]
+    begun = time.process_time()
+    found = tried(schema)
+    assert found.text
+    assert time.process_time() - begun < CPU_SECONDS
+
+
+def test_long_places_are_not_named_for_ever() -> None:
+    name = "語" * 20_000
+    schema = {"$ref": f"#/{name}", name: {"properties": {f"a{i}": {"contains": {"const": 1}} for i in range(80)}}}
+    assert tried(schema).not_held == ("#",)
 
 
 def test_objects_of_a_condition_are_open() -> None:
