@@ -140,10 +140,13 @@ class ModelMemory:
 
     def fits(self, size: int, gpu_bytes: int) -> bool:
         """Return True if so many GPUs of this memory hold the weights and a useful KV cache."""
-        taken = int(gpu_bytes * self.memory_share)
+        least = int(int(gpu_bytes * self.memory_share) * _CACHE_SHARE)
+        return self.cache_bytes(size, gpu_bytes) >= max(self.sequence_bytes(size), least)
+
+    def cache_bytes(self, size: int, gpu_bytes: int) -> int:
+        """Return the bytes that are left for the KV cache on each of these GPUs; below 0 if the weights do not fit."""
         overhead = max(_OVERHEAD_BYTES, int(gpu_bytes * _OVERHEAD_SHARE))
-        left = taken - overhead - self.weights.each(size, self.layout)
-        return left >= max(self.sequence_bytes(size), int(taken * _CACHE_SHARE))
+        return int(gpu_bytes * self.memory_share) - overhead - self.weights.each(size, self.layout)
 
     def sequence_bytes(self, size: int) -> int:
         """Return the bytes of KV cache of the longest sequence, on each of `size` GPUs; 0 if unknown.

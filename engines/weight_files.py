@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engines.parallelism import Layout, Weights
+
 logger = logging.getLogger(__name__)
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -102,6 +104,32 @@ def hub_weight_bytes(repository: str, revision: str | None, counts: Callable[[st
         return 0
     spans = (tensor.data_offsets for file in files for name, tensor in file.tensors.items() if counts(name))
     return sum(end - start for start, end in spans)
+
+
+def hub_file(repository: str, name: str, revision: str | None) -> Path | None:
+    """Return a small file of a repository on the Hugging Face hub; None where it cannot be looked up.
+
+    A copy in the cache counts without a look at the hub.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(repository, name, revision=revision)
+        return Path(cached if isinstance(cached, str) else hf_hub_download(repository, name, revision=revision))
+    except Exception as error:  # As in `hub_weight_bytes`.
+        logger.info("%s of %s is not known before it is downloaded: %s", name, repository, error)
+        return None
+
+
+def weights_of(model: str, revision: str | None, speculative: Any, layout: Layout) -> Weights:
+    """Return the sizes of a model's weights and of its draft model's; the hub is asked where they are not here."""
+    total = weight_bytes(model) or hub_weight_bytes(model, revision)
+    shared = layout.expert_ranks > 1  # otherwise nobody needs to know
+    experts = (expert_bytes(model) or hub_weight_bytes(model, revision, is_expert)) if shared else 0
+    draft = draft_model(speculative)
+    if not draft or draft == model:  # some models have layers that draft
+        return Weights(total, experts)
+    return Weights(total, experts, weight_bytes(draft) or hub_weight_bytes(draft, None))
 
 
 def _indexed(index: Path) -> tuple[Path, ...]:

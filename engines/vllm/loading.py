@@ -43,7 +43,7 @@ from engines.vllm.metrics import EngineReports
 from engines.vllm.pooling import pool_as_djl
 from engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
 from engines.vllm.sampling import load_typical
-from engines.weight_files import draft_model, expert_bytes, hub_weight_bytes, is_expert, weight_bytes
+from engines.weight_files import hub_weight_bytes, weight_bytes, weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -283,17 +283,6 @@ def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: boo
         why,
         ", ".join(map(str, sizes)),
     )
-
-
-def weights_of(model: str, revision: str | None, speculative: Any, layout: Layout) -> Weights:
-    """Return the sizes of a model's weights and of its draft model's; the hub is asked where they are not here."""
-    total = weight_bytes(model) or hub_weight_bytes(model, revision)
-    shared = layout.expert_ranks > 1  # otherwise nobody needs to know
-    experts = (expert_bytes(model) or hub_weight_bytes(model, revision, is_expert)) if shared else 0
-    draft = draft_model(speculative)
-    if not draft or draft == model:  # some models have layers that draft
-        return Weights(total, experts)
-    return Weights(total, experts, weight_bytes(draft) or hub_weight_bytes(draft, None))
 
 
 def cache_demand(config: VllmConfig) -> Demand:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.parallelism import Layout, ModelMemory, Weights, tensor_parallel_sizes
-from engines.weight_files import hub_weight_bytes, is_expert
+from engines.weight_files import hub_file, hub_weight_bytes, is_expert
 
 MODELS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "fixtures" / "model_configs.json").read_bytes())
 GIB = 1 << 30
@@ -162,6 +162,22 @@ def test_the_size_of_weights_on_the_hub_is_that_of_their_headers(monkeypatch: py
     assert hub_weight_bytes("a/model", None) == 40
     assert hub_weight_bytes("a/model", None, is_expert) == 16
     assert hub_weight_bytes("another/model", None) == 0
+
+
+def test_a_file_of_the_hub_comes_from_the_cache_else_from_the_hub_else_it_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(repository: str, name: str, revision: str | None) -> str:
+        if repository != "a/model":
+            raise ConnectionError("no network")
+        return str(tmp_path / "downloaded" / name)
+
+    cached = {"cached/model": str(tmp_path / "config.json")}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repository, *_, **__: cached.get(repository))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert hub_file("cached/model", "config.json", None) == tmp_path / "config.json"
+    assert hub_file("a/model", "config.json", "v1") == tmp_path / "downloaded" / "config.json"
+    assert hub_file("another/model", "config.json", None) is None
 
 
 @pytest.mark.parametrize(
