@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 from xml.etree import ElementTree
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,9 @@ _CPU = frozenset({"cpu", "-1"})
 _QUERY_SECONDS = 30.0
 _MEBIBYTE = 1 << 20
 _LISTED = re.compile(r"GPU \d+:")
+_MACHINE = re.compile(r"(?P<count>\d{1,3})(?:x(?P<size>\d{1,6}(?:\.\d{1,3})?)(?P<unit>gib|gb))?").fullmatch
+_UNITS = {"gib": 1 << 30, "gb": 10**9}
+_MOST_GPUS = 128
 
 
 class GpusUnknown(Exception):
@@ -60,12 +64,41 @@ def gpu_memory(environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
     return visible_memory(_nvidia_smi("-q", "-x"), environ.get(_VISIBLE))
 
 
-def visible_memory(report: str, visible: str | None) -> tuple[int, ...]:
+def machine_gpus() -> tuple[int, ...]:
+    """Return all bytes of each GPU that this process sees, free or not; 0 for each if they are not known."""
+    count = gpu_count()
+    if not count:
+        return ()
+    try:
+        return visible_memory(_nvidia_smi("-q", "-x"), os.environ.get(_VISIBLE), "total")
+    except (GpusUnknown, SliceNotChosen):
+        return (0,) * count
+
+
+def described_gpus(text: str) -> tuple[int, ...]:
+    """Read the GPUs of a machine from a text such as `4x24GiB`: the bytes of each, or 0 if only a number is given.
+
+    Raises:
+        ValueError: The text is no such thing.
+    """
+    found = _MACHINE("".join(text.split()).lower())
+    if found is None:
+        raise ValueError(f"{text!r} is not a number of GPUs and the memory of each; an example: 4x24GiB")
+    count, size = int(found["count"]), float(found["size"] or 0)
+    if not 1 <= count <= _MOST_GPUS:
+        raise ValueError(f"{count} GPUs; allowed: 1 to {_MOST_GPUS}; an example: 4x24GiB")
+    if found["size"] and size < 1:
+        raise ValueError(f"GPUs of {found['size']} {found['unit']}; allowed: at least 1 GiB; an example: 4x24GiB")
+    return (int(size * _UNITS[found["unit"] or "gib"]),) * count
+
+
+def visible_memory(report: str, visible: str | None, kind: Literal["free", "total"] = "free") -> tuple[int, ...]:
     """Read the result of `gpu_memory` from a report.
 
     Args:
         report: The output of `nvidia-smi -q -x`.
         visible: The value of CUDA_VISIBLE_DEVICES.
+        kind: The bytes that are returned.
     """
     try:
         gpus = ElementTree.fromstring(report).findall("gpu")
@@ -89,8 +122,8 @@ def visible_memory(report: str, visible: str | None) -> tuple[int, ...]:
         first = divided[0].find("mig_devices/mig_device")  # CUDA uses the first GPU.
         if first is None:
             raise GpusUnknown("MIG is on, but the GPU has no MIG slice")
-        return (_memory(first, "MIG slice 0"),)
-    return tuple(_memory(gpu, f"GPU {index}") for index, gpu in enumerate(chosen))
+        return (_memory(first, "MIG slice 0", kind),)
+    return tuple(_memory(gpu, f"GPU {index}", kind) for index, gpu in enumerate(chosen))
 
 
 def device_groups(gpus: int, each: int, load_on: str) -> tuple[str, ...]:
@@ -119,12 +152,21 @@ def allowed_devices(gpus: int, load_on: str) -> tuple[int, ...]:
     Raises:
         ValueError: `load_on` names a GPU that does not exist.
     """
-    names = [name.strip().lower() for name in load_on.split(";") if name.strip()] or ["*"]
-    if not gpus or all(name in _CPU for name in names):
+    names = _names(load_on)
+    if not gpus or is_cpu(load_on):
         return ()
     if "*" in names:
         return tuple(range(gpus))
     return tuple(dict.fromkeys(_index(name, gpus) for name in names if name not in _CPU))
+
+
+def is_cpu(load_on: str) -> bool:
+    """Return True if `load_on` (`load_on_devices`) names the CPU and no GPU."""
+    return all(name in _CPU for name in _names(load_on))
+
+
+def _names(load_on: str) -> list[str]:
+    return [name.strip().lower() for name in load_on.split(";") if name.strip()] or ["*"]
 
 
 def _index(name: str, gpus: int) -> int:
@@ -168,8 +210,8 @@ def _gpu(gpus: list[ElementTree.Element], name: str) -> ElementTree.Element | No
     return next((gpu for gpu in gpus if gpu.findtext("uuid", "").strip().startswith(name)), None)
 
 
-def _memory(device: ElementTree.Element, name: str) -> int:
-    text = device.findtext("fb_memory_usage/free", "").strip()
+def _memory(device: ElementTree.Element, name: str, kind: str) -> int:
+    text = device.findtext(f"fb_memory_usage/{kind}", "").strip()
     try:
         return int(text.removesuffix(" MiB")) * _MEBIBYTE
     except ValueError:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from container.gpus import gpu_count
 from container.settings.settings import Alias, Environment
 from container.settings.values import FALSE, NOT_TEXT, TRUE, Value
 from container.sources.download import download_dir
@@ -205,11 +206,15 @@ KEY_VARIABLES = frozenset({*_NEVER_EMPTY, *(alias.variable for alias in ALIASES 
 _KNOWN = _VARIABLES | {alias.variable for alias in ALIASES}
 
 
-def read_environment(environ: Mapping[str, str]) -> Environment:
+def read_environment(environ: Mapping[str, str], gpus: int | None = None) -> Environment:
     """Read the variables of the server, and replace aliases by the variables of LMI.
 
     An empty variable counts as unset, but an empty SM_VLLM_* is true. If an alias and its variable are both set and
     differ, the variable counts, and the result has a warning.
+
+    Args:
+        environ: The environment variables.
+        gpus: The number of GPUs; None: those that this process sees.
     """
     variables: dict[str, Value] = {}
     problems, warnings = [], []
@@ -240,7 +245,8 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
                 f"{alias.variable} ({given.source}) is ignored: it stands for {alias.target}, which "
                 f"{counts.source.removeprefix('environment: ')} sets to another value"
             )
-    return Environment(variables, tuple(applied), tuple(problems), tuple(warnings), download_dir(environ))
+    count = gpu_count() if gpus is None else gpus
+    return Environment(variables, tuple(applied), tuple(problems), tuple(warnings), download_dir(environ), count)
 
 
 def _vllm_aliases(variables: Mapping[str, Value]) -> list[Alias]:

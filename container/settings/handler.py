@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from container.gpus import allowed_devices, device_groups, gpu_count
+from container.gpus import allowed_devices, device_groups
 from container.settings.options import BY_KEY, ENVIRONMENT, HANDLER_OPTIONS, PREFIX, Sources
 from container.settings.settings import SettingEntry
 from container.settings.values import assignments
@@ -33,7 +33,7 @@ def handler_settings(
     """
     lookup = sources.lookup
     problems = len(lookup.problems)
-    gpus = gpu_count()
+    gpus = sources.gpus
     own = {key: sources.model.get(f"{'gpu' if gpus else 'cpu'}.{key}") for key in ("minWorkers", "maxWorkers")}
     layer = sources.model | {key: value for key, value in own.items() if value is not None}
     fields: dict[str, Any] = {
@@ -84,7 +84,7 @@ def handler_before_engine(sources: Sources, model_id: str | None, packages: Mapp
 
     It has one worker, which sees all GPUs of the model.
     """
-    gpus = gpu_count()
+    gpus = sources.gpus
     degrees = _degrees(sources, gpus, is_hugging_face=True)
     devices = _worker_devices(sources, gpus, degrees)
     environment = sources.value(ENVIRONMENT)

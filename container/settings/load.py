@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from container.gpus import gpu_count
 from container.settings import options, server
 from container.settings.environment import (
     SERVER_DEFAULTS_OF_MODEL_KEYS,
@@ -82,7 +81,7 @@ def load_settings(
     offline = is_true(variables.get("DJL_OFFLINE"))
     remote = RemoteModels(environment.downloads, offline=offline)
     directory = _model_dir(_place(model_dir, layer), variables, remote, lookup)
-    sources = _sources(directory, variables, layer, arguments or {}, remote, lookup)
+    sources = _sources(directory, environment, layer, arguments or {}, remote, lookup)
     fields = server_fields(layer, lookup)
     model = model_fields(sources)
     required, reserved = _memory(sources, "required_memory_mb"), _memory(sources, "reserved_memory_mb")
@@ -195,7 +194,7 @@ def _remote_dir(name: str, place: Value, remote: RemoteModels, lookup: Lookup) -
 
 def _sources(
     directory: Path,
-    variables: Mapping[str, Value],
+    environment: Environment,
     layer: dict[str, Value],
     arguments: Mapping[str, Value],
     remote: RemoteModels,
@@ -205,6 +204,7 @@ def _sources(
 
     Keys that say something of the model are taken out of the server's `layer`.
     """
+    variables = environment.variables
     from_environment = option_layer(variables, lookup.problems)
     in_file = read_properties(directory, lookup.problems)
     empty = {key: value for key, value in in_file.items() if _is_unset(key, value)}
@@ -223,7 +223,16 @@ def _sources(
     if (queue := model.pop("job_queue_size", None)) is not None:
         layer["job_queue_size"] = queue
     return Sources(
-        directory, variables, layer, model, {**given, **arguments}, tuple(empty), remote.open, remote.has, lookup
+        directory,
+        variables,
+        layer,
+        model,
+        {**given, **arguments},
+        tuple(empty),
+        remote.open,
+        remote.has,
+        environment.gpus,
+        lookup,
     )
 
 
@@ -248,7 +257,7 @@ def _exports(variables: Mapping[str, Value]) -> dict[str, str]:
 def _memory(sources: Sources, key: str) -> int | None:
     """MiB; on a machine with GPUs `gpu.<key>` takes precedence, else `cpu.<key>`."""
     values = {option.key: sources.value(option) for option in options.MEMORY if option.key.endswith(key)}
-    own = values[f"{'gpu' if gpu_count() else 'cpu'}.{key}"]
+    own = values[f"{'gpu' if sources.gpus else 'cpu'}.{key}"]
     value = values[key] if own is None else own
     return None if value is None else int(value)
 
@@ -270,18 +279,24 @@ def _for_model(mode: SecureMode, sources: Sources, model: Mapping[str, Any], rem
 # The models of a server
 
 
-def load_startup(model_dir: Path | str | None, environ: Mapping[str, str], command_line: Mapping[str, str]) -> Startup:
+def load_startup(
+    model_dir: Path | str | None,
+    environ: Mapping[str, str],
+    command_line: Mapping[str, str],
+    gpus: int | None = None,
+) -> Startup:
     """Read the environment, find the models and read their settings.
 
     Args:
         model_dir: As for `load_settings`.
         environ: The environment variables of the process.
         command_line: As for `load_settings`.
+        gpus: As for `read_environment`.
 
     Raises:
         SettingsError: A setting is wrong.
     """
-    environment = read_environment(environ)
+    environment = read_environment(environ, gpus)
     variables = environment.variables
     layer = server_layer(variables, command_line, Lookup())  # its faults are reported with the settings
     if "multi_model" in layer and load_server(environment, command_line).server.multi_model:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from container.gpus import allowed_devices, gpu_count
+from container.gpus import allowed_devices, device_groups, is_cpu
 from container.settings import options
 from container.settings.handler import SERVICE_FOR_VLLM, handler_before_engine, handler_settings
 from container.settings.handler_code import MODEL_FN, defines, handler_code, model_code
@@ -101,7 +101,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     _open_draft_model(arguments, sources)
     fields["engine_arguments"] = {name: value.text for name, value in arguments.items()}
     fields["engine_argument_sources"] = {name: value.source for name, value in arguments.items()}
-    fields["devices"] = _engine_devices(str(fields["devices"] or "*").strip(), lookup)
+    fields["devices"] = _engine_devices(sources, fields)
     _set_model(sources, fields, required=True)
     if handle_before_engine:
         packages = _package_fields(sources)
@@ -222,8 +222,11 @@ def _set_formatters(layer: Mapping[str, Value], fields: dict[str, Any], code: Pa
 def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Lookup) -> dict[str, Value]:
     """Handle keys that are not options of Slipway. Keys with `option.` go to the engine. Other keys have no effect."""
     arguments: dict[str, Value] = {}
+    _ignore_copies(layer, rolling_batch, lookup)
     for key, value in layer.items():
         name = key.removeprefix(PREFIX)
+        if key in options.COPIES:
+            continue
         if key in options.IGNORED and not (rolling_batch == "disable" and key in options.DYNAMIC_BATCH_ARGUMENTS):
             lookup.ignore(key, value, options.IGNORED[key])
         elif key in BY_KEY:
@@ -239,6 +242,20 @@ def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Loo
             hint = f"{PREFIX}{key} is meant" if known else "options of the engine start with option."
             lookup.ignore(key, value, f"the model has no such setting; {hint}")
     return arguments
+
+
+def _ignore_copies(layer: Mapping[str, Value], rolling_batch: str, lookup: Lookup) -> None:
+    """Warn once of all settings with which LMI would start copies of the model."""
+    given = {key: layer[key] for key, default in options.COPIES.items() if key in layer and layer[key].word != default}
+    if not given:
+        return
+    reason = "one engine serves all requests of the model"
+    if rolling_batch != "disable":
+        replicas = layer.get("option.data_parallel_size")
+        reason += f"; option.data_parallel_size{f'={replicas.word}' if replicas else ''} starts copies on further GPUs"
+    named = ", ".join(f"{key} ({value.source})" for key, value in given.items())
+    lookup.warnings.append(f"{named} {'is' if len(given) == 1 else 'are'} ignored: {reason}")
+    lookup.entries += [SettingEntry(key, one.text, one.source, f"ignored: {reason}") for key, one in given.items()]
 
 
 def _check_json(arguments: Mapping[str, Value], lookup: Lookup) -> None:
@@ -299,15 +316,34 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
     arguments[_SPECULATIVE] = Value(json.dumps(config | {"model": directory}), given.source)
 
 
-def _engine_devices(load_on: str, lookup: Lookup) -> tuple[int, ...] | None:
-    gpus = gpu_count()
-    if load_on == "*" or not gpus:
+def _engine_devices(sources: Sources, fields: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the GPUs that the engine may use. Warn if LMI would start a copy on several of them."""
+    load_on, lookup = sources.model.get("load_on_devices"), sources.lookup
+    if load_on is None or load_on.word in ("", "*"):
+        return None
+    if not sources.gpus:
+        if not is_cpu(load_on.text):
+            lookup.warnings.append(f"load_on_devices ({load_on.source}) is ignored: there are no GPUs")
         return None
     try:
-        return allowed_devices(gpus, load_on)
+        allowed = allowed_devices(sources.gpus, load_on.text)
     except ValueError as error:
-        lookup.problems.append(f"load_on_devices is {quoted('', load_on)}: {error}")
+        lookup.problems.append(f"{load_on.describe('load_on_devices')}: {error}")
         return None
+    degree, stages = fields["tensor_parallel_degree"], fields["pipeline_parallel_degree"]
+    if degree is None or not allowed or "data_parallel_size" in fields["engine_arguments"]:
+        return allowed
+    try:
+        copies = len(device_groups(sources.gpus, degree * stages, load_on.text))
+    except ValueError:
+        return allowed  # The engine reports that they are too few.
+    if copies > 1:
+        enough = "" if copies * degree * stages <= len(allowed) else " without load_on_devices"
+        lookup.warnings.append(
+            f"load_on_devices ({load_on.source}) limits the model to these GPUs, and does not start {copies} copies; "
+            f"option.data_parallel_size={copies}{enough} does"
+        )
+    return allowed
 
 
 # A model with a custom handler

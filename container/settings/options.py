@@ -169,6 +169,7 @@ class Sources:
     # Fetches the small files of a model on S3 and returns its local directory. Raises SourceError.
     open_remote: Callable[[str], Path]
     is_open: Callable[[str], bool]  # Returns True if a URL names a model that was opened.
+    gpus: int
     lookup: Lookup
 
     def value(self, option: Option) -> Scalar | None:
@@ -361,17 +362,19 @@ _IGNORED_OPTIONS = {
     "it belongs to lmi-dist": f"{LMI_DIST} use_passive_workers",
     "vLLM shares a draft model out to the same GPUs as the model": "draft_model_tp_size",
     "it belongs to scikit-learn and XGBoost models": "default_accept",
-    "one engine serves all requests of the model": "mpi_mode parallel_loading waiting_steps cluster_size device_id",
+    "one engine serves all requests of the model": "mpi_mode waiting_steps cluster_size device_id",
     "`option.reasoning_parser` alone switches it on": "enable_reasoning",
+}
+# The settings with which LMI starts copies of a model, beside `load_on_devices`, and their defaults.
+COPIES: Mapping[str, str] = {
+    **dict.fromkeys(("minWorkers", "min_workers", "gpu.minWorkers", "cpu.minWorkers"), "1"),
+    **dict.fromkeys(("maxWorkers", "max_workers", "gpu.maxWorkers", "cpu.maxWorkers"), "1"),
+    "option.parallel_loading": "false",
 }
 # The settings of LMI and of vLLM that have no effect if an engine serves the model, and the reason.
 IGNORED: Mapping[str, str] = {
     **{f"option.{name}": reason for name, reason in WITHOUT_EFFECT.items()},
     **{f"option.{name}": reason for reason, names in _IGNORED_OPTIONS.items() for name in names.split()},
-    **dict.fromkeys(
-        ("gpu.minWorkers", "gpu.maxWorkers", "cpu.minWorkers", "cpu.maxWorkers"),
-        "one engine serves all requests of the model; `option.data_parallel_size` starts several on a machine's GPUs",
-    ),
     "load_on_device": "LMI does not read it either; `load_on_devices` is meant",
     **dict.fromkeys(("log_request_metric", "metrics_aggregation"), "metrics are at /metrics"),
 }

@@ -92,6 +92,7 @@ class Environment:
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     downloads: Path = Path("/tmp/slipway")  # The directory for models that are fetched from S3.
+    gpus: int = 0  # The GPUs that the settings are read for: this process's, or those of a machine to plan for.
 
 
 class RemoteWeights(Protocol):

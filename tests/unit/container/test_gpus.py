@@ -13,9 +13,11 @@ from container.gpus import (
     GpusUnknown,
     SliceNotChosen,
     allowed_devices,
+    described_gpus,
     device_groups,
     gpu_count,
     gpu_memory,
+    machine_gpus,
     visible_memory,
 )
 from handlers.custom.worker import WorkerPlan
@@ -197,6 +199,46 @@ def test_the_drivers_tool_is_asked_and_its_failures_are_said(tmp_path: Path, nvi
     (tmp_path / "report").write_text(report(WHOLE, DIVIDED))
     nvidia_smi(f"cat {tmp_path}/report")
     assert gpu_memory({"CUDA_VISIBLE_DEVICES": "0"}) == (80000 * MEBIBYTE,)
+
+
+def test_a_machine_is_known_by_all_of_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvidia_smi: Callable[[str], None]
+) -> None:
+    monkeypatch.setattr(container_devices, "_DEVICE_FILES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert machine_gpus() == ()
+    for name in ("nvidia0", "nvidia1"):
+        (tmp_path / name).touch()
+    assert machine_gpus() == (0, 0), "there is no nvidia-smi"
+    (tmp_path / "report").write_text(report(WHOLE, OLDER))
+    nvidia_smi(f"cat {tmp_path}/report")
+    assert machine_gpus() == (81559 * MEBIBYTE, 23034 * MEBIBYTE)
+    (tmp_path / "report").write_text(report(WHOLE, DIVIDED))
+    assert machine_gpus() == (0, 0), "it is unclear which GPU is meant"
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("4x24GiB", (24 << 30,) * 4),
+        ("1x24GB", (24 * 10**9,)),
+        (" 2 X 22.5 gib ", (int(22.5 * (1 << 30)),) * 2),
+        ("4", (0,) * 4),
+    ],
+)
+def test_a_machine_is_described_by_a_number_and_the_memory_of_each(text: str, gpus: tuple[int, ...]) -> None:
+    assert described_gpus(text) == gpus
+
+
+@given(st.one_of(st.text(max_size=20), st.from_regex(r"[0-9]{0,5}[xX]?[0-9.]{0,8}(GiB|gb|T)?", fullmatch=True)))
+def test_a_text_describes_a_machine_or_is_refused_with_an_example(text: str) -> None:
+    try:
+        gpus = described_gpus(text)
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        refusal = "4x24GiB" if 1 <= len(gpus) <= 128 else ""
+    assert "4x24GiB" in refusal
 
 
 @given(st.lists(st.sampled_from(["0", "1", "2"]), unique=True, min_size=1), st.integers(1, 12), st.data())

@@ -16,7 +16,7 @@ from container.gpus import GpusUnknown, gpu_count
 from container.models import memory
 from container.models.memory import OutOfMemory, check_room, free_memory
 from container.models.placement import placed
-from container.settings import model as model_fields
+from container.settings import environment
 from container.settings.settings import Settings
 from engines.cpu_memory import Limit
 from engines.model_settings import ModelSettings
@@ -179,7 +179,7 @@ def test_a_model_larger_than_one_gpu_fits_on_two_with_room(large_model: Path) ->
 
 
 def test_a_model_stays_on_the_devices_that_it_may_use(large_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_fields, "gpu_count", lambda: 4)
+    monkeypatch.setattr(environment, "gpu_count", lambda: 4)
     room = (EMPTY, EMPTY, FULL, EMPTY, MAIN)
     settings = load(large_model, "load_on_devices=1;gpu3")
     assert settings.model.devices == (1, 3)
@@ -190,7 +190,7 @@ def test_a_model_stays_on_the_devices_that_it_may_use(large_model: Path, monkeyp
 
 
 def test_a_model_on_the_cpu_needs_main_memory(large_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_fields, "gpu_count", lambda: 2)
+    monkeypatch.setattr(environment, "gpu_count", lambda: 2)
     settings = load(large_model, "load_on_devices=cpu\noption.rolling_batch=disable")
     assert settings.model.devices == ()
     with pytest.raises(OutOfMemory, match=r"needs 122880 MiB of memory and 500 MiB .* 100 MiB are free"):
@@ -254,10 +254,10 @@ def test_gpus_that_are_about_as_free_are_taken_in_their_order(model_dir: Path) -
 
 
 def test_a_device_that_is_not_there_is_refused_by_name(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_fields, "gpu_count", lambda: 2)
-    with pytest.raises(Exception, match=r'load_on_devices is "0;5": there is no device 5; allowed: .* from 0 to 1'):
+    monkeypatch.setattr(environment, "gpu_count", lambda: 2)
+    with pytest.raises(Exception, match=r'load_on_devices is "0;5" .*: there is no device 5; allowed: .* from 0 to 1'):
         load(model_dir, "load_on_devices=0;5")
-    monkeypatch.setattr(model_fields, "gpu_count", lambda: 0)
+    monkeypatch.setattr(environment, "gpu_count", lambda: 0)
     assert load(model_dir, "load_on_devices=0;5").model.devices is None
 
 

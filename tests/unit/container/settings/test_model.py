@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from container.settings import handler as handler_module
+from container.settings import environment
 from container.settings.report import render_text
 from container.settings.settings import Settings, SettingsError
 from engines.model_settings import HandlerSettings
@@ -289,7 +289,7 @@ def test_a_formatter_may_be_named(model_dir: Path) -> None:
 
 
 def test_workers_are_counted_for_each_gpu(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handler_module, "gpu_count", lambda: 4)
+    monkeypatch.setattr(environment, "gpu_count", lambda: 4)
     found = handler(model_dir, HANDLER, "minWorkers=1\nmaxWorkers=2\ngpu.maxWorkers=3")
     assert (found.devices, found.min_workers, found.max_workers) == (("0", "1", "2", "3"), 4, 12)
     parallel = handler(model_dir, HANDLER, "option.tensor_parallel_degree=2")
@@ -303,7 +303,7 @@ def test_workers_are_counted_for_each_gpu(model_dir: Path, monkeypatch: pytest.M
 def test_a_handler_of_a_hugging_face_model_has_all_gpus_and_lmis_properties(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handler_module, "gpu_count", lambda: 4)
+    monkeypatch.setattr(environment, "gpu_count", lambda: 4)
     named = "option.model_id=org/name\n"
     found = handler(model_dir, HANDLER, named)
     assert (found.devices, found.min_workers, found.sees_own_gpus) == (("0,1,2,3",), 1, True)
@@ -313,7 +313,7 @@ def test_a_handler_of_a_hugging_face_model_has_all_gpus_and_lmis_properties(
     single = handler(model_dir, HANDLER, f"{named}option.tensor_parallel_degree=1\noption.rolling_batch=lmi-dist")
     assert (single.devices, single.sees_own_gpus, single.rolling_batch) == (("0", "1", "2", "3"), True, True)
     assert handler(model_dir, HANDLER, f"{named}load_on_devices=1;3").devices == ("1,3",)
-    monkeypatch.setattr(handler_module, "gpu_count", lambda: 0)
+    monkeypatch.setattr(environment, "gpu_count", lambda: 0)
     assert "tensor_parallel_degree" not in handler(model_dir, HANDLER, named).properties
 
 
@@ -321,7 +321,7 @@ def test_a_handler_of_a_hugging_face_model_has_all_gpus_and_lmis_properties(
 def test_a_handler_gets_the_largest_degree_as_a_number(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, degree: str
 ) -> None:
-    monkeypatch.setattr(handler_module, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(environment, "gpu_count", lambda: gpus)
     found = handler(model_dir, HANDLER, "option.tensor_parallel_degree=max")
     assert found.properties["tensor_parallel_degree"] == degree
     found = handler(model_dir, HANDLER, "", {"TENSOR_PARALLEL_DEGREE": "max", "PIPELINE_PARALLEL_DEGREE": "2"})
@@ -331,7 +331,7 @@ def test_a_handler_gets_the_largest_degree_as_a_number(
 def test_a_handler_that_asks_for_mpi_is_told_that_it_has_one_process(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handler_module, "gpu_count", lambda: 2)
+    monkeypatch.setattr(environment, "gpu_count", lambda: 2)
     (warning,) = load(model_dir, HANDLER, "engine=MPI\noption.tensor_parallel_degree=2").warnings
     assert "MPI is not used" in warning
     assert not load(model_dir, HANDLER, "engine=MPI\noption.tensor_parallel_degree=1").warnings
