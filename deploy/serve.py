@@ -14,7 +14,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from container import logs
+from container.gpus import described_gpus, machine_gpus
 from container.http.router import Mount
+from container.models.placement import gpu_plan
 from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
 from container.settings.settings import SettingsError, Startup
@@ -108,10 +110,19 @@ def config(
     host: Host = None,
     model_name: ModelName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", help="Plan for another machine: its GPUs, such as 4x24GiB.", metavar="GPUS")
+    ] = None,
 ) -> None:
-    """Show the effective settings and where each comes from."""
-    startup = read_startup(model_dir, port, host, model_name)
-    typer.echo(startup_json(startup) if as_json else startup_text(startup))
+    """Show the effective settings, where each comes from, and the GPUs that the models take."""
+    try:
+        machine = machine_gpus() if gpus is None else described_gpus(gpus)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--gpus") from None
+    startup = read_startup(model_dir, port, host, model_name, gpus=len(machine))
+    os.environ.update(startup.exports)  # the hub may be asked for the sizes of a model
+    plan = gpu_plan([model.settings for model in startup.models], machine)
+    typer.echo(startup_json(startup, plan) if as_json else startup_text(startup, plan))
 
 
 def read_startup(
@@ -121,14 +132,18 @@ def read_startup(
     model_name: str | None,
     api_keys: Sequence[str] | None = None,
     capture: str | None = None,
+    gpus: int | None = None,
 ) -> Startup:
-    """Read the settings of the server and its models. If they are wrong, print the faults and exit with code 2."""
+    """Read the settings of the server and its models. If they are wrong, print the faults and exit with code 2.
+
+    `gpus` is the number of GPUs; None: those that this process sees.
+    """
     given = {"port": port, "host": host, "model_name": model_name, "capture": capture}
     if api_keys:
         given["api_keys"] = json.dumps(list(api_keys))
     command_line = {name: str(value) for name, value in given.items() if value is not None}
     try:
-        return load_startup(model_dir, os.environ, command_line)
+        return load_startup(model_dir, os.environ, command_line, gpus)
     except SettingsError as error:
         for problem in error.problems:
             typer.echo(f"slipway: {problem}", err=True)

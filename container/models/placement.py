@@ -1,15 +1,194 @@
-"""Chooses the GPUs of a model."""
+"""Chooses the GPUs of a model, and tells which of a machine's GPUs the models take and which stay idle."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from container.settings.settings import Settings
 from engines.choice import is_vllm
 from engines.model_settings import ModelSettings
-from engines.parallelism import Layout
+from engines.parallelism import MEMORY_SHARE, Layout, ModelMemory, Weights, tensor_parallel_sizes
+from engines.weight_files import hub_file, weight_bytes, weights_of
 
+_CONFIG = "config.json"
+_GIB = 1 << 30
+_LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)").fullmatch
+_MULTIPLES = {"": 1, "k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
+_SHARE = re.compile(r"(0?\.\d+|1(\.0+)?)").fullmatch
 _ALIKE = 1 << 30  # GPUs whose free bytes differ by less count as equally free.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuUse:
+    """The GPUs of a machine that a model takes."""
+
+    model: str
+    gpus: int | None  # None: it is not known before the model is loaded.
+    why: str
+    allowed: int = 0  # The GPUs that the model may take.
+    size: int = 1  # GPUs that share each layer.
+    sizes: Sequence[int] = ()  # The numbers of such GPUs that the model allows.
+    layout: Layout = field(default_factory=Layout)
+    can_be_copied: bool = False  # `option.data_parallel_size` is possible: the weights fit.
+
+    def remedies(self, idle: int) -> dict[str, int]:
+        """Return the settings with which the model takes idle GPUs as well; each alone is enough."""
+        if self.gpus is None:
+            return {}
+        room, found = min(self.gpus + idle, self.allowed), {}
+        replicas = room * self.layout.replicas_here // max(self.gpus, 1)
+        if self.can_be_copied and replicas > self.layout.replicas_here == self.layout.replicas:
+            found["option.data_parallel_size"] = replicas
+        degree = max((size for size in self.sizes if self.layout.gpus(size) <= room), default=0)
+        if degree > self.size:
+            found["option.tensor_parallel_degree"] = degree
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """The GPUs of a machine, and those that the models of a server take."""
+
+    gpus: tuple[int, ...]  # The bytes of each; 0 if they are not known.
+    models: tuple[GpuUse, ...] = ()
+
+    @property
+    def idle(self) -> int | None:
+        """The GPUs that no model takes; None if that is not known before the models are loaded."""
+        counts = [use.gpus for use in self.models if use.gpus is not None]
+        return max(len(self.gpus) - sum(counts), 0) if len(counts) == len(self.models) else None
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The machine and each model, in words."""
+        if not self.gpus:
+            return ("GPUs: none",)
+        least, count = min(self.gpus), len(self.gpus)
+        smallest = "" if least == max(self.gpus) else " or more"
+        lines = [f"GPUs: {count}" + (f" of {least / _GIB:.1f} GiB{smallest}" if least else "")]
+        for use in self.models:
+            taken = "not known yet" if use.gpus is None else f"{use.gpus} of {count}"
+            lines.append(f"GPUs of model {use.model}: {taken}: {use.why}")
+        return tuple(lines)
+
+    @property
+    def warning(self) -> str:
+        """The GPUs that stay idle or are missing, and what to do; empty if there are none."""
+        count = len(self.gpus)
+        for use in self.models:
+            if use.gpus is not None and use.gpus > count > 0:
+                return f"model {use.model} needs {use.gpus} GPUs; the machine has {count}"
+        if not self.idle or not self.models:
+            return ""
+        remedies = [
+            f"{setting}={number}" + (f" of model {use.model}" if len(self.models) > 1 else "")
+            for use in self.models
+            for setting, number in use.remedies(self.idle).items()
+        ]
+        return f"{self.idle} of {count} GPUs stay idle" + (f"; to use them: {' or '.join(remedies)}" * bool(remedies))
+
+
+def gpu_plan(models: Sequence[Settings], gpus: Sequence[int]) -> GpuPlan:
+    """Return which GPUs the models of a server take. A model that is not here is looked up on the hub.
+
+    Args:
+        models: The models that the server starts with.
+        gpus: The bytes of each GPU; 0 if unknown.
+    """
+    return GpuPlan(tuple(gpus), tuple(_gpu_use(model, gpus) for model in models) if gpus else ())
+
+
+def _gpu_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
+    model = settings.model
+    devices = gpus_of(model, (*gpus, 0))
+    if not devices:
+        return GpuUse(model=model.name, gpus=0, why="load_on_devices is cpu")
+    if model.handler is not None:
+        return GpuUse(model=model.name, gpus=len(devices), why="those of the custom handler's workers")
+    if not is_vllm(model):
+        (size,), _ = sharing_gpus(model, len(devices))
+        return GpuUse(model=model.name, gpus=size, why="dynamic batch takes one, and all with option.device_map")
+    if _chooses_itself(model):
+        return GpuUse(model=model.name, gpus=None, why="option.device_ids, Ray or several machines choose them")
+    try:
+        return _vllm_use(settings, [gpus[device] for device in devices])
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # config.json may have anything
+        return GpuUse(model=model.name, gpus=None, why=f"a number of its config.json is not understood: {error}")
+
+
+def _vllm_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
+    """Decide as the engine does, by the model's files."""
+    model, smallest = settings.model, min(gpus)
+    layout, given = _layout(model), model.tensor_parallel_degree
+    memory = model_memory(settings) or ModelMemory({}, Weights(0), layout)
+    most = layout.most(len(gpus))
+    sizes = tensor_parallel_sizes(memory.config, most)
+    if given is not None:
+        size, why = given, f"option.tensor_parallel_degree={given}"
+    elif most > 1 and not replace(memory, max_model_len=memory.max_model_len or None).sequence_bytes(1):
+        return GpuUse(model=model.name, gpus=None, why="there is no config.json that has all numbers of the model")
+    elif model.tensor_parallel_max:
+        size, why = sizes[-1], "option.tensor_parallel_degree=max, the most that the model allows"
+    elif not smallest and len(sizes) > 1:
+        return GpuUse(model=model.name, gpus=None, why="their memory decides, which is not known (--gpus 4x24GiB)")
+    else:
+        size, why = memory.fewest(sizes, smallest)
+    is_known = bool(memory.weights.total and smallest)
+    if is_known and not memory.fits(size, smallest) and (given is not None or model.tensor_parallel_max):
+        why += f"; too few for the weights ({memory.weights.total / _GIB:.1f} GiB) and a useful KV cache"
+    for count, name in ((layout.stages, "pipeline stages"), (layout.replicas, "replicas"), (layout.nodes, "machines")):
+        why += f"; {count} {name}" if count > 1 else ""
+    return GpuUse(
+        model=model.name,
+        gpus=layout.gpus(size),
+        why=why,
+        allowed=len(gpus),
+        size=size,
+        sizes=tensor_parallel_sizes(memory.config, len(gpus)) if memory.config else (),
+        layout=layout,
+        can_be_copied=not is_known or memory.cache_bytes(size, smallest) > 0,
+    )
+
+
+def model_memory(settings: Settings) -> ModelMemory | None:
+    """Return the memory that a model needs on vLLM by its files, here or on the hub; None without a config.json."""
+    model = settings.model
+    is_here = os.path.isdir(model.model_id)
+    path = Path(model.model_id, _CONFIG) if is_here else hub_file(model.model_id, _CONFIG, model.revision)
+    try:
+        config = None if path is None else json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None  # loading the model reports the fault
+    if path is None or not isinstance(config, dict):
+        return None
+    arguments, layout = model.engine_arguments, _layout(model)
+    files = str(path.parent) if is_here or weight_bytes(path.parent) else model.model_id
+    weights = weights_of(files, model.revision, arguments.get("speculative_config"), layout)
+    if not weights.total:  # those of S3 are fetched when the model is loaded
+        weights = replace(weights, total=sum(remote.total_bytes for remote in settings.remote_models))
+    share = arguments.get("gpu_memory_utilization", "").strip()
+    is_fp8 = "fp8" in arguments.get("kv_cache_dtype", "")
+    return ModelMemory(
+        config,
+        weights,
+        layout,
+        memory_share=float(share) if _SHARE(share) else MEMORY_SHARE,
+        max_model_len=_length(arguments.get("max_model_len", "").strip()),
+        cache_element_bytes=1 if is_fp8 else 4 if model.dtype == "float32" else 2,
+    )
+
+
+def _length(text: str) -> int | None:
+    """Read vLLM's `max_model_len`: a number such as 8192, 8k or 8K, or 0 if vLLM fits it to the memory."""
+    if text.lower() in ("-1", "auto"):
+        return 0
+    found = _LENGTH(text)
+    return int(float(found[1]) * _MULTIPLES[found[2]]) if found else None  # None: the model's own
 
 
 def placed(model: ModelSettings, memory: Sequence[int]) -> ModelSettings:

@@ -7,13 +7,16 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from container.gpus import machine_gpus
 from container.models.engine_restart import EngineRestarts
 from container.models.life_cycle import Lifecycle, State, until_none
 from container.models.loads import LoadFailed, Loads
 from container.models.memory import OutOfMemory, free_memory
+from container.models.placement import gpu_plan
 from container.models.registry import AlreadyRegistered, Model, Models
 from container.settings.properties import FILE_NAME
 from container.settings.settings import ServerSettings, Settings
@@ -83,6 +86,21 @@ class Registrar:
             for model in self._models:
                 if model.at_startup:
                     await model.lifecycle.start(self._loads.place)
+        # A model of the hub is in its cache now, so that the hub is not asked.
+        await in_daemon_thread(self._log_gpus)
+
+    def _log_gpus(self) -> None:
+        gpus = machine_gpus()
+        loaded = [model.lifecycle for model in self._models if model.at_startup]
+        # A service's settings have the engine that was chosen.
+        models = [replace(one.settings, model=one.service.settings) for one in loaded if one.service is not None]
+        if not gpus or not models:
+            return
+        plan = gpu_plan(models, gpus)
+        for line in plan.lines:
+            logger.info("%s", line)
+        if plan.warning:
+            logger.warning("%s", plan.warning)
 
     async def register(self, order: Registration) -> tuple[Model, asyncio.Task[None]]:
         """Register a model and begin to load it.

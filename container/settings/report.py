@@ -1,39 +1,67 @@
-"""Shows the effective settings and their sources, for `slipway config`. Credentials are masked."""
+"""Shows the effective settings, their sources and the plan of the GPUs, for `slipway config`.
+
+Credentials are masked.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from container.models.placement import GpuPlan
 from container.settings.settings import ServerReport, SettingEntry, Startup
 from container.settings.values import Scalar, masked
 
 _HEAD = ("setting", "value", "source")
 
 
-def startup_text(startup: Startup) -> str:
-    """Return a table of all settings.
+def startup_text(startup: Startup, plan: GpuPlan | None = None) -> str:
+    """Return a table of all settings, and the plan of the GPUs.
 
     If the server does not have exactly one model, there is a table for the server, and one for each model.
     """
     if startup.report is None:
-        return render_text(startup.models[0].settings)
+        return "\n".join([render_text(startup.models[0].settings), *_plan_lines(plan)])
     parts = [render_text(startup.report)]
     parts += [f"model {m.title} ({_one_line(m.url)})\n{render_text(m.settings)}" for m in startup.models]
+    if plan is not None:
+        parts.append("\n".join(_plan_lines(plan)))
     return "\n\n".join(parts)
 
 
-def startup_json(startup: Startup) -> str:
+def startup_json(startup: Startup, plan: GpuPlan | None = None) -> str:
     """Return the same as JSON.
 
-    If the server does not have exactly one model, the form is `{"server": {...}, "models": {"<name>": {...}}}`.
+    If the server does not have exactly one model, the form is `{"server": {...}, "models": {"<name>": {...}}}`. The
+    plan is `gpus` in both forms.
     """
     if startup.report is None:
         content = report_object(startup.models[0].settings)
     else:
         models = {model.title: report_object(model.settings) for model in startup.models}
         content = {"server": report_object(startup.report), "models": models}
+    if plan is not None:
+        content["gpus"] = _plan_object(plan)
     return json.dumps(content, indent=2, ensure_ascii=False)
+
+
+def _plan_lines(plan: GpuPlan | None) -> list[str]:
+    if plan is None:
+        return []
+    warning = (f"warning: {plan.warning}",) if plan.warning else ()
+    return [_one_line(line) for line in (*plan.lines, *warning)]
+
+
+def _plan_object(plan: GpuPlan) -> dict[str, Any]:
+    return {
+        "memory_bytes": list(plan.gpus),
+        "models": [
+            {"name": use.model, "gpus": use.gpus, "why": use.why, "to_use_idle": use.remedies(plan.idle or 0)}
+            for use in plan.models
+        ],
+        "idle": plan.idle,
+        "warning": plan.warning or None,
+    }
 
 
 def render_text(settings: ServerReport) -> str:

@@ -19,9 +19,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
-from urllib.parse import quote, unquote
 
 from engines.vllm.constraints import formats, patterns
+from engines.vllm.constraints.schema_references import References, below
 from engines.vllm.constraints.schema_values import (
     EVERY,
     LARGEST_BOUND,
@@ -30,12 +30,9 @@ from engines.vllm.constraints.schema_values import (
     all_of,
     allowed_types,
     allowed_values,
-    anchors,
     any_of,
-    below,
     bound_of,
     distinct,
-    has_base,
     is_exact,
     is_number,
     is_size,
@@ -64,7 +61,6 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator"
 # Keywords beside which an object is not closed: they say what further members it may have.
 _COMBINED = ("anyOf", "oneOf", "$ref", "if", "unevaluatedProperties", "additionalProperties", "dependentSchemas")
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies", "$dynamicRef", "not")
-_OLD = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")  # `$ref` replaces the keywords beside it.
 
 
 def for_guidance(text: str, fault: Callable[[str], str], *, compact: bool) -> tuple[str, tuple[str, ...], str]:
@@ -190,13 +186,12 @@ class _Rewriter:
     def __init__(self, root: dict[str, Any], fault: Callable[[str], str], way: _Way, *, closed: bool) -> None:
         self._root, self._fault, self._way, self._closed = root, fault, way, closed
         self.work = 0
-        self._old = any(name in str(root.get("$schema")) for name in _OLD)
+        self._references = References(root)
         self._definitions: dict[str, Schema] = {}  # By name. While one is being rewritten: its type.
         self._open: set[str] = set()  # The names of those.
         self._left_of: dict[str, dict[str, None]] = {}  # The places that are not held of each definition.
         self._foreign = 0  # Schemas around this one that have a base of their own for references.
         self._names: dict[tuple[str, bool, bool], str] = {}
-        self._anchors: dict[str, str] | None = None  # Pointers by anchor.
         self._left = _MOST_ADDED
         self._negated: list[str] = []  # References that are being negated.
         self._sound: dict[str, bool] = {}  # Fragments that llguidance takes.
@@ -230,7 +225,7 @@ class _Rewriter:
         if not isinstance(given, dict):
             raise ValueError(f"a schema must be an object or a boolean, at {place}")
         self.work += _WORK_OF_A_SCHEMA
-        if self._has_base(given):
+        if self._references.has_base(given):
             self._foreign += 1
             try:
                 return self._node_schema(given, place, closed, exact=exact)
@@ -238,12 +233,8 @@ class _Rewriter:
                 self._foreign -= 1
         return self._node_schema(given, place, closed, exact=exact)
 
-    def _has_base(self, given: dict[str, Any]) -> bool:
-        """Return True if references within a schema are not those of the document."""
-        return given is not self._root and has_base(given, old=self._old)
-
     def _node_schema(self, given: dict[str, Any], place: str, closed: bool, *, exact: bool) -> Schema:
-        if self._old and isinstance(given.get("$ref"), str):
+        if self._references.are_old and isinstance(given.get("$ref"), str):
             given = {"$ref": given["$ref"]}
         node = _Node(given, place, named_types(given) or EVERY, closed, exact)
         if isinstance(given.get("properties"), dict) and "type" not in given and not exact:
@@ -849,33 +840,7 @@ class _Rewriter:
 
     def _target(self, reference: Any) -> tuple[str, Any] | None:
         """Return the place of a reference in this document, and what is there. None if it is elsewhere."""
-        if not isinstance(reference, str) or self._foreign:
-            return None
-        base, _, fragment = reference.partition("#")
-        own = str(self._root.get("$id") or self._root.get("id") or "").partition("#")[0]
-        if base and base != own:
-            return None
-        fragment = unquote(fragment)
-        if fragment and not fragment.startswith("/"):
-            if self._anchors is None:
-                self._anchors = {}
-                for name, pointer in anchors(self._root, "", old=self._old):
-                    self._anchors[name] = "" if name in self._anchors else pointer  # which one is meant is not known
-            if not (pointer := self._anchors.get(fragment, "")):
-                return None
-            fragment = pointer
-        found: Any = self._root
-        for part in fragment.split("/")[1:]:
-            if isinstance(found, dict) and self._has_base(found):
-                return None
-            part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and part in found:
-                found = found[part]
-            elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
-                found = found[int(part)]
-            else:
-                return None
-        return "#" + quote(fragment, safe="/~$"), found
+        return None if self._foreign or not isinstance(reference, str) else self._references.target(reference)
 
     # Negation.
 
@@ -888,10 +853,10 @@ class _Rewriter:
         """
         if isinstance(given, bool):
             return not given
-        if not isinstance(given, dict) or self._late or self._has_base(given):
+        if not isinstance(given, dict) or self._late or self._references.has_base(given):
             return None
         self.work += _WORK_OF_A_SCHEMA
-        if self._old and isinstance(given.get("$ref"), str):
+        if self._references.are_old and isinstance(given.get("$ref"), str):
             given = {"$ref": given["$ref"]}
         kept = named_types(given)
         alternatives: list[Schema] = []

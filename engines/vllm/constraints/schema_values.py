@@ -1,12 +1,11 @@
-"""The types, values and places in JSON schemas, as the rewriter reads and writes them."""
+"""The types and values in JSON schemas, as the rewriter reads and writes them."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
 
 Schema = bool | dict[str, Any]
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -149,34 +148,6 @@ def distinct(values: list[Any]) -> list[Any]:
 def strings(value: Any) -> list[str]:
     """Return the texts of a list, each once."""
     return list(dict.fromkeys(each for each in value if isinstance(each, str))) if isinstance(value, list) else []
-
-
-def below(place: str, part: str | int) -> str:
-    """Return the place of a part, as a URI fragment."""
-    name = str(part).replace("~", "~0").replace("/", "~1")
-    return f"{place}/{quote(name, safe='~$')}"
-
-
-def has_base(schema: dict[str, Any], *, old: bool) -> bool:
-    """Return True if references within a schema are relative to its own `$id`, in old drafts `id`."""
-    base = schema.get("$id", schema.get("id") if old else None)
-    return isinstance(base, str) and not base.startswith("#")
-
-
-def anchors(schema: Any, pointer: str, *, old: bool) -> Iterator[tuple[str, str]]:
-    """Yield the names of places in a document, each with its pointer."""
-    if isinstance(schema, list):
-        for i, each in enumerate(schema):
-            yield from anchors(each, f"{pointer}/{i}", old=old)
-    if not isinstance(schema, dict) or (pointer and has_base(schema, old=old)):
-        return
-    for keyword in ("$anchor", "$dynamicAnchor", "$id", "id"):
-        name = schema.get(keyword)
-        if isinstance(name, str) and (keyword.endswith("chor") or name.startswith("#")):
-            yield name.lstrip("#"), pointer
-    for name, each in schema.items():
-        if name not in ("enum", "const", "default", "examples"):
-            yield from anchors(each, f"{pointer}/{name.replace('~', '~0').replace('/', '~1')}", old=old)
 
 
 def any_of(schemas: Sequence[Schema]) -> Schema:

@@ -146,6 +146,27 @@ async def test_models_that_a_server_starts_with_are_placed_and_those_that_cannot
     assert [one.devices for one in loaded] == [(1, 0)], "what it needs is not compared: the engine knows it better"
 
 
+async def test_the_start_of_a_server_tells_the_plan_of_the_gpus_and_warns_of_idle_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def load(settings: ModelSettings, *_: object) -> Mock:
+        return Mock(settings=settings, custom=None, engine=None, running_engine=None)
+
+    monkeypatch.setattr(life_cycle, "load_service", load)
+    (tmp_path / "config.json").write_text("{}")
+    for degree, gpus, levels in ((1, 4, ["INFO", "INFO", "WARNING"]), (4, 4, ["INFO", "INFO"]), (1, 0, [])):
+        monkeypatch.setattr(registration, "machine_gpus", lambda gpus=gpus: (24 << 30,) * gpus)
+        (tmp_path / "serving.properties").write_text(f"option.tensor_parallel_degree={degree}")
+        settings = further_settings(Value(str(tmp_path), "startup"), "a", {})
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            models = Models([Model(Lifecycle(settings), str(tmp_path))])
+            await Registrar(models, settings.server, Mock(), free=lambda: (PLENTY,)).start()
+        said = [record for record in caplog.records if record.name == registration.__name__]
+        assert [record.levelname for record in said] == levels
+        assert ("option.data_parallel_size=4" in caplog.text) == ("WARNING" in levels)
+
+
 async def test_an_engine_or_handler_that_runs_out_of_memory_as_it_is_loaded_is_507(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("def handle(inputs): ...\nraise MemoryError\n")
     async with serving() as api:

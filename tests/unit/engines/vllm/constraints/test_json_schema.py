@@ -94,9 +94,15 @@ HELD: list[tuple[Any, list[Any], list[Any]]] = [
     ),
     ({"type": "object", "propertyNames": {"format": "uuid"}}, [{}], [{"a": 1}]),
     (
-        {"properties": {"a": {"$ref": "#"}, "b": {"allOf": [{"$ref": "#"}, {"$ref": "#/properties/a"}]}}},
-        [{"a": {}}],
-        [1],
+        {
+            "properties": {"a": {"$ref": "#/$defs/x"}},
+            "$defs": {
+                "x": {"anyOf": [{"$ref": "#/$defs/y"}, {"type": "null"}]},
+                "y": {"anyOf": [{"$ref": "#/$defs/x"}, {"type": "array"}]},
+            },
+        },
+        [{"a": None}, {"a": []}],
+        [{"a": 1}],
     ),
     ({"type": "object", "propertyNames": False}, [{}], [{"a": 1}]),
     # Members that depend on each other.
