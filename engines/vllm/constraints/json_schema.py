@@ -1042,8 +1042,8 @@ _STRING, _ARRAY, _OBJECT = frozenset({"string"}), frozenset({"array"}), frozense
 _NUMBER = frozenset({"number", "integer"})
 _HELD = "held"
 _VALUES = "held, except for integers that no double has"
-_BOUND = "rounded inward to a double within 64 bits"
-_COUNTED = "the choices of named members, up to 128: no optional ones are counted"
+_BOUND = "rounded inward to a double within 64 bits, if exclusive by 1e-9"
+_COUNTED = "the choices of named members, up to 128; not at least two further ones"
 _DEPENDS = "`anyOf` of the member's absence and the rest, up to 7: they multiply"
 # All others are annotations, or belong to one of these (`then`, `else`, `minContains`, `$defs`, `$anchor`).
 KEYWORDS: Mapping[str, Keyword] = {
