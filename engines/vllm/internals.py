@@ -74,7 +74,6 @@ from vllm.v1.metrics.stats import CacheHitSource, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder
 from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
-from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
 
 from engines.interface import EngineStartError
 from engines.vllm import RELEASE
@@ -90,7 +89,6 @@ __all__ = [
     "EngineDeadError",
     "FastIncrementalDetokenizer",
     "FinishReason",
-    "GuidanceGrammar",
     "IncrementalDetokenizer",
     "LruKeyReplicatedSenderCache",
     "ParentRequest",
@@ -129,7 +127,6 @@ _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (MediaConnector, ("_assert_url_in_allowed_media_domains", "load_from_url", "load_from_url_async")),
     (StructuredOutputManager, ("_create_grammar",)),
     (backend_guidance, ("validate_guidance_grammar",)),
-    (GuidanceBackend, ("compile_grammar",)),
     (shm_broadcast, ("sched_yield",)),
     (cpu_resource_utils, ("get_cgroup_memory_usage",)),
     (PrometheusStatLogger, ("_counter_cls", "_gauge_cls", "_histogram_cls", "record", *METRICS_PARTS)),
@@ -656,21 +653,6 @@ def patch_checks() -> None:
             validate_guidance_grammar(params, tokenizer)
 
     backend_guidance.validate_guidance_grammar = validate
-
-
-def patch_guidance(grammar: Callable[[Any, str, Callable[[], GuidanceGrammar]], GuidanceGrammar]) -> None:
-    """Patch the engine process.
-
-    Args:
-        grammar: Returns the grammar for a request. It gets the kind and the text of the constraint, and a function that
-            compiles it.
-    """
-    compile_grammar = GuidanceBackend.compile_grammar
-
-    def compiled(self: GuidanceBackend, kind: Any, text: str, stop_token_ids: set[int] | None = None) -> Any:
-        return grammar(kind, text, lambda: compile_grammar(self, kind, text, stop_token_ids))
-
-    GuidanceBackend.compile_grammar = compiled
 
 
 def patch_grammars(advance: Callable[[Any, Any], None]) -> None:

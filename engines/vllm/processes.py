@@ -50,7 +50,6 @@ from vllm.plugins import load_general_plugins
 
 from engines.start_failure import StartFailure, failure_of
 from engines.vllm import fork_server, internals
-from engines.vllm.constraints.compiled import CompiledGrammars
 from engines.vllm.continuation import advance
 from engines.vllm.cpu import Pause, token_ranks, usage_without_page_cache
 
@@ -227,7 +226,6 @@ def prepare_engine(report: Connection) -> None:
 
     internals.patch_engine_process(context, _end_workers, _meeting_place)
     internals.patch_grammars(advance)
-    internals.patch_guidance(CompiledGrammars().grammar)
     if current_platform.is_cpu():
         internals.patch_waiting(Pause())
 

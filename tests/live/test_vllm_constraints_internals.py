@@ -208,39 +208,6 @@ async def test_the_engine_gets_a_tried_constraint_as_vllms_own(translator: Const
     assert (outputs.regex, outputs.disable_any_whitespace) == ("[0-9]", True)
 
 
-async def test_the_engine_process_compiles_a_constraint_once(
-    sample_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import AutoTokenizer
-    from vllm.config import StructuredOutputsConfig
-    from vllm.v1.structured_output.backend_guidance import GuidanceBackend
-    from vllm.v1.structured_output.backend_types import StructuredOutputOptions
-
-    from engines.vllm import internals
-    from engines.vllm.constraints.compiled import CompiledGrammars
-
-    compiled: list[str] = []
-    compile_grammar = GuidanceBackend.compile_grammar
-
-    def counted(self: Any, kind: Any, text: str, stop_token_ids: Any = None) -> Any:
-        compiled.append(text)
-        return compile_grammar(self, kind, text, stop_token_ids)
-
-    monkeypatch.setattr(GuidanceBackend, "compile_grammar", counted)
-    internals.patch_guidance(CompiledGrammars().grammar)
-    config: Any = SimpleNamespace(structured_outputs_config=StructuredOutputsConfig(backend="guidance"))
-    tokenizer = AutoTokenizer.from_pretrained(sample_model)
-    backend = GuidanceBackend(config, tokenizer=tokenizer, vocab_size=len(tokenizer))
-    texts = ("red", "blue", "red")
-    grammars = [backend.compile_grammar(StructuredOutputOptions.CHOICE, '["red", "blue"]') for _ in texts]
-    for grammar, text in zip(grammars, texts, strict=True):
-        token_ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        assert grammar.validate_tokens(token_ids) == token_ids
-        assert grammar.accept_tokens("r", token_ids)
-        assert grammar.is_terminated()
-    assert compiled == ['["red", "blue"]']
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
