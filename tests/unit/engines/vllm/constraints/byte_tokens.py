@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import llguidance
@@ -12,10 +13,28 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 END = 256
 
 
-def byte_tokens() -> Any:
-    """Return the tokenizer. The token `END` ends a text."""
+def byte_tokenizer() -> Tokenizer:
+    """Return the tokenizer as Hugging Face's. The token `END` ends a text."""
     tokenizer = Tokenizer(BPE({**{name: byte for byte, name in bytes_to_unicode().items()}, "<end>": END}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])
-    return llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=END + 1, eos_token=END)
+    return tokenizer
+
+
+def byte_tokens() -> Any:
+    """Return the tokenizer as llguidance's."""
+    return llguidance.LLTokenizer(byte_tokenizer().to_str(), n_vocab=END + 1, eos_token=END)
+
+
+def allows(tokens: Any, schema: str, instance: Any) -> bool:
+    """Return True if a rewritten schema lets a model write an instance, as compact JSON.
+
+    Args:
+        tokens: The tokenizer, of `byte_tokens`.
+        schema: The schema, as the back end gets it.
+        instance: The instance.
+    """
+    matcher = llguidance.LLMatcher(tokens, llguidance.LLMatcher.grammar_from_json_schema(schema), log_level=0)
+    text = json.dumps(instance, separators=(",", ":"), ensure_ascii=False)
+    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
