@@ -116,17 +116,55 @@ async def test_whoever_waits_when_the_engine_stops_is_told_so(process: Process, 
         await trials.trial("regex", "late")
 
 
-@pytest.mark.parametrize("code", [-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV, 1])
+@pytest.mark.parametrize("code", [-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV])
 async def test_a_constraint_that_ends_the_process_is_remembered_as_one(
     process: Process, trials: GrammarTrials, code: int
 ) -> None:
-    from engines.vllm.constraints.trials import TOO_MUCH
+    from engines.vllm.constraints.trial_process import TOO_MUCH
 
     process.code = code
     process.kill()
     assert (await trials.trial("regex", "slow")).error == TOO_MUCH
     assert (await trials.trial("regex", "slow")).error == TOO_MUCH
     assert process.texts == ["slow"]
+
+
+async def test_the_end_of_the_process_by_itself_is_no_verdict(process: Process, trials: GrammarTrials) -> None:
+    process.code = 1
+    process.kill()
+    with pytest.raises(Overloaded):
+        await trials.trial("regex", "good")
+    assert process.texts == ["good", "good"]
+    process.ended = False
+    assert (await trials.trial("regex", "good")) == Trial()
+
+
+async def test_a_constraint_that_an_ended_process_has_not_read_is_tried_by_the_next_one() -> None:
+    trials = real_trials()
+    try:
+        assert not (await trials.trial("regex", "a")).error
+        ended: Any = trials._process
+        ended.send_signal(signal.SIGABRT)
+        ended.wait()
+        polled = iter([None])  # It has ended since it was asked.
+        ended.poll = lambda: next(polled, ended.returncode)
+        assert not (await trials.trial("regex", "b")).error
+    finally:
+        await trials.stop()
+
+
+async def test_what_is_remembered_is_bounded_with_errors_and_places(
+    process: Process, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engines.vllm.constraints import trials as module
+
+    monkeypatch.setattr(module, "_REMEMBERED_CHARACTERS", 100)
+    long = Trial("e" * 20, "t" * 20, ("#/a" * 5, "#/b" * 5))
+    monkeypatch.setattr(module, "_exchange", lambda *_: long)
+    for number in range(5):
+        await trials.trial("regex", str(number))
+    assert len(trials._known) == 1
+    assert trials._known_characters == 70
 
 
 async def test_a_constraint_whose_process_was_killed_may_be_tried_again(

@@ -32,6 +32,7 @@ CHECK_CPU_SECONDS = 0.1  # Limit for the check of one answer, for which a trial 
 _MEMORY_BYTES = 1 << 30
 _STACK_BYTES = 4 << 20  # Half of the stack of the engine's threads.
 _PR_SET_PDEATHSIG = 1
+TOO_MUCH = "it takes too much time or memory to compile"
 _WRITTEN: Mapping[str, Callable[[str], str]] = {"regex": ascii_expression, "grammar": grammar_for_guidance}
 
 
@@ -135,27 +136,35 @@ def verdict(schema: str, answer: str) -> str:
     from jsonschema.validators import Draft202012Validator, validator_for
     from jsonschema_specifications import REGISTRY  # It fetches nothing, so that no other schema is found.
 
-    def stop(*_: Any) -> None:
-        raise _TooSlow
-
     try:
         document = json.loads(answer)
-    except (json.JSONDecodeError, RecursionError):
+    except json.JSONDecodeError:
         return "incomplete"
-    except ValueError:  # a number with thousands of digits
+    except (ValueError, RecursionError):  # a number with thousands of digits; thousands of brackets
         return "unchecked"
+    checking = True
+
+    def stop(*_: Any) -> None:
+        if checking:
+            raise _TooSlow
+
     before = signal.signal(signal.SIGPROF, stop)
     try:
-        signal.setitimer(signal.ITIMER_PROF, CHECK_CPU_SECONDS)
-        rules = json.loads(schema)
-        validator = validator_for(rules, default=Draft202012Validator)
-        checked = validator(rules, registry=REGISTRY, format_checker=validator.FORMAT_CHECKER)
-        return "valid" if checked.is_valid(document) else "invalid"
-    except (_TooSlow, Exception):  # a schema may be wrong in any place that the back end does not hold
-        return "unchecked"
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        signal.signal(signal.SIGPROF, before)
+        try:
+            signal.setitimer(signal.ITIMER_PROF, CHECK_CPU_SECONDS)
+            rules = json.loads(schema)
+            validator = validator_for(rules, default=Draft202012Validator)
+            checked = validator(rules, registry=REGISTRY, format_checker=validator.FORMAT_CHECKER)
+            found = "valid" if checked.is_valid(document) else "invalid"
+        finally:
+            checking = False
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # The schema may be wrong where the back end does not hold it. rpds may panic.
+        found = "unchecked"
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    signal.signal(signal.SIGPROF, before)
+    return found
 
 
 def _limit() -> None:
@@ -184,7 +193,13 @@ def main() -> None:
             print(json.dumps(verdict(**message)), file=answers, flush=True)
             continue
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        result = trial(tokenizer, **message, drafts=first["drafts"])
+        try:
+            result = trial(tokenizer, **message, drafts=first["drafts"])
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # There is no more memory, or the compiler has panicked. The next process is sound.
+            print(json.dumps(Trial(TOO_MUCH)), file=answers, flush=True)
+            return
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         print(json.dumps(result), file=answers, flush=True)
 

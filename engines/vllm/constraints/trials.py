@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from engines.errors import EngineDead, GenerationFailed, Overloaded
 from engines.vllm.constraints import trial_process
-from engines.vllm.constraints.trial_process import Trial
+from engines.vllm.constraints.trial_process import TOO_MUCH, Trial
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -38,7 +38,6 @@ START_SECONDS, CLOCK_SECONDS = 60.0, 20.0
 _REMEMBERED, _REMEMBERED_CHARACTERS = 1024, 1 << 24
 # Answers that wait for their check, and the most characters of one. Others are not checked.
 _WAITING_ANSWERS, _ANSWER_CHARACTERS = 64, 1 << 18
-TOO_MUCH = "it takes too much time or memory to compile"
 NO_VERDICT = "the constraint could not be compiled; try again later"
 # Signals by which a constraint ends the process: its limit of processor time, no more memory, no more stack.
 _VERDICTS = {-number for number in (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)}
@@ -110,24 +109,39 @@ class GrammarTrials:
     def _try(self, key: bytes, message: dict[str, Any]) -> Trial:
         if (known := self._known.get(key)) is not None:  # another request had the same
             return known
+        # A process that has already ended says nothing about the constraint, so another one gets it.
+        if (result := self._tried(message) or self._tried(message)) is None:
+            raise Overloaded(NO_VERDICT)
+        if result.error == TOO_MUCH:
+            logger.warning("a constraint takes too much time or memory to compile; it is refused")
+        self._known[key] = result
+        self._known_characters += _characters(result)
+        while len(self._known) > _REMEMBERED or self._known_characters > _REMEMBERED_CHARACTERS:
+            self._known_characters -= _characters(self._known.pop(next(iter(self._known))))
+        return result
+
+    def _tried(self, message: dict[str, Any]) -> Trial | None:
+        """Return what the process answers. None if it ended for a reason of its own.
+
+        Raises:
+            GenerationFailed, Overloaded, EngineDead: as `trial`.
+        """
         process = self._started()
         with _ended_after(CLOCK_SECONDS, process):
             try:
-                result = _exchange(process, message, Trial)
-            except (OSError, ValueError):
+                return _exchange(process, message, Trial)
+            except (OSError, ValueError) as error:
                 code = process.wait()
                 if self._stopped:
                     raise EngineDead(_STOPPING) from None
-                if code < 0 and code not in _VERDICTS:
-                    logger.warning("the process that compiles constraints was ended from outside, or took too long")
-                    raise Overloaded(NO_VERDICT) from None
-                logger.warning("a constraint ended the process that compiles it first (%s); it is refused", code)
-                result = Trial(TOO_MUCH)
-        self._known[key] = result
-        self._known_characters += len(result.text)
-        while len(self._known) > _REMEMBERED or self._known_characters > _REMEMBERED_CHARACTERS:
-            self._known_characters -= len(self._known.pop(next(iter(self._known))).text)
-        return result
+                was_read = not isinstance(error, BrokenPipeError)
+        if code in _VERDICTS:
+            return Trial(TOO_MUCH) if was_read else None
+        if code < 0:
+            logger.warning("the process that compiles constraints was ended from outside, or took too long")
+            raise Overloaded(NO_VERDICT)
+        logger.warning("the process that compiles constraints has ended with code %d", code)
+        return None
 
     def check(self, schema: str, answer: str, tell: Callable[[str], None]) -> None:
         """Check an answer against its schema, later. For the event loop.
@@ -160,8 +174,12 @@ class GrammarTrials:
         try:
             process = self._started()
             with _ended_after(CLOCK_SECONDS, process):
-                return _exchange(process, {"schema": schema, "answer": answer}, str)
-        except (GenerationFailed, OSError, ValueError):  # It cannot be started, or has ended.
+                try:
+                    return _exchange(process, {"schema": schema, "answer": answer}, str)
+                except (OSError, ValueError):
+                    logger.warning("the process that checks answers has ended (%d)", process.wait())
+                    return "unchecked"
+        except GenerationFailed:  # It cannot be started.
             return "unchecked"
         except Exception:
             logger.exception("an answer cannot be checked against its schema")
@@ -193,6 +211,10 @@ class GrammarTrials:
         if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
+
+
+def _characters(trial: Trial) -> int:
+    return len(trial.text) + len(trial.error) + sum(map(len, trial.not_held))
 
 
 @contextlib.contextmanager

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from engines.vllm.constraints.trial_process import trial, verdict
-from tests.unit.engines.vllm.constraints.byte_tokens import byte_tokens
+from engines.vllm.constraints.trial_process import TOO_MUCH, Trial, trial, verdict
+from tests.unit.engines.vllm.constraints.byte_tokens import END, byte_tokenizer, byte_tokens
 
 TOKENS = byte_tokens()
 NO_RETURN = [
@@ -62,7 +66,7 @@ UNIQUE = {"type": "array", "uniqueItems": True}
         (UNIQUE, "[1,1.0]", "invalid"),
         (UNIQUE, "[1,", "incomplete"),
         (UNIQUE, "", "incomplete"),
-        (UNIQUE, "[" * 100_000, "incomplete"),
+        (UNIQUE, "[" * 100_000, "unchecked"),
         (True, "1" * 5000, "unchecked"),
         ({"type": "integer", "$schema": "http://json-schema.org/draft-04/schema#"}, "1", "valid"),
         ({"exclusiveMaximum": 1, "$schema": "http://json-schema.org/draft-07/schema#"}, "1", "invalid"),
@@ -90,6 +94,54 @@ def test_a_finished_answer_is_checked_against_its_schema(schema: Any, answer: st
 def test_a_check_that_takes_too_long_is_given_up(schema: Any, answer: str) -> None:
     assert verdict(json.dumps(schema), answer) == "unchecked"
     assert verdict(json.dumps(UNIQUE), "[1]") == "valid"
+
+
+def endless(levels: int) -> dict[str, Any]:
+    """Return a schema that refers to itself for ever. The levels decide which part of the validator fails."""
+    endless: Any = {"$ref": "#/$defs/L"}
+    for _ in range(levels):
+        endless = {"allOf": [endless]}
+    return {
+        "required": ["a"],
+        "$defs": {"L": {"type": ["object", "null"], "not": {"$ref": "#/$defs/L"}}},
+        "not": endless,
+    }
+
+
+@pytest.mark.parametrize("levels", range(12))
+def test_a_schema_without_an_end_ends_no_process(levels: int) -> None:
+    assert verdict(json.dumps(endless(levels)), '{"a":1}') == "unchecked"
+    assert signal.getsignal(signal.SIGPROF) == signal.SIG_DFL
+
+
+class Panic(BaseException):
+    """Stands for `pyo3_runtime.PanicException`."""
+
+
+def answers_of_a_process(trial: Callable[..., Trial]) -> list[str]:
+    """Return the faults that a process finds in two constraints. It ends with code 0."""
+    first = {"tokenizer": byte_tokenizer().to_str(), "vocabulary_size": END + 1, "eos": END, "drafts": False}
+    lines = [json.dumps(message) for message in (first, *[{"kind": "regex", "text": text} for text in "ab"])]
+    program = (
+        f"from engines.vllm.constraints import trial_process; from {__name__} import {trial.__name__} as trial; "
+        "trial_process.trial = trial; trial_process.main()"
+    )
+    run = subprocess.run([sys.executable, "-c", program], input="\n".join(lines), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line)[0] for line in run.stdout.splitlines()[1:]]
+
+
+def out_of_memory(*_: Any, **__: Any) -> Trial:
+    raise MemoryError
+
+
+def panicking(*_: Any, **__: Any) -> Trial:
+    raise Panic
+
+
+@pytest.mark.parametrize("trial", [out_of_memory, panicking])
+def test_a_constraint_that_the_process_gives_up_is_refused_and_the_process_ends(trial: Callable[..., Trial]) -> None:
+    assert answers_of_a_process(trial) == [TOO_MUCH]
 
 
 def test_no_schema_is_fetched() -> None:
