@@ -28,8 +28,9 @@ class FinishReason(Enum):
 class SchemaPart(NamedTuple):
     """A part of the JSON schema of an answer, as the client knows it. The schema of forced tools has many."""
 
-    place: str = "#"  # In the schema of the answer: a JSON pointer after `#`, without escapes of a URI.
-    # In the client's body: a URI fragment, after the name of the field that has the schema if there are several.
+    place: str = "#"  # In the schema of the answer, as a URI fragment.
+    # In the client's body, as a URI fragment. Before it is the name of the field that has the schema if there are
+    # several.
     name: str = "#"
     # True: the request is refused if the engine cannot hold the part whole. False: the answer follows what can be held.
     # None: the contract has no word for it, and the setting `partial_schemas` decides.

@@ -27,7 +27,8 @@ _SALT = re.compile(r"[!-.0-?A-\[\]-~]{1,128}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 LONG_BODY = 256 * 1024  # Bytes. Longer bodies are decoded in a thread, so that no other request waits for them.
 NOT_HELD = "x-slipway-not-held"
-_MOST_NOT_HELD = 1000  # Characters of the header, which has to fit into SageMaker's custom attributes with its name.
+# Characters of the header's places, and of all of it. SageMaker's custom attributes have to hold it with its name.
+_MOST_PLACES, MOST_NOT_HELD = 990, 1000
 
 
 def not_held_header(places: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -37,12 +38,15 @@ def not_held_header(places: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """
     if not places:
         return ()
-    shown = list(places[: _MOST_NOT_HELD // 2])
-    rest = len(places) - len(shown)
-    while len(text := ",".join([*shown, f"+{rest}"] if rest else shown)) > _MOST_NOT_HELD:
-        shown.pop()
-        rest += 1
-    return ((NOT_HELD, text),)
+    shown: list[str] = []
+    free = _MOST_PLACES
+    for place in places:
+        free -= len(place) + 1
+        if free < 0:
+            shown.append(f"+{len(places) - len(shown)}")
+            break
+        shown.append(place)
+    return ((NOT_HELD, ",".join(shown)),)
 
 
 def media_type(content_type: str) -> str:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
 
 from vllm.config import StructuredOutputsConfig, VllmConfig
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -154,9 +153,9 @@ class ConstraintTranslator:
             if self._trials is None:
                 continue
             trial = await self._trials.trial(kind, text, compact=compact)
-            # Of several tools, the form of a call has to be held.
-            useless = trial.not_held == (WHOLE,) and [part.place for part in parts] != [WHOLE]
-            if trial.error and (useless or not trial.text):
+            # vLLM reads no call of a tool from just any array.
+            has_no_calls = trial.not_held == (WHOLE,) and [part.place for part in parts] != [WHOLE]
+            if trial.error and (has_no_calls or not trial.text):
                 raise InvalidParameter(parameter, f"cannot be used as a constraint: {_shortened(trial.error)}")
             not_held = self._allowed(parameter, trial, parts) if trial.not_held else ()
             outputs = tried(outputs, **{kind: trial.text if kind != "choice" else value})
@@ -169,7 +168,7 @@ class ConstraintTranslator:
         Raises:
             InvalidParameter: One of them must be held.
         """
-        found = list(dict.fromkeys([pair for place in trial.not_held for pair in _owned(place, parts)]))
+        found = _named(trial.not_held, parts)
         refused = [(part, place) for part, place in found if part.strict or (part.strict is None and not self._partial)]
         if not refused:
             return tuple(dict.fromkeys([place for _, place in found]))
@@ -200,22 +199,28 @@ class ConstraintTranslator:
             await self._trials.stop()
 
 
-def _owned(place: str, parts: Sequence[SchemaPart]) -> Iterator[tuple[SchemaPart, str]]:
-    """Yield the parts of a schema that a place in it belongs to, each with the place as the client names it.
+def _named(places: Sequence[str], parts: Sequence[SchemaPart]) -> list[tuple[SchemaPart, str]]:
+    """Return places of a schema as the client names them, each with its part of the schema.
 
-    A place above several parts belongs to all of them. One that belongs to none is of no client's part.
+    A place above several parts counts for all of them. A place in no part keeps its name. The time grows with the
+    places and the parts, and not with their product: clients choose both numbers.
     """
-    plain, nobodys = unquote(place), True
+    at = {part.place: part for part in parts}
+    above: dict[str, list[SchemaPart]] = {}
+    deepest = 0
     for part in parts:
-        if f"{plain}/".startswith(f"{part.place}/"):
-            yield part, part.name + quote(plain[len(part.place) :], safe="/~$")
-        elif part.place.startswith(f"{plain}/"):
-            yield part, part.name
-        else:
-            continue
-        nobodys = False
-    if nobodys:
-        yield SchemaPart(), place
+        steps = part.place.split("/")
+        deepest = max(deepest, len(steps))
+        for count in range(1, len(steps)):
+            above.setdefault("/".join(steps[:count]), []).append(part)
+    found: dict[tuple[SchemaPart, str], None] = {}
+    for place in dict.fromkeys(places):
+        steps = place.split("/", deepest)[:deepest]
+        beginnings = ["/".join(steps[: count + 1]) for count in range(len(steps))]
+        named = [(at[each], at[each].name + place[len(each) :]) for each in beginnings if each in at]
+        named += [(part, part.name) for part in above.get(place, ())]
+        found |= dict.fromkeys(named or [(SchemaPart(), place)])
+    return list(found)
 
 
 def _listed(places: Sequence[str]) -> str:

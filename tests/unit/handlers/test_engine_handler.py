@@ -539,4 +539,7 @@ async def test_a_header_of_many_parts_ends_with_the_number_of_the_rest() -> None
     assert rest == f"+{100 - len(shown)}"
     assert 950 < len(text) <= 1000
     assert not_held_header(["x" * 2000]) == (("x-slipway-not-held", "+1"),)
+    assert not_held_header(["x" * 300] * 3 + ["y" * 200_000] * 500) == (
+        ("x-slipway-not-held", ",".join(["x" * 300] * 3 + ["+500"])),
+    )
     assert not_held_header([]) == ()
