@@ -240,6 +240,21 @@ async def test_any_expression_or_grammar_is_translated_or_refused(translator: Co
             assert await translated(translator, **{kind: text}) is not None
 
 
+async def test_without_trials_schemas_are_shorter_and_choices_are_not(sample_model: Path) -> None:
+    from transformers import AutoTokenizer
+    from vllm.config import StructuredOutputsConfig
+
+    from engines.vllm.constraints.translator import ConstraintTranslator
+
+    tokenizer = AutoTokenizer.from_pretrained(sample_model)
+    translator = ConstraintTranslator(tokenizer, len(tokenizer), StructuredOutputsConfig(backend="xgrammar"))
+    long = "x" * (1 << 18)
+    assert (await translated(translator, choice=(long, "y"))).choice == [long, "y"]
+    for fields in ({"regex": long}, {"choice": (long * 8, "y")}, {"json_schema": json.dumps({"description": long})}):
+        with pytest.raises(InvalidParameter):
+            await translated(translator, **fields)
+
+
 CALLS = "#/items/anyOf/0/properties/parameters", "#/items/anyOf/1/properties/parameters"
 ONE = SchemaPart(CALLS[0], "tools[0].parameters#", False)
 TWO = SchemaPart(CALLS[1], "tools[2].parameters#", True)

@@ -149,7 +149,8 @@ class ConstraintTranslator:
             if not value and kind == "choice":
                 raise InvalidParameter(parameter, "must have at least one choice")
             text = value if isinstance(value, str) else _written(parameter, value)
-            _check_size(parameter, text, most if self._trials is not None else min(most, _MAX_CHARACTERS))
+            # Without a trial, nothing takes the descriptions out of a schema.
+            _check_size(parameter, text, _MAX_CHARACTERS if kind == "json" and self._trials is None else most)
             if self._trials is None:
                 continue
             trial = await self._trials.trial(kind, text, compact=compact)
