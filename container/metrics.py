@@ -103,9 +103,11 @@ class Metrics:
         )
         yield _counter("slipway_generations_aborted", "Sequences whose client went away.", statistics.aborted_requests)
         yield _counter("slipway_generations_failed", "Sequences that ended with an error.", statistics.failed_requests)
-        text = "Prompts whose answers follow a part of their JSON schema."
+        text = "Prompts whose JSON schema the engine enforces only in part."
         yield _counter("slipway_partial_generations", text, statistics.partial_requests)
-        text = "Such answers, by what a check against the whole schema found."
+        text = (
+            "Finished answers whose JSON schema was enforced only in part, by the verdict of a check against all of it."
+        )
         verdicts = [([verdict], count) for verdict, count in statistics.partial_answers.items()]
         yield _each(CounterMetricFamily, "slipway_partial_answers", text, ["verdict"], verdicts)
         yield _counter("slipway_prompt_tokens", "Tokens of prompts.", statistics.prompt_tokens)

@@ -99,9 +99,12 @@ class Sink(Protocol):
     """Receives one request's answer. Called on the event loop; must neither block nor raise."""
 
     def on_not_held(self, places: Sequence[str]) -> None:
-        """The answer follows its JSON schema without these parts, which the client named (`SchemaPart`).
+        """Take the parts of the request's JSON schema that the engine does not enforce. The answer may break them.
 
-        Called before the first delta, and only if there are any.
+        Called before the first delta, and only if there are such parts.
+
+        Args:
+            places: Of the parts, in the client's body (`SchemaPart.name`).
         """
 
     def on_delta(self, delta: TokenDelta) -> None:
