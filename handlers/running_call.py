@@ -32,7 +32,7 @@ class RunningCall:
         self._places = 0  # Of the queue, that the call still has.
         self._keep_alive: _KeepAlive | None = None
         self._aborted = False
-        self._not_held: tuple[tuple[str, str], ...] = ()  # The header.
+        self._not_held: tuple[tuple[str, str], ...] = ()  # The header that names what the answer may break.
         self.begun = False  # The reply has begun as a stream.
         self.answered = False  # The reply is complete.
         queue.running[request_id] = self
@@ -73,8 +73,9 @@ class RunningCall:
             self._keep_alive = _KeepAlive(self._exchange.comment, self._writer)
 
     def on_not_held(self, places: Sequence[str]) -> None:
-        if not self._not_held:  # The prompts of a call have the same schema.
-            logger.info("%d parts of the JSON schema are not held", len(places), extra={"request_id": self._request_id})
+        if self._not_held:  # The prompts of a call have the same schema.
+            return
+        logger.info("%d parts of the JSON schema are not held", len(places), extra={"request_id": self._request_id})
         self._not_held = not_held_header(places)
 
     def on_delta(self, delta: TokenDelta, prompt: int = 0) -> None:

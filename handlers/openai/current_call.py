@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from engines.errors import InvalidRequest
 from engines.statistics import EngineStatistics
+from handlers.contract import not_held_header
 from handlers.openai.constraints import Form
 from handlers.openai.media_limits import MediaMemory, RequestMedia
 from handlers.queue import EngineQueue
@@ -65,7 +66,7 @@ class OpenAICall:
         only_counts: bool = False,
     ) -> None:
         self._queue, self.engine = queue, queue.engine
-        self._held = 0
+        self._places = 0  # Of the queue, that the call still has.
         self._closed = False
         self._background: asyncio.Task[None] | None = None
         self.any_model = any_model  # No `model` in its body is refused.
@@ -73,7 +74,7 @@ class OpenAICall:
         self.cache_salt = cache_salt  # Of prompts for which the body has none.
         self.form = Form()  # Of its text, as the body says it.
         self.request_id = ""  # For the log.
-        self.not_held: tuple[str, ...] = ()  # The parts of its JSON schema that its answer may break.
+        self.not_held: tuple[tuple[str, str], ...] = ()  # The header that names what its answer may break.
         # Adapters that are kept for the call, by name; a beam search asks for its own several times.
         self.adapters: dict[str, Claim] = {}
         self.media = RequestMedia(media) if media is not None else None
@@ -99,17 +100,18 @@ class OpenAICall:
         limit = self._queue.limit
         if self._closed:  # something that outlives its call
             raise InvalidRequest("the call has ended; nothing more can be generated for it")
-        if self._held + sequences > limit:
+        if self._places + sequences > limit:
             raise InvalidRequest(f"the request asks for too many sequences; at most {limit} can be served")
         self._queue.admit(sequences)
-        self._held += sequences
+        self._places += sequences
         self.generates = True
 
     def on_not_held(self, places: Sequence[str]) -> None:
-        """Note that the answer follows its JSON schema without these parts. A call may have several requests."""
-        if not self.not_held:
-            logger.info("%d parts of the JSON schema are not held", len(places), extra={"request_id": self.request_id})
-        self.not_held = tuple(dict.fromkeys([*self.not_held, *places]))
+        """Note the parts of the JSON schema that the answer may break."""
+        if self.not_held:  # The requests of a call have the same schema.
+            return
+        logger.info("%d parts of the JSON schema are not held", len(places), extra={"request_id": self.request_id})
+        self.not_held = not_held_header(places)
 
     def begin(self) -> None:
         """Note that the engine has begun an answer."""
@@ -120,7 +122,7 @@ class OpenAICall:
     def release(self, sequences: int) -> None:
         """Give places back; harmless once the call has ended."""
         if not self._closed:
-            self._held -= sequences
+            self._places -= sequences
             self._queue.open_sequences -= sequences
 
     def keep(self, adapter: str, claim: Claim) -> Claim:
@@ -141,7 +143,7 @@ class OpenAICall:
         if task is not None and not task.done():
             task.add_done_callback(lambda _: self.close())
             return
-        self.release(self._held)
+        self.release(self._places)
         if self.media is not None:
             self.media.close()
         for claim in self.adapters.values():

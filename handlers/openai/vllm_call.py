@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest
-from handlers.contract import JSON, LONG_BODY, Call, Reply, ReplyWriter, media_type, not_held_header
+from handlers.contract import JSON, LONG_BODY, Call, Reply, ReplyWriter, media_type
 from handlers.contract_routes import MOST_BYTES, check_body, check_text
 from handlers.images import ImageLoader
 from handlers.json_cost import JsonDecoder, JsonTooCostly, NotUtf8, check_cost, groups_in, off_the_loop
@@ -219,7 +219,7 @@ class VllmCall:
         return Reply(document["error"]["code"], JSON, msgspec.json.encode(document), self._headers)
 
     def _reply_headers(self) -> tuple[tuple[str, str], ...]:
-        return (*self._headers, *(not_held_header(self._held.not_held) if self._status < 400 else ()))
+        return (*self._headers, *(self._held.not_held if self._status < 400 else ()))
 
     def _reply(self, reply: Reply) -> None:
         self._writer.reply(self._errors.whole(reply) if reply.status >= 400 else reply)
