@@ -123,6 +123,10 @@ class EngineStatistics:
         self.prompt_tokens += tokens
         self.prompt_lengths.observe(tokens)
 
+    def count_verdict(self, verdict: str) -> None:
+        """Count an answer whose schema is held in part, by what its check has found: one of `VERDICTS`."""
+        self.partial_answers[verdict] += 1
+
     def of_beam_steps(self) -> tuple[EngineStatistics, EngineStatistics]:
         """Return the statistics for the first step of a beam search, and for its later steps."""
         first = EngineStatistics(time_to_first_token=self.time_to_first_token, queue_time=self.queue_time)

@@ -41,7 +41,7 @@ from engines.tokenization import PromptTokenizer, end_token_ids, split_text
 from engines.vllm import fork_server, internals
 from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from engines.vllm.beam_search import BeamSearchTask
-from engines.vllm.constraints.translator import ConstraintTranslator, HeldConstraint
+from engines.vllm.constraints.translator import CheckedConstraint, ConstraintTranslator
 from engines.vllm.continuation import Continuations
 from engines.vllm.internals import AsyncLLM, EngineCoreRequest, EngineDeadError, TriedOutputs
 from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_tokenizer, shut_down
@@ -189,24 +189,25 @@ class VllmEngine:
             return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
         prompt = await self._prompt(request)
         token_ids = (prompt.get("decoder_prompt") or prompt)["prompt_token_ids"]
-        core_request, held = self._known_request(request, token_ids, adapter), None
+        core_request, constraint = self._known_request(request, token_ids, adapter), None
         if core_request is None:
-            core_request, held = await self._checked_request(request, prompt, token_ids, adapter)
+            core_request, constraint = await self._checked_request(request, prompt, token_ids, adapter)
         # A long prompt was tokenized in a thread, and a constraint was compiled for a trial.
         await self.wait_until_ready()
         generation = VllmGeneration(self.async_llm, request.candidates)
         target = sink
         if request.candidates > 1:
             target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
-        if held is not None and held.not_held:
-            target.on_not_held(held.not_held)
-            generation.check_answer = self.constraints.answer_check(held, self.statistics)
+        if constraint is not None and constraint.not_held:
+            target.on_not_held(constraint.not_held)
+            generation.check_answer = partial(self.constraints.check_answer, constraint, self.statistics)
         with _cancelled_if_it_fails(generation):
             for index in range(request.candidates):
                 await give_turn(index)
                 await self._add(request, sibling(core_request, index), index, target, statistics, generation)
         self.sent_media.engine_got(prompt)
         statistics.prompt(len(token_ids))
+        self.statistics.partial_requests += generation.check_answer is not None
         return generation
 
     async def _pool(
@@ -329,7 +330,7 @@ class VllmEngine:
 
     async def _checked_request(
         self, request: GenerationRequest, prompt: Any, token_ids: list[int], adapter: LoRARequest | None
-    ) -> tuple[EngineCoreRequest, HeldConstraint | None]:
+    ) -> tuple[EngineCoreRequest, CheckedConstraint | None]:
         """Return vLLM's request for the first sequence, checked by vLLM, and its constraint.
 
         Args:
@@ -338,10 +339,11 @@ class VllmEngine:
         Raises:
             InvalidRequest: vLLM refuses it, or it would harm the engine.
         """
-        held = await self.constraints.structured_outputs(request.sampling)
-        params = self.sampling.sampling_params(request, len(token_ids), held.outputs if held is not None else None)
+        constraint = await self.constraints.structured_outputs(request.sampling)
+        outputs = constraint.outputs if constraint is not None else None
+        params = self.sampling.sampling_params(request, len(token_ids), outputs)
         processed = partial(self._processed, request, prompt, params, adapter)
-        if held is None or isinstance(held.outputs, TriedOutputs):
+        if outputs is None or isinstance(outputs, TriedOutputs):
             core_request = processed()
         else:  # vLLM compiles the constraint, which may take tenths of a second.
             core_request = await asyncio.to_thread(processed)
@@ -352,7 +354,7 @@ class VllmEngine:
         core_request.external_req_id = request.request_id
         if (key := _repeated(request)) is not None:
             self._remember(key, core_request)
-        return core_request, held
+        return core_request, constraint
 
     def _processed(
         self, request: GenerationRequest, prompt: Any, params: Any, adapter: LoRARequest | None

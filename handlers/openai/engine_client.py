@@ -16,6 +16,7 @@ import copy
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -35,7 +36,7 @@ from engines.errors import (
 )
 from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
-from engines.vllm.constraints.translator import no_token_left
+from engines.vllm.constraints.translator import CheckedConstraint, no_token_left
 from engines.vllm.engine import VllmEngine
 from engines.vllm.internals import (
     EngineDeadError,
@@ -266,7 +267,7 @@ class EngineClient:
         timer: asyncio.TimerHandle | None = None
         has_ended = False
         try:
-            queue, _ = await self._added(call, prompt, params, request_id, options)
+            queue = await self._added(call, prompt, params, request_id, options)
             states = _states(self._llm, request_id, queue)
             statistics.prompt(len(prompt["prompt_token_ids"]))
             late = GenerationError(f"no answer within predict_timeout ({limit:g} s)")
@@ -307,7 +308,15 @@ class EngineClient:
         request: _Request | None = None
         statistics = self._engine.statistics if call.steps is None else call.steps.of_step()
         try:
-            queue, check_answer = await self._added(call, prompt, params, request_id, options)
+            check_answer: CheckAnswer | None = None
+            if params.structured_outputs is not None:
+                constraint = await self._constrained(call, params)
+                if not (options.keys() & _OF_CHATS and tells_end_of_reasoning(self._llm.vllm_config)):
+                    options = {**options, "reasoning_ended": True}
+                if constraint.not_held:
+                    check_answer = partial(self._check_answer, constraint, options)
+            queue = await self._added(call, prompt, params, request_id, options)
+            self._engine.statistics.partial_requests += check_answer is not None
             request = _Request(self._llm, queue, statistics, self._settings.predict_timeout, check_answer)
             request.watch(request_id)
             finished = False
@@ -337,32 +346,24 @@ class EngineClient:
         finally:
             call.release(places)
 
-    async def _added(
-        self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
-    ) -> tuple[Any, CheckAnswer | None]:
-        """Give a request to the engine.
+    async def _constrained(self, call: OpenAICall, params: Any) -> CheckedConstraint:
+        """Return the constraint of a request. vLLM's parameters get it as the engine enforces it."""
+        outputs = params.structured_outputs
+        with _vllms_errors():
+            constraint = await self._engine.constraints.checked(call.form.name, params, call.form.parts(outputs.json))
+        params.structured_outputs = constraint.outputs
+        if constraint.not_held:
+            call.on_not_held(constraint.not_held)
+        return constraint
 
-        Returns:
-            Its queue, and a function that checks its answers. None in the function's place unless its JSON schema is
-            held in part.
-        """
-        check_answer: CheckAnswer | None = None
+    def _check_answer(self, constraint: CheckedConstraint, options: Mapping[str, Any], state: Any) -> None:
+        answer = constrained_text(self._llm.vllm_config, self._engine.tokenizer, state, options)
+        self._engine.constraints.check_answer(constraint, self._engine.statistics, answer)
+
+    async def _added(self, call: OpenAICall, prompt: Any, params: Any, request_id: str, options: dict[str, Any]) -> Any:
+        """Give a request to the engine. Returns its queue."""
         with _vllms_errors():
             await self._engine.wait_until_ready()
-            if (given := getattr(params, "structured_outputs", None)) is not None:  # pooling has none
-                held = await self._engine.constraints.checked(call.form.name, params, call.form.parts(given.json))
-                params.structured_outputs = held.outputs
-                await self._engine.wait_until_ready()  # It may have died during the check.
-                if not (options.keys() & _OF_CHATS and tells_end_of_reasoning(self._llm.vllm_config)):
-                    options = {**options, "reasoning_ended": True}
-                if held.not_held:
-                    call.on_not_held(held.not_held)
-                    check = self._engine.constraints.answer_check(held, self._engine.statistics)
-                    config, tokenizer = self._llm.vllm_config, self._engine.tokenizer
-
-                    def check_answer(state: Any) -> None:
-                        check(constrained_text(config, tokenizer, state, options))
-
             if self._engine.adapters is not None and options.get("lora_request") is not None:
                 options = {**options, "lora_request": await self._adapter(call, options["lora_request"].lora_name)}
         known = {*sequence_ids(self._llm, request_id)}  # ids are the clients', who may use one twice
@@ -376,7 +377,7 @@ class EngineClient:
                 raise VLLMValidationError(str(error)) from None
             raise
         self._engine.sent_media.engine_got(prompt)
-        return queue, check_answer
+        return queue
 
     async def _adapter(self, call: OpenAICall, name: str) -> Any:
         """Return vLLM's request for the adapter of this name, which is in its memory until the call ends.

@@ -266,6 +266,14 @@ def test_the_log_and_the_metrics_count_requests(strict: Server) -> None:
     assert "uniqueItems" not in line
 
 
+@pytest.mark.parametrize("way", [{}, {"service_tier": "auto"}])  # a field that only vLLM's front end reads
+def test_a_request_that_the_engine_does_not_take_is_not_counted(strict: Server, way: dict[str, Any]) -> None:
+    before = strict.metric("slipway_partial_generations_total")
+    unknown_token = {"prompt": [1 << 30]}
+    assert post(strict, "/v1/completions", completion(SAME, None) | unknown_token | way).status_code == 400
+    assert strict.metric("slipway_partial_generations_total") == before
+
+
 def test_a_whole_schema_says_nothing(strict: Server) -> None:
     before = verdicts(strict)
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}

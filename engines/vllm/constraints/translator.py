@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from vllm.config import StructuredOutputsConfig, VllmConfig
@@ -63,8 +63,8 @@ def choose_backend(config: VllmConfig, option: str) -> None:
         structured.disable_any_whitespace = True
 
 
-class HeldConstraint(NamedTuple):
-    """A constraint as the engine holds it."""
+class CheckedConstraint(NamedTuple):
+    """A constraint as the engine enforces it."""
 
     outputs: StructuredOutputsParams
     text: str = ""  # As the client wrote it. Empty if the back end is not `guidance`.
@@ -98,7 +98,7 @@ class ConstraintTranslator:
             size = max(vocabulary_size, len(tokenizer))
             self._trials = GrammarTrials(fast, size, tokenizer.eos_token_id, drafts=drafts)
 
-    async def structured_outputs(self, sampling: SamplingParameters) -> HeldConstraint | None:
+    async def structured_outputs(self, sampling: SamplingParameters) -> CheckedConstraint | None:
         """Return the constraint for vLLM; None without a constraint.
 
         Raises:
@@ -113,7 +113,7 @@ class ConstraintTranslator:
             outputs.disable_any_whitespace = not constraint.any_whitespace
         return await self._checked(constraint.parameter, outputs, sampling, [SchemaPart(strict=constraint.strict)])
 
-    async def checked(self, parameter: str, params: SamplingParams, parts: Sequence[SchemaPart]) -> HeldConstraint:
+    async def checked(self, parameter: str, params: SamplingParams, parts: Sequence[SchemaPart]) -> CheckedConstraint:
         """Return the structured outputs that vLLM's front end has read, as the engine will follow them.
 
         Args:
@@ -134,7 +134,7 @@ class ConstraintTranslator:
         outputs: StructuredOutputsParams,
         sampling: SamplingParameters | SamplingParams,
         parts: Sequence[SchemaPart],
-    ) -> HeldConstraint:
+    ) -> CheckedConstraint:
         _check_company(parameter, sampling)
         # The text between its tags may be anything, tags without their schema too.
         if self._guidance and outputs.structural_tag is not None:
@@ -160,8 +160,8 @@ class ConstraintTranslator:
                 raise InvalidParameter(parameter, f"cannot be used as a constraint: {_shortened(trial.error)}")
             not_held = self._allowed(parameter, trial, parts) if trial.not_held else ()
             outputs = tried(outputs, **{kind: trial.text if kind != "choice" else value})
-            return HeldConstraint(outputs, text, not_held)
-        return HeldConstraint(outputs)
+            return CheckedConstraint(outputs, text, not_held)
+        return CheckedConstraint(outputs)
 
     def _allowed(self, parameter: str, trial: Trial, parts: Sequence[SchemaPart]) -> tuple[str, ...]:
         """Return the places of a schema's parts that are not held, as the client names them.
@@ -179,21 +179,19 @@ class ConstraintTranslator:
         advice = _WITHOUT_STRICT if strict else _WITH_OPTION
         raise InvalidParameter(name or parameter, f"cannot be held whole: {why}; {advice}")
 
-    def answer_check(self, held: HeldConstraint, statistics: EngineStatistics) -> Callable[[str | None], None]:
-        """Count a request whose schema is not held whole.
+    def check_answer(self, constraint: CheckedConstraint, statistics: EngineStatistics, answer: str | None) -> None:
+        """Check a finished answer against its whole schema, later, and count the verdict.
 
-        Returns:
-            A function that takes the text of a finished answer, checks it against the whole schema later, and counts
-            the verdict. None: the text is unknown.
+        Args:
+            constraint: The constraint of the request. A part of its schema is not held.
+            statistics: They count the verdict.
+            answer: The text of the answer. None if it is unknown.
         """
-        trials = self._trials
-        assert trials is not None
-        statistics.partial_requests += 1
-
-        def count(verdict: str) -> None:
-            statistics.partial_answers[verdict] += 1
-
-        return lambda answer: trials.check(held.text, answer, count) if answer is not None else count("unchecked")
+        assert self._trials is not None
+        if answer is None:
+            statistics.count_verdict("unchecked")
+        else:
+            self._trials.check(constraint.text, answer, statistics.count_verdict)
 
     async def stop(self) -> None:
         if self._trials is not None:
