@@ -47,6 +47,7 @@ _NOT_ENFORCED = (
 )
 _TOO_DEEP = "the schema of a tool is nested too deeply"
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _DATA = ("enum", "const", "default", "examples")  # Keywords whose values are no schemas.
 _backend: ContextVar[str] = ContextVar("_backend", default="")
 _STRING = r'"(?:[^"\\]++|\\.)*+"'
@@ -286,7 +287,7 @@ def _moved(part: Any, place: str, *, is_map: bool = False) -> Any:
         return part
     moved = {}
     for key, value in part.items():
-        if not is_map and key == "$ref" and isinstance(value, str) and value[:2] in ("#", "#/"):
+        if not is_map and key in _REFERENCES and isinstance(value, str) and value[:2] in ("#", "#/"):
             moved[key] = place + value[1:]
         elif not is_map and key in _DATA:
             moved[key] = value

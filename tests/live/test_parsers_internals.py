@@ -208,3 +208,18 @@ def test_required_calls_have_the_schemas_of_tools_with_their_own_definitions() -
     assert schema["$defs"]["2"]["definitions"] == others["definitions"]
     assert tools[0].function.parameters == item("string")
     assert "$defs" not in get_json_schema_from_tools("required", tools[3:])
+
+
+@pytest.mark.parametrize("keyword", ["$ref", "$dynamicRef", "$recursiveRef"])
+def test_a_tool_that_refers_to_its_root_means_its_own_schema(keyword: str) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+    from vllm.tool_parsers.utils import get_json_schema_from_tools
+
+    import engines.vllm.parsers  # noqa: F401
+
+    parameters = {"type": "object", "properties": {"next": {keyword: "#"}, keyword: {"type": "string"}}}
+    function = {"name": "f", "parameters": parameters}
+    tool = ChatCompletionToolsParam.model_validate({"type": "function", "function": function})
+    schema: Any = get_json_schema_from_tools("required", [tool])
+    assert schema["items"]["anyOf"][0]["properties"]["parameters"] == {"$ref": "#/$defs/0"}
+    assert schema["$defs"]["0"]["properties"] == {"next": {keyword: "#/$defs/0"}, keyword: {"type": "string"}}
