@@ -53,21 +53,24 @@ _TOOL_CHOICE = "tool_choice"
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 
 
-def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True) -> dict[str, Any]:
-    """Return the fields to replace, so that vLLM enforces all that the body asks for; a field that is None goes.
+def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True) -> tuple[dict[str, Any], Form]:
+    """Translate a body, so that vLLM enforces all that it asks for.
 
     Args:
         body: Its `FIELDS` at least.
         parses_tools: The model has a parser of tool calls.
+
+    Returns:
+        The fields to replace, of which those that are None go, and the form of the text.
 
     Raises:
         InvalidParameter: With the field that is wrong, or that vLLM would ignore.
     """
     if path in (TOKENIZE, RENDER):
         changes = _allowed_tools(body)
-        return changes | _named_tool({**body, **changes}.get("tool_choice"))
+        return changes | _named_tool({**body, **changes}.get("tool_choice")), Form()
     if path not in _READ:
-        return {}
+        return {}, Form()
     for nest in _NESTS:
         if isinstance(within := body.get(nest), dict):
             refuse_unread(within, within, f"has no effect in `{nest}`: put it into the body itself")
@@ -78,16 +81,23 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
     if body.get("use_beam_search"):
         refuse_unread(body, body, "cannot be used together with `use_beam_search`")
     changes = _allowed_tools(body) if path in (CHAT, BATCH, RESPONSES) else {}
+    tools = tuple(_tools(body, path))  # With the numbers that they have in the body, also if not all are allowed.
     body = {**body, **changes}
     _check_tool_choice(body, path, parses_tools)
     if path == MESSAGES:
         _check_output_config(body)
-        return {}
     if path in (CHAT, BATCH):
         changes |= _named_tool(body.get("tool_choice"))
     if _forced(body):
-        return changes | _without_formats(body)
+        named = _chosen_tool(body["tool_choice"])
+        form = Form(
+            _TOOL_CHOICE, None, tuple([tool for tool in tools if named in (None, tool.name)]), named is not None
+        )
+        return {} if path == MESSAGES else changes | _without_formats(body), form
     given = _forms(body, path)
+    form = _form_named(body, given)
+    if path == MESSAGES:
+        return {}, form
     if len(given) > 1:
         kept = _agreed(body, given)
         changes |= dict.fromkeys([name for name in given if name != kept])
@@ -96,19 +106,22 @@ def enforceable(body: Mapping[str, Any], path: str, *, parses_tools: bool = True
         if body.get(name):  # the engine refuses it as well, but a stream would have begun
             raise InvalidParameter(given[0], f"cannot be used together with `{name}`")
     if not given or given[0] not in FORMS:
-        return changes
+        return changes, form
     (name,) = given
     if name == "structured_outputs":
-        return changes | _checked(body[name])
+        return changes | _checked(body[name]), form
     if name == "response_format" and path != RESPONSES and _is_vllms(body[name]):
-        return changes
-    constraint = constraint_of(name, body[name])
-    return changes | {name: None} | ({"structured_outputs": _spelled(constraint)} if constraint is not None else {})
+        return changes, form
+    changes[name] = None
+    if (constraint := constraint_of(name, body[name])) is not None:
+        changes["structured_outputs"] = _spelled(constraint)
+    return changes, form
 
 
 class Tool(NamedTuple):
     """A tool in a body."""
 
+    name: str  # In vLLM's schema of its calls.
     place: str  # Of the schema of its arguments in the body.
     strict: bool
 
@@ -118,8 +131,8 @@ class Form(NamedTuple):
 
     name: str = "structured_outputs"
     strict: bool | None = None  # As in `SchemaPart`.
-    tools: Mapping[str, Tool] = {}  # Those that the model may have to call, by their names.
-    named: Tool | None = None  # The tool that it has to call.
+    tools: tuple[Tool, ...] = ()  # Those of which the model has to call one.
+    is_named: bool = False  # The client has named the tool.
 
     def parts(self, schema: Any) -> list[SchemaPart]:
         """Return the parts of the JSON schema of the text.
@@ -127,39 +140,40 @@ class Form(NamedTuple):
         Args:
             schema: As vLLM has made it of the body.
         """
-        if self.named is not None:
-            return [SchemaPart("#", f"{self.named.place}#", self.named.strict)]
         if self.name != _TOOL_CHOICE:
             return [SchemaPart(strict=self.strict)]
+        if self.is_named:  # vLLM takes the last tool of this name.
+            return [SchemaPart("#", f"{tool.place}#", tool.strict) for tool in self.tools[-1:]]
         parts: list[SchemaPart] = []
+        tools: dict[str, list[Tool]] = {}
+        for tool in reversed(self.tools):
+            tools.setdefault(tool.name, []).append(tool)
         for i, name in enumerate(_called(schema)):
-            if (tool := self.tools.get(name)) is None:
+            if not tools.get(name):
                 continue
+            tool = tools[name].pop()  # Tools of one name have the order of the body.
             parts.append(SchemaPart(f"#/items/anyOf/{i}/properties/parameters", f"{tool.place}#", tool.strict))
-            if str(i) in schema.get(
-                "$defs", {}
-            ):  # A schema that refers to itself stands there (`engines.vllm.parsers`).
+            # A schema that refers to itself stands there (`engines.vllm.parsers`).
+            if str(i) in schema.get("$defs", {}):
                 parts.append(SchemaPart(f"#/$defs/{i}", f"{tool.place}#", tool.strict))
         return parts
 
 
-def form_of(body: Mapping[str, Any], path: str) -> Form:
-    """Return the form of a body's text.
+def _form_named(body: Mapping[str, Any], names: Sequence[str]) -> Form:
+    """Return the form of a body that asks for it under these names."""
+    if not names:
+        return Form()
+    forms = [body["text"]["format"] if name == _TEXT_FORMAT else body.get(name) for name in names]
+    strict = [strict_of(form) if name in _OF_MESSAGES else None for name, form in zip(names, forms, strict=True)]
+    return Form(names[0], strictest(strict))
 
-    Args:
-        body: As in `enforceable`.
-    """
-    allowed = {**body, **_allowed_tools(body)}
-    if not _forced(allowed):
-        names = _forms(body, path)
-        forms = [body["text"]["format"] if name == _TEXT_FORMAT else body.get(name) for name in names]
-        strict = [strict_of(form) if name in _OF_MESSAGES else None for name, form in zip(names, forms, strict=True)]
-        return Form(names[0], strictest(strict)) if names else Form()
-    choice = allowed["tool_choice"]
+
+def _chosen_tool(choice: Any) -> str | None:
+    """Return the name of the tool that the model has to call. None if it may call any tool."""
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    name = None if kind in ("required", "any") else choice if isinstance(choice, str) else _tool_name(choice)
-    tools = dict(_tools(body, path))  # With the numbers that they have in the body, also if not all are allowed.
-    return Form(_TOOL_CHOICE, None, tools, tools.get(name) if name is not None else None)
+    if kind in ("required", "any"):
+        return None
+    return choice if isinstance(choice, str) else _tool_name(choice) or ""
 
 
 def _called(schema: Any) -> list[str]:
@@ -170,25 +184,26 @@ def _called(schema: Any) -> list[str]:
         return []
 
 
-def _tools(body: Mapping[str, Any], path: str) -> Iterator[tuple[str, Tool]]:
-    """Yield the tools of a body, each with the name that vLLM gives it in the schema of a call."""
+def _tools(body: Mapping[str, Any], path: str) -> Iterator[Tool]:
+    """Yield the tools of a body."""
     for i, tool in enumerate(_items(body.get("tools"))):
         if not isinstance(tool, dict):
             continue
         if tool.get("type") == "namespace" and path == RESPONSES:
             for j, each in enumerate(_items(tool.get("tools"))):
                 if isinstance(each, dict):
-                    yield f"{tool.get('name')}__{each.get('name')}", _tool(each, f"tools[{i}].tools[{j}].parameters")
+                    name = f"{tool.get('name')}__{each.get('name')}"
+                    yield Tool(name, f"tools[{i}].tools[{j}].parameters", _is_strict(each))
         elif path == RESPONSES:
-            yield str(tool.get("name")), _tool(tool, f"tools[{i}].parameters")
+            yield Tool(str(tool.get("name")), f"tools[{i}].parameters", _is_strict(tool))
         elif path == MESSAGES:
-            yield str(tool.get("name")), _tool(tool, f"tools[{i}].input_schema")
+            yield Tool(str(tool.get("name")), f"tools[{i}].input_schema", _is_strict(tool))
         elif isinstance(function := tool.get("function"), dict):
-            yield str(function.get("name")), _tool(function, f"tools[{i}].function.parameters")
+            yield Tool(str(function.get("name")), f"tools[{i}].function.parameters", _is_strict(function))
 
 
-def _tool(tool: Mapping[str, Any], place: str) -> Tool:
-    return Tool(place, tool.get("strict") not in (None, False))
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return tool.get("strict") not in (None, False)
 
 
 def _forms(body: Mapping[str, Any], path: str) -> list[str]:

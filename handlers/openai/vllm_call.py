@@ -32,7 +32,6 @@ from handlers.openai.constraints import (
     RESPONSES,
     TOKENIZE,
     enforceable,
-    form_of,
 )
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.error_forms import error_form
@@ -334,8 +333,8 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
     if model is not None:
         changes["model"] = model
     if given := {name: value for name, value in given.items() if value is not None}:
-        changes |= enforceable(given, path, parses_tools=parses_tools)
-        held.form = form_of(given, path)
+        enforced, held.form = enforceable(given, path, parses_tools=parses_tools)
+        changes |= enforced
     if path in (CHAT, TOKENIZE, RENDER) and b"null" in call.body:
         changes |= _without_nulls(document)
     changes |= _without_idle(document, path)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import re
 from typing import Any
 
 import pytest
@@ -20,8 +20,8 @@ from handlers.openai.constraints import (
     RENDER,
     RESPONSES,
     TOKENIZE,
+    Form,
     enforceable,
-    form_of,
 )
 from handlers.openai.routes import refuse
 
@@ -31,6 +31,16 @@ TGIS = {"json": TEXT, "disable_any_whitespace": True, "disable_additional_proper
 VLLMS = {"json": TEXT, "disable_any_whitespace": False, "disable_additional_properties": False}
 OPENAIS = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 TAG = {"type": "structural_tag", "structures": [], "triggers": []}
+
+
+def changes_of(body: dict[str, Any], path: str, **options: bool) -> dict[str, Any]:
+    changes, _ = enforceable(body, path, **options)
+    return changes
+
+
+def form_of(body: dict[str, Any], path: str) -> Form:
+    _, form = enforceable(body, path)
+    return form
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
@@ -64,7 +74,7 @@ TAG = {"type": "structural_tag", "structures": [], "triggers": []}
     ],
 )
 def test_forms_of_others_become_structured_outputs(path: str, name: str, value: Any, outputs: dict[str, Any]) -> None:
-    assert enforceable({name: value}, path) == {name: None, "structured_outputs": outputs}
+    assert changes_of({name: value}, path) == {name: None, "structured_outputs": outputs}
 
 
 @pytest.mark.parametrize(
@@ -85,36 +95,36 @@ def test_forms_of_others_become_structured_outputs(path: str, name: str, value: 
     ],
 )
 def test_what_vllm_enforces_or_refuses_itself_stays(body: dict[str, Any]) -> None:
-    assert enforceable(body, CHAT) == {}
+    assert changes_of(body, CHAT) == {}
 
 
 def test_responses_and_messages_have_forms_of_their_own() -> None:
     form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
-    assert enforceable({"text": {"format": form}}, RESPONSES) == {}
-    assert enforceable({"text": {"format": {"type": "text"}}, "guided_regex": "a"}, RESPONSES) == {
+    assert changes_of({"text": {"format": form}}, RESPONSES) == {}
+    assert changes_of({"text": {"format": {"type": "text"}}, "guided_regex": "a"}, RESPONSES) == {
         "guided_regex": None,
         "structured_outputs": {"regex": "a"},
     }
-    assert enforceable({"output_config": {"format": form}, "stop_sequences": ["a"]}, MESSAGES) == {}
-    assert enforceable({"tool_choice": {"type": "function", "name": "f"}}, RESPONSES, parses_tools=True) == {}
-    assert enforceable({"response_format": {"type": "x"}}, "/v1/responses/id/cancel") == {}
+    assert changes_of({"output_config": {"format": form}, "stop_sequences": ["a"]}, MESSAGES) == {}
+    assert changes_of({"tool_choice": {"type": "function", "name": "f"}}, RESPONSES, parses_tools=True) == {}
+    assert changes_of({"response_format": {"type": "x"}}, "/v1/responses/id/cancel") == {}
 
 
 @pytest.mark.parametrize("path", [CHAT, BATCH])
 def test_a_tool_may_be_named_by_a_string_as_tgis_clients_do(path: str) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
-    assert enforceable({"tool_choice": "weather"}, path) == {"tool_choice": named}
+    assert changes_of({"tool_choice": "weather"}, path) == {"tool_choice": named}
     for choice in ("", "auto", "none", "required", named, {"function": {"name": "weather"}}, 5):
-        assert enforceable({"tool_choice": choice}, path) == {}
+        assert changes_of({"tool_choice": choice}, path) == {}
 
 
 def test_the_format_of_a_message_does_not_matter_where_a_tool_is_to_be_called() -> None:
     named = {"tool_choice": {"type": "function", "name": "f"}}
     text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}, "verbosity": "low"}
-    assert enforceable({**named, "text": text}, RESPONSES) == {"text": {"verbosity": "low"}}
+    assert changes_of({**named, "text": text}, RESPONSES) == {"text": {"verbosity": "low"}}
     for form in (OPENAIS, {"type": "json_object"}, {"type": "json_schema", "schema": SCHEMA}):
-        assert enforceable({"tool_choice": "required", "response_format": form}, CHAT) == {"response_format": None}
-    assert enforceable({"tool_choice": "f", "response_format": OPENAIS}, CHAT) == {
+        assert changes_of({"tool_choice": "required", "response_format": form}, CHAT) == {"response_format": None}
+    assert changes_of({"tool_choice": "f", "response_format": OPENAIS}, CHAT) == {
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "response_format": None,
     }
@@ -284,7 +294,7 @@ def test_what_would_not_be_enforced_is_refused_by_its_name(
     path: str, body: dict[str, Any], parameter: str, message: str
 ) -> None:
     with pytest.raises(InvalidParameter) as caught:
-        enforceable(body, path, parses_tools=False)
+        changes_of(body, path, parses_tools=False)
     reply = refuse(caught.value)
     assert (reply.status, reply.content_type) == (400, "application/json")
     assert reply.body == error(f"`{parameter}` {message}", parameter)
@@ -302,11 +312,11 @@ def of_chat(name: str) -> dict[str, Any]:
 def test_the_model_gets_the_allowed_tools_alone(mode: str) -> None:
     choice: dict[str, Any] = {"type": "allowed_tools", "mode": mode, "tools": [named("b")]}
     body: dict[str, Any] = {"tool_choice": choice, "tools": [named("a"), named("b")]}
-    assert enforceable(body, RESPONSES) == {"tool_choice": mode, "tools": [named("b")]}
+    assert changes_of(body, RESPONSES) == {"tool_choice": mode, "tools": [named("b")]}
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [of_chat("b")]}}
     body = {"tool_choice": choice, "tools": [of_chat("a"), of_chat("b")]}
     for path in (CHAT, BATCH, TOKENIZE, RENDER):
-        assert enforceable(body, path) == {"tool_choice": mode, "tools": [of_chat("b")]}
+        assert changes_of(body, path) == {"tool_choice": mode, "tools": [of_chat("b")]}
 
 
 @pytest.mark.parametrize(
@@ -319,20 +329,20 @@ def test_the_model_gets_the_allowed_tools_alone(mode: str) -> None:
 @pytest.mark.parametrize("tools", [[named("a")], [named("a"), {"type": "web_search"}], [5], 5, None])
 def test_a_wrong_choice_of_allowed_tools_is_refused(choice: dict[str, Any], tools: Any) -> None:
     with pytest.raises(InvalidParameter, match=r"`tool_choice\.(mode|tools)`"):
-        enforceable({"tool_choice": {"type": "allowed_tools", **choice}, "tools": tools}, RESPONSES)
+        changes_of({"tool_choice": {"type": "allowed_tools", **choice}, "tools": tools}, RESPONSES)
 
 
 @pytest.mark.parametrize("kind", ["any", "tool"])
 def test_a_message_that_has_to_call_a_tool_needs_one(kind: str) -> None:
     choice = {"type": kind, "name": "f"}
     with pytest.raises(InvalidParameter, match="`tool_choice` needs `tools`"):
-        enforceable({"tool_choice": choice}, MESSAGES)
-    assert enforceable({"tool_choice": choice, "tools": [{"name": "f", "input_schema": {}}]}, MESSAGES) == {}
+        changes_of({"tool_choice": choice}, MESSAGES)
+    assert changes_of({"tool_choice": choice, "tools": [{"name": "f", "input_schema": {}}]}, MESSAGES) == {}
 
 
 def test_tools_of_the_platform_cannot_be_forced() -> None:
     with pytest.raises(InvalidParameter, match=r"`tool_choice\.type` must be one of function, custom"):
-        enforceable({"tool_choice": {"type": "web_search"}}, RESPONSES)
+        changes_of({"tool_choice": {"type": "web_search"}}, RESPONSES)
 
 
 @pytest.mark.parametrize(
@@ -423,6 +433,16 @@ def test_tools_keep_their_numbers_if_only_some_are_allowed_or_they_are_in_a_name
     ]
 
 
+@pytest.mark.parametrize(("path", "tool", "place", "choice"), [CHATS, ANSWERS, TURNS])
+def test_tools_of_one_name_are_told_apart_by_their_order(path: str, tool: Any, place: str, choice: Any) -> None:
+    form = form_of({"tools": [tool("a", strict=True), tool("b"), tool("a")], "tool_choice": choice}, path)
+    assert form.parts(calls_of("a", "b", "a", "a")) == [
+        SchemaPart("#/items/anyOf/0/properties/parameters", f"tools[0].{place}#", True),
+        SchemaPart("#/items/anyOf/1/properties/parameters", f"tools[1].{place}#", False),
+        SchemaPart("#/items/anyOf/2/properties/parameters", f"tools[2].{place}#", False),
+    ]
+
+
 @pytest.mark.parametrize("schema", [None, "{}", {}, {"items": {"anyOf": [5]}}, {"items": []}])
 def test_another_schema_of_calls_is_of_no_tool(schema: Any) -> None:
     assert form_of({"tools": [in_chats("a")], "tool_choice": "required"}, CHAT).parts(schema) == []
@@ -445,14 +465,37 @@ VALUES = st.recursive(
     ),
     max_leaves=12,
 )
-BODIES = st.fixed_dictionaries(
-    {}, optional=dict.fromkeys(("tools", "tool_choice", "response_format", "text", "structured_outputs"), VALUES)
+NAMES = st.sampled_from(["a", "b"])
+FUNCTIONS = st.fixed_dictionaries({}, optional={"name": NAMES, "strict": VALUES, "parameters": VALUES})
+TOOLS = st.lists(
+    VALUES
+    | FUNCTIONS
+    | st.fixed_dictionaries({"function": FUNCTIONS})
+    | st.fixed_dictionaries({"type": st.just("namespace"), "name": NAMES, "tools": st.lists(FUNCTIONS, max_size=2)}),
+    max_size=4,
 )
+CHOICES = VALUES | st.sampled_from(["required", "a", {"type": "any"}, in_chats("a"), in_responses("b")])
+FORMS = ("response_format", "text", "structured_outputs")
+BODIES = st.fixed_dictionaries({}, optional={"tools": TOOLS, "tool_choice": CHOICES} | dict.fromkeys(FORMS, VALUES))
+SCHEMAS = VALUES | st.lists(NAMES | st.sampled_from(["a__b", "None"])).map(lambda names: calls_of(*names))
 
 
-@given(BODIES, st.sampled_from([CHAT, BATCH, COMPLETIONS, RESPONSES, MESSAGES, TOKENIZE]), VALUES)
-def test_every_body_has_a_form_or_is_refused(body: dict[str, Any], path: str, schema: Any) -> None:
-    with contextlib.suppress(InvalidParameter):
-        enforceable(body, path)
-        for part in form_of(body, path).parts(schema):
-            assert part.strict in (True, False, None)
+@given(BODIES, st.sampled_from([CHAT, BATCH, COMPLETIONS, RESPONSES, MESSAGES, TOKENIZE]), SCHEMAS)
+def test_each_part_of_a_form_has_the_strictness_of_its_tool(body: dict[str, Any], path: str, schema: Any) -> None:
+    try:
+        form = form_of(body, path)
+    except InvalidParameter:
+        return
+    parts = form.parts(schema)
+    assert len({part.place for part in parts}) == len(parts)
+    for part in parts:
+        field, _, fragment = part.name.partition("#")
+        assert fragment == ""
+        if not field:
+            assert part.strict is form.strict
+            continue
+        owner: Any = body
+        *steps, _ = re.findall(r"\w+", field)
+        for step in steps:
+            owner = owner[int(step)] if isinstance(owner, list) else owner[step]
+        assert part.strict is (owner.get("strict") not in (None, False))
