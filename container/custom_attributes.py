@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from handlers.contract import NOT_HELD
 
 CUSTOM_ATTRIBUTES = b"x-amzn-sagemaker-custom-attributes"
-BY_INVOCATION = "slipway.by_invocation"  # The key in an ASGI scope: the call came to a route that SageMaker calls.
 _MOST_CHARACTERS = 1024  # SageMaker's limit.
-_REST = re.compile(rb"\+[0-9]{1,9}")  # The number of places that `NOT_HELD` does not name.
 _NOT_HELD, _NOT_HELD_ATTRIBUTE = NOT_HELD.encode(), b"X-Slipway-Not-Held="
 _SEPARATOR = re.compile(rb"[,;\s]+")  # AWS's image separates attributes by commas, LMI by semicolons.
 _ROUTE = re.compile(rb"(?:^|[,;\s])route=([^,;\s]*)")
@@ -40,23 +38,20 @@ def named_route(header: bytes) -> bytes | None:
 
 
 def with_not_held(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a reply with the parts of a JSON schema that are not held as an attribute, too.
+    """Return the headers of a reply. The parts of a JSON schema that are not held become an attribute, too.
 
     SageMaker passes no other header on. Attributes that the reply has stay. If they leave no room for the places, the
-    attribute is the number of the parts.
+    attribute is `#`, the place of the whole schema.
 
     Args:
         headers: With names in lower case. One of them may be `NOT_HELD`.
     """
     given = dict(headers)
-    if (places := given.get(_NOT_HELD)) is None:
+    if _NOT_HELD not in given:
         return headers
-    others = given.get(CUSTOM_ATTRIBUTES, b"")
-    before = others + b"; " if others else b""
-    *shown, last = places.split(b",")
-    count = len(shown) + (int(last[1:]) if _REST.fullmatch(last) else 1)
-    for value in (places, b"+%d" % count):
-        attributes = before + _NOT_HELD_ATTRIBUTE + value
+    own = given.get(CUSTOM_ATTRIBUTES, b"")
+    for places in (given[_NOT_HELD], b"#"):
+        attributes = (own + b"; " if own else b"") + _NOT_HELD_ATTRIBUTE + places
         if len(attributes) <= _MOST_CHARACTERS:
             return [*[pair for pair in headers if pair[0] != CUSTOM_ATTRIBUTES], (CUSTOM_ATTRIBUTES, attributes)]
     return headers

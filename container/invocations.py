@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from urllib.parse import parse_qs
 
 from container.contract_routes import MODEL_VERSION
-from container.custom_attributes import BY_INVOCATION, CUSTOM_ATTRIBUTES, attributes_of, is_plain_path, named_route
+from container.custom_attributes import CUSTOM_ATTRIBUTES, attributes_of, is_plain_path, named_route
 from container.http.body_limits import Receive
 from container.http.refusals import front_end_refusal
 from container.http.reply import NO_CACHE, Send
@@ -53,7 +53,6 @@ class InvocationsRoute(HandlerRoute):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self.chosen(scope)
-        scope[BY_INVOCATION] = True
         if isinstance(route, InvocationsRoute):
             await HandlerRoute.__call__(route, scope, receive, send)
         else:

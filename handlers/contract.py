@@ -27,8 +27,8 @@ _SALT = re.compile(r"[!-.0-?A-\[\]-~]{1,128}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 LONG_BODY = 256 * 1024  # Bytes. Longer bodies are decoded in a thread, so that no other request waits for them.
 NOT_HELD = "x-slipway-not-held"
-# Characters of the header's places, and of all of it. SageMaker's custom attributes have to hold it with its name.
-_MOST_PLACES, MOST_NOT_HELD = 990, 1000
+# Characters of the header's places. SageMaker's custom attributes hold 1,024, with its name and the number of the rest.
+_MOST_PLACES = 990
 
 
 def not_held_header(places: Sequence[str]) -> tuple[tuple[str, str], ...]:

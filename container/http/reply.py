@@ -87,8 +87,6 @@ class HttpReply:
         streams: OpenStreams,
         retry_after: RetryAfter,
         break_off: Callable[[], None] | None = None,
-        *,
-        by_invocation: bool = False,
     ) -> None:
         """Create the writer.
 
@@ -98,11 +96,10 @@ class HttpReply:
             streams: Counts the open streams of the server.
             retry_after: Makes the `retry-after` headers of the server.
             break_off: Drops the connection at once.
-            by_invocation: SageMaker may pass the reply on.
         """
         self._write_chunk = chunk_writer(send)
         self._send, self.headers, self._streams, self._break_off = send, headers, streams, break_off
-        self._retry_after, self._by_invocation = retry_after, by_invocation
+        self._retry_after = retry_after
         self._held: list[bytes] = []
         self._streaming = self._broken = False
         self.on_close: Callable[[], None] | None = None  # Called once, when the reply is closed.
@@ -137,9 +134,7 @@ class HttpReply:
         self.status = status
         headers = self.headers
         if more:
-            own = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in more]
-            if self._by_invocation:
-                own = with_not_held(own)
+            own = with_not_held([(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in more])
             names = {name for name, _ in own}
             self.request_id = next((value for name, value in more if name == "x-request-id"), None)
             headers = [*own, *(pair for pair in headers if pair[0] not in names)]

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
-from container.custom_attributes import BY_INVOCATION
 from container.error_rates import CLIENT_GONE, ErrorRates
 from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader, Receive, announced_size
 from container.http.cross_site import KnownHosts
@@ -172,8 +171,7 @@ class HttpRoute:
         head = RequestHead.of(scope, state.id_header)
         reply_headers = [*[(name, head.request_id.encode()) for name in self.id_headers], *self._headers]
         break_off = scope.get("extensions", {}).get(BREAK_OFF)
-        by_invocation = BY_INVOCATION in scope
-        reply = HttpReply(send, reply_headers, state.streams, state.retry_after, break_off, by_invocation=by_invocation)
+        reply = HttpReply(send, reply_headers, state.streams, state.retry_after, break_off)
         state.models.open_calls += 1
         try:
             await self._serve(head, receive, reply)
