@@ -92,11 +92,16 @@ def agreed(found: Sequence[tuple[str, Constraint]]) -> Constraint | None:
 
 
 def strict_of(form: Any) -> bool | None:
-    """Return `strict` of a `response_format` in OpenAI's form of a schema. None for other forms, which have none."""
-    if not isinstance(form, dict) or form.get("type") != "json_schema" or form.get("value") is not None:
+    """Return `strict` of a form with a JSON schema. OpenAI's form is not strict without it. None for other forms.
+
+    Clients put it beside `type`, beside the schema, or into forms that have no such field. It counts everywhere.
+    """
+    if not isinstance(form, dict):
         return None
-    holder = form.get("json_schema") or form  # Clients that know `text.format` put both beside `type`.
-    return isinstance(holder, dict) and holder.get("strict") not in (None, False)
+    for holder in (form, form.get("json_schema"), form.get("value")):
+        if isinstance(holder, dict) and holder.get("strict") not in (None, False):
+            return True
+    return False if form.get("type") == "json_schema" and form.get("value") is None else None
 
 
 def strictest(values: Collection[bool | None]) -> bool | None:
@@ -241,5 +246,5 @@ def _typed(name: str, form: dict[str, Any]) -> Constraint | None:
         parameter=place,
         json_schema=_schema(place, value),
         any_whitespace=member != "value",  # TGI's documents have no white space but single blanks.
-        strict=strict_of(form) if name == "response_format" else None,
+        strict=strict_of(form) if name == "response_format" else strict_of(form) or None,
     )

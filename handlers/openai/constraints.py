@@ -49,6 +49,7 @@ _NATIVE = ("json", "regex", "choice", "grammar", "json_object", "structural_tag"
 # OpenAI's forms. They are of a message's text; a call of a tool has the form of the tool's arguments.
 _TEXT_FORMAT = "text.format"
 _OF_MESSAGES = ("response_format", _TEXT_FORMAT)
+_TYPED = ("grammar", "output_config.format")  # Objects with a `type`, which have no `strict` in their own APIs.
 _TOOL_CHOICE = "tool_choice"
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties")
 
@@ -163,8 +164,14 @@ def _form_named(body: Mapping[str, Any], names: Sequence[str]) -> Form:
     """Return the form of a body that asks for it under these names."""
     if not names:
         return Form()
-    forms = [body["text"]["format"] if name == _TEXT_FORMAT else body.get(name) for name in names]
-    strict = [strict_of(form) if name in _OF_MESSAGES else None for name, form in zip(names, forms, strict=True)]
+    strict: list[bool | None] = []
+    for name in names:
+        field, _, member = name.partition(".")
+        form = body[field][member] if member else body[field]
+        if name in _OF_MESSAGES:
+            strict.append(strict_of(form))
+        else:
+            strict.append(strict_of(form) or None if name in _TYPED else None)
     return Form(names[0], strictest(strict))
 
 

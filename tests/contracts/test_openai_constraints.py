@@ -355,8 +355,14 @@ def test_tools_of_the_platform_cannot_be_forced() -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": "true"}}}, True),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, False),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA, "strict": True}}, True),
-        ({"response_format": {"type": "json_schema", "value": {"schema": SCHEMA, "strict": True}}}, None),
+        ({"response_format": {"type": "json_schema", "value": {"schema": SCHEMA, "strict": True}}}, True),
+        ({"response_format": {"type": "json_schema", "value": {"schema": SCHEMA}}}, None),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}, "strict": True}}, True),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, None),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA, "strict": True}}, True),
+        ({"grammar": {"type": "json", "value": SCHEMA}}, None),
+        ({"grammar": {"type": "json_schema", "value": {"schema": SCHEMA, "strict": True}}}, True),
+        ({"guided_json": {**SCHEMA, "strict": True}}, None),
         ({"structured_outputs": {"json": SCHEMA}}, None),
         ({"structured_outputs": {"json": SCHEMA}, "response_format": OPENAIS}, True),
         ({"guided_json": SCHEMA}, None),
@@ -367,6 +373,12 @@ def test_tools_of_the_platform_cannot_be_forced() -> None:
 )
 def test_the_form_says_whether_all_of_it_must_be_held(body: dict[str, Any], strict: bool | None) -> None:
     assert form_of(body, RESPONSES).parts(SCHEMA) == [SchemaPart("#", "#", strict)]
+
+
+@pytest.mark.parametrize(("strict", "expected"), [(True, True), (False, None), (None, None)])
+def test_a_message_may_ask_for_all_of_its_schema(strict: bool | None, expected: bool | None) -> None:
+    form = {"type": "json_schema", "schema": SCHEMA, "strict": strict}
+    assert form_of({"output_config": {"format": form}}, MESSAGES) == Form("output_config.format", expected)
 
 
 def in_chats(name: str, **fields: Any) -> dict[str, Any]:
