@@ -137,7 +137,7 @@ def test_a_strict_schema_is_refused_with_its_place(strict: Server, name: str, st
     assert answer.headers["content-type"].startswith("application/json")
     assert NOT_HELD not in answer.headers
     assert ATTRIBUTES not in answer.headers
-    assert f"uniqueItems ({owner}{PLACE})" in answer.text
+    assert owner + PLACE in answer.text
     assert not owner or f"`{owner}`" in answer.text
 
 
@@ -229,7 +229,7 @@ def test_a_contract_without_strict_refuses_the_schema(strict: Server, name: str)
     path, body = WITHOUT_STRICT[name]
     answer = post(strict, path, body)
     assert 400 <= answer.status_code < 500, answer.text
-    assert f"uniqueItems ({PLACE})" in answer.text
+    assert PLACE in answer.text
     assert "option.partial_schemas" in answer.text
 
 
@@ -243,7 +243,7 @@ def test_the_setting_lets_every_contract_answer(lenient: Server, name: str, stre
     answer = post(lenient, path, body, stream=stream)
     assert answer.status_code == 200, answer.text
     assert answer.headers[NOT_HELD] == PLACE
-    wait_until(lambda: sum(verdicts(lenient).values()) == sum(before.values()) + 1)
+    assert_judged(lenient, before, invalid=1)
 
 
 def test_the_setting_does_not_loosen_strict_schemas(lenient: Server) -> None:
@@ -260,9 +260,12 @@ def test_the_log_and_the_metrics_count_requests(strict: Server) -> None:
     before = strict.metric("slipway_partial_generations_total")
     post(strict, "/v1/completions", completion(SAME, None), **{"x-request-id": "partly-held"})
     assert strict.metric("slipway_partial_generations_total") == before + 1
-    strict.wait_for_log("parts of the JSON schema are not held")
-    line = next(line for line in strict.log_text().splitlines() if "partly-held" in line and "not held" in line)
-    assert "uniqueItems" not in line
+
+    def lines() -> list[str]:
+        return [line for line in strict.log_text().splitlines() if "partly-held" in line and "not held" in line]
+
+    wait_until(lines)
+    assert "uniqueItems" not in lines()[0]
 
 
 @pytest.mark.parametrize("way", [{}, {"service_tier": "auto"}])  # a field that only vLLM's front end reads
