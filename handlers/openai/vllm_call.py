@@ -97,9 +97,9 @@ class VllmCall:
     """A running call in vLLM's front end. A task runs the front end as an ASGI application."""
 
     def __init__(
-        self, vllm: VllmApp, held: OpenAICall, call: Call, writer: ReplyWriter, path: str, model: str | None
+        self, vllm: VllmApp, openai_call: OpenAICall, call: Call, writer: ReplyWriter, path: str, model: str | None
     ) -> None:
-        self._vllm, self._held, self._call, self._writer, self._path = vllm, held, call, writer, path
+        self._vllm, self._openai_call, self._call, self._writer, self._path = vllm, openai_call, call, writer, path
         self._model = model
         self._errors = error_form(path)
         self._held_back = b""  # Events of a stream that the engine has not begun.
@@ -110,7 +110,7 @@ class VllmCall:
         self._id_header: tuple[tuple[str, str], ...] = ()  # If the body has the id of the request.
         self._started = self._complete = False
         if path in _GENERATED:
-            held.on_begin = self._release
+            openai_call.on_begin = self._release
         self._task: asyncio.Task[None] | None = asyncio.create_task(self._run())  # None when it has ended.
 
     def cancel(self) -> None:
@@ -121,14 +121,14 @@ class VllmCall:
 
     async def _run(self) -> None:
         call, path = self._call, self._path
-        current_call.set(self._held)
+        current_call.set(self._openai_call)
         began = time.monotonic()
         try:
             self._call = await off_the_loop(call.body, self._read)
             if self._call.request_id != call.request_id:  # the body has one
                 self._id_header = (("x-request-id", self._call.request_id),)
             call = self._call
-            self._held.request_id = call.request_id
+            self._openai_call.request_id = call.request_id
             await self._vllm.app(scope(call, path), self._receive, self._send)
         except InvalidRequest as error:
             self._finish(refuse(error))
@@ -136,19 +136,21 @@ class VllmCall:
             self._finish(error_reply("The body holds text that is not valid Unicode.", "BadRequestError", 400))
         except Exception as error:
             # If the engine has failed, some of vLLM's streams raise other errors because of that.
-            if not self._held.failed:
+            if not self._openai_call.failed:
                 if (refused := self._vllm.refusal(error)) is not None:
                     self._finish(refused)
                 else:
                     logger.exception("vLLM's front end failed", extra={"request_id": call.request_id})
         finally:
-            self._held.close()
+            self._openai_call.close()
             if not self._gone.is_set():
-                reason = self._held.failed or "Internal server error"
+                reason = self._openai_call.failed or "Internal server error"
                 self._finish(error_reply(reason, "InternalServerError", 500))
             # The server cancels a call as well when its reply is complete.
-            if self._complete and self._held.generates:
-                self._held.engine.statistics.calls.count(time.monotonic() - began, failed=bool(self._held.failed))
+            if self._complete and self._openai_call.generates:
+                self._openai_call.engine.statistics.calls.count(
+                    time.monotonic() - began, failed=bool(self._openai_call.failed)
+                )
             self._task = None  # A cancelled task holds its exception, whose traceback holds this object.
 
     def _read(self) -> Call:
@@ -157,13 +159,13 @@ class VllmCall:
         Raises:
             InvalidRequest: The call is refused.
         """
-        call, held = self._call, self._held
+        call, openai_call = self._call, self._openai_call
         if self._path in SPEECH:
             check_form(call, self._vllm.most_sound_mib)
             return call
         if len(call.body) < LONG_BODY:  # `OpenAIHandler` has checked longer ones
-            check_readable(call.body, self._path, held.engine.max_model_len)
-        return for_vllm(call, self._path, held, model=self._model, parses_tools=self._vllm.parses_tools)
+            check_readable(call.body, self._path, openai_call.engine.max_model_len)
+        return for_vllm(call, self._path, openai_call, model=self._model, parses_tools=self._vllm.parses_tools)
 
     async def _receive(self) -> dict[str, Any]:
         if not self._body_read:
@@ -187,7 +189,7 @@ class VllmCall:
 
     def _pass_on(self, data: bytes, *, last: bool) -> None:
         writer = self._writer
-        if self._path in _GENERATED and not (last or self._held.begun or data.startswith(_COMMENT)):
+        if self._path in _GENERATED and not (last or self._openai_call.begun or data.startswith(_COMMENT)):
             self._held_back += data  # vLLM begins a stream before the engine can refuse it
             return
         if self._held_back:
@@ -212,13 +214,13 @@ class VllmCall:
     def _whole(self, data: bytes) -> Reply:
         """Return a reply that is complete before it has begun. A stream of an error alone has the error's status."""
         place = data.find(b'data: {"error":')
-        if place < 0 or self._held.begun or media_type(self._content_type) != _EVENTS:
+        if place < 0 or self._openai_call.begun or media_type(self._content_type) != _EVENTS:
             return Reply(self._status, self._content_type, data, self._reply_headers())
         document = msgspec.json.decode(data[place:].removeprefix(b"data: ").partition(b"\n\n")[0])
         return Reply(document["error"]["code"], JSON, msgspec.json.encode(document), self._headers)
 
     def _reply_headers(self) -> tuple[tuple[str, str], ...]:
-        return (*self._headers, *(self._held.not_held if self._status < 400 else ()))
+        return (*self._headers, *(self._openai_call.not_held if self._status < 400 else ()))
 
     def _reply(self, reply: Reply) -> None:
         self._writer.reply(self._errors.whole(reply) if reply.status >= 400 else reply)
@@ -289,7 +291,9 @@ def check_readable(body: bytes, path: str, max_model_len: int) -> None:
         raise InvalidRequest(f"the body has more than {_MOST_ESCAPES} escaped characters")
 
 
-def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = None, parses_tools: bool = False) -> Call:
+def for_vllm(
+    call: Call, path: str, openai_call: OpenAICall, *, model: str | None = None, parses_tools: bool = False
+) -> Call:
     """Translate a call for vLLM's serving classes.
 
     They refuse a body that is no JSON.
@@ -302,7 +306,7 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
     Args:
         call: The call.
         path: The path of OpenAI's API that the call is for.
-        held: Gets the name of the body's constraint, for the engine's refusals.
+        openai_call: Gets the name of the body's constraint, for the engine's refusals.
         model: Replaces the `model` of the body.
         parses_tools: The model has a parser of tool calls.
 
@@ -320,7 +324,7 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
         return call
     if len(call.body) > _LARGE:
         try:
-            _check_sizes(document, path, call, held)
+            _check_sizes(document, path, call, openai_call)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return call  # vLLM refuses it.
     if len(call.body) >= LONG_BODY and bytes(document.get("messages", b"")).startswith(b'"'):
@@ -333,7 +337,7 @@ def for_vllm(call: Call, path: str, held: OpenAICall, *, model: str | None = Non
     if model is not None:
         changes["model"] = model
     if given := {name: value for name, value in given.items() if value is not None}:
-        enforced, held.form = enforceable(given, path, parses_tools=parses_tools)
+        enforced, openai_call.form = enforceable(given, path, parses_tools=parses_tools)
         changes |= enforced
     if path in (CHAT, TOKENIZE, RENDER) and b"null" in call.body:
         changes |= _without_nulls(document)
@@ -399,7 +403,7 @@ def _with_read_messages(document: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     return {"input": items}
 
 
-def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, held: OpenAICall) -> None:
+def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, openai_call: OpenAICall) -> None:
     """Check the fields of a large body whose cost for vLLM does not depend on the model's context.
 
     Raises:
@@ -408,8 +412,8 @@ def _check_sizes(document: Mapping[str, msgspec.Raw], path: str, call: Call, hel
     """
     inputs = () if path in _CONVERSATIONS else _INPUTS.intersection(document)
     for name, value in document.items():
-        if name in inputs and (count := _count_inputs(value)) > held.most_sequences:
-            raise InvalidParameter(name, f"has {count} inputs; at most {held.most_sequences} can be served")
+        if name in inputs and (count := _count_inputs(value)) > openai_call.most_sequences:
+            raise InvalidParameter(name, f"has {count} inputs; at most {openai_call.most_sequences} can be served")
         is_large = len(memoryview(value)) > _LARGE
         if is_large and _first(value) == b"{" and len(_decode_members(value)) > _MOST_MEMBERS:
             raise InvalidParameter(name, f"may have {_MOST_MEMBERS} members at most")
