@@ -153,6 +153,24 @@ async def test_a_constraint_that_an_ended_process_has_not_read_is_tried_by_the_n
         await trials.stop()
 
 
+async def test_a_check_that_cannot_end_costs_no_constraint_its_trial() -> None:
+    from engines.vllm.constraints.trial_process import TOO_MUCH
+
+    trials = real_trials()
+    verdicts: list[str] = []
+    schema: Any = {"$ref": "#/$defs/L"}
+    try:
+        for number in range(12):  # The levels decide which part of the validator fails.
+            endless = {"$defs": {"L": {"not": {"$ref": "#/$defs/L"}}}, "not": schema}
+            trials.check(json.dumps(endless), '{"a":1}', verdicts.append)
+            assert (await trials.trial("regex", "a" * (number + 1))).error != TOO_MUCH
+            schema = {"allOf": [schema]}
+        await until(lambda: len(verdicts) == 12)
+        assert set(verdicts) == {"unchecked"}
+    finally:
+        await trials.stop()
+
+
 async def test_what_is_remembered_is_bounded_with_errors_and_places(
     process: Process, trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
