@@ -312,7 +312,7 @@ def test_a_constraint_whose_every_token_is_forbidden_is_the_clients_fault(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_form_that_the_engine_refuses_is_refused_before_a_stream(server: Server, stream: bool) -> None:
-    form = {"type": "json_schema", "name": "x", "schema": {"not": {"type": "string"}}}
+    form = {"type": "json_schema", "name": "x", "strict": True, "schema": {"items": {}, "uniqueItems": True}}
     asked = {"model": "model", "input": "Hi", "max_output_tokens": 8, "text": {"format": form}, "stream": stream}
     response = server.client.post("/v1/responses", json=asked)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "text.format")
@@ -396,8 +396,7 @@ def test_a_body_may_have_the_id_of_its_request(server: Server) -> None:
 def test_a_refused_form_has_the_name_that_the_client_gave_it(
     server: Server, path: str, prompt: dict[str, Any], stream: bool
 ) -> None:
-    schema = {"pattern": r"a\b"}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"uniqueItems": True}}}
     for field in ({"response_format": form}, {"structured_outputs": {"regex": "("}}, {"guided_regex": r"a\b"}):
         reply = server.client.post(path, json={**prompt, **field, "stream": stream})
         assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
