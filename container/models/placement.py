@@ -65,9 +65,9 @@ class GpuPlan:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The machine and each model, in words."""
+        """The machine and each model, in words. Nothing if there are no GPUs."""
         if not self.gpus:
-            return ("GPUs: none",)
+            return ()
         least, count = min(self.gpus), len(self.gpus)
         smallest = "" if least == max(self.gpus) else " or more"
         lines = [f"GPUs: {count}" + (f" of {least / _GIB:.1f} GiB{smallest}" if least else "")]
