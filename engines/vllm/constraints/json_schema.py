@@ -321,11 +321,12 @@ class _Rewriter:
                     return part
         first = [*node.out][: node.also_at]
         members = {word: node.out[word] for word in _MEMBERS if word in node.out}
+        first_of_members = next((word for word in node.out if word in members), None)
         before: dict[str, Any] = {}
         after: dict[str, Any] = {}
         for keyword, value in node.out.items():
             # llguidance reads the keywords of members together only if no combination is between them.
-            if keyword == next(iter(members), None):
+            if keyword == first_of_members:
                 (before if keyword in first else after).update(members)
             elif keyword not in members:
                 (before if keyword in first else after)[keyword] = value

@@ -399,6 +399,15 @@ def test_objects_of_a_condition_are_open() -> None:
     assert allows(found.text, {"b": "x"})
 
 
+def test_members_come_in_the_order_of_the_schema() -> None:
+    branches = [{"properties": {"c": {"const": 1}, "a": {"const": i}}, "required": ["a"]} for i in (1, 2)]
+    members = {"a": {}, "b": {}, "c": {}}
+    closed = tried({"additionalProperties": False, "oneOf": branches, "properties": members})
+    assert allows(closed.text, {"a": 1, "b": 1, "c": 1})
+    combined = tried({"oneOf": branches, "properties": members})
+    assert allows(combined.text, {"c": 1, "a": 1, "b": 1})
+
+
 def test_descriptions_do_not_count() -> None:
     schema = {"type": "object", "properties": {f"a{i}": {"description": "x" * 1000, "const": i} for i in range(500)}}
     found = tried(schema)
