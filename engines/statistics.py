@@ -41,7 +41,7 @@ DURATION_BUCKETS = tuple(float(f"{0.0001 * 1.5**power:.4g}") for power in range(
 LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
-# What the check of an answer finds whose schema is held in part. "incomplete": a limit of tokens or a stop string has
+# The results of a check of an answer whose schema is held in part. "incomplete": a limit of tokens or a stop string has
 # cut the answer. "unchecked": the check takes too long, cannot read the schema, or had too many before it.
 VERDICTS = ("valid", "invalid", "incomplete", "unchecked")
 

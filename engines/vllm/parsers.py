@@ -37,6 +37,7 @@ from vllm.tool_parsers import ToolParser, ToolParserManager
 from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 from vllm.tool_parsers.utils import partial_tag_overlap
 
+from engines.vllm.constraints.schema_references import DATA
 from engines.vllm.internals import patch_call_schemas, patch_parsers
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,6 @@ _NOT_ENFORCED = (
 _TOO_DEEP = "the schema of a tool is nested too deeply"
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_DATA = ("enum", "const", "default", "examples")  # Keywords whose values are no schemas.
 _backend: ContextVar[str] = ContextVar("_backend", default="")
 _STRING = r'"(?:[^"\\]++|\\.)*+"'
 _MEMBER = regex.compile(rf'\s*+[{{,]\s*+(?="(?P<name>[^"]*+)"){_STRING}\s*+:\s*+', regex.DOTALL)
@@ -289,7 +289,7 @@ def _moved(part: Any, place: str, *, is_map: bool = False) -> Any:
     for key, value in part.items():
         if not is_map and key in _REFERENCES and isinstance(value, str) and value[:2] in ("#", "#/"):
             moved[key] = place + value[1:]
-        elif not is_map and key in _DATA:
+        elif not is_map and key in DATA:
             moved[key] = value
         else:
             moved[key] = _moved(value, place, is_map=not is_map and key in _MAPS_OF_SCHEMAS)

@@ -33,13 +33,13 @@ from engines.vllm.constraints.pattern_trees import (
 _MOST_READ, _MOST_WRITTEN, _MOST_NESTED = 4_096, 16_384, 55
 _MOST_STATES, _MOST_STEPS, _MOST_EDGES = 512, 200_000, 512
 
-_Formula = frozenset[frozenset[int]]  # One of these sets of places all lead on. A negative place must not lead on.
+_Formula = frozenset[frozenset[int]]  # An "or" of "and"s of places that lead on. A negative place must not.
 _NEVER: _Formula = frozenset()
 _ALWAYS: _Formula = frozenset([frozenset()])
 
 
 class Neighbour(IntEnum):
-    """What is before a place, or behind it."""
+    """The neighbour of a place, before it or behind it."""
 
     UNKNOWN = auto()
     OUTSIDE = auto()  # Of the text.
@@ -76,7 +76,7 @@ class _Ahead(NamedTuple):
 
 
 class Work:
-    """What is left of the steps that a call may take."""
+    """The steps that a call may still take."""
 
     def __init__(self, characters: int) -> None:
         if characters > _MOST_READ:
@@ -134,7 +134,7 @@ class Automaton:
 
     Args:
         tree: The part.
-        before: What is before the text.
+        before: The neighbour before the text.
         work: Counts the steps.
     """
 

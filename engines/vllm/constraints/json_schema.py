@@ -2,7 +2,7 @@
 
 llguidance refuses a whole schema for one keyword that it does not know. So a schema is rewritten first: what says
 nothing is left out, and what can be expressed in other keywords is expressed in them. The rest is not held: the caller
-gets its places and decides. `KEYWORDS` says what is done with each keyword, and why.
+gets its places and decides. `KEYWORDS` has the treatment of each keyword, with the reason.
 
 A rewritten schema never allows more than the schema does, apart from the places that are named.
 
@@ -68,7 +68,7 @@ def for_guidance(text: str, fault: Callable[[str], str], *, compact: bool) -> tu
 
     Args:
         text: The schema.
-        fault: Returns llguidance's complaint about a schema; "" if there is none.
+        fault: Returns llguidance's complaint about a schema; "" if llguidance takes it.
         compact: The JSON has no white space.
 
     Returns:
@@ -137,7 +137,7 @@ def _shown(places: Iterable[str]) -> tuple[str, ...]:
 
 
 class _Way(NamedTuple):
-    """A way to rewrite a schema. The next one is taken if llguidance refuses what the last one has made."""
+    """A way to rewrite a schema. The next way is taken if llguidance refuses the result of the last one."""
 
     careful: bool = True  # Parts are tried out alone.
     loose: bool = False  # Keywords that other keywords have to express are not held.
@@ -190,7 +190,7 @@ class _Rewriter:
         self._definitions: dict[str, Schema] = {}  # By name. While one is being rewritten: its type.
         self._open: set[str] = set()  # The names of those.
         self._left_of: dict[str, dict[str, None]] = {}  # The places that are not held of each definition.
-        self._foreign = 0  # Schemas around this one that have a base of their own for references.
+        self._foreign = 0  # The number of schemas around this one whose `$id` changes the meaning of references.
         self._names: dict[tuple[str, bool, bool], str] = {}
         self._left = _MOST_ADDED
         self._negated: list[str] = []  # References that are being negated.
@@ -219,7 +219,7 @@ class _Rewriter:
         return self._fault(text)
 
     def schema(self, given: Any, place: str, closed: bool, *, exact: bool = False) -> Schema:
-        """Return a schema that allows no text that the given one does not, apart from what is not held."""
+        """Rewrite a schema. Apart from the parts that are not held, the result allows no other texts."""
         if isinstance(given, bool):
             return given
         if not isinstance(given, dict):
@@ -373,7 +373,7 @@ class _Rewriter:
 
     @contextlib.contextmanager
     def _silent(self) -> Iterator[dict[str, None]]:
-        """Do not note what is not held in the block. Yields what would have been noted."""
+        """Do not note places in the block. Yields the places that would have been noted."""
         kept, self.not_held = self.not_held, {}
         try:
             yield self.not_held
@@ -500,8 +500,7 @@ class _Rewriter:
         ]
         if not self._spend(len(choices)):
             return False
-        others = _others(node, "array")
-        node.add({"anyOf": [*others, {"enum": choices}]})
+        node.add({"anyOf": [*_others(node, "array"), {"enum": choices}]})
         return True
 
     def _contains(self, node: _Node, _: str, value: Any) -> bool:
@@ -579,7 +578,6 @@ class _Rewriter:
             if names is False:
                 node.add({"type": type_names(node.types), "maxProperties": 0})
             return True
-        others = _others(node, "object")
         if names.keys() <= {"type", "enum"} and (allowed := allowed_values(names, 1024)) is not None:
             only: dict[str, Any] = {"properties": {name: True for name in allowed if isinstance(name, str)}}
         else:
@@ -587,11 +585,11 @@ class _Rewriter:
             if expression is None:
                 return False
             only = {"patternProperties": {expression: True}}
-        node.add(any_of([*others, {"type": "object", **only, "additionalProperties": False}]))
+        node.add(any_of([*_others(node, "object"), {"type": "object", **only, "additionalProperties": False}]))
         return True
 
     def _name_expression(self, names: dict[str, Any]) -> str | None:
-        """Return one expression of the texts that a rewritten schema allows. None if there is none."""
+        """Return one expression of the texts that a rewritten schema allows. None if that is not expressed."""
         parts = [{word: each for word, each in names.items() if word != "allOf"}, *names.get("allOf", ())]
         expressions: list[str] = []
         for part in parts:
@@ -608,7 +606,7 @@ class _Rewriter:
         return None if found is None else found[0]
 
     def _member_count(self, node: _Node, keyword: str, value: Any) -> bool:
-        """`minProperties` and `maxProperties`, which llguidance counts only where no member is optional."""
+        """`minProperties` and `maxProperties`, which llguidance counts only if no member is optional."""
         if not is_size(value):
             return False
         given, count = node.given, int(value)
@@ -630,15 +628,14 @@ class _Rewriter:
             if further or rest < 0 or not self._spend(math.comb(len(optional), rest)):
                 return False
             chosen = itertools.combinations(optional, len(optional) - rest)
-            kept: list[Schema] = [{"properties": dict.fromkeys(names, False)} for names in chosen]
+            kept: list[dict[str, Any]] = [{"properties": dict.fromkeys(names, False)} for names in chosen]
         else:
             if not self._spend(math.comb(len(optional), rest) + 1):
                 return False
             kept = [{"required": list(names)} for names in itertools.combinations(optional, rest)]
             if further:
                 kept.append({"properties": dict.fromkeys(optional, False), "minProperties": count})
-        others = _others(node, "object")
-        node.add(any_of([*others, *[{"type": "object", **each} for each in kept if isinstance(each, dict)]]))
+        node.add(any_of([*_others(node, "object"), *[{"type": "object", **each} for each in kept]]))
         return True
 
     def _dependent(self, node: _Node, keyword: str, value: Any) -> bool:
@@ -840,13 +837,13 @@ class _Rewriter:
         return not _is_empty(self._complaint({"allOf": [schema]})) and schema
 
     def _target(self, reference: Any) -> tuple[str, Any] | None:
-        """Return the place of a reference in this document, and what is there. None if it is elsewhere."""
+        """Return the place to which a reference leads, and the part there. None if it is in another document."""
         return None if self._foreign or not isinstance(reference, str) else self._references.target(reference)
 
     # Negation.
 
     def negation(self, given: Any, types: frozenset[str] = EVERY) -> Schema | None:
-        """Return a schema that allows what the given one does not. None if it is not expressed.
+        """Return a schema that allows exactly the values that the given one refuses. None if it is not expressed.
 
         Args:
             given: The schema, as the client wrote it.
@@ -880,7 +877,7 @@ class _Rewriter:
     def _against(
         self, keyword: str, value: Any, given: Mapping[str, Any], types: frozenset[str]
     ) -> Sequence[Schema] | None:
-        """Return schemas of which one holds where a keyword does not. None if that is not expressed."""
+        """Return schemas of which one allows each value that a keyword refuses. None if that is not expressed."""
         match keyword:
             case "enum" | "const":
                 return _none_of(value if keyword == "enum" else [value], types)
@@ -906,18 +903,18 @@ class _Rewriter:
                 with self._silent() as left:
                     held = self.schema(value, "", closed=False, exact=True)
                 return None if left else [held]
-            case "allOf":
-                parts = [self.negation(each, types) for each in value] if isinstance(value, list) else [None]
-                return None if None in parts else [part for part in parts if part is not None]
-            case "anyOf":
-                parts = [self.negation(each, types) for each in value] if isinstance(value, list) else [None]
-                return None if None in parts else [all_of([part for part in parts if part is not None])]
-            case "$ref":
-                found = self._target(value)
-                if found is None or found[0] in self._negated:
+            case "allOf" | "anyOf":
+                found = [self.negation(each, types) for each in value] if isinstance(value, list) else [None]
+                parts = [part for part in found if part is not None]
+                if len(parts) < len(found):
                     return None
-                self._negated.append(found[0])
-                against_target = self.negation(found[1], types)
+                return parts if keyword == "allOf" else [all_of(parts)]
+            case "$ref":
+                target = self._target(value)
+                if target is None or target[0] in self._negated:
+                    return None
+                self._negated.append(target[0])
+                against_target = self.negation(target[1], types)
                 self._negated.pop()
                 return None if against_target is None else [against_target]
             case "format":
@@ -955,7 +952,7 @@ _CERTAIN = frozenset({"$ref", "allOf"})  # Applicators that hold in any case.
 
 
 def _other_size(keyword: str, value: Any) -> Sequence[Schema] | None:
-    """Return what holds where a limit on a size does not."""
+    """Return schemas of which one allows each value beyond a limit on its size. None if that is not expressed."""
     if not is_size(value):
         return None
     kind = _SIZED[keyword[3:]]
@@ -1032,10 +1029,10 @@ def _others(node: _Node, kind: str) -> list[Schema]:
 
 
 class Keyword(NamedTuple):
-    """What is done with a keyword."""
+    """The treatment of a keyword."""
 
     rewrite: Callable[[_Rewriter, _Node, str, Any], bool]  # Returns False if the keyword is not held.
-    what: str  # What is done, and why no more is.
+    what: str  # The treatment in words, with the reason for its limits.
     types: frozenset[str] = EVERY  # The types of values about which it says something.
 
 

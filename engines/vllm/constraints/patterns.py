@@ -33,7 +33,7 @@ from engines.vllm.constraints.pattern_trees import (
 
 
 def complement(pattern: str) -> str | None:
-    """Return a pattern that is found in exactly the texts in which this one is not. None if there is none in bounds."""
+    """Return a pattern that is found in exactly the texts in which this one is not. None if it exceeds the bounds."""
     try:
         return _one_pattern(Parser(pattern).read(), Work(len(pattern)), complemented=True)
     except (BeyondError, RecursionError):
@@ -41,7 +41,7 @@ def complement(pattern: str) -> str | None:
 
 
 def none_of(words: Collection[str]) -> str | None:
-    """Return a pattern that is found in all texts but these. None if there is none within bounds."""
+    """Return a pattern that is found in all texts but these. None if it exceeds the bounds."""
     length = sum(map(len, words))
     literals = [Chain(tuple([one(ord(character)) for character in word])) for word in words]
     try:
@@ -61,7 +61,7 @@ def all_but(words: Iterable[str], others: Iterable[str]) -> str | None:
 def without_look_around(pattern: str, *, single: bool = False) -> tuple[str, ...] | None:
     """Return patterns, all of which are found in exactly the texts in which this one is.
 
-    llguidance takes them and reads them as ECMA-262 does. A pattern that it takes and reads so is returned as it is.
+    llguidance takes them and reads them as ECMA-262 does. A pattern that it takes and reads so is returned unchanged.
 
     Args:
         pattern: The pattern.

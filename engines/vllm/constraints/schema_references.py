@@ -1,4 +1,4 @@
-"""Places in a JSON schema: where a reference leads, and how a place is named."""
+"""References within a JSON schema, and the names of its places."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 _OLD = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
-_VALUES = ("enum", "const", "default", "examples")  # Keywords whose values are no schemas.
+DATA = ("enum", "const", "default", "examples")  # Keywords whose values are no schemas.
 
 
 class References:
@@ -25,7 +25,7 @@ class References:
         return schema is not self._root and isinstance(base, str) and not base.startswith("#")
 
     def target(self, reference: str) -> tuple[str, Any] | None:
-        """Return the place to which a reference leads, and what is there. None if that is not in this document."""
+        """Return the place to which a reference leads, and the part there. None if it is in another document."""
         base, _, fragment = reference.partition("#")
         if base and base != str(self._root.get("$id") or self._root.get("id") or "").partition("#")[0]:
             return None
@@ -64,7 +64,7 @@ class References:
             if isinstance(name, str) and (keyword.endswith("chor") or name.startswith("#")):
                 yield name.lstrip("#"), pointer
         for name, each in part.items():
-            if name not in _VALUES:
+            if name not in DATA:
                 yield from self._anchors_below(each, f"{pointer}/{_escaped(name)}")
 
 

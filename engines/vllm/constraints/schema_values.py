@@ -81,9 +81,9 @@ def type_of(value: Any) -> str:
 
 def is_number(value: Any) -> bool:
     """Return True for a finite number, which a boolean is not."""
-    return (isinstance(value, int) and not isinstance(value, bool)) or (
-        isinstance(value, float) and math.isfinite(value)
-    )
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_size(value: Any) -> bool:
@@ -97,7 +97,7 @@ def is_whole(value: Any) -> bool:
 
 
 def is_exact(value: Any) -> bool:
-    """Return True if llguidance, which reads numbers as doubles, reads a value as it is."""
+    """Return True if the value stays the same when llguidance reads its numbers as doubles."""
     if isinstance(value, list):
         return all(map(is_exact, value))
     if isinstance(value, dict):
@@ -117,7 +117,7 @@ def bound_of(value: float, *, least: bool, exclusive: bool, whole: bool) -> dict
         whole: The numbers are integers.
     """
     if whole and not least and value >= _LARGEST_INTEGER:
-        # The one bound beyond doubles that llguidance reads as it is.
+        # No double has this bound, but llguidance reads it correctly.
         return {"exclusiveMaximum": _LARGEST_INTEGER + 1} if exclusive else {"maximum": _LARGEST_INTEGER}
     value = min(max(value, -LARGEST_BOUND), LARGEST_BOUND)
     near, inward = float(value), math.inf if least else -math.inf

@@ -31,7 +31,7 @@ from engines.vllm.internals import tried
 _MAX_CHARACTERS = 1 << 17  # Of an expression or a grammar: what people write has a hundredth of it.
 # The most characters of each kind of constraint, by vLLM's names.
 _MOST_CHARACTERS = {
-    "json": 1 << 20,  # As it comes. What is left of it for the back end has a limit of its own.
+    "json": 1 << 20,  # As it comes. The rewritten schema has another limit.
     "choice": 1 << 21,  # All together. They cost the engine less, since each is a plain text.
     "regex": _MAX_CHARACTERS,
     "grammar": _MAX_CHARACTERS,

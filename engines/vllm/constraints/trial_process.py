@@ -37,7 +37,7 @@ _WRITTEN: Mapping[str, Callable[[str], str]] = {"regex": ascii_expression, "gram
 
 
 class Trial(NamedTuple):
-    """What a trial has found out."""
+    """The result of a trial."""
 
     error: str = ""  # The fault of the constraint, as the end of a sentence. "" if it can be used.
     text: str = ""  # The constraint as the back end gets it.
@@ -129,7 +129,7 @@ class _TooSlow(BaseException):
 
 
 def verdict(schema: str, answer: str) -> str:
-    """Return what a check of an answer against its schema finds: one of `engines.statistics.VERDICTS`.
+    """Check an answer against its schema. Returns one of `engines.statistics.VERDICTS`.
 
     Patterns are searched by Python's `re`, which stops for signals.
     """
@@ -160,7 +160,7 @@ def verdict(schema: str, answer: str) -> str:
             checking = False
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException:  # The schema may be wrong where the back end does not hold it. rpds may panic.
+    except BaseException:  # The parts that the back end does not hold may be wrong. rpds may panic.
         found = "unchecked"
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     signal.signal(signal.SIGPROF, before)

@@ -1,4 +1,4 @@
-"""The process that tries constraints out and checks answers, and the memory of what it found.
+"""The process that tries constraints out and checks answers, and the cache of its results.
 
 A constraint is a program that a client has sent. It is rewritten and compiled once in a separate process
 (`trial_process`) before the engine gets it.
@@ -77,7 +77,7 @@ class GrammarTrials:
         self._stopped = False
 
     async def trial(self, kind: str, text: str, *, compact: bool = True) -> Trial:
-        """Return what the process finds out about a constraint.
+        """Return the result of a constraint's trial, from the cache or from the process.
 
         Args:
             kind: Its name in vLLM's `structured_outputs`.
@@ -121,7 +121,7 @@ class GrammarTrials:
         return result
 
     def _tried(self, message: dict[str, Any]) -> Trial | None:
-        """Return what the process answers. None if it ended for a reason of its own.
+        """Return the result from the process. None if the process ended, and not because of the constraint.
 
         Raises:
             GenerationFailed, Overloaded, EngineDead: as `trial`.
