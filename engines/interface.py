@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -147,9 +148,31 @@ class EngineHealth:
 
     alive: bool
     reason: str = ""
-    quiet_seconds: float = 0.0  # Seconds with work since the last sign of life (`Progress`).
+    quiet_seconds: float = 0.0  # Seconds with work since the last sign of life (`Progress`), of the quietest copy.
     mark: float = 0.0  # A number that changes with every sign of life.
     worked_seconds: float = 0.0  # Seconds with work, in all, up to the last sign of life.
+    ready_copies: int = 1  # Copies that take requests.
+    missing: str = ""  # The copies that have died while others serve. `restart` starts them again.
+    lost: str = ""  # Why fewer copies serve than the least number, and will not come back. Others still serve.
+
+
+class CopyState(Enum):
+    """The state of a copy of the model."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"  # It takes no new requests, and ends when its last one has ended.
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCopy:
+    """A copy of the model, with its own processes. LMI calls it a worker."""
+
+    number: int  # From 1.
+    state: CopyState
+    started_at: float  # Seconds since the epoch.
+    gpus: tuple[int, ...] = ()  # Empty: it runs in main memory.
 
 
 class EngineAdapters(Protocol):
@@ -224,14 +247,30 @@ class Engine(LoadedModel, Protocol):
     async def restart(self) -> None:
         """Start the engine again after it has died or stalled. The requests that wait continue.
 
-        Only for an engine that `waits`.
+        Of several copies, it starts those that have died, or else the quietest one. Only for an engine that `waits`, or
+        while a copy serves.
 
         Raises:
-            EngineStartError: It cannot be started. The requests still wait.
+            EngineStartError: It, or a copy, cannot be started. The requests still wait.
         """
 
     def give_up(self) -> None:
-        """Give an error to the requests that wait for `restart`. It will not be called."""
+        """Give an error to the requests that wait for `restart`. It will not be called for what has died by now."""
+
+    @property
+    def copies(self) -> Sequence[EngineCopy]:
+        """The copies of the model, by their numbers."""
+
+    def scale(self, least: int, most: int) -> None:
+        """Begin to add or to remove copies. A copy that is removed drains first.
+
+        Args:
+            least: The copies without which the engine counts as broken.
+            most: The copies that are to serve, at least 1.
+
+        Raises:
+            InvalidRequest: The machine has no room for so many, or the engine has one copy alone.
+        """
 
     async def stop(self, why: str = "the server is stopping") -> None:
         """Free everything. Requests that still run end with an error that says why."""

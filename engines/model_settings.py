@@ -118,6 +118,10 @@ class ModelSettings:
     # GPUs that the engine may use, as CUDA numbers those that this process sees; it uses the first ones, as many as it
     # needs. None: all; an empty tuple: the CPU.
     devices: tuple[int, ...] | None = None
+    # Copies of the model on vLLM, each with its own GPUs or share of the processors. None: as many as `devices` hold.
+    max_copies: int | None = 1
+    min_copies: int | None = None  # The copies that serve before the model is ready. None: all.
+    parallel_loading: bool = False  # The copies after the first are loaded at the same time, and not one by one.
     batch_size: int = 1  # Prompts, or calls of a custom handler, that are run together as one dynamic batch.
     max_batch_delay: float = 0.1  # Seconds that the first of a dynamic batch waits for others.
     enable_streaming: Streaming = "false"  # The way to stream answers of the dynamic batch.

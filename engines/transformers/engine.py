@@ -23,6 +23,8 @@ import msgspec
 from engines.daemon_thread import in_daemon_thread
 from engines.errors import EngineDead, GenerationFailed, InvalidRequest, RequestError
 from engines.interface import (
+    CopyState,
+    EngineCopy,
     EngineHealth,
     EngineStartError,
     Generation,
@@ -168,6 +170,7 @@ class BatchEngine:
         threading.Thread(target=self._serve, name="batches", daemon=True).start()
         self._dispatcher = asyncio.create_task(self._dispatch())
         self._watchdog.start()
+        self._started_at = time.time()
 
     def _load(self) -> None:
         warn_of_arguments_without_effect(self._settings)
@@ -386,6 +389,14 @@ class BatchEngine:
         raise EngineStartError("this engine cannot be started again")
 
     def give_up(self) -> None: ...
+
+    @property
+    def copies(self) -> Sequence[EngineCopy]:
+        return [EngineCopy(1, CopyState.READY if self.health().alive else CopyState.DEAD, self._started_at)]
+
+    def scale(self, least: int, most: int) -> None:
+        if (least, most) != (1, 1):
+            raise InvalidRequest("a model with dynamic batch has one worker")
 
     async def stop(self, why: str = "the server is stopping") -> None:
         if self._stopped:

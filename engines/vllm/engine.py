@@ -22,6 +22,8 @@ from vllm.renderers.chat_utils import load_chat_template
 from engines.daemon_thread import LastingThreads
 from engines.errors import EngineDead, GenerationFailed, InvalidRequest, NotServed, UnknownAdapter
 from engines.interface import (
+    CopyState,
+    EngineCopy,
     EngineHealth,
     EngineStartError,
     Generation,
@@ -522,6 +524,14 @@ class VllmEngine:
         self._gave_up = True
         self._fail_all(EngineDead())
         self._up.set()
+
+    @property
+    def copies(self) -> Sequence[EngineCopy]:
+        return [EngineCopy(1, CopyState.READY if self.health().alive else CopyState.DEAD, 0.0)]
+
+    def scale(self, least: int, most: int) -> None:
+        if (least, most) != (1, 1):
+            raise InvalidRequest("the machine has room for one copy")
 
     def _fail_all(self, error: EngineDead) -> None:
         for state in self._own_states():
