@@ -19,15 +19,12 @@ from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.renderers.chat_utils import load_chat_template
 
-from engines.daemon_thread import LastingThreads
 from engines.errors import EngineDead, GenerationFailed, InvalidRequest, NotServed, UnknownAdapter
 from engines.interface import (
-    CopyState,
     EngineCopy,
     EngineHealth,
     EngineStartError,
     Generation,
-    Progress,
     SequenceGroup,
     Sink,
     Watchdog,
@@ -44,9 +41,10 @@ from engines.vllm import fork_server, internals
 from engines.vllm.arguments import EMPTY_SLOTS_ON_CPU
 from engines.vllm.beam_search import BeamSearchTask
 from engines.vllm.constraints.translator import CheckedConstraint, ConstraintTranslator
-from engines.vllm.continuation import Continuations
+from engines.vllm.copies.client import Copy
+from engines.vllm.copies.life_cycle import Copies
 from engines.vllm.internals import AsyncLLM, EngineCoreRequest, EngineDeadError, TriedOutputs
-from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_tokenizer, shut_down
+from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_tokenizer
 from engines.vllm.lora import Claim, VllmAdapters
 from engines.vllm.output import OwnState, PooledState, PushedState, Siblings, TokensApart
 from engines.vllm.pooling import cannot_pool, model_of, pooling_params
@@ -68,31 +66,26 @@ class VllmEngine:
         self._settings = settings
         self._ids = itertools.count()
         self.statistics = EngineStatistics()
-        # Starts vLLM's processes; the kernel kills those that are spawned with it.
-        self._threads = LastingThreads("engine")
-        self._progress = Progress()
         self._watchdog = Watchdog(self._look)
-        self._stopped = self._gave_up = False
-        self._runs = True  # False while vLLM has no processes: they have died, and no others have started.
-        self._down_since = 0.0
-        self._up = asyncio.Event()  # It takes requests: those that have survived a death are in the engine again.
-        self._returning: asyncio.Task[None] | None = None
-        self._forgetting: asyncio.Task[None] | None = None
+        self._stopped = False
         self.adapters: VllmAdapters | None = None
         # Requests that vLLM has checked, without their prompts, by what others may have in common with them.
         self._checked: dict[Hashable, EngineCoreRequest] = {}
 
     async def start(self) -> None:
         fork_server.start()
+        first = Copy(1)
         try:
-            loaded = await VllmLoader(self._settings, self._threads).load()
-            try:
-                await self._attach(loaded)
-            except BaseException:
-                await shut_down(loaded.llm)
-                raise
+            loaded = await VllmLoader(self._settings, first.threads).load()
         except BaseException:
-            self._threads.end()
+            first.threads.end()
+            raise
+        self._copies = Copies(loaded, first, self._settings, self.statistics, lambda: self.waits)
+        try:
+            await self._attach(loaded)
+            await self._copies.start_others()
+        except BaseException:
+            await self._copies.stop(EngineDead())
             raise
 
     async def _attach(self, loaded: StartedEngine) -> None:
@@ -102,7 +95,6 @@ class VllmEngine:
         self.statistics.vllm = loaded.reports
         self._traced = llm.vllm_config.observability_config.otlp_traces_endpoint is not None
         self._stream_interval: int = llm.vllm_config.scheduler_config.stream_interval
-        internals.begin_output(llm, self._reports, lambda: self.waits)
         internals.keep_eos_token_id(llm)
         self.sent_media = SentMedia(llm)
         try:
@@ -129,7 +121,7 @@ class VllmEngine:
         self.default_sampling: dict[str, Any] = llm.model_config.get_diff_sampling_param()
         config = llm.vllm_config
         self.max_model_len: int = llm.model_config.max_model_len
-        self.max_sequences = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
+        self.max_sequences = self._copies.sequences
         vocabulary_size = self._vocabulary_size = llm.model_config.get_vocab_size()
         most = llm.model_config.max_logprobs
         self.max_top_tokens: int = vocabulary_size if most < 0 else most
@@ -154,8 +146,8 @@ class VllmEngine:
         if config.lora_config is not None:
             empty_slots = EMPTY_SLOTS_ON_CPU if vllm.platforms.current_platform.is_cpu() else 0
             self.adapters = VllmAdapters(llm, self._settings.predict_timeout, empty_slots)
-        self._continuations = Continuations(llm, self.statistics, self.adapters, self._settings.continue_calls)
-        self._up.set()
+        self._copies.begin(self.adapters)
+        self._up = self._copies.up
         self._watchdog.start()
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
@@ -271,8 +263,6 @@ class VllmEngine:
             EngineDead: The engine is gone.
             GenerationFailed: It was not started again within `predict_timeout`.
         """
-        if self.async_llm.errored and not self._stopped:
-            self._died()
         if not self._up.is_set():
             limit = self._settings.predict_timeout
             try:
@@ -283,7 +273,7 @@ class VllmEngine:
                 raise GenerationFailed(
                     f"the engine was not started again within predict_timeout ({limit:g} s)"
                 ) from None
-        if self._stopped or self._gave_up or self._watchdog.failure:
+        if self._stopped or self._copies.gave_up or self._watchdog.failure:
             raise EngineDead
 
     async def claim(self, adapter: str) -> Claim:
@@ -438,26 +428,22 @@ class VllmEngine:
         return split_text(texts.tokenizer, token_ids, texts.special_ids, skip_special_tokens, prompt_ids)
 
     async def _look(self) -> bool:
-        """End requests that would wait for ever: all when the engine has died, and each that gets no token. vLLM tells
-        pending requests of a crash, but not of an engine process that was killed."""
-        if self.async_llm.errored:
-            self._died()
-            if not self.waits:
-                self._fail_all(EngineDead())
-                if self.adapters is not None:
-                    await self.adapters.stop()
-                return False
-            await self._end_overdue()
-            return True
-        # Whose requests they are does not matter: AsyncLLM's own, of OpenAI's front end, are among them.
-        self._progress.look(bool(internals.request_states(self.async_llm)), self._reports.count)
+        """End requests that would wait for ever: all when the engine is gone, and each that gets no token."""
+        self._copies.look()
+        if self._copies.gave_up:
+            self._copies.fail_all(EngineDead())
+            if self.adapters is not None:
+                await self.adapters.stop()
+            return False
         await self._end_overdue()
         return True
 
     async def _end_overdue(self) -> None:
         limit = self._settings.predict_timeout
         overdue = time.monotonic() - limit
-        stalled = [state for state in self._own_states() if state.reader.last_at < overdue and not state.ended]
+        states = internals.request_states(self.async_llm).values()
+        own = [state for state in states if isinstance(state, OwnState)]
+        stalled = [state for state in own if state.reader.last_at < overdue and not state.ended]
         for state in stalled:
             what = "answer" if isinstance(state, PooledState) else "token"
             state.fail(GenerationFailed(f"no {what} within predict_timeout ({limit:g} s)"))
@@ -466,91 +452,29 @@ class VllmEngine:
 
     @property
     def waits(self) -> bool:
-        over = self._stopped or self._gave_up or bool(self._watchdog.failure)
+        over = self._stopped or self._copies.gave_up or bool(self._watchdog.failure)
         return self._settings.continue_calls > 0 and not over
 
-    def _died(self) -> None:
-        """Take note of the death, once."""
-        if not self._runs:
-            return
-        self._runs = False
-        self._reports.engine_died()
-        if not self.waits:
-            self._gave_up = True
-            return
-        if self._up.is_set():
-            self._up.clear()
-            self._down_since = time.monotonic()
-        if self._returning is not None:
-            self._returning.cancel()
-        self._continuations.engine_died()
-        if self.adapters is not None:
-            self.adapters.engine_died()
-        if self.async_llm.renderer.mm_processor is not None:
-            # Prompts that are made from now on wait for the new process, which has no media.
-            self._forgetting = asyncio.create_task(self.async_llm.renderer.clear_mm_cache_async())
-
     async def restart(self) -> None:
-        self._died()
-        fork_server.start()
-        former, self._threads = self._threads, LastingThreads("engine")
-        try:
-            await VllmLoader(self._settings, self._threads).load_again(self.async_llm)
-        finally:
-            former.end()
-        self._continuations.engine_replaced()
-        internals.begin_output(self.async_llm, self._reports, lambda: self.waits)
-        self._runs = True
-        self._progress = Progress()  # The quiet seconds of a stalled process do not count for the new one.
-        self._returning = asyncio.create_task(self._continue_requests())
-
-    async def _continue_requests(self) -> None:
-        try:
-            if self.async_llm.renderer.mm_processor is not None:
-                await self.async_llm.reset_mm_cache()  # the new process has none of it
-            await self._continuations.send_all()
-        except (EngineDeadError, EngineDead):
-            return  # the watchdog sees it
-        except Exception:
-            logger.exception("the requests of the engine that died cannot be continued: internal error")
-            self.give_up()
-            return
-        seconds = time.monotonic() - self._down_since
-        self.statistics.down_seconds += seconds
-        logger.info("the engine takes requests again after %.1f s", seconds)
-        self._up.set()
+        await self._copies.restart()
 
     def give_up(self) -> None:
-        self._gave_up = True
-        self._fail_all(EngineDead())
-        self._up.set()
+        self._copies.give_up()
 
     @property
     def copies(self) -> Sequence[EngineCopy]:
-        return [EngineCopy(1, CopyState.READY if self.health().alive else CopyState.DEAD, 0.0)]
+        return self._copies.listed
 
     def scale(self, least: int, most: int) -> None:
-        if (least, most) != (1, 1):
-            raise InvalidRequest("the machine has room for one copy")
-
-    def _fail_all(self, error: EngineDead) -> None:
-        for state in self._own_states():
-            state.fail(error)
-        internals.fail_all(self.async_llm, error.message)  # the requests of vLLM's front end
-
-    def _own_states(self) -> list[OwnState]:
-        states = internals.request_states(self.async_llm).values()
-        return [state for state in states if isinstance(state, OwnState)]
+        self._copies.scale(least, most)
+        self.max_sequences = self._copies.sequences
 
     def health(self) -> EngineHealth:
         if self._stopped:
             return EngineHealth(False, "the engine is stopped")
-        if self._gave_up or not self._runs or self.async_llm.errored:
-            return EngineHealth(False, "the engine has died")
         if self._watchdog.failure:
             return EngineHealth(False, self._watchdog.failure)
-        progress = self._progress
-        return EngineHealth(True, "", progress.quiet_seconds, progress.mark, progress.worked_seconds)
+        return self._copies.health()
 
     def status(self) -> EngineStatus:
         return self._reports.status
@@ -559,16 +483,11 @@ class VllmEngine:
         if self._stopped:
             return
         self._stopped = True
-        self._up.set()
-        if self._returning is not None:
-            self._returning.cancel()
         self._watchdog.stop()
         if self.adapters is not None:
             await self.adapters.stop()
-        self._fail_all(EngineDead(f"{why}; the request was not completed"))
         await self.constraints.stop()
-        await shut_down(self.async_llm)
-        self._threads.end()
+        await self._copies.stop(EngineDead(f"{why}; the request was not completed"))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import logging
 import struct
@@ -36,6 +37,7 @@ import zmq
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GenerationError
 from vllm.model_executor.models import registry
 from vllm.multimodal.cache.base import MultiModalProcessorCacheItemMetadata
@@ -72,6 +74,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import CacheHitSource, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
 from vllm.v1.serial_utils import MsgpackDecoder
 from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
 
@@ -80,6 +83,7 @@ from engines.vllm import RELEASE
 
 __all__ = [
     "AsyncLLM",
+    "AsyncMPClient",
     "CacheHitSource",
     "EngineCoreClient",
     "EngineCoreEvent",
@@ -107,7 +111,7 @@ METRICS_PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls",
 _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (AsyncLLM, ("_run_output_handler", "abort", "add_lora", "errored", "from_vllm_config", "remove_lora", "shutdown")),
     (EngineCoreClient, ("make_async_mp_client",)),
-    (AsyncMPClient, ("_send_input_message", "ensure_alive")),
+    (AsyncMPClient, ("_ensure_output_queue_task", "_send_input_message", "call_utility_async", "ensure_alive")),
     (OutputProcessor, ("_update_stats_from_output", "abort_requests", "propagate_error", "process_outputs")),
     (ParentRequest, ("n", "observe_num_generation_tokens")),
     (RequestState, ("make_request_output",)),
@@ -263,7 +267,7 @@ class LeanOutputProcessor(OutputProcessor):
     Each sequence keeps the request that the engine had, as `core_request`: it is sent again if the engine dies.
     """
 
-    holds: Callable[[], bool]  # True if the sequences wait for another engine process when theirs has died.
+    client: Any  # The client of all copies (`copies.client`).
 
     def process_outputs(
         self,
@@ -273,7 +277,7 @@ class LeanOutputProcessor(OutputProcessor):
         weight_version: str | None = None,
     ) -> Any:
         """Give common tokens to their sequences, and leave the other outputs of the step to vLLM."""
-        states, now, others = self.request_states, time.monotonic(), []
+        states, placed, now, others = self.request_states, self.client.placed, time.monotonic(), []
         for output in engine_core_outputs:
             state, logprobs = states.get(output.request_id), output.new_logprobs
             if (
@@ -288,6 +292,8 @@ class LeanOutputProcessor(OutputProcessor):
                 self._count(state, 1, engine_core_timestamp, iteration_stats)
                 state.take(output.new_token_ids[0], None if logprobs is None else logprobs.chosen(), now)
                 continue
+            if output.finish_reason is not None and (place := placed.pop(output.request_id, None)) is not None:
+                place.copy.work -= place.work
             if logprobs is not None:
                 output.new_logprobs = logprobs.arrays()
             if output.pooling_output is not None and state is not None and not isinstance(state, TokenTaker):
@@ -299,10 +305,6 @@ class LeanOutputProcessor(OutputProcessor):
         super().add_request(request, *arguments, **options)
         if (state := self.request_states.get(request.request_id)) is not None:
             state.core_request = kept(request)
-
-    def propagate_error(self, error: Exception) -> None:
-        if not self.holds():
-            super().propagate_error(error)
 
     def _update_stats_from_output(self, state: Any, output: Any, timestamp: float, iteration: Any) -> None:
         if state.is_prefilling or output.events is not None or output.num_nans_in_logits:
@@ -359,43 +361,34 @@ def send_at_once(core: Any) -> None:
     core._send_input_message = send_message
 
 
-def begin_output(llm: AsyncLLM, reports: PrometheusStatLogger, holds: Callable[[], bool]) -> None:
-    """Begin to read the engine's messages.
+def begin_output(llm: AsyncLLM, client: EngineCoreClient, reports: PrometheusStatLogger) -> None:
+    """Begin to handle the messages of the copies.
 
     Args:
+        client: The client of all copies, which replaces the client that vLLM has made.
         reports: The logger of statistics that replaces those of vLLM.
-        holds: Returns True if sequences wait for another engine process when theirs has died.
     """
     # The output loop reads this variable for each request, and vLLM asks the environment each time.
     envs.VLLM_COMPUTE_NANS_IN_LOGITS = envs.VLLM_COMPUTE_NANS_IN_LOGITS
     llm.logger_manager = reports
     llm.output_processor.__class__ = LeanOutputProcessor
-    llm.output_processor.holds = holds
-    core = llm.engine_core
-    core.decoder = LeanDecoder(SentOutputs, oob_tensor_provider=core.decoder.oob_tensor_provider)
-    send_at_once(core)
-    add_request = core.add_request_async
-
-    async def add(request: EngineCoreRequest) -> None:
-        try:
-            await add_request(request)
-        except EngineDeadError:
-            if not holds():  # it is registered, and is sent to the next process
-                raise
-
-    get_output = core.get_output_async
-
-    async def output() -> EngineCoreOutputs:
-        while _of_an_ending_process(outputs := await get_output()):
-            pass  # It would end the sequences, and no error would say that the engine is gone.
-        return outputs
-
-    core.add_request_async, core.get_output_async = add, output
+    llm.output_processor.client = llm.engine_core = client
     llm.output_handler = None
     llm._run_output_handler()
 
 
-def _of_an_ending_process(outputs: EngineCoreOutputs) -> bool:
+def read_messages(client: AsyncMPClient, queue: Any) -> None:
+    """Begin to read the messages of a copy, into a queue that takes errors as well (`put_nowait`).
+
+    An error says that the copy is gone.
+    """
+    client.decoder = LeanDecoder(SentOutputs, oob_tensor_provider=client.decoder.oob_tensor_provider)
+    client.outputs_queue = queue
+    send_at_once(client)
+    client._ensure_output_queue_task()
+
+
+def is_of_ending_process(outputs: EngineCoreOutputs) -> bool:
     """Return True for the message in which a process that was asked to end aborts all sequences.
 
     If one data-parallel rank dies, vLLM asks the others to end. Of a sequence that the server aborts, no message comes.
@@ -403,18 +396,33 @@ def _of_an_ending_process(outputs: EngineCoreOutputs) -> bool:
     return bool(outputs.outputs) and outputs.outputs[0].finish_reason == FinishReason.ABORT
 
 
-def replace_client(llm: AsyncLLM, client: EngineCoreClient) -> None:
-    """Put the client of new processes in place of the client of processes that have ended.
+def is_dead(client: AsyncMPClient) -> bool:
+    """Return True if a process of the client has died."""
+    dead: bool = client.resources.engine_dead
+    return dead
 
-    The former client is freed, and with it ZeroMQ's threads and descriptors. The functions of `begin_output` hold it.
-    """
-    former, llm.engine_core = llm.engine_core, client
-    for name in ("_send_input_message", "add_request_async", "get_output_async"):
-        vars(former).pop(name, None)
+
+def fail_utilities(client: AsyncMPClient) -> None:
+    """End the calls of methods in a process that has died. vLLM would wait for their results for ever."""
+    for result in client.utility_results.values():
+        if not result.done():
+            result.set_exception(EngineDeadError())
+    client.utility_results.clear()
+
+
+def let_go(client: AsyncMPClient) -> None:
+    """Break the reference cycle of `send_at_once`, so that ZeroMQ's threads and descriptors are freed with a client."""
+    vars(client).pop("_send_input_message", None)
+
+
+def late_interaction_place(request: EngineCoreRequest, places: int) -> int | None:
+    """Return the place of the engine that has, or will have, the vectors of the request's query. None for others."""
+    place: int | None = get_late_interaction_engine_index(request.pooling_params, places)
+    return place
 
 
 async def end_output(llm: AsyncLLM) -> None:
-    """Stop reading the engine's messages: the loop would take the engine's end for a crash, and log it as one."""
+    """Stop handling messages: the loop would take the engine's end for a crash, and log it as one."""
     if (loop := llm.output_handler) is not None:
         loop.cancel()
         await asyncio.wait([loop])
@@ -512,9 +520,9 @@ def fail_all(llm: AsyncLLM, message: str) -> None:
     OutputProcessor.propagate_error(llm.output_processor, GenerationError(message))
 
 
-def end_processes(llm: AsyncLLM, seconds: float) -> None:
-    """End the engine's processes within so many seconds. The engine's objects in the server's process stay."""
-    llm.engine_core.shutdown(seconds)
+def end_processes(client: EngineCoreClient, seconds: float) -> None:
+    """End a client's processes within so many seconds. The engine's objects in the server's process stay."""
+    client.shutdown(seconds)
 
 
 @contextlib.contextmanager
@@ -531,22 +539,57 @@ def devices_kept(config: VllmConfig) -> Iterator[None]:
         parallel.assigned_physical_gpu_ids = devices
 
 
-def start_processes(llm: AsyncLLM) -> EngineCoreClient:
-    """Start the engine's processes once more, and return the client of them. It takes as long as loading the model."""
-    config = llm.vllm_config
-    config.cache_config.num_gpu_blocks = None  # the processes report it, and the client adds it up
-    return EngineCoreClient.make_async_mp_client(
+def physical_gpus(engine_args: AsyncEngineArgs, gpus: Sequence[int]) -> list[int]:
+    """Return the numbers of GPUs in the machine. `gpus` are numbers among those that this process sees."""
+    physical: list[int] | None = dataclasses.replace(engine_args, device_ids=list(gpus))._resolve_device_ids()
+    assert physical is not None, "GPUs are named"
+    return physical
+
+
+def config_of_copy(config: VllmConfig, physical_gpus: Sequence[int] | None) -> VllmConfig:
+    """Return the configuration of a copy.
+
+    Args:
+        config: The configuration of the first copy.
+        physical_gpus: The GPUs of the copy, as the machine numbers them. None: those of the configuration.
+    """
+    own = copy.copy(config)
+    own.cache_config, own.parallel_config = copy.copy(config.cache_config), copy.copy(config.parallel_config)
+    own.cache_config.num_gpu_blocks = None  # the processes report it, and the client adds it up
+    if physical_gpus is not None:
+        own.parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
+    return own
+
+
+def start_processes(llm: AsyncLLM, config: VllmConfig) -> AsyncMPClient:
+    """Start processes of an engine, and return their client. It takes as long as loading the model."""
+    client: AsyncMPClient = EngineCoreClient.make_async_mp_client(
         vllm_config=config,
         executor_class=Executor.get_class(config),
         log_stats=llm.log_stats,
         renderer=llm.renderer,
     )
+    return client
 
 
-def engine_process_ids(llm: AsyncLLM) -> list[int]:
+def engine_process_ids(client: EngineCoreClient) -> list[int]:
     """Return the ids of the engine's processes; Ray's engine has none here."""
-    manager = llm.engine_core.resources.engine_manager
+    manager = client.resources.engine_manager
     return [process.pid for process in getattr(manager, "processes", ())]
+
+
+def processors() -> list[int]:
+    """Return the processors that this process may use. Those of a NUMA node and of a core are neighbours."""
+    allowed = cpu_resource_utils.get_allowed_cpu_list()
+    return [one.id for one in sorted(allowed, key=lambda one: (one.numa_node, one.physical_core, one.id))]
+
+
+def send_whole_media(engine_args: Any) -> None:
+    """Have each request take its media along, whichever copy gets it.
+
+    By default vLLM leaves media out that it sent before. It sends all where several front ends share an engine.
+    """
+    engine_args._api_process_count = 2
 
 
 def forget_tokenizers() -> None:

@@ -1,4 +1,4 @@
-"""From a model's settings to vLLM's engine process with that model in it."""
+"""From a model's settings to vLLM's engine processes with that model in them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from engines.daemon_thread import LastingThreads
 from engines.interface import EngineOutOfMemory, EngineStartError
 from engines.loaded_model import copied
 from engines.model_settings import ModelSettings
-from engines.parallelism import Layout, ModelMemory, Weights, tensor_parallel_sizes
+from engines.parallelism import Layout, ModelMemory, Weights
 from engines.start_failure import failure_of
 from engines.vllm.arguments import engine_arguments, frontend_arguments, serve_defaults
 from engines.vllm.constraints.translator import choose_backend
+from engines.vllm.copies.places import Place, gpu_places, processor_places
 from engines.vllm.internals import (
     AsyncLLM,
-    EngineCoreClient,
+    AsyncMPClient,
     check_names,
+    config_of_copy,
     devices_kept,
     end_output,
     forget_tokenizers,
     patch_checks,
     patch_sounds,
-    replace_client,
+    send_whole_media,
     start_processes,
     stat_loggers,
 )
@@ -43,7 +45,7 @@ from engines.vllm.metrics import EngineReports
 from engines.vllm.pooling import pool_as_djl
 from engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
 from engines.vllm.sampling import load_typical
-from engines.weight_files import hub_weight_bytes, weight_bytes, weights_of
+from engines.weight_files import hub_weight_bytes, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -56,16 +58,17 @@ _INSTALLS_ONE = "TORCH_INDUCTOR_INSTALL_GXX"
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
-    """vLLM with a model, and what its OpenAI front end is to be told."""
+    """vLLM with the first copy of a model, and what its OpenAI front end is to be told."""
 
     llm: AsyncLLM
     reports: EngineReports
     frontend_arguments: dict[str, Any]
     typical_refusal: str  # Why `typical_p` is refused; "" if it is not.
+    places: Sequence[Place]  # Of all copies that the machine has room for.
 
 
 class VllmLoader:
-    """Loads one model, once: for a new engine, or in place of processes that have died."""
+    """Loads one copy of a model, once."""
 
     def __init__(self, settings: ModelSettings, threads: LastingThreads) -> None:
         """Create the vLLM loader.
@@ -81,29 +84,28 @@ class VllmLoader:
         self._cannot = f"vLLM cannot load {settings.model_id}" + (f" with {given}" if given else "")
 
     async def load(self) -> StartedEngine:
-        """Load the model, which takes half a minute and more; other tasks run during that.
+        """Load the first copy, which takes half a minute and more; other tasks run during that.
 
         Raises:
             EngineStartError: vLLM cannot load the model, or not within `model_loading_timeout`.
         """
         return await self._in_time(self._load)
 
-    async def load_again(self, llm: AsyncLLM) -> None:
-        """Load the model in new processes, which take the place of those that have died or stalled.
+    async def load_copy(self, llm: AsyncLLM, place: Place) -> AsyncMPClient:
+        """Load a further copy, or a copy in place of one that has died or stalled. Returns its client.
 
         Raises:
             EngineStartError: As in `load`.
         """
-        await end_output(llm)
 
-        def load() -> EngineCoreClient:
-            end_processes(llm, SHUTDOWN_SECONDS)
-            core = self._start_processes(llm.vllm_config, lambda: start_processes(llm))
+        def load() -> AsyncMPClient:
+            config = config_of_copy(llm.vllm_config, place.physical_gpus)
+            client = self._start_processes(config, lambda: start_processes(llm, config), place)
             if self._abandoned:
-                core.shutdown(SHUTDOWN_SECONDS)
-            return core
+                client.shutdown(SHUTDOWN_SECONDS)
+            return client
 
-        replace_client(llm, await self._in_time(load))
+        return await self._in_time(load)
 
     async def _in_time(self, load: Callable[[], _T]) -> _T:
         try:
@@ -132,8 +134,10 @@ class VllmLoader:
         # Read here, so that faults are reported before the model is loaded.
         frontend = frontend_arguments(self._settings)
         engine_args = AsyncEngineArgs(**serve_defaults() | arguments)
-        if not on_cpu:
-            choose_devices(engine_args, self._settings)
+        most = self._settings.max_copies
+        places = processor_places(most or 1) if on_cpu else gpu_places(engine_args, self._settings)
+        if len(places[:most]) > 1:
+            send_whole_media(engine_args)
         # Batch sizes depend on it: these are the defaults of `vllm serve`.
         config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         choose_backend(config, self._settings.engine_arguments.get("structured_outputs_config", ""))
@@ -142,22 +146,24 @@ class VllmLoader:
         is_pooling = config.model_config.runner_type == "pooling"
         refusal = "the model generates no text" if is_pooling else load_typical(config)
         if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
-            llm = self._start_on_cpu(config)
+            llm = self._start_on_cpu(config, places)
         else:
-            llm = self._start(config)
+            llm = self._start(config, places[0])
         if self._abandoned:
+            end_processes(llm.engine_core, SHUTDOWN_SECONDS)
             free(llm)
         reports = next(one for one in stat_loggers(llm) if isinstance(one, EngineReports))
-        return StartedEngine(llm, reports, frontend, refusal)
+        return StartedEngine(llm, reports, frontend, refusal, places)
 
-    def _start(self, config: VllmConfig) -> AsyncLLM:
+    def _start(self, config: VllmConfig, place: Place) -> AsyncLLM:
         llm: AsyncLLM = self._start_processes(
-            config, lambda: AsyncLLM.from_vllm_config(config, stat_loggers=[EngineReports])
+            config, lambda: AsyncLLM.from_vllm_config(config, stat_loggers=[EngineReports]), place
         )
         return llm
 
-    def _start_processes(self, config: VllmConfig, start: Callable[[], _T]) -> _T:
-        with tied_to_this_thread(spawned=config.parallel_config.numa_bind) as reports, devices_kept(config):
+    def _start_processes(self, config: VllmConfig, start: Callable[[], _T], place: Place) -> _T:
+        is_spawned = config.parallel_config.numa_bind
+        with tied_to_this_thread(place.processors, spawned=is_spawned) as reports, devices_kept(config):
             try:
                 return start()
             except Exception as error:  # vLLM's own says that a process has failed, and not why
@@ -165,31 +171,30 @@ class VllmLoader:
                     raise
                 raise failure.error(self._cannot) from error
 
-    def _start_on_cpu(self, config: VllmConfig) -> AsyncLLM:
+    def _start_on_cpu(self, config: VllmConfig, places: Sequence[Place]) -> AsyncLLM:
         """Choose the size of the KV cache, and choose once more if vLLM refuses it and names its memory."""
-        demand = cache_demand(config)
+        demand = cache_demand(config, len(places))
         limits = memory_limits(config.parallel_config.local_world_size)
         config.cache_config.kv_cache_memory_bytes = kv_cache_size(demand, limits)
         try:
-            return self._start(config)
+            return self._start(config, places[0])
         except EngineOutOfMemory as error:
             smaller = smaller_size(demand, str(error))
             if smaller is None or self._abandoned:
                 raise
             logger.warning("%s; trying once more with a KV cache of %.2f GiB", error, smaller / (1 << 30))
         config.cache_config.kv_cache_memory_bytes = smaller
-        return self._start(config)
+        return self._start(config, places[0])
 
 
 async def shut_down(llm: AsyncLLM) -> None:
-    """End vLLM's output loop and processes, and free the model's resources in this process."""
+    """End vLLM's output loop, and free the model's resources in this process. The copies have ended."""
     await end_output(llm)
     await asyncio.to_thread(free, llm)
 
 
 def free(llm: AsyncLLM) -> None:
-    """End vLLM's processes, and free the model's resources in this process. It blocks."""
-    end_processes(llm, SHUTDOWN_SECONDS)
+    """Free the model's resources in this process. It blocks."""
     llm.shutdown()
     forget_tokenizers()
 
@@ -225,68 +230,8 @@ def go_without_compiler(environ: MutableMapping[str, str]) -> bool:
     return True
 
 
-def choose_devices(engine_args: AsyncEngineArgs, settings: ModelSettings) -> None:
-    """Set how many GPUs share each layer, unless that is given, and which GPUs vLLM takes: the first of `devices`.
-
-    Raises:
-        EngineStartError: There are fewer than the model needs.
-    """
-    visible = range(vllm.platforms.current_platform.device_count())
-    devices = visible if settings.devices is None else settings.devices
-    if settings.devices == ():
-        raise EngineStartError("load_on_devices is cpu, but this vLLM is built for GPUs")
-    if settings.tensor_parallel_degree is None:
-        share_layers(engine_args, devices, settings.tensor_parallel_max)
-    if settings.devices is None or engine_args.device_ids:
-        return
-    count = Layout.of(vars(engine_args)).gpus(engine_args.tensor_parallel_size)
-    if count > len(devices) and len(devices) < len(visible):
-        raise EngineStartError(f"the model needs {count} GPUs, and load_on_devices allows {len(devices)}")
-    chosen = sorted(devices[:count])  # neighbours are often connected
-    if chosen != list(visible):
-        engine_args.device_ids = chosen
-        logger.info("GPUs of this model: %s of %d", ", ".join(map(str, chosen)), len(visible))
-
-
-def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: bool) -> None:
-    """Set the tensor-parallel size: the fewest GPUs that hold the model or, with `most`, as many as it allows."""
-    platform = vllm.platforms.current_platform
-    gpus = len(devices)
-    layout = Layout.of(vars(engine_args))
-    if layout.most(gpus) <= 1:
-        return
-    model = engine_args.create_model_config()
-    config = model.hf_config.to_dict()
-    sizes = tensor_parallel_sizes(config, layout.most(gpus))
-    if most:
-        engine_args.tensor_parallel_size, why = sizes[-1], "the most that the model allows"
-    else:
-        memory = ModelMemory(
-            config,
-            weights_of(model.model, model.revision, engine_args.speculative_config, layout),
-            layout,
-            memory_share=engine_args.gpu_memory_utilization,
-            # With -1 vLLM itself fits the length to the memory.
-            max_model_len=0 if engine_args.max_model_len == -1 else model.max_model_len,
-            cache_element_bytes=1 if "fp8" in engine_args.kv_cache_dtype else model.dtype.itemsize,
-        )
-        smallest = min(platform.get_device_total_memory(gpu) for gpu in devices)
-        engine_args.tensor_parallel_size, why = memory.fewest(sizes, smallest)
-    logger.info(
-        "%d of %d GPUs share each layer (%d pipeline stages, %d replicas, %d machines): %s; the model allows %s; "
-        "option.tensor_parallel_degree sets it by hand",
-        engine_args.tensor_parallel_size,
-        gpus * layout.nodes,
-        layout.stages,
-        layout.replicas,
-        layout.nodes,
-        why,
-        ", ".join(map(str, sizes)),
-    )
-
-
-def cache_demand(config: VllmConfig) -> Demand:
-    """Return the memory that each CPU worker of vLLM will need."""
+def cache_demand(config: VllmConfig, copies: int) -> Demand:
+    """Return the memory that each CPU worker of vLLM will need, in each of so many copies."""
     model, parallel = config.model_config, config.parallel_config
     item = model.dtype.itemsize
     stored = getattr(getattr(model.hf_config, "dtype", None), "itemsize", item)
@@ -305,5 +250,5 @@ def cache_demand(config: VllmConfig) -> Demand:
         model.model,
         weights // parallel.world_size + draft_bytes // parallel.tensor_parallel_size,
         memory.sequence_bytes(parallel.tensor_parallel_size),
-        parallel.local_world_size * max(parallel.data_parallel_size_local, 1),
+        parallel.local_world_size * max(parallel.data_parallel_size_local, 1) * copies,
     )

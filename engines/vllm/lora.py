@@ -22,7 +22,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -177,24 +177,34 @@ class VllmAdapters:
             raise
         return claim
 
-    def engine_died(self) -> None:
-        """Give up the loads that are under way: the engine's memory is gone."""
-        for held in self._held.values():
-            if held.loading is not None:
-                held.loading.cancel()
+    async def load_into(self, add: Callable[[LoRARequest], Awaitable[Any]], *, is_only: bool) -> None:
+        """Load the adapters into a copy of the model that was started.
 
-    async def load_again(self) -> None:
-        """Load the adapters that a new engine process must have: those that were loaded and are pinned or in use."""
-        lost = [held for held in self._held.values() if held.resident]
-        for held in lost:
-            held.resident = False
-        idle = self._idle(lost)
-        for held in lost:
-            if held.adapter.id not in self._held:  # It was removed during the loads before it.
-                continue
-            if held.adapter.pin or held.adapter.preload or held not in idle:
-                with contextlib.suppress(AdapterFailed, NoRoomForAdapter):  # the log has it; its requests fail
-                    await self._loaded(held)
+        Args:
+            add: Loads an adapter into the copy.
+            is_only: No other copy serves. An adapter that is neither pinned nor in use is loaded for its next request.
+
+        Raises:
+            EngineDeadError: The copy has died.
+        """
+        async with self._turn:
+            lost = [held for held in self._held.values() if held.resident]
+            idle = self._idle(lost) if is_only else ()
+            for held in lost:
+                held.resident = held.adapter.pin or held.adapter.preload or held not in idle
+                if not held.resident or held.adapter.id not in self._held:  # It was removed during the loads before it.
+                    continue
+                try:
+                    found = await asyncio.to_thread(read_ahead, held.adapter.path, self._max_rank, self._base)
+                    if held.files is not None:
+                        held.files.check_same(found)
+                    async with asyncio.timeout(self._patience):
+                        await add(held.request)
+                except EngineDeadError:
+                    raise
+                except Exception as error:  # its requests fail
+                    held.resident = False
+                    logger.error("adapter %s cannot be loaded into a copy: %s", held.adapter.name, _reason(error))
 
     def is_loaded(self, adapter_id: int) -> bool:
         held = self._held.get(adapter_id)
@@ -233,15 +243,15 @@ class VllmAdapters:
                 if found.states != await asyncio.to_thread(file_states, path):  # The engine has read them, too.
                     raise AdapterFailed(CHANGED)
             except AdapterFailed:
-                await self._drop(held)
+                await self._drop_failed(held)
                 raise
             except EngineDeadError:
                 raise EngineDead from None
             except TimeoutError:
-                await self._drop(held)
+                await self._drop_failed(held)
                 raise AdapterFailed(f"loading took longer than {self._patience:g} s") from None
             except Exception as error:
-                await self._drop(held)  # it may be half in place
+                await self._drop_failed(held)  # it may be half in place
                 raise AdapterFailed(_reason(error)) from None
             held.files, held.resident, held.used = found, True, time.monotonic()
         logger.info("adapter %s loaded in %.2f s", held.adapter.name, time.monotonic() - started)
@@ -270,9 +280,18 @@ class VllmAdapters:
                 await self._drop(min(still_idle, key=lambda held: held.used))
 
     def _idle(self, some: Iterable[_Held]) -> list[_Held]:
-        states = request_states(self._llm).values()
-        running = {state.lora_request.lora_int_id for state in states if state.lora_request is not None}
+        running = self._running()
         return [held for held in some if not held.claims and held.adapter.id not in running]
+
+    def _running(self) -> set[int]:
+        """Return the ids of the adapters of all requests that the engine has."""
+        states = request_states(self._llm).values()
+        return {state.lora_request.lora_int_id for state in states if state.lora_request is not None}
+
+    async def _drop_failed(self, held: _Held) -> None:
+        """Drop an adapter that may be half in place. Requests that run with it on another copy keep it there."""
+        if held.adapter.id not in self._running():
+            await self._drop(held)
 
     async def _drop(self, held: _Held) -> None:
         held.resident = False  # first: who claims it now has it loaded again

@@ -91,8 +91,9 @@ class EngineReports(PrometheusStatLogger, Collector):
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         self._registry = CollectorRegistry()
+        self._metrics: dict[str, Any] = {}
         kinds = {"_gauge_cls": Gauge, "_counter_cls": _ReportCounter, "_histogram_cls": _ReportHistogram}
-        makers = {name: partial(kind, registry=self._registry) for name, kind in kinds.items()}
+        makers = {name: partial(self._metric, kind) for name, kind in kinds.items()}
         for name, make in makers.items():
             setattr(self, name, make)
         for name in METRICS_PARTS:
@@ -100,14 +101,27 @@ class EngineReports(PrometheusStatLogger, Collector):
             setattr(self, name, type(part.__name__, (part,), {key: staticmethod(make) for key, make in makers.items()}))
         super().__init__(vllm_config, engine_indexes)
         self.count = 0  # Messages: steps with tokens and steps without, as of a long prompt.
-        self._latest: dict[int, Any] = {}  # The last report of each data-parallel replica, by its number.
+        self._latest: dict[int, Any] = {}  # The last report of each copy or data-parallel replica, by its number.
         self._unseen: dict[int, Any] = {}  # Those of them whose gauges are still to be set.
         # Requests that have ended and are still to be counted, by the number of their replica.
         self._finished: dict[int, list[Any]] = {engine: [] for engine in self.engine_indexes}
 
+    def _metric(self, kind: Callable[..., Any], name: str, documentation: str, **options: Any) -> Any:
+        """Return a metric. It is made once."""
+        if name not in self._metrics:
+            self._metrics[name] = kind(name, documentation, registry=self._registry, **options)
+        return self._metrics[name]
+
+    def add_engine(self, engine: int) -> None:
+        """Begin to take reports of a copy. vLLM's constructor gives each metric a series for each engine."""
+        if engine not in self.engine_indexes:
+            super().__init__(self.vllm_config, [*self.engine_indexes, engine])
+            self._finished[engine] = []
+            self.log_engine_initialized()
+
     @property
     def status(self) -> EngineStatus:
-        """The figures after the last step: of the scheduler, or of those of all data-parallel replicas together."""
+        """The figures after the last step: of the scheduler, or of those of all copies or replicas together."""
         latest = self._latest.values()
         return EngineStatus(
             running_requests=sum(stats.num_running_reqs for stats in latest),
@@ -201,10 +215,11 @@ class EngineReports(PrometheusStatLogger, Collector):
             labels = (*self.per_engine_labelvalues[engine], CacheHitSource.DEVICE.value)
             self.counter_prompt_tokens_cached_by_source.labels(*labels).inc(hits)
 
-    def engine_died(self) -> None:
-        """Set the figures of the schedulers to zero."""
-        for engine in self.engine_indexes:
+    def engine_died(self, engines: Iterable[int]) -> None:
+        """Set the figures of the schedulers of a copy to zero."""
+        for engine in engines:
             self.record(SchedulerStats(), None, engine_idx=engine)
+            self._latest.pop(engine, None)
 
     def collect(self) -> Iterable[Metric]:
         for engine, stats in self._unseen.items():

@@ -38,6 +38,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import resource_tracker, shared_memory
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
@@ -50,8 +51,9 @@ from vllm.plugins import load_general_plugins
 
 from engines.start_failure import StartFailure, failure_of
 from engines.vllm import fork_server, internals
-from engines.vllm.continuation import advance
+from engines.vllm.copies.continuation import advance
 from engines.vllm.cpu import Pause, token_ranks, usage_without_page_cache
+from engines.vllm.internals import EngineCoreClient
 
 logger = logging.getLogger(__name__)
 
@@ -99,20 +101,22 @@ _this_thread = threading.local()
 
 
 @contextlib.contextmanager
-def tied_to_this_thread(*, spawned: bool = False) -> Iterator[Connection]:
+def tied_to_this_thread(processors: Collection[int] = (), *, spawned: bool = False) -> Iterator[Connection]:
     """Start vLLM's processes as the module says.
 
     The calling thread has to outlive them where they are spawned.
 
-    Several threads may start engines at a time, one for each model. Gives the connection that `first_failure` reads.
+    Several threads may start engines at a time, one for each model or copy. Gives the connection that `first_failure`
+    reads.
 
     Args:
+        processors: Those that the processes may use. Empty: all.
         spawned: Do not fork them, even with a fork server: vLLM binds a process to a NUMA node when it is spawned.
     """
     _remove_shared_memory(())  # A start that failed may have left some.
     reader, writer = multiprocessing.Pipe(duplex=False)
     with reader, writer:
-        _this_thread.report, _this_thread.spawned = writer, spawned
+        _this_thread.report, _this_thread.processors, _this_thread.spawned = writer, processors, spawned
         try:
             yield reader
         finally:
@@ -125,19 +129,19 @@ def first_failure(reports: Connection) -> StartFailure | None:
     return failure
 
 
-def end_processes(llm: Any, seconds: float) -> None:
-    """End vLLM's processes for a model, and wait until they are gone and with them their memory on GPUs.
+def end_processes(client: EngineCoreClient, seconds: float) -> None:
+    """End the processes of a client of vLLM, and wait until they are gone and with them their memory on GPUs.
 
     Args:
-        llm: vLLM's `AsyncLLM`.
+        client: The client.
         seconds: The time until those that have not ended are killed.
     """
-    engines = internals.engine_process_ids(llm)
+    engines = internals.engine_process_ids(client)
     with contextlib.ExitStack() as stack:
         ends = _ends_of_groups(set(engines))
         for end in ends:
             stack.callback(os.close, end)
-        internals.end_processes(llm, seconds)
+        internals.end_processes(client, seconds)
         for engine in engines:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(engine, signal.SIGKILL)
@@ -211,18 +215,20 @@ def _server_context() -> BaseContext:
         return context
     if not _this_thread.spawned:
         context = fork_server.context() or context
-    return tied(context, prepare_engine, report)
+    return tied(context, partial(prepare_engine, processors=_this_thread.processors), report)
 
 
-def prepare_engine(report: Connection) -> None:
+def prepare_engine(report: Connection, processors: Collection[int] = ()) -> None:
     """Prepare the engine process, or the coordinator of data-parallel ranks, before vLLM's function runs there."""
     os.setpgid(0, 0)
+    _use(processors)
+    prepare = partial(prepare_worker, processors=processors)
 
     def context() -> BaseContext:
         if not fork_server.is_forked():
-            return tied(internals.default_context(), prepare_worker, report)
+            return tied(internals.default_context(), prepare, report)
         fork_server.start_no_other()
-        return tied(multiprocessing.get_context("forkserver"), prepare_worker, report)
+        return tied(multiprocessing.get_context("forkserver"), prepare, report)
 
     internals.patch_engine_process(context, _end_workers, _meeting_place)
     internals.patch_grammars(advance)
@@ -247,8 +253,14 @@ def _meeting_place() -> str:
     return f"file://{internals.socket_directory()}/workers-{uuid.uuid4().hex}"
 
 
-def prepare_worker(report: Connection) -> None:
+def _use(processors: Collection[int]) -> None:
+    if processors:
+        os.sched_setaffinity(0, processors)
+
+
+def prepare_worker(report: Connection, processors: Collection[int] = ()) -> None:
     """Prepare a worker of the engine process, whose function keeps failures to the log."""
+    _use(processors)
     if fork_server.is_forked():
         _end_with_engine()
     if current_platform.is_cpu():

@@ -63,7 +63,7 @@ def _config(**given: Any) -> Any:
 
 
 def _continued(tokens: list[int], config: Any = None, **given: Any) -> Any:
-    from engines.vllm.continuation import continued
+    from engines.vllm.copies.continuation import continued
 
     state: Any = _State(_request("a", **given), tokens)
     return continued(state, config or _config())
@@ -96,7 +96,7 @@ def test_a_request_without_tokens_is_sent_as_it_was() -> None:
     ],
 )
 def test_a_request_whose_rest_depends_on_what_is_lost_is_refused(given: Any, config: Any, reason: str) -> None:
-    from engines.vllm.continuation import CannotContinue
+    from engines.vllm.copies.continuation import CannotContinue
 
     with pytest.raises(CannotContinue, match=reason):
         _continued([4], _config(**config), **given)
@@ -110,7 +110,7 @@ def test_a_seed_without_sampling_and_slipways_own_processor_are_no_reason() -> N
 def test_a_constraint_that_begins_after_the_reasoning_is_refused() -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
-    from engines.vllm.continuation import SENT, CannotContinue
+    from engines.vllm.copies.continuation import SENT, CannotContinue
 
     form = StructuredOutputsParams(regex="a+")
     assert _continued([4, 5], structured_outputs=form).reasoning_parser_kwargs == {SENT: 2}
@@ -120,7 +120,7 @@ def test_a_constraint_that_begins_after_the_reasoning_is_refused() -> None:
 
 def test_images_and_sounds_are_not_kept() -> None:
     from engines.vllm import internals
-    from engines.vllm.continuation import CannotContinue, continued
+    from engines.vllm.copies.continuation import CannotContinue, continued
 
     request = _request("a")
     assert internals.kept(request) is request
@@ -134,7 +134,7 @@ def test_images_and_sounds_are_not_kept() -> None:
 @pytest.mark.asyncio
 async def test_a_request_that_kills_each_engine_is_found_and_gets_the_error_alone() -> None:
     from engines.errors import EngineDead
-    from engines.vllm.continuation import Continuations
+    from engines.vllm.copies.continuation import Continuations
 
     states: dict[str, Any] = {name: _State(_request(name), [4]) for name in ("a", "killer", "b")}
     sent: list[str] = []

@@ -1,6 +1,6 @@
-"""The requests of an engine process that has died continue in the next one.
+"""The requests of a copy that has died continue in another one, or in the copy that replaces it.
 
-The next process gets the prompt and the tokens that have come as one prompt. The state in the server's process, with
+The other copy gets the prompt and the tokens that have come as one prompt. The state in the server's process, with
 its text, its counts and its log probabilities, stays. So the client gets each token once.
 
 This is exact only if the next token depends on the tokens before it, and not on which of them are the prompt's.
@@ -10,9 +10,10 @@ This is exact only if the next token depends on the tokens before it, and not on
 from __future__ import annotations
 
 import asyncio
-import copy
+import copy as copying
 import logging
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from vllm.config import VllmConfig
 from engines.errors import EngineDead
 from engines.statistics import EngineStatistics
 from engines.vllm import internals
+from engines.vllm.copies.client import CopiesClient, Copy
 from engines.vllm.internals import AsyncLLM, EngineCoreRequest, RequestState
 from engines.vllm.lora import VllmAdapters
 from engines.vllm.output import OwnState
@@ -60,7 +62,7 @@ def continued(state: RequestState, config: VllmConfig) -> EngineCoreRequest:
         raise CannotContinue("its prompt has no tokens")
     if (loss := _loss(request, given, config)) is not None:
         raise CannotContinue(loss)
-    params = copy.copy(given)
+    params = copying.copy(given)
     if params.max_tokens is not None:
         params.max_tokens -= len(sent)
     params.min_tokens = max(params.min_tokens - len(sent), 0)
@@ -113,95 +115,122 @@ def advance(grammar: Any, request: Any) -> None:
 
 
 class Continuations:
-    """The sequences of one engine, which outlive its processes.
+    """The sequences of an engine, which outlive the copies that have them.
 
-    Sequences that ran at more deaths than allowed are suspects: one of them may have killed the engine. They are sent
-    one by one, each after the token of the one before it. If the engine dies again, the latest gets the error. It is
-    the likely cause, not a certain one: an earlier suspect may kill the engine with a later token.
+    If a copy dies, its sequences go to the copies that serve, or wait for the next one. Sequences that ran at more
+    deaths than allowed are suspects: one of them may have killed the copies. They wait for the next copy that is
+    started, and are sent to it before it takes others: one by one, each after the token of the one before it. If the
+    copy dies again, the latest gets the error. It is the likely cause, not a certain one: an earlier suspect may kill
+    the copy with a later token. So a sequence kills two copies at most, and then the copy that tries it.
     """
 
-    def __init__(self, llm: AsyncLLM, statistics: EngineStatistics, adapters: VllmAdapters | None, deaths: int) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        client: CopiesClient,
+        statistics: EngineStatistics,
+        adapters: VllmAdapters | None,
+        deaths: int,
+    ) -> None:
         """Create the continuations.
 
         Args:
-            deaths: Deaths of the engine after which a sequence continues together with the others.
+            deaths: Deaths of copies after which a sequence continues together with others.
         """
-        self._llm, self._statistics, self._adapters, self._allowed = llm, statistics, adapters, deaths
+        self._llm, self._client, self._statistics = llm, client, statistics
+        self._adapters, self._allowed = adapters, deaths
         self._deaths: Counter[str] = Counter()  # At which a sequence ran, by its id.
-        self._absent: set[str] = set()  # Sequences that the present process does not have.
-        self._on_trial: RequestState | None = None
+        self._trials: dict[Copy, RequestState] = {}  # The suspect that is being tried.
+        self._failed: set[str] = set()  # Sequences that have got an error, and are still to be forgotten.
 
-    def engine_died(self) -> None:
-        """Count the death for the sequences that ran, or blame the one that was tried."""
+    def copy_died(self, copy: Copy, lost: Collection[str]) -> None:
+        """Count the death for the sequences that the copy had, or blame the one that was tried there.
+
+        Args:
+            copy: The copy.
+            lost: The ids of its sequences.
+        """
         states = internals.request_states(self._llm)
         self._deaths = Counter({known: count for known, count in self._deaths.items() if known in states})
-        if (suspect := self._on_trial) is None:
-            self._deaths.update(states.keys() - self._absent)
+        self._failed.intersection_update(states)
+        if (suspect := self._trials.pop(copy, None)) is None:
+            self._deaths.update(request_id for request_id in lost if request_id in states)
             return
-        self._on_trial = None
         logger.error(
-            "request %s: the engine died before this request had its next token: it is refused", suspect.external_req_id
+            "request %s: copy %d died before this request had its next token: it is refused",
+            *(suspect.external_req_id, copy.number),
         )
-        _fail(suspect)
+        self._fail(suspect)
 
-    def engine_replaced(self) -> None:
-        """Take all sequences as absent. No message has gone to the new process yet."""
-        self._absent = set(internals.request_states(self._llm))
-
-    async def send_all(self) -> None:
-        """Send the sequences to the new process: the suspects one by one, and then the others."""
-        if self._adapters is not None:
-            await self._adapters.load_again()
-        states = [state for known, state in internals.request_states(self._llm).items() if known in self._absent]
-        refusals: Counter[str] = Counter()
-        requests: set[str] = set()
-        suspects = [state for state in states if self._deaths[state.request_id] > self._allowed]
-        for state in suspects:
+    async def send_to(self, copy: Copy) -> None:
+        """Send the waiting sequences to a copy that was started: the suspects one by one, and then the others."""
+        refused: Counter[str] = Counter()
+        for state in self._waiting(suspects=True):
             logger.warning(
-                "request %s ran when the engine died more than once: it is tried before others", state.external_req_id
+                "request %s ran when copies died more than once: it is tried before others", state.external_req_id
             )
-            await self._try(state, refusals, requests)
-        others = [state for state in states if self._deaths[state.request_id] <= self._allowed]
-        for state in others:
-            await self._send(state, refusals, requests)
+            self._trials[copy] = state
+            before = _tokens(state)
+            await self._send(state, refused, copy)
+            while state.request_id in internals.request_states(self._llm) and _tokens(state) == before:
+                await asyncio.sleep(_TRIAL_POLL_SECONDS)
+            self._trials.pop(copy, None)
+        await self._send_all(self._waiting(suspects=False), refused, copy)
+
+    async def send_on(self) -> None:
+        """Send the waiting sequences that are no suspects to the copies that serve."""
+        await self._send_all(self._waiting(suspects=False), Counter(), None)
+
+    def fail_waiting(self) -> None:
+        """Give an error to the sequences that no copy has."""
+        for suspects in (True, False):
+            for state in self._waiting(suspects=suspects):
+                self._fail(state)
+
+    def _waiting(self, *, suspects: bool) -> list[RequestState]:
+        """Return the sequences that no copy has."""
+        states, placed = internals.request_states(self._llm), self._client.placed
+        return [
+            state
+            for known, state in states.items()
+            if known not in placed and known not in self._failed and (self._deaths[known] > self._allowed) is suspects
+        ]
+
+    async def _send_all(self, states: Collection[RequestState], refused: Counter[str], copy: Copy | None) -> None:
+        sent = set()
+        for state in states:
+            if await self._send(state, refused, copy):
+                sent.add(state.external_req_id)
             await asyncio.sleep(0)  # Other tasks get their turn.
-        self._statistics.continued_requests += len(requests)
-        lost = "; ".join(f"{count} cannot be: {why}" for why, count in refusals.items())
-        logger.info("%d requests are continued%s", len(requests), lost and f"; {lost}")
+        self._statistics.continued_requests += len(sent)
+        if sent or refused:
+            lost = "; ".join(f"{count} cannot be: {why}" for why, count in refused.items())
+            logger.info("%d requests are continued%s", len(sent), lost and f"; {lost}")
 
-    async def _try(self, state: RequestState, refusals: Counter[str], requests: set[str]) -> None:
-        """Send one sequence, and wait for its next token or its end. A death ends the wait by a cancellation."""
-        self._on_trial = state
-        before = _tokens(state)
-        await self._send(state, refusals, requests)
-        while state.request_id in internals.request_states(self._llm) and _tokens(state) == before:
-            await asyncio.sleep(_TRIAL_POLL_SECONDS)
-        self._on_trial = None
-
-    async def _send(self, state: RequestState, refusals: Counter[str], requests: set[str]) -> None:
+    async def _send(self, state: RequestState, refused: Counter[str], copy: Copy | None) -> bool:
+        """Send a sequence to a copy, or to any that serves. Returns False if that is not possible."""
         known = state.request_id
-        if known not in internals.request_states(self._llm):  # its client has left
-            return
+        if known not in internals.request_states(self._llm) or known in self._client.placed:
+            return False  # Its client has left, or another copy has got it.
         try:
             request = continued(state, self._llm.vllm_config)
             adapter = request.lora_request
             if adapter is not None and not (self._adapters and self._adapters.is_loaded(adapter.lora_int_id)):
                 raise CannotContinue("its adapter cannot be loaded again")
         except CannotContinue as error:
-            refusals[str(error)] += 1
-            _fail(state)
-            return
-        self._absent.discard(known)
-        requests.add(state.external_req_id)
-        await internals.send(self._llm, request)
+            refused[str(error)] += 1
+            self._fail(state)
+            return False
+        await self._client.add_request_async(request, copy)
+        return True
 
-
-def _fail(state: RequestState) -> None:
-    """End a sequence with the error of a dead engine."""
-    if isinstance(state, OwnState):
-        state.fail(EngineDead())
-    else:
-        internals.fail(state, EngineDead().message)
+    def _fail(self, state: RequestState) -> None:
+        """End a sequence with the error of a dead engine."""
+        self._failed.add(state.request_id)
+        if isinstance(state, OwnState):
+            state.fail(EngineDead())
+        else:
+            internals.fail(state, EngineDead().message)
 
 
 def _tokens(state: RequestState) -> int:

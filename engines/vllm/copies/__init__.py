@@ -1,0 +1,1 @@
+"""Copies of the model: several engine processes of vLLM that serve as one engine."""

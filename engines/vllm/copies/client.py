@@ -1,0 +1,225 @@
+"""One client for the processes of all copies. vLLM's `AsyncLLM` takes it for the client of one engine process.
+
+Each copy has a client of vLLM's own, with its own processes. This client sends each request to one copy, puts the
+messages of all copies into one queue, and calls methods such as `add_lora` on every copy. So vLLM's front end and
+Slipway's requests share one output loop, one list of sequences and one tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from engines.daemon_thread import LastingThreads
+from engines.interface import CopyState, Progress
+from engines.vllm import internals
+from engines.vllm.copies.choice import MOST_ANSWER_TOKENS, CopyChoice
+from engines.vllm.copies.places import Place
+from engines.vllm.internals import AsyncMPClient, EngineCoreRequest, EngineDeadError
+
+_ANYWHERE = Place()
+
+
+class Copy:
+    """The processes of a copy, from their start to their end. The copy that replaces it has the same number."""
+
+    def __init__(self, number: int, place: Place = _ANYWHERE) -> None:
+        self.number, self.place = number, place
+        self.state = CopyState.STARTING
+        self.started_at = time.time()
+        self.threads = LastingThreads(f"copy {number}")  # Start the processes, which end with them.
+        self.client: AsyncMPClient | None = None  # None until the model is loaded.
+        self.given_up = False  # It has died, and is not started again.
+        self.progress = Progress()
+        self.messages = 0  # Of its processes: steps with tokens and steps without, as of a long prompt.
+        self.work = 0  # The tokens that its requests are expected to have.
+        self.chosen = 0  # The requests that it has had in all.
+
+    @property
+    def runs(self) -> bool:
+        """True from the time when the model is loaded until the copy dies or ends."""
+        return self.client is not None and self.state is not CopyState.DEAD
+
+
+class _Messages:
+    """The queue into which vLLM's client of a copy puts messages and errors."""
+
+    def __init__(self, copy: Copy, queue: asyncio.Queue[Any], died: Callable[[Copy], None]) -> None:
+        self._copy, self._queue, self._died = copy, queue, died
+        # The number of the engine in vLLM's metrics. None: vLLM's own, as of a data-parallel rank.
+        self._engine = copy.number - 1 or None
+
+    def put_nowait(self, message: Any) -> None:
+        if isinstance(message, Exception):
+            self._died(self._copy)
+            return
+        if internals.is_of_ending_process(message):
+            return  # It would end the sequences, and no error would say that the copy is gone.
+        if self._engine is not None:
+            message.engine_index = self._engine
+        self._copy.messages += 1
+        self._queue.put_nowait(message)
+
+
+class Placed(NamedTuple):
+    """The copy that has a request, and the work that the request is counted as."""
+
+    copy: Copy
+    work: int
+
+
+class CopiesClient(AsyncMPClient):  # type: ignore[misc]
+    """The client of all copies, for `AsyncLLM.engine_core`."""
+
+    def __init__(self, siblings: Callable[[str], Sequence[str]], holds: Callable[[], bool]) -> None:
+        """Create the client. It has no copies yet.
+
+        Args:
+            siblings: Returns the ids of all sequences of a request.
+            holds: Returns True if a request waits when no copy can take it. False: it gets an error.
+        """
+        # The constructor of `AsyncMPClient` would start processes.
+        self._siblings, self._holds = siblings, holds
+        self._messages: asyncio.Queue[Any] = asyncio.Queue()
+        self.get_output_async = self._messages.get
+        self._choice = CopyChoice()
+        self.resources = SimpleNamespace(engine_dead=False)  # vLLM looks there.
+        self._running: list[Copy] = []  # The copies whose processes run.
+        self.ready: list[Copy] = []  # The copies that take new requests.
+        self.placed: dict[str, Placed] = {}  # The requests that copies have, by their ids.
+
+    def add(self, copy: Copy, died: Callable[[Copy], None]) -> None:
+        """Add a copy that has been loaded. It takes no requests yet, apart from those that are sent to this copy alone.
+
+        Args:
+            copy: The copy.
+            died: Is called when its processes have died.
+        """
+        assert copy.client is not None, "it is loaded"
+        internals.read_messages(copy.client, _Messages(copy, self._messages, died))
+        self._running.append(copy)
+        self.resources.engine_dead = False
+
+    def open(self, copy: Copy) -> None:
+        """Give new requests to a copy."""
+        self.ready.append(copy)
+
+    def close(self, copy: Copy) -> None:
+        """Give no new requests to a copy."""
+        if copy in self.ready:
+            self.ready.remove(copy)
+
+    def remove(self, copy: Copy) -> list[str]:
+        """Remove a copy that has died or ended.
+
+        Returns:
+            The ids of its requests, which no copy has now.
+        """
+        self.close(copy)
+        if copy in self._running:
+            self._running.remove(copy)
+        self.resources.engine_dead = not self._running
+        self._choice.forget(copy.number)
+        lost = [request_id for request_id, placed in self.placed.items() if placed.copy is copy]
+        for request_id in lost:
+            del self.placed[request_id]
+        copy.work = 0
+        if copy.client is not None:
+            internals.fail_utilities(copy.client)
+        return lost
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Count requests as ended."""
+        for request_id in request_ids:
+            if (placed := self.placed.pop(request_id, None)) is not None:
+                placed.copy.work -= placed.work
+
+    async def add_request_async(self, request: EngineCoreRequest, copy: Copy | None = None) -> None:
+        """Send a request to a copy, unless a copy has it already.
+
+        Args:
+            request: The request.
+            copy: The copy that gets it. None: one of those that take new requests.
+
+        Raises:
+            EngineDeadError: No copy can take it, and it does not wait for one.
+        """
+        if request.request_id in self.placed:
+            return
+        params, ready = request.sampling_params, self.ready
+        answer = (params.max_tokens or MOST_ANSWER_TOKENS) if params is not None else 0
+        work = len(request.prompt_token_ids or ()) + min(answer, MOST_ANSWER_TOKENS) + 1
+        try:
+            if copy is None:
+                if not ready:
+                    raise EngineDeadError
+                copy = ready[0] if len(ready) == 1 else self._choose(request, ready, work)
+            assert copy.client is not None, "it has been loaded"
+            self.placed[request.request_id] = Placed(copy, work)
+            copy.work += work
+            copy.chosen += 1
+            await copy.client.add_request_async(request)
+        except EngineDeadError:
+            if not self._holds():  # It is registered, and another copy gets it.
+                raise
+
+    def _choose(self, request: EngineCoreRequest, ready: Sequence[Copy], work: int) -> Copy:
+        if (place := internals.late_interaction_place(request, len(ready))) is not None:
+            return ready[place]
+        for sibling in self._siblings(request.external_req_id or ""):  # They have one prompt, and die together.
+            if (placed := self.placed.get(sibling)) is not None and placed.copy in ready:
+                return placed.copy
+        adapter = request.lora_request
+        scope = (adapter and adapter.lora_int_id, request.cache_salt)
+        return self._choice.choose(ready, request.prompt_token_ids or (), scope, work)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        ended: dict[Copy, list[str]] = {}
+        for request_id in request_ids:
+            if (placed := self.placed.pop(request_id, None)) is not None:
+                placed.copy.work -= placed.work
+                ended.setdefault(placed.copy, []).append(request_id)
+        for copy, its_ids in ended.items():
+            if copy.client is not None:
+                await copy.client.abort_requests_async(its_ids)
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        return (await self.call_utility_all_async(method, *args))[0]
+
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+        """Call a method in every copy.
+
+        Returns:
+            The results of the copies that have not died meanwhile, at least one.
+
+        Raises:
+            EngineDeadError: All copies have died.
+            Exception: A copy has raised it.
+        """
+        clients = [copy.client for copy in self._running if copy.client is not None]
+        calls = (client.call_utility_all_async(method, *args) for client in clients)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for error in results:
+            if isinstance(error, BaseException) and not isinstance(error, EngineDeadError):
+                raise error
+        found = [
+            result for results_of_copy in results if isinstance(results_of_copy, list) for result in results_of_copy
+        ]
+        if not found:
+            raise EngineDeadError
+        return found
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        for copy in self._running:
+            if copy.client is not None:
+                copy.client.shutdown(timeout)
+
+    def dp_engines_running(self) -> bool:
+        return any(copy.client.dp_engines_running() for copy in self._running if copy.client is not None)
+
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        clients = [copy.client for copy in self._running if copy.client is not None]
+        return {rank: source for client in clients for rank, source in client.get_kv_event_sources().items()}

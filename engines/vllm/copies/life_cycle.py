@@ -1,0 +1,361 @@
+"""The life of the copies: loaded, opened, restarted after their death, drained and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from engines.errors import EngineDead, InvalidRequest
+from engines.interface import CopyState, EngineCopy, EngineHealth, EngineStartError
+from engines.model_settings import ModelSettings
+from engines.statistics import EngineStatistics
+from engines.vllm import fork_server, internals
+from engines.vllm.copies.client import CopiesClient, Copy
+from engines.vllm.copies.continuation import Continuations
+from engines.vllm.internals import EngineDeadError
+from engines.vllm.loading import SHUTDOWN_SECONDS, StartedEngine, VllmLoader, shut_down
+from engines.vllm.lora import VllmAdapters
+from engines.vllm.output import OwnState
+from engines.vllm.processes import end_processes
+
+logger = logging.getLogger(__name__)
+
+
+class Copies:
+    """The copies of one model, which serve as one engine."""
+
+    def __init__(
+        self,
+        loaded: StartedEngine,
+        first: Copy,
+        settings: ModelSettings,
+        statistics: EngineStatistics,
+        waits: Callable[[], bool],
+    ) -> None:
+        """Create the copies. vLLM is told of the first one, which has been loaded.
+
+        Args:
+            loaded: vLLM with the first copy.
+            first: The first copy.
+            settings: The settings of the model.
+            statistics: Takes the requests that continue, and the seconds in which no copy took requests.
+            waits: Returns True if requests wait for a copy when none runs. False: they get an error.
+        """
+        self._llm, self._places, self._settings = loaded.llm, loaded.places, settings
+        self._reports, self._statistics, self._waits = loaded.reports, statistics, waits
+        self._by_number = {1: first}
+        self._most = len(self._places[: settings.max_copies])
+        self._least = min(settings.min_copies or self._most, self._most)
+        self._sends_whole_media = self._most > 1
+        # Is set while a copy takes new requests, or none ever will. Requests that survived a death come first.
+        self.up = asyncio.Event()
+        self._down_since = 0.0
+        self.gave_up = False  # No copy runs, and none will.
+        self._turns = asyncio.Semaphore(len(self._places) if settings.parallel_loading else 1)  # Of loads.
+        self._openings: dict[Copy, asyncio.Task[None]] = {}
+        self._ends: dict[int, asyncio.Task[None]] = {}  # Of former copies, whose memory is being freed.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._adapters: VllmAdapters | None = None
+        self._continuations: Continuations | None = None  # None until the first copy takes requests.
+        first.client = self._llm.engine_core
+        self.client = CopiesClient(partial(internals.sequence_ids, self._llm), waits)
+        internals.begin_output(self._llm, self.client, self._reports)
+        self.client.add(first, self._died)
+
+    def begin(self, adapters: VllmAdapters | None) -> None:
+        """Let the first copy take requests."""
+        self._adapters = adapters
+        deaths = self._settings.continue_calls
+        self._continuations = Continuations(self._llm, self.client, self._statistics, adapters, deaths)
+        self._serve(self._by_number[1])
+
+    async def start_others(self) -> None:
+        """Load the other copies: return when the least number serves. The rest is loaded in the background.
+
+        Raises:
+            EngineStartError: One of them cannot be loaded.
+        """
+        started = await self._start_all(range(2, self._least + 1))
+        await asyncio.gather(*(self._openings[copy] for copy in started if copy in self._openings))
+        if any(copy.state is CopyState.DEAD for copy in started):
+            raise EngineStartError("a copy of the model has died right after its start; the log has its error")
+        self._add(range(self._least + 1, self._most + 1))
+
+    # What the engine asks
+
+    @property
+    def sequences(self) -> int:
+        """The sequences that run together in all copies."""
+        config = self._llm.vllm_config
+        return int(config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size * self._most)
+
+    @property
+    def listed(self) -> Sequence[EngineCopy]:
+        """The copies, by their numbers."""
+        copies = sorted(self._by_number.values(), key=lambda copy: copy.number)
+        return [EngineCopy(copy.number, copy.state, copy.started_at, copy.place.gpus) for copy in copies]
+
+    @property
+    def running(self) -> Sequence[Copy]:
+        """The copies whose processes run."""
+        return [copy for copy in self._by_number.values() if copy.runs]
+
+    def health(self) -> EngineHealth:
+        """Return the health of the copies together. They are alive while one runs."""
+        running, ready = self.running, len(self.client.ready)
+        if not running:
+            return EngineHealth(False, "the engine has died")
+        quietest = max((copy.progress for copy in running), key=lambda progress: progress.quiet_seconds)
+        count = len(self._by_number)
+        dead = [copy for copy in self._by_number.values() if copy.state is CopyState.DEAD]
+        missing = [str(copy.number) for copy in dead if not copy.given_up]
+        is_short = any(copy.given_up for copy in dead) and count - len(dead) < self._least
+        return EngineHealth(
+            alive=True,
+            quiet_seconds=quietest.quiet_seconds,
+            mark=quietest.mark,
+            worked_seconds=quietest.worked_seconds,
+            ready_copies=ready,
+            missing=f"copy {', '.join(missing)} of {count} has died" if missing else "",
+            lost=f"{count - len(dead)} of {count} copies are left, and {self._least} are to serve" if is_short else "",
+        )
+
+    def look(self) -> None:
+        """Take note of deaths that vLLM has not told, of signs of life, and of copies that have drained."""
+        states, placed = internals.request_states(self._llm), self.client.placed
+        if len(placed) > len(states):
+            self.client.forget([known for known in placed if known not in states])
+        for copy in self.running:
+            assert copy.client is not None, "it runs"
+            if internals.is_dead(copy.client):
+                self._died(copy)
+                continue
+            copy.progress.look(copy.work > 0, copy.messages)
+            if copy.state is CopyState.DRAINING and not copy.work and copy not in self._openings:
+                logger.info("copy %d has drained", copy.number)
+                del self._by_number[copy.number]
+                self._remove(copy)
+
+    async def restart(self) -> None:
+        """Start the copies again that have died, or else the quietest one.
+
+        Raises:
+            EngineStartError: One cannot be started.
+        """
+        dead = [c for c in self._by_number.values() if c.state is CopyState.DEAD and not c.given_up]
+        if not dead:
+            dead = [max(self.running, key=lambda copy: copy.progress.quiet_seconds)]
+            self._died(dead[0])
+        fork_server.start()
+        await self._start_all([copy.number for copy in dead])
+
+    def give_up(self) -> None:
+        """Start none again of the copies that have died. Requests that wait for them get an error."""
+        for copy in self._by_number.values():
+            copy.given_up |= copy.state is CopyState.DEAD
+        if not self.running:
+            self.gave_up = True
+            self.fail_all(EngineDead())
+            self.up.set()
+        elif not self._openings and self._continuations is not None:
+            self._continuations.fail_waiting()
+
+    def scale(self, least: int, most: int) -> None:
+        """Begin to add or to remove copies. See `Engine.scale`."""
+        if most > len(self._places):
+            raise InvalidRequest(f"max_worker must be at most {len(self._places)}, the copies that there is room for")
+        if most > 1 and not self._sends_whole_media and self._llm.renderer.mm_processor is not None:
+            raise InvalidRequest(
+                "max_worker must be 1: a model that takes media has further copies from its start only"
+            )
+        self._least, self._most = min(least, most), most
+        copies = [copy for copy in self._by_number.values() if copy.state is not CopyState.DRAINING]
+        useful = {CopyState.READY: 0, CopyState.STARTING: 1, CopyState.DEAD: 2}
+        copies.sort(key=lambda copy: (useful[copy.state], copy.number))
+        for copy in copies[most:]:
+            self._retire(copy)
+        draining = [copy for copy in self._by_number.values() if copy.state is CopyState.DRAINING and copy.runs]
+        kept = copies[:most]
+        for copy in draining[: most - len(kept)]:
+            self._serve(copy)
+            kept.append(copy)
+        free = [number for number in range(1, len(self._places) + 1) if number not in self._by_number]
+        self._add(free[: most - len(kept)])
+
+    async def stop(self, error: EngineDead) -> None:
+        """End all copies, and with an error their requests."""
+        for task in self._tasks.difference(self._ends.values()):
+            task.cancel()
+        self.fail_all(error)
+        self.up.set()
+        for copy in self._by_number.values():
+            if copy.state is not CopyState.DEAD:
+                self._remove(copy)
+        await asyncio.gather(*self._ends.values())
+        await shut_down(self._llm)
+
+    def fail_all(self, error: EngineDead) -> None:
+        """Give an error to all requests."""
+        for state in internals.request_states(self._llm).values():
+            if isinstance(state, OwnState):
+                state.fail(error)
+        internals.fail_all(self._llm, error.message)  # the requests of vLLM's front end
+
+    # Steps in the life of one copy
+
+    def _add(self, numbers: Sequence[int]) -> None:
+        """Begin to load copies. A copy that cannot be loaded counts as dead, so that it is restarted."""
+        if numbers:
+            fork_server.start()
+            self._spawn(self._add_all(numbers))
+
+    async def _add_all(self, numbers: Sequence[int]) -> None:
+        try:
+            await self._start_all(numbers)
+        except EngineStartError as error:
+            logger.error("a copy of the model cannot be loaded: %s", error)
+
+    async def _start_all(self, numbers: Iterable[int]) -> list[Copy]:
+        """Load copies, together with `option.parallel_loading` and else one by one.
+
+        Raises:
+            EngineStartError: One cannot be loaded. The others are loaded.
+        """
+        copies = []
+        for number in numbers:
+            self._by_number[number] = copy = Copy(number, self._places[number - 1])
+            copies.append(copy)
+        results = await asyncio.gather(*map(self._start, copies), return_exceptions=True)
+        for error in results:
+            if isinstance(error, BaseException):
+                raise error
+        return copies
+
+    async def _start(self, copy: Copy) -> None:
+        """Load a copy, and begin to open it.
+
+        Raises:
+            EngineStartError: It cannot be loaded. It counts as dead.
+        """
+        try:
+            async with self._turns:
+                if (former := self._ends.get(copy.number)) is not None:
+                    await asyncio.wait([former])
+                started = time.monotonic()
+                copy.client = await VllmLoader(self._settings, copy.threads).load_copy(self._llm, copy.place)
+        except BaseException:
+            copy.state = CopyState.DEAD
+            copy.threads.end()
+            raise
+        logger.info("copy %d of the model is loaded after %.1f s", copy.number, time.monotonic() - started)
+        self._reports.add_engine(copy.number - 1)
+        self.client.add(copy, self._died)
+        self._openings[copy] = self._spawn(self._open(copy))
+
+    async def _open(self, copy: Copy) -> None:
+        """Bring a loaded copy to where the others are, and let it take requests: first those that wait."""
+        assert copy.client is not None, "it is loaded"
+        assert self._continuations is not None, "the first copy takes requests"
+        try:
+            if self._adapters is not None:
+                await self._adapters.load_into(copy.client.add_lora_async, is_only=not self.client.ready)
+            if not self._sends_whole_media and self._llm.renderer.mm_processor is not None:
+                await self._llm.reset_mm_cache()  # the new process has none of it
+            await self._continuations.send_to(copy)
+        except (EngineDeadError, EngineDead):
+            return  # `_died` is told
+        except Exception:
+            logger.exception("copy %d cannot be opened: internal error", copy.number)
+            self._died(copy)
+            copy.given_up = True
+            self.give_up()
+            return
+        finally:
+            if self._openings.get(copy) is asyncio.current_task():
+                del self._openings[copy]
+        if copy.state is CopyState.STARTING:
+            self._serve(copy)
+            await self._continuations.send_on()  # requests that have come meanwhile
+
+    def _serve(self, copy: Copy) -> None:
+        """Let a copy take new requests."""
+        copy.state = CopyState.READY
+        self.client.open(copy)
+        if self._down_since:
+            seconds, self._down_since = time.monotonic() - self._down_since, 0.0
+            self._statistics.down_seconds += seconds
+            logger.info("the engine takes requests again after %.1f s", seconds)
+        self.up.set()
+
+    def _died(self, copy: Copy) -> None:
+        """Take note of a death, once. The requests of the copy go to the others, or wait for the next one."""
+        if not copy.runs:
+            return
+        was_draining, copy.state = copy.state is CopyState.DRAINING, CopyState.DEAD
+        if (opening := self._openings.pop(copy, None)) is not None:
+            opening.cancel()
+        lost = self._remove(copy)
+        if was_draining:
+            del self._by_number[copy.number]
+        if self._continuations is None or not self._waits():
+            self._fail(lost)
+            self.gave_up |= not self.running
+            return
+        logger.error("copy %d of the model has died with %d requests", copy.number, len(lost))
+        self._continuations.copy_died(copy, lost)
+        if self.client.ready:
+            self._spawn(self._continuations.send_on())
+        elif self.up.is_set():
+            self.up.clear()
+            self._down_since = time.monotonic()
+        if not self._sends_whole_media and self._llm.renderer.mm_processor is not None:
+            # Prompts that are made from now on wait for the new process, which has no media.
+            self._spawn(self._llm.renderer.clear_mm_cache_async())
+
+    def _retire(self, copy: Copy) -> None:
+        """Give a copy no new requests. It ends when its last one has ended."""
+        if copy.state is CopyState.DEAD:
+            del self._by_number[copy.number]
+            return
+        copy.state = CopyState.DRAINING
+        self.client.close(copy)
+
+    def _remove(self, copy: Copy) -> list[str]:
+        """Begin to end the processes of a copy. Returns the ids of the requests that it had."""
+        copy.state = CopyState.DEAD
+        lost = self.client.remove(copy)
+        replicas = self._llm.vllm_config.parallel_config.data_parallel_size
+        self._reports.engine_died(range(copy.number - 1, copy.number - 1 + replicas))
+        self._ends[copy.number] = self._spawn(self._end(copy))
+        return lost
+
+    async def _end(self, copy: Copy) -> None:
+        """End the processes of a copy, and free what is left of it."""
+        client, copy.client = copy.client, None
+        if client is not None:
+            await asyncio.to_thread(end_processes, client, SHUTDOWN_SECONDS)
+            internals.let_go(client)
+        copy.threads.end()
+
+    def _fail(self, lost: Collection[str]) -> None:
+        states = internals.request_states(self._llm)
+        for state in [states[known] for known in lost if known in states]:
+            if isinstance(state, OwnState):
+                state.fail(EngineDead())
+            else:
+                internals.fail(state, EngineDead().message)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a copy of the model: internal error", exc_info=error)

@@ -1,0 +1,118 @@
+"""The places of copies: the GPUs of each, or its share of the processors."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import vllm.platforms
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from engines.interface import EngineStartError
+from engines.model_settings import ModelSettings
+from engines.parallelism import Layout, ModelMemory, tensor_parallel_sizes
+from engines.vllm import internals
+from engines.weight_files import weights_of
+
+logger = logging.getLogger(__name__)
+
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+# With these arguments the processes of an engine share something with others, such as experts or a port.
+_ONE_COPY = ("device_ids", "enable_expert_parallel", "kv_events_config", "kv_transfer_config")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The part of the machine that a copy has."""
+
+    gpus: tuple[int, ...] = ()  # As CUDA numbers those that this process sees. Empty: vLLM takes the first ones.
+    physical_gpus: tuple[int, ...] | None = None  # The same GPUs, as the machine numbers them.
+    processors: tuple[int, ...] = ()  # Empty: all.
+
+
+def processor_places(copies: int) -> list[Place]:
+    """Return the places of copies on a CPU: each has an equal share of the processors."""
+    processors = internals.processors()
+    if copies == 1 or os.environ.get(_BINDING, "auto") != "auto":  # The user has bound the threads.
+        return [Place()] * copies
+    if copies > len(processors):
+        raise EngineStartError(f"maxWorkers: {copies} copies need as many processors; there are {len(processors)}")
+    ends = [len(processors) * number // copies for number in range(copies + 1)]
+    return [Place(processors=tuple(processors[begin:end])) for begin, end in itertools.pairwise(ends)]
+
+
+def gpu_places(engine_args: AsyncEngineArgs, settings: ModelSettings) -> list[Place]:
+    """Return the places of all copies that the GPUs have room for.
+
+    Sets how many GPUs share each layer, unless that is given, and the GPUs of the first copy: the first of `devices`.
+
+    Raises:
+        EngineStartError: There are fewer than the model needs.
+    """
+    visible = range(vllm.platforms.current_platform.device_count())
+    devices = visible if settings.devices is None else settings.devices
+    if settings.devices == ():
+        raise EngineStartError("load_on_devices is cpu, but this vLLM is built for GPUs")
+    if settings.tensor_parallel_degree is None:
+        share_layers(engine_args, devices, settings.tensor_parallel_max)
+    layout = Layout.of(vars(engine_args))
+    count = layout.gpus(engine_args.tensor_parallel_size)
+    if engine_args.device_ids or (settings.devices is None and count >= len(visible)):
+        return [Place()]
+    if count > len(devices):
+        if len(devices) == len(visible):
+            return [Place()]  # vLLM reports that they are too few, or finds more on other machines.
+        raise EngineStartError(f"the model needs {count} GPUs, and load_on_devices allows {len(devices)}")
+    chosen = [sorted(devices[begin : begin + count]) for begin in range(0, len(devices) - count + 1, count)]
+    if layout.replicas * layout.nodes > 1 or not _can_be_copied(engine_args):
+        chosen = chosen[:1]
+    if chosen == [list(visible)]:
+        return [Place()]
+    engine_args.device_ids = chosen[0]  # neighbours are often connected
+    logger.info("GPUs of each copy that has room: %s", "; ".join(", ".join(map(str, gpus)) for gpus in chosen))
+    return [Place(tuple(gpus), tuple(internals.physical_gpus(engine_args, gpus))) for gpus in chosen]
+
+
+def _can_be_copied(engine_args: AsyncEngineArgs) -> bool:
+    backend = engine_args.distributed_executor_backend
+    return backend in (None, "mp", "uni") and not any(getattr(engine_args, name) for name in _ONE_COPY)
+
+
+def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: bool) -> None:
+    """Set the tensor-parallel size: the fewest GPUs that hold the model or, with `most`, as many as it allows."""
+    platform = vllm.platforms.current_platform
+    gpus = len(devices)
+    layout = Layout.of(vars(engine_args))
+    if layout.most(gpus) <= 1:
+        return
+    model = engine_args.create_model_config()
+    config = model.hf_config.to_dict()
+    sizes = tensor_parallel_sizes(config, layout.most(gpus))
+    if most:
+        engine_args.tensor_parallel_size, why = sizes[-1], "the most that the model allows"
+    else:
+        memory = ModelMemory(
+            config,
+            weights_of(model.model, model.revision, engine_args.speculative_config, layout),
+            layout,
+            memory_share=engine_args.gpu_memory_utilization,
+            # With -1 vLLM itself fits the length to the memory.
+            max_model_len=0 if engine_args.max_model_len == -1 else model.max_model_len,
+            cache_element_bytes=1 if "fp8" in engine_args.kv_cache_dtype else model.dtype.itemsize,
+        )
+        smallest = min(platform.get_device_total_memory(gpu) for gpu in devices)
+        engine_args.tensor_parallel_size, why = memory.fewest(sizes, smallest)
+    logger.info(
+        "%d of %d GPUs share each layer (%d pipeline stages, %d replicas, %d machines): %s; the model allows %s; "
+        "option.tensor_parallel_degree sets it by hand",
+        engine_args.tensor_parallel_size,
+        gpus * layout.nodes,
+        layout.stages,
+        layout.replicas,
+        layout.nodes,
+        why,
+        ", ".join(map(str, sizes)),
+    )
