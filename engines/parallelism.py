@@ -1,4 +1,4 @@
-"""The number of GPUs that share each layer of a model: the sizes that vLLM accepts, and the GPUs that a model needs.
+"""The GPUs of a model: how many share each layer, how many the model needs, and how many copies of it fit.
 
 All of it is arithmetic on a model's config.json, so that it is known before an engine, and vLLM itself, is loaded.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Config = Mapping[str, Any]
@@ -21,6 +21,15 @@ _OVERHEAD_SHARE = 0.04
 _VOCABULARY_PADDING = 64  # vLLM pads the vocabulary to a multiple of this before it is shared out.
 # vLLM splits the blocks of FP8 scales of experts down to this size if the blocks straddle two GPUs.
 _LEAST_REFINED_BLOCK = 32
+
+# Engine arguments with which a model has one copy: if they are above 1, if they are given, or if another executor than
+# vLLM's own for one machine is named.
+_COUNTS_OF_ONE_COPY = ("data_parallel_size", "nnodes")
+_OF_ONE_COPY = ("data_parallel_rank", "device_ids", "kv_transfer_config", "kv_events_config")
+_BACKENDS = ("distributed_executor_backend", "data_parallel_backend")
+_ON_THIS_MACHINE = ("mp", "uni")
+_EXPERTS_SHARED = "enable_expert_parallel"
+_TRUE = ("true", "1", "yes", "on")
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 _VISION = ("vision_config", "vit_config")
@@ -99,6 +108,38 @@ class Weights:
         return everywhere - (-self.experts // (ranks * layout.expert_ranks)) - (-self.draft // size)
 
 
+def copies_that_fit(gpus: int, per_copy: int, most: int | None) -> int:
+    """Return how many copies of a model run on so many GPUs. One copy always counts, even if its GPUs are missing.
+
+    Args:
+        gpus: The GPUs that the model may use.
+        per_copy: The GPUs of a copy.
+        most: The largest number of copies that is wanted; None: no limit.
+    """
+    fit = max(gpus // per_copy, 1)
+    return fit if most is None else min(fit, most)
+
+
+def why_one_copy(arguments: Mapping[str, Any]) -> str:
+    """Return the engine argument with which a model runs in one copy only; "" if there is none.
+
+    With such an argument, vLLM itself shares the model out to GPUs or machines, or opens ports that are there once.
+
+    Args:
+        arguments: vLLM's engine arguments, typed or as texts.
+    """
+    for name in _COUNTS_OF_ONE_COPY:
+        if _size(arguments, name) > 1:
+            return name
+    for name in _OF_ONE_COPY:
+        if arguments.get(name) not in (None, "", []):
+            return name
+    for name in _BACKENDS:
+        if arguments.get(name) and str(arguments[name]).strip() not in _ON_THIS_MACHINE:
+            return name
+    return _EXPERTS_SHARED if str(arguments.get(_EXPERTS_SHARED)).strip().lower() in _TRUE else ""
+
+
 def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:
     """Return the sizes from 1 to `gpus` that vLLM accepts for a model with this config.json, ascending.
 
@@ -121,6 +162,7 @@ class ModelMemory:
     memory_share: float = MEMORY_SHARE  # The share of a GPU's memory that vLLM may take.
     max_model_len: int | None = None  # The longest sequence; None: the model's own context length.
     cache_element_bytes: int = 2  # Bytes of one number in the KV cache.
+    given_cache_bytes: int | None = None  # Of the KV cache on each GPU, if a setting says so.
 
     def fewest(self, sizes: Sequence[int], gpu_bytes: int) -> tuple[int, str]:
         """Return the first of these sizes that holds the model, or else the last, and the reason in words.
@@ -147,6 +189,18 @@ class ModelMemory:
         """Return the bytes that are left for the KV cache on each of these GPUs; below 0 if the weights do not fit."""
         overhead = max(_OVERHEAD_BYTES, int(gpu_bytes * _OVERHEAD_SHARE))
         return int(gpu_bytes * self.memory_share) - overhead - self.weights.each(size, self.layout)
+
+    def cache_tokens(self, size: int, gpu_bytes: int) -> int | None:
+        """Return about how many tokens the KV cache of a replica holds; None if that is not known.
+
+        Layers with a sliding window count with their share of a sequence of the model's full length.
+        """
+        length = self.max_model_len or _first(_text(self.config), _CONTEXT)
+        sequence = replace(self, max_model_len=length).sequence_bytes(size)
+        free = self.cache_bytes(size, gpu_bytes) if self.given_cache_bytes is None else self.given_cache_bytes
+        if not sequence or not self.weights.total or not gpu_bytes:
+            return None
+        return max(free, 0) * length // sequence
 
     def sequence_bytes(self, size: int) -> int:
         """Return the bytes of KV cache of the longest sequence, on each of `size` GPUs; 0 if unknown.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from container.settings import load
@@ -12,9 +13,13 @@ from container.settings.values import Value
 
 
 def load_settings(
-    model_dir: Path | str | Value | None, environ: Mapping[str, str], command_line: Mapping[str, str] | None = None
+    model_dir: Path | str | Value | None,
+    environ: Mapping[str, str],
+    command_line: Mapping[str, str] | None = None,
+    *,
+    one_model: bool = False,
 ) -> Settings:
-    return load.load_settings(model_dir, read_environment(environ), command_line)
+    return load.load_settings(model_dir, replace(read_environment(environ), one_model=one_model), command_line)
 
 
 def further_settings(

@@ -34,8 +34,7 @@ def handler_settings(
     lookup = sources.lookup
     problems = len(lookup.problems)
     gpus = sources.gpus
-    own = {key: sources.model.get(f"{'gpu' if gpus else 'cpu'}.{key}") for key in ("minWorkers", "maxWorkers")}
-    layer = sources.model | {key: value for key, value in own.items() if value is not None}
+    layer = sources.workers()
     fields: dict[str, Any] = {
         option.field: lookup.value(option, layer, sources.variables) for option in HANDLER_OPTIONS
     }

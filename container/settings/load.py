@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,7 @@ def _sources(
         remote.open,
         remote.has,
         environment.gpus,
+        environment.one_model,
         lookup,
     )
 
@@ -297,20 +298,24 @@ def load_startup(
         SettingsError: A setting is wrong.
     """
     environment = read_environment(environ, gpus)
+    of_one_model = replace(environment, one_model=True)
     variables = environment.variables
     layer = server_layer(variables, command_line, Lookup())  # its faults are reported with the settings
     if "multi_model" in layer and load_server(environment, command_line).server.multi_model:
         return _several(environment, command_line, [])
     listed = layer.get("load_models")
     if model_dir is None and listed is not None and LOAD_MODELS.parser(listed.text) != "ALL":
-        models = [*_listed(listed, environment, command_line), *_from_hub(environment, command_line)]
+        entries = [] if LOAD_MODELS.parser(listed.text) == "NONE" else re.split(r"[,\s]+", listed.text)
+        urls = [text for text in entries if text]
+        read_for = of_one_model if len(urls) + ("HF_MODEL_ID" in variables) == 1 else environment
+        models = [*_listed(urls, listed.source, read_for, command_line), *_from_hub(read_for, command_line)]
         return _several(environment, command_line, models)
     try:
         directories = _directories(_place(model_dir, layer))
     except ModelNotFound:
         directories = ()  # reading the settings reports the fault
     if len(directories) < 2 and not _has_another(directories, variables):
-        settings = load_settings(model_dir, environment, command_line)
+        settings = load_settings(model_dir, of_one_model, command_line)
         models = [StartupModel(settings, str(settings.model.model_dir))]
         return Startup(settings.server, tuple(models), None, environment, command_line)
     name = layer["model_name"].text if "model_name" in layer else None
@@ -383,20 +388,20 @@ _LISTED = re.compile(
 )
 
 
-def _listed(value: Value, environment: Environment, command_line: Mapping[str, str]) -> Iterator[StartupModel]:
-    if LOAD_MODELS.parser(value.text) == "NONE":
-        return
-    for text in filter(None, re.split(r"[,\s]+", value.text)):
+def _listed(
+    texts: Iterable[str], place: str, environment: Environment, command_line: Mapping[str, str]
+) -> Iterator[StartupModel]:
+    for text in texts:
         entry = _LISTED.fullmatch(text)
         assert entry is not None  # any text is at least a url
-        source = f"{value.source}: {text}"
+        source = f"{place}: {text}"
         given = {"engine": entry["engine"], "load_on_devices": entry["devices"]}
         arguments = {key: Value(part, source) for key, part in given.items() if part}
         name = entry["name"] or location.name_of_url(entry["url"])
         try:
             settings = further_settings(Value(entry["url"], source), name, environment, command_line, arguments)
         except UrlNotFound as error:
-            raise SettingsError((f"load_models has {quoted('', text)} ({value.source}): {error}",)) from None
+            raise SettingsError((f"load_models has {quoted('', text)} ({place}): {error}",)) from None
         yield StartupModel(settings, entry["url"], entry["version"] or None)
 
 

@@ -40,6 +40,7 @@ from container.settings.values import FALSE, FORMATTERS, HIDDEN, Value, assignme
 from container.sources import location
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from engines.adapters import ON_HUB
+from engines.parallelism import why_one_copy
 
 # The options of an engine's model that a handler's model has, too.
 _SHARED_OPTIONS = frozenset(
@@ -51,6 +52,13 @@ _SHARED_OPTIONS = frozenset(
 _HANDLERS_ROLLING_BATCH = 32  # LMI's default of `option.max_rolling_batch_size` if none of its engines runs.
 _DRAFT_LENGTH = 5  # Tokens that a draft model proposes at a time, as in LMI.
 _SPECULATIVE = "speculative_config"
+_PARALLEL_LOADING = f"{PREFIX}parallel_loading"
+_NUMBERS_OF_COPIES = frozenset(
+    {*(key for option in options.COPIES for key in option.keys)}
+    | {f"{device}.{option.key}" for device in ("gpu", "cpu") for option in options.COPIES}
+)
+# SageMaker's toolkit reads this variable, and LMI does not. JumpStart sets it to 1 for each model.
+_WORKERS_OF_SCRIPTS = "SAGEMAKER_MODEL_SERVER_WORKERS"
 _TEMPLATES = frozenset({"chat_template"})
 _NAME_FOR_HANDLERS = replace(MODEL_ID, aliases=())  # A custom handler may give `option.model` another meaning.
 
@@ -102,6 +110,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     fields["engine_arguments"] = {name: value.text for name, value in arguments.items()}
     fields["engine_argument_sources"] = {name: value.source for name, value in arguments.items()}
     fields["devices"] = _engine_devices(sources, fields)
+    _set_copies(sources, fields)
     _set_model(sources, fields, required=True)
     if handle_before_engine:
         packages = _package_fields(sources)
@@ -222,10 +231,9 @@ def _set_formatters(layer: Mapping[str, Value], fields: dict[str, Any], code: Pa
 def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Lookup) -> dict[str, Value]:
     """Handle keys that are not options of Slipway. Keys with `option.` go to the engine. Other keys have no effect."""
     arguments: dict[str, Value] = {}
-    _ignore_copies(layer, rolling_batch, lookup)
     for key, value in layer.items():
         name = key.removeprefix(PREFIX)
-        if key in options.COPIES:
+        if key in _NUMBERS_OF_COPIES:
             continue
         if key in options.IGNORED and not (rolling_batch == "disable" and key in options.DYNAMIC_BATCH_ARGUMENTS):
             lookup.ignore(key, value, options.IGNORED[key])
@@ -242,20 +250,6 @@ def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Loo
             hint = f"{PREFIX}{key} is meant" if known else "options of the engine start with option."
             lookup.ignore(key, value, f"the model has no such setting; {hint}")
     return arguments
-
-
-def _ignore_copies(layer: Mapping[str, Value], rolling_batch: str, lookup: Lookup) -> None:
-    """Warn once of all settings with which LMI would start copies of the model."""
-    given = {key: layer[key] for key, default in options.COPIES.items() if key in layer and layer[key].word != default}
-    if not given:
-        return
-    reason = "one engine serves all requests of the model"
-    if rolling_batch != "disable":
-        replicas = layer.get("option.data_parallel_size")
-        reason += f"; option.data_parallel_size{f'={replicas.word}' if replicas else ''} starts copies on further GPUs"
-    named = ", ".join(f"{key} ({value.source})" for key, value in given.items())
-    lookup.warnings.append(f"{named} {'is' if len(given) == 1 else 'are'} ignored: {reason}")
-    lookup.entries += [SettingEntry(key, one.text, one.source, f"ignored: {reason}") for key, one in given.items()]
 
 
 def _check_json(arguments: Mapping[str, Value], lookup: Lookup) -> None:
@@ -317,7 +311,7 @@ def _open_draft_model(arguments: dict[str, Value], sources: Sources) -> None:
 
 
 def _engine_devices(sources: Sources, fields: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the GPUs that the engine may use. Warn if LMI would start a copy on several of them."""
+    """Return the GPUs that the engine may use. As in LMI, `load_on_devices` may have the first GPU of each copy."""
     load_on, lookup = sources.model.get("load_on_devices"), sources.lookup
     if load_on is None or load_on.word in ("", "*"):
         return None
@@ -331,19 +325,74 @@ def _engine_devices(sources: Sources, fields: Mapping[str, Any]) -> tuple[int, .
         lookup.problems.append(f"{load_on.describe('load_on_devices')}: {error}")
         return None
     degree, stages = fields["tensor_parallel_degree"], fields["pipeline_parallel_degree"]
-    if degree is None or not allowed or "data_parallel_size" in fields["engine_arguments"]:
+    if degree is None or stages is None or not allowed or why_one_copy(fields["engine_arguments"]):
         return allowed
     try:
-        copies = len(device_groups(sources.gpus, degree * stages, load_on.text))
+        groups = device_groups(sources.gpus, degree * stages, load_on.text)
     except ValueError:
         return allowed  # The engine reports that they are too few.
-    if copies > 1:
-        enough = "" if copies * degree * stages <= len(allowed) else " without load_on_devices"
-        lookup.warnings.append(
-            f"load_on_devices ({load_on.source}) limits the model to these GPUs, and does not start {copies} copies; "
-            f"option.data_parallel_size={copies}{enough} does"
-        )
-    return allowed
+    return tuple(sorted({*allowed, *(int(device) for group in groups for device in group.split(","))}))
+
+
+def _set_copies(sources: Sources, fields: dict[str, Any]) -> None:
+    """Set how many copies of the model there are. Warn of numbers that the engine cannot have."""
+    lookup, layer = sources.lookup, _numbers_of_copies(sources)
+    given = {option.key: layer[key] for option in options.COPIES for key in option.keys if key in layer}
+    if fields["parallel_loading"]:
+        given[_PARALLEL_LOADING] = sources.model[_PARALLEL_LOADING]
+    least, most = (None if (value := lookup.value(option, layer)) is None else int(value) for option in options.COPIES)
+    if most == 0:
+        lookup.warnings.append(f"maxWorkers ({given['maxWorkers'].source}) is 0, which is the default, as in LMI")
+        most = None
+    if least == 0:
+        lookup.warnings.append(f"minWorkers ({given['minWorkers'].source}) is 0: one copy is always loaded")
+        least = 1
+    reason = _why_one_copy(fields)
+    if not reason and least is not None and most is not None and most < least:
+        lookup.warnings.append(f"maxWorkers ({given['maxWorkers'].source}) is below minWorkers: {least} run")
+        most = least
+    takes_all = sources.one_model and sources.gpus > 0 and fields["devices"] != ()
+    fields["min_copies"] = None if reason else least
+    fields["max_copies"] = 1 if reason else most or (None if takes_all else least or 1)
+    if most is None:
+        note = "" if fields["max_copies"] else "as many copies as the GPUs hold"
+        lookup.replace(SettingEntry("maxWorkers", fields["max_copies"], DEFAULT, note))
+    if fields["max_copies"] == 1:
+        reason = reason or "the model has one copy"
+        numbers = {"minWorkers": least or 1, "maxWorkers": most or 1}
+        vain = {key: value for key, value in given.items() if numbers.get(key) != 1}
+        for key, value in vain.items():
+            lookup.replace(SettingEntry(key, value.text, value.source, f"ignored: {reason}"))
+        if vain:
+            named = ", ".join(f"{key} ({value.source})" for key, value in vain.items())
+            lookup.warnings.append(f"{named} {'is' if len(vain) == 1 else 'are'} ignored: {reason}")
+
+
+def _numbers_of_copies(sources: Sources) -> dict[str, Value]:
+    """Return the model's settings, without the number of workers that is for scripts only."""
+    layer = sources.workers()
+    for option in options.COPIES:
+        value = layer.get(option.key)
+        if value is None or not value.source.endswith(_WORKERS_OF_SCRIPTS):
+            continue
+        other = sources.given.get(option.key) or sources.variables.get(f"SERVING_{option.field.upper()}")
+        layer = {key: each for key, each in layer.items() if key != option.key} | ({option.key: other} if other else {})
+        if option is options.COPIES[0]:
+            reason = "it is for scripts; maxWorkers counts the copies of a model"
+            if value.word != "1":
+                sources.lookup.warnings.append(f"{_WORKERS_OF_SCRIPTS} ({value.source}) is ignored: {reason}")
+            sources.lookup.entries.append(
+                SettingEntry(_WORKERS_OF_SCRIPTS, value.text, value.source, f"ignored: {reason}")
+            )
+    return layer
+
+
+def _why_one_copy(fields: Mapping[str, Any]) -> str:
+    """Return why the model cannot have several copies; "" if it can."""
+    if fields["rolling_batch"] == "disable":
+        return "dynamic batch runs one copy of the model"
+    argument = why_one_copy(fields["engine_arguments"])
+    return f"with {PREFIX}{argument} the model has one copy" if argument else ""
 
 
 # A model with a custom handler

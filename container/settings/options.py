@@ -7,7 +7,7 @@ docs/configuration.md explains each setting. A test compares its tables with the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -170,10 +170,17 @@ class Sources:
     open_remote: Callable[[str], Path]
     is_open: Callable[[str], bool]  # Returns True if a URL names a model that was opened.
     gpus: int
+    one_model: bool  # The server starts with this model and no other.
     lookup: Lookup
 
     def value(self, option: Option) -> Scalar | None:
         return self.lookup.value(option, self.model, self.variables)
+
+    def workers(self) -> dict[str, Value]:
+        """Return the model's settings. `gpu.` or `cpu.` forms of the numbers of workers replace the general ones."""
+        device = "gpu" if self.gpus else "cpu"
+        keys = (MIN_WORKERS.key, MAX_WORKERS.key)
+        return self.model | {key: self.model[own] for key in keys if (own := f"{device}.{key}") in self.model}
 
 
 _ENGINES = ("auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disable")
@@ -267,6 +274,7 @@ SERVED = (
         aliases=("option.pipeline_parallel_size",),
         variables=("PIPELINE_PARALLEL_DEGREE",),
     ),
+    Option("option.parallel_loading", BOOLEAN, "false"),
     Option("option.predict_timeout", SECONDS, "240", variables=("PREDICT_TIMEOUT",)),
     Option("option.model_loading_timeout", SECONDS, "1800", variables=("MODEL_LOADING_TIMEOUT",)),
     Option("option.enable_stateful_sessions", BOOLEAN, "true"),
@@ -302,11 +310,15 @@ ENTRY_POINT = Option("option.entryPoint", TEXT, variables=("DJL_ENTRY_POINT",), 
 FUNCTION = Option("option.handler", FUNCTION_NAME, "handle", field_name="function")
 ASYNC_MODE = Option("option.async_mode", BOOLEAN, "false")
 ENVIRONMENT = Option("option.env", ASSIGNMENTS, field_name="environment")
+MIN_WORKERS = Option("minWorkers", _WORKERS, "1", aliases=("min_workers",), field_name="min_workers")
+MAX_WORKERS = Option("maxWorkers", _WORKERS, "1", aliases=("max_workers",), field_name="max_workers")
+# The same for an engine: they are numbers of copies of the model. Without them, the engine's GPUs decide.
+COPIES = (replace(MIN_WORKERS, default=None), replace(MAX_WORKERS, default=None))
 # The settings of a customer's handler, except those that select the handler.
 HANDLER_OPTIONS = (
     ASYNC_MODE,
-    Option("minWorkers", _WORKERS, "1", aliases=("min_workers",), field_name="min_workers"),
-    Option("maxWorkers", _WORKERS, "1", aliases=("max_workers",), field_name="max_workers"),
+    MIN_WORKERS,
+    MAX_WORKERS,
     Option("max_idle_time", SECONDS_OR_NEVER, "60"),
     Option("retry_threshold", integer(0), "0"),
     Option(
@@ -364,12 +376,6 @@ _IGNORED_OPTIONS = {
     "it belongs to scikit-learn and XGBoost models": "default_accept",
     "one engine serves all requests of the model": "mpi_mode waiting_steps cluster_size device_id",
     "`option.reasoning_parser` alone switches it on": "enable_reasoning",
-}
-# The settings with which LMI starts copies of a model, beside `load_on_devices`, and their defaults.
-COPIES: Mapping[str, str] = {
-    **dict.fromkeys(("minWorkers", "min_workers", "gpu.minWorkers", "cpu.minWorkers"), "1"),
-    **dict.fromkeys(("maxWorkers", "max_workers", "gpu.maxWorkers", "cpu.maxWorkers"), "1"),
-    "option.parallel_loading": "false",
 }
 # The settings of LMI and of vLLM that have no effect if an engine serves the model, and the reason.
 IGNORED: Mapping[str, str] = {

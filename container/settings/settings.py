@@ -93,6 +93,7 @@ class Environment:
     warnings: tuple[str, ...] = ()
     downloads: Path = Path("/tmp/slipway")  # The directory for models that are fetched from S3.
     gpus: int = 0  # The GPUs that the settings are read for: this process's, or those of a machine to plan for.
+    one_model: bool = False  # The settings are those of the only model that the server starts with.
 
 
 class RemoteWeights(Protocol):

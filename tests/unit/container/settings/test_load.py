@@ -362,7 +362,7 @@ def test_what_asks_for_nothing_missing_is_accepted_in_silence(model_dir: Path, p
         ("option.speculative_length=4", {}),
         ("option.speculative_draft_model=x\noption.rolling_batch=disable", {}),
         ("option.max_output_len=512", {}),
-        ("minWorkers=2", {}),
+        ("minWorkers=2\noption.rolling_batch=disable", {}),
         ("dtype=fp16", {}),
         ("nonsense=1", {}),
         ("", {"SERVING_USE_NATIVE_IO": "true"}),
@@ -804,53 +804,6 @@ def test_degrees_of_any_length_do_not_fail_a_handler(model_dir: Path) -> None:
     (model_dir / "model.py").write_text("def handle(inputs): ...\n")
     settings = load_settings(model_dir, {"OPTION_TENSOR_PARALLEL_DEGREE": "9" * 5000, "OPTION_DEVICE_MAP": "²"})
     assert settings.model.handler is not None
-
-
-@pytest.mark.parametrize(
-    ("properties", "environ", "keys"),
-    [
-        ("minWorkers=2\nmaxWorkers=4\noption.parallel_loading=true", {}, ("minWorkers", "maxWorkers", "parallel_loa")),
-        ("max_workers=4", {"SERVING_MIN_WORKERS": "2"}, ("environment: SERVING_MIN_WORKERS", "max_workers")),
-        ("", {"SERVING_MAX_WORKERS": "4"}, ("environment: SERVING_MAX_WORKERS",)),
-        ("", {"SAGEMAKER_NUM_MODEL_WORKERS": "4"}, ("minWorkers (environment: SAGEMAKER_NUM_M", "maxWorkers")),
-        ("gpu.maxWorkers=4\nminWorkers=1", {}, ("gpu.maxWorkers",)),
-        ("option.parallel_loading=true", {}, ("option.parallel_loading",)),
-    ],
-)
-def test_settings_of_copies_have_one_warning_that_says_what_starts_them(
-    model_dir: Path, properties: str, environ: dict[str, str], keys: tuple[str, ...]
-) -> None:
-    settings = load(model_dir, properties, environ)
-    (warning,) = settings.warnings
-    assert all(key in warning for key in (*keys, "option.data_parallel_size"))
-    ignored = [entry for entry in settings.entries if entry.note.startswith("ignored")]
-    assert len(ignored) == len(keys)
-
-
-def test_defaults_of_copies_are_accepted_in_silence(model_dir: Path) -> None:
-    assert load(model_dir, "minWorkers=1\nmaxWorkers=1\noption.parallel_loading=false").warnings == ()
-
-
-@pytest.mark.parametrize(
-    ("properties", "gpus", "copies"),
-    [
-        ("option.tensor_parallel_degree=1\nload_on_devices=0;1;2;3", 4, 4),
-        ("option.tensor_parallel_degree=2\nload_on_devices=0;2", 4, 2),
-        ("option.tensor_parallel_degree=2\nload_on_devices=0;1", 4, None),
-        ("option.tensor_parallel_degree=1\nload_on_devices=0;1\noption.data_parallel_size=2", 4, None),
-        ("load_on_devices=0;1", 4, None),
-        ("option.tensor_parallel_degree=1\nload_on_devices=*", 4, None),
-        ("option.tensor_parallel_degree=1\nload_on_devices=2", 4, None),
-        ("option.tensor_parallel_degree=1\nload_on_devices=cpu", 0, None),
-    ],
-)
-def test_devices_on_which_lmi_starts_copies_have_a_warning(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, properties: str, gpus: int, copies: int | None
-) -> None:
-    monkeypatch.setattr(environment, "gpu_count", lambda: gpus)
-    warnings = load(model_dir, properties).warnings
-    assert len(warnings) == (copies is not None)
-    assert all(f"option.data_parallel_size={copies}" in warning for warning in warnings)
 
 
 def test_devices_have_a_warning_without_gpus(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
