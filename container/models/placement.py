@@ -12,7 +12,15 @@ from pathlib import Path
 from container.settings.settings import Settings
 from engines.choice import is_vllm
 from engines.model_settings import ModelSettings
-from engines.parallelism import MEMORY_SHARE, Layout, ModelMemory, Weights, tensor_parallel_sizes
+from engines.parallelism import (
+    MEMORY_SHARE,
+    Layout,
+    ModelMemory,
+    Weights,
+    copies_that_fit,
+    tensor_parallel_sizes,
+    why_one_copy,
+)
 from engines.weight_files import hub_file, weight_bytes, weights_of
 
 _CONFIG = "config.json"
@@ -20,34 +28,52 @@ _GIB = 1 << 30
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)").fullmatch
 _MULTIPLES = {"": 1, "k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
 _SHARE = re.compile(r"(0?\.\d+|1(\.0+)?)").fullmatch
+_REPLICAS = "option.data_parallel_size"
 _ALIKE = 1 << 30  # GPUs whose free bytes differ by less count as equally free.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:
-    """The GPUs of a machine that a model takes."""
+    """The GPUs of a machine that a model takes, with all of its copies."""
 
     model: str
     gpus: int | None  # None: it is not known before the model is loaded.
     why: str
+    warning: str = ""  # What the settings ask for and the machine does not have.
+    copies: int | None = None  # None: the model has no engine, or it is not known before the model is loaded.
+    cache_tokens: int | None = None  # About how many tokens the KV cache of each copy holds; None: that is not known.
     allowed: int = 0  # The GPUs that the model may take.
+    most_copies: int | None = 1  # None: no setting limits the copies.
     size: int = 1  # GPUs that share each layer.
-    sizes: Sequence[int] = ()  # The numbers of such GPUs that the model allows.
+    sizes: Sequence[int] = ()  # The numbers of such GPUs that the model allows and that hold it.
     layout: Layout = field(default_factory=Layout)
-    can_be_copied: bool = False  # `option.data_parallel_size` is possible: the weights fit.
+    copied_by: str = ""  # The setting with which there are more copies; "" if a copy does not fit.
+
+    @property
+    def gpus_of_copy(self) -> int | None:
+        return self.gpus // self.copies if self.gpus is not None and self.copies else None
 
     def remedies(self, idle: int) -> dict[str, int]:
         """Return the settings with which the model takes idle GPUs as well; each alone is enough."""
-        if self.gpus is None:
+        if self.gpus is None or not self.copies:
             return {}
         room, found = min(self.gpus + idle, self.allowed), {}
-        replicas = room * self.layout.replicas_here // max(self.gpus, 1)
-        if self.can_be_copied and replicas > self.layout.replicas_here == self.layout.replicas:
-            found["option.data_parallel_size"] = replicas
-        degree = max((size for size in self.sizes if self.layout.gpus(size) <= room), default=0)
-        if degree > self.size:
+        if self.copied_by == _REPLICAS:
+            replicas = room * self.layout.replicas_here // max(self.gpus, 1)
+            if replicas > self.layout.replicas_here == self.layout.replicas:
+                found[_REPLICAS] = replicas
+        elif self.copied_by and (copies := copies_that_fit(room, self.layout.gpus(self.size), None)) > self.copies:
+            found[self.copied_by] = copies
+        closeness = {size: -abs(size - self.size) for size in self.sizes}
+        degree = max(closeness, key=lambda size: (self._taken(size, room), closeness[size]), default=self.size)
+        if self._taken(degree, room) > self.gpus:
             found["option.tensor_parallel_degree"] = degree
         return found
+
+    def _taken(self, size: int, room: int) -> int:
+        """Return how many of `room` GPUs the model takes if `size` GPUs share each layer; 0 if they are too few."""
+        each = self.layout.gpus(size)
+        return each * copies_that_fit(room, each, self.most_copies) if each <= room else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +99,18 @@ class GpuPlan:
         lines = [f"GPUs: {count}" + (f" of {least / _GIB:.1f} GiB{smallest}" if least else "")]
         for use in self.models:
             taken = "not known yet" if use.gpus is None else f"{use.gpus} of {count}"
-            lines.append(f"GPUs of model {use.model}: {taken}: {use.why}")
+            lines.append(f"GPUs of model {use.model}: {taken}: {_copies(use)}{use.why}")
         return tuple(lines)
 
     @property
     def warning(self) -> str:
-        """The GPUs that stay idle or are missing, and what to do; empty if there are none."""
+        """What the machine does not have, and the GPUs that stay idle, and what to do; empty if there is nothing."""
+        warnings = [f"model {use.model}: {use.warning}" for use in self.models if use.warning]
+        return "; ".join([*warnings, *([self._of_idle] if self._of_idle else [])])
+
+    @property
+    def _of_idle(self) -> str:
         count = len(self.gpus)
-        for use in self.models:
-            if use.gpus is not None and use.gpus > count > 0:
-                return f"model {use.model} needs {use.gpus} GPUs; the machine has {count}"
         if not self.idle or not self.models:
             return ""
         remedies = [
@@ -91,6 +119,16 @@ class GpuPlan:
             for setting, number in use.remedies(self.idle).items()
         ]
         return f"{self.idle} of {count} GPUs stay idle" + (f"; to use them: {' or '.join(remedies)}" * bool(remedies))
+
+
+def _copies(use: GpuUse) -> str:
+    """Return the copies of a model in words, for the beginning of a reason."""
+    if use.copies is None or not use.gpus_of_copy:
+        return ""
+    copies = f"{use.copies} copies" if use.copies > 1 else "1 copy"
+    each = " each" if use.copies > 1 else ""
+    tokens = f", about {use.cache_tokens:,} tokens of KV cache{each}" if use.cache_tokens else ""
+    return f"{copies} with {use.gpus_of_copy} GPU{'s' * (use.gpus_of_copy > 1)}{each}{tokens}: "
 
 
 def gpu_plan(models: Sequence[Settings], gpus: Sequence[int]) -> GpuPlan:
@@ -112,7 +150,8 @@ def _gpu_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
         return GpuUse(model=model.name, gpus=len(devices), why="those of the custom handler's workers")
     if not is_vllm(model):
         (size,), _ = sharing_gpus(model, len(devices))
-        return GpuUse(model=model.name, gpus=size, why="dynamic batch takes one, and all with option.device_map")
+        why = "dynamic batch takes one GPU, and all with option.device_map"
+        return GpuUse(model=model.name, gpus=size, copies=1, why=why)
     if _chooses_itself(model):
         return GpuUse(model=model.name, gpus=None, why="option.device_ids, Ray or several machines choose them")
     try:
@@ -139,20 +178,46 @@ def _vllm_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
     else:
         size, why = memory.fewest(sizes, smallest)
     is_known = bool(memory.weights.total and smallest)
+    holding = [one for one in sizes if not is_known or memory.cache_bytes(one, smallest) > 0]
+    useful = [one for one in holding if not is_known or memory.fits(one, smallest)]
     if is_known and not memory.fits(size, smallest) and (given is not None or model.tensor_parallel_max):
         why += f"; too few for the weights ({memory.weights.total / _GIB:.1f} GiB) and a useful KV cache"
+        why += f", for which {useful[0]} are enough" if useful else ""
     for count, name in ((layout.stages, "pipeline stages"), (layout.replicas, "replicas"), (layout.nodes, "machines")):
         why += f"; {count} {name}" if count > 1 else ""
+    argument = why_one_copy(model.engine_arguments)
+    each = layout.gpus(size)
+    fitting, copies = (copies_that_fit(len(gpus), each, limit) for limit in (None, model.max_copies))
+    if argument and fitting > 1:
+        why += f"; one copy, because of option.{argument}"
+    elif copies > 1 or fitting > 1:
+        why += "; as many copies as fit" if copies == fitting else f"; maxWorkers={copies}, and {fitting} fit"
+    tokens = memory.cache_tokens(size, smallest)
     return GpuUse(
         model=model.name,
-        gpus=layout.gpus(size),
+        gpus=each * copies,
         why=why,
+        warning=_missing(model, each, len(gpus), fitting),
+        copies=copies,
+        cache_tokens=None if tokens is None else int(float(f"{tokens * layout.replicas_here:.3g}")),
         allowed=len(gpus),
+        most_copies=model.max_copies,
         size=size,
-        sizes=tensor_parallel_sizes(memory.config, len(gpus)) if memory.config else (),
+        sizes=(useful or holding) if memory.config else (),
         layout=layout,
-        can_be_copied=not is_known or memory.cache_bytes(size, smallest) > 0,
+        copied_by="" if is_known and size not in holding else _REPLICAS if argument else "maxWorkers",
     )
+
+
+def _missing(model: ModelSettings, each: int, gpus: int, fitting: int) -> str:
+    """Return what the settings ask for and the GPUs do not hold."""
+    if each > gpus:
+        return f"it needs {each} GPUs, and has {gpus}"
+    asked = model.min_copies or 1, model.max_copies or 1
+    for name, number in zip(("minWorkers", "maxWorkers"), asked, strict=True):
+        if number > fitting:
+            return f"{name} asks for {number} copies, and {fitting} fit"
+    return ""
 
 
 def model_memory(settings: Settings) -> ModelMemory | None:
@@ -172,6 +237,7 @@ def model_memory(settings: Settings) -> ModelMemory | None:
     if not weights.total:  # those of S3 are fetched when the model is loaded
         weights = replace(weights, total=sum(remote.total_bytes for remote in settings.remote_models))
     share = arguments.get("gpu_memory_utilization", "").strip()
+    cache = integer(arguments.get("kv_cache_memory_bytes", ""))
     is_fp8 = "fp8" in arguments.get("kv_cache_dtype", "")
     return ModelMemory(
         config,
@@ -180,6 +246,7 @@ def model_memory(settings: Settings) -> ModelMemory | None:
         memory_share=float(share) if _SHARE(share) else MEMORY_SHARE,
         max_model_len=_length(arguments.get("max_model_len", "").strip()),
         cache_element_bytes=1 if is_fp8 else 4 if model.dtype == "float32" else 2,
+        given_cache_bytes=cache or None,
     )
 
 
@@ -231,8 +298,8 @@ def sharing_gpus(model: ModelSettings, gpus: int) -> tuple[Sequence[int], Layout
 
 
 def gpus_asked_for(model: ModelSettings) -> int:
-    """Return the number of this machine's GPUs that an engine takes with the model's settings."""
-    return _layout(model).gpus(model.tensor_parallel_degree or 1)
+    """Return the number of this machine's GPUs that an engine takes with the model's settings, at least."""
+    return _layout(model).gpus(model.tensor_parallel_degree or 1) * (model.max_copies or 1)
 
 
 def _layout(model: ModelSettings) -> Layout:

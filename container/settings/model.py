@@ -340,7 +340,9 @@ def _set_copies(sources: Sources, fields: dict[str, Any]) -> None:
     given = {option.key: layer[key] for option in options.COPIES for key in option.keys if key in layer}
     if fields["parallel_loading"]:
         given[_PARALLEL_LOADING] = sources.model[_PARALLEL_LOADING]
-    least, most = (None if (value := lookup.value(option, layer)) is None else int(value) for option in options.COPIES)
+    least, most = (
+        None if (number := lookup.value(option, layer)) is None else int(number) for option in options.COPIES
+    )
     if most == 0:
         lookup.warnings.append(f"maxWorkers ({given['maxWorkers'].source}) is 0, which is the default, as in LMI")
         most = None

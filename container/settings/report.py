@@ -56,7 +56,15 @@ def _plan_object(plan: GpuPlan) -> dict[str, Any]:
     return {
         "memory_bytes": list(plan.gpus),
         "models": [
-            {"name": use.model, "gpus": use.gpus, "why": use.why, "to_use_idle": use.remedies(plan.idle or 0)}
+            {
+                "name": use.model,
+                "gpus": use.gpus,
+                "copies": use.copies,
+                "gpus_of_copy": use.gpus_of_copy,
+                "kv_cache_tokens_of_copy": use.cache_tokens,
+                "why": use.why,
+                "to_use_idle": use.remedies(plan.idle or 0),
+            }
             for use in plan.models
         ],
         "idle": plan.idle,

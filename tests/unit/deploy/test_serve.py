@@ -17,23 +17,37 @@ from deploy.serve import read_startup
 from tests.unit.engines.test_parallelism import MODELS
 
 COUNTS = (1, 2, 4, 8)
-# For machines with 1, 2, 4 and 8 GPUs: those that the model takes, and the copies that would use the idle ones.
-ONE = [(1, 1), (1, 2), (1, 4), (1, 8)]
-ONE_AT_MOST = [(1, 1)] * 4  # The weights do not fit one GPU, and so no copies are proposed.
-TWO = [(1, 1), (2, 1), (2, 2), (2, 4)]
-GIVEN_TWO = [(2, 1), (2, 1), (2, 2), (2, 4)]
-TWO_AT_MOST = [(2, 1)] * 4
-FOUR = [(1, 1), (2, 1), (4, 1), (4, 2)]
-ALL = [(1, 1), (2, 1), (4, 1), (8, 1)]
-PLANS = {  # By the model and the GiB of a GPU: without a degree, with 1, with 2, and with max.
-    ("Llama-3.2-1B", 24): (ONE, ONE, GIVEN_TWO, ALL),
-    ("Llama-3.2-1B", 80): (ONE, ONE, GIVEN_TWO, ALL),
-    ("Llama-3.1-8B", 24): (TWO, ONE, GIVEN_TWO, ALL),
-    ("Llama-3.1-8B", 80): (ONE, ONE, GIVEN_TWO, ALL),
-    ("Qwen3-32B", 24): (FOUR, ONE_AT_MOST, TWO_AT_MOST, ALL),
-    ("Qwen3-32B", 80): (TWO, ONE, GIVEN_TWO, ALL),
-    ("Llama-3.3-70B", 24): (ALL, ONE_AT_MOST, TWO_AT_MOST, ALL),
-    ("Llama-3.3-70B", 80): (FOUR, ONE_AT_MOST, GIVEN_TWO, ALL),
+DEGREES = (None, "1", "2", "max")
+# Copies and the GPUs of each on machines with 1, 2, 4 and 8 GPUs.
+ONES = ["1x1", "2x1", "4x1", "8x1"]
+TWOS = ["1x1", "1x2", "2x2", "4x2"]  # The model needs two GPUs.
+FOURS = ["1x1", "1x2", "1x4", "2x4"]
+ALL = ["1x1", "1x2", "1x4", "1x8"]
+OF_TWO = ["1x2", "1x2", "2x2", "4x2"]  # Degree 2: one GPU is too few.
+PLANS = {  # By the model and the GiB of a GPU: for each of the degrees.
+    ("Llama-3.2-1B", 24): (ONES, ONES, OF_TWO, ALL),
+    ("Llama-3.2-1B", 80): (ONES, ONES, OF_TWO, ALL),
+    ("Llama-3.1-8B", 24): (TWOS, ONES, OF_TWO, ALL),
+    ("Llama-3.1-8B", 80): (ONES, ONES, OF_TWO, ALL),
+    ("Qwen3-32B", 24): (FOURS, ONES, OF_TWO, ALL),
+    ("Qwen3-32B", 80): (TWOS, ONES, OF_TWO, ALL),
+    ("Llama-3.3-70B", 24): (ALL, ONES, OF_TWO, ALL),
+    ("Llama-3.3-70B", 80): (FOURS, ONES, OF_TWO, ALL),
+}
+# LMI's copies, which do not depend on the model: without a degree, one copy has all GPUs.
+LMI = (ALL, ONES, ["-", *OF_TWO[1:]], ALL)
+# Tokens of KV cache of a copy.
+TOKENS = {
+    ("Llama-3.2-1B", 24, None, 4): 583_000,
+    ("Llama-3.1-8B", 24, None, 1): 42_000,
+    ("Llama-3.1-8B", 24, None, 4): 206_000,
+    ("Llama-3.1-8B", 24, "1", 4): 42_000,
+    ("Llama-3.1-8B", 24, "max", 4): 535_000,
+    ("Qwen3-32B", 24, "1", 4): 0,
+    ("Llama-3.3-70B", 24, None, 8): 95_800,
+    ("Llama-3.3-70B", 80, None, 4): 492_000,
+    ("Llama-3.3-70B", 80, None, 8): 492_000,
+    ("Llama-3.3-70B", 80, "max", 8): 1_410_000,
 }
 
 
@@ -67,20 +81,73 @@ def test_a_refusal_comes_with_the_warnings_that_may_explain_it(
     )
 
 
+def write_model(folder: Path, name: str) -> Path:
+    (folder / "config.json").write_text(json.dumps(MODELS[name]["config"]))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(MODELS[name]["weight_bytes"])  # takes no room on the disk
+    return folder
+
+
 @pytest.mark.parametrize(("name", "gibibytes"), PLANS)
 def test_the_plan_for_other_machines(tmp_path: Path, name: str, gibibytes: int) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]["config"]))
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(MODELS[name]["weight_bytes"])  # takes no room on the disk
-    for degree, row in zip((None, "1", "2", "max"), PLANS[name, gibibytes], strict=True):
-        for count, (gpus, copies) in zip(COUNTS, row, strict=True):
-            found = planned(tmp_path, f"{count}x{gibibytes}GiB", {"TENSOR_PARALLEL_DEGREE": degree})
+    model = write_model(tmp_path, name)
+    for degree, row, theirs in zip(DEGREES, PLANS[name, gibibytes], LMI, strict=True):
+        for count, copies, other in zip(COUNTS, row, theirs, strict=True):
+            found = planned(model, f"{count}x{gibibytes}GiB", {"TENSOR_PARALLEL_DEGREE": degree})
             (use,) = found["models"]
-            cell = (degree, count)
+            cell = (name, gibibytes, degree, count)
             assert found["memory_bytes"] == [gibibytes << 30] * count
-            assert (*cell, use["gpus"], found["idle"]) == (*cell, gpus, max(count - gpus, 0))
-            assert (*cell, use["to_use_idle"].get("option.data_parallel_size", 1)) == (*cell, copies)
-            assert bool(found["warning"]) == (gpus != count)
+            assert (*cell, f"{use['copies']}x{use['gpus_of_copy']}") == (*cell, copies)
+            assert (*cell, use["kv_cache_tokens_of_copy"]) == (*cell, TOKENS.get(cell, use["kv_cache_tokens_of_copy"]))
+            assert (found["idle"], use["to_use_idle"]) == (0, {}), "no GPU is left with counts that are powers of 2"
+            assert (*cell, bool(found["warning"])) == (*cell, use["gpus"] > count)
+            assert degree is None or other in ("-", copies), "a degree leads to LMI's copies"
+
+
+@pytest.mark.parametrize(
+    ("variables", "copies"),
+    [
+        # TGI shares a model out to NUM_SHARD GPUs, and leaves the others alone. Slipway has copies on them.
+        ({"NUM_SHARD": "1"}, "4x1"),
+        ({"NUM_SHARD": "2"}, "2x2"),
+        ({"NUM_SHARD": "4"}, "1x4"),
+        ({"SM_NUM_GPUS": "1"}, "4x1"),
+        ({"SM_NUM_GPUS": "4"}, "1x4"),
+        ({"SM_NUM_GPUS": "1", "SAGEMAKER_MODEL_SERVER_WORKERS": "1"}, "4x1"),  # as JumpStart sets them
+        ({"SHARDED": "true"}, "2x2"),  # ignored: the fewest GPUs that hold the model
+        ({"SHARDED": "false", "NUM_SHARD": "1"}, "4x1"),
+        ({"SM_VLLM_TENSOR_PARALLEL_SIZE": "1"}, "4x1"),
+        ({"SM_VLLM_TENSOR_PARALLEL_SIZE": "4"}, "1x4"),
+        ({"SM_VLLM_TENSOR_PARALLEL_SIZE": "1", "SM_VLLM_DATA_PARALLEL_SIZE": "4"}, "1x4"),
+        ({"SM_VLLM_TENSOR_PARALLEL_SIZE": "1", "SM_VLLM_PIPELINE_PARALLEL_SIZE": "2"}, "2x2"),
+        ({"OPTION_TENSOR_PARALLEL_DEGREE": "1"}, "4x1"),
+        ({"OPTION_TENSOR_PARALLEL_DEGREE": "max"}, "1x4"),
+        ({"TENSOR_PARALLEL_DEGREE": "1", "SERVING_MAX_WORKERS": "2"}, "2x1"),
+        ({"TENSOR_PARALLEL_DEGREE": "1", "SAGEMAKER_NUM_MODEL_WORKERS": "3"}, "3x1"),
+        ({"TENSOR_PARALLEL_DEGREE": "2", "SERVING_LOAD_ON_DEVICES": "2"}, "1x2"),
+        ({"SERVING_LOAD_ON_DEVICES": "0;3"}, "1x2"),
+        ({}, "2x2"),
+    ],
+)
+def test_the_variables_of_other_containers_lead_to_copies_on_all_gpus(
+    tmp_path: Path, variables: dict[str, str], copies: str
+) -> None:
+    (use,) = planned(write_model(tmp_path, "Llama-3.1-8B"), "4x24GiB", dict(variables))["models"]
+    assert f"{use['copies']}x{use['gpus_of_copy']}" == copies
+
+
+def test_the_text_has_the_same_plan(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "Llama-3.1-8B")
+    arguments = ["config", "-m", str(model), "--model-name", "m", "--gpus"]
+    done = CliRunner().invoke(app, [*arguments, "4x24GiB"])
+    assert "GPUs of model m: 4 of 4: 2 copies with 2 GPUs each, about 206,000 tokens" in done.output
+    done = CliRunner().invoke(app, [*arguments, "3x24GiB"])
+    assert "warning: 1 of 3 GPUs stay idle\n" in done.output, "a degree of 1 would not hold a sequence"
+    done = CliRunner().invoke(app, [*arguments, "3x80GiB"], env={"TENSOR_PARALLEL_DEGREE": "2"})
+    assert "warning: 1 of 3 GPUs stay idle; to use them: option.tensor_parallel_degree=1" in done.output
+    done = CliRunner().invoke(app, [*arguments, "4x24GiB"], env={"SERVING_MAX_WORKERS": "1"})
+    assert "GPUs of model m: 2 of 4: 1 copy with 2 GPUs" in done.output
+    assert "warning: 2 of 4 GPUs stay idle; to use them: maxWorkers=2 or option.tensor_parallel_degree=4" in done.output
 
 
 def planned(model: Path, gpus: str, environ: dict[str, str | None]) -> dict[str, Any]:
