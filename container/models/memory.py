@@ -11,7 +11,7 @@ from container.models.placement import gpus_of, integer, sharing_gpus
 from container.settings.settings import Settings
 from engines.cpu_memory import machine_limits
 from engines.model_settings import ModelSettings
-from engines.parallelism import Layout, Weights
+from engines.parallelism import Layout, Weights, copies_that_fit
 from engines.weight_files import draft_model, expert_bytes, weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ def free_memory() -> tuple[int, ...]:
 def check_room(settings: Settings, memory: Sequence[int]) -> None:
     """Check that a model fits into the free memory of the devices that will load it.
 
-    It needs the memory that its settings declare, or else 1.2 times its weight files, as in LMI. vLLM checks the memory
-    that it takes beside the weights.
+    Each of its copies needs the memory that its settings declare, or else 1.2 times its weight files, as in LMI. vLLM
+    checks the memory that it takes beside the weights.
 
     Args:
         settings: The settings of the model.
@@ -59,6 +59,7 @@ def check_room(settings: Settings, memory: Sequence[int]) -> None:
     if not gpus:
         each, free = _needed(settings, sizes[0], layout), memory[-1]
         need = each if settings.required_memory is not None else each * layout.gpus(sizes[0])
+        need *= settings.model.max_copies or 1
         if need + reserved > free:
             raise OutOfMemory(
                 f"model {name} needs {_mebibytes(need)} of memory and {_mebibytes(reserved)} "
@@ -67,6 +68,7 @@ def check_room(settings: Settings, memory: Sequence[int]) -> None:
         return
     for size in sizes:
         each, count = _needed(settings, size, layout), layout.gpus(size)
+        count *= copies_that_fit(len(gpus), count, settings.model.max_copies)
         if all(each + reserved <= memory[index] for index in gpus[:count]):
             return
     where = "GPU memory" if count == 1 else f"memory on each of {count} GPUs"

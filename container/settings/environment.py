@@ -96,6 +96,12 @@ def _chat_format(text: str) -> str:
     return "openai" if text.strip().lower() in TRUE else "lmi"
 
 
+def _all_gpus_or_one(text: str) -> str:
+    """Return TGI's `sharded` as a degree: all GPUs share the model, or it has one. Other text is refused later."""
+    word = text.strip().lower()
+    return "max" if word in TRUE else "1" if word in FALSE else text
+
+
 def _quantization(text: str) -> str:
     return "bitsandbytes" if text.strip().lower() in ("bitsandbytes-nf4", "bitsandbytes-fp4") else text
 
@@ -121,6 +127,7 @@ ALIASES = (
     Alias("TRUST_REMOTE_CODE", "OPTION_TRUST_REMOTE_CODE", _TGI),
     Alias("SM_NUM_GPUS", "TENSOR_PARALLEL_DEGREE", f"{_LMI}, {_TGI}"),
     Alias("NUM_SHARD", "TENSOR_PARALLEL_DEGREE", _TGI),
+    Alias("SHARDED", "TENSOR_PARALLEL_DEGREE", _TGI, _all_gpus_or_one),
     Alias("MAX_CONCURRENT_REQUESTS", "SERVING_JOB_QUEUE_SIZE", f"{_LMI}, {_TGI}"),
     Alias("MAX_BATCH_PREFILL_TOKENS", "OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS", f"{_LMI}, {_TGI}"),
     Alias("MAX_BATCH_SIZE", "OPTION_MAX_ROLLING_BATCH_SIZE", f"{_LMI}, {_TGI}"),
@@ -166,7 +173,6 @@ _IGNORED = {
     "SAGEMAKER_SAFE_PORT_RANGE",
     "vLLM schedules requests in its own way": "WAITING_SERVED_RATIO MAX_WAITING_TOKENS",
     "vLLM chooses its addresses": "MASTER_ADDR MASTER_PORT",
-    "NUM_SHARD or SM_NUM_GPUS says how many GPUs share the model": "SHARDED",
     "`top_n_tokens` is at most 5, TGI's default": "MAX_TOP_N_TOKENS",
     "vLLM fills its KV cache; see OPTION_GPU_MEMORY_UTILIZATION": "MAX_BATCH_TOTAL_TOKENS",
     "set OPTION_MAX_ROLLING_BATCH_PREFILL_TOKENS; unlike TEI, vLLM does not cut longer texts": "MAX_BATCH_TOKENS",

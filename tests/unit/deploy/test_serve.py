@@ -114,8 +114,9 @@ def test_the_plan_for_other_machines(tmp_path: Path, name: str, gibibytes: int) 
         ({"SM_NUM_GPUS": "1"}, "4x1"),
         ({"SM_NUM_GPUS": "4"}, "1x4"),
         ({"SM_NUM_GPUS": "1", "SAGEMAKER_MODEL_SERVER_WORKERS": "1"}, "4x1"),  # as JumpStart sets them
-        ({"SHARDED": "true"}, "2x2"),  # ignored: the fewest GPUs that hold the model
-        ({"SHARDED": "false", "NUM_SHARD": "1"}, "4x1"),
+        ({"SHARDED": "true"}, "1x4"),
+        ({"SHARDED": "false"}, "4x1"),
+        ({"SHARDED": "true", "NUM_SHARD": "2"}, "2x2"),
         ({"SM_VLLM_TENSOR_PARALLEL_SIZE": "1"}, "4x1"),
         ({"SM_VLLM_TENSOR_PARALLEL_SIZE": "4"}, "1x4"),
         ({"SM_VLLM_TENSOR_PARALLEL_SIZE": "1", "SM_VLLM_DATA_PARALLEL_SIZE": "4"}, "1x4"),

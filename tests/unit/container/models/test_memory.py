@@ -189,6 +189,24 @@ def test_a_model_stays_on_the_devices_that_it_may_use(large_model: Path, monkeyp
         check_room(load(large_model, "load_on_devices=0;2"), room)
 
 
+def test_each_copy_needs_its_gpus(large_model: Path) -> None:
+    two = load(large_model, "maxWorkers=2\noption.tensor_parallel_degree=2")
+    check_room(two, (EMPTY, EMPTY, EMPTY, EMPTY, FULL, MAIN))
+    with pytest.raises(OutOfMemory, match="needs 61440 MiB of memory on each of 4 GPUs"):
+        check_room(two, (EMPTY, EMPTY, EMPTY, FULL, FULL, MAIN))
+    check_room(two, (EMPTY, EMPTY, EMPTY, MAIN))  # one copy fits, and the log says so
+    without_degree = load(large_model, "maxWorkers=2")
+    check_room(without_degree, (*[EMPTY] * 4, *[FULL] * 4, MAIN))
+    with pytest.raises(OutOfMemory):
+        check_room(without_degree, (*[EMPTY] * 3, *[FULL] * 5, MAIN))
+
+
+def test_each_copy_needs_main_memory_without_gpus(model_dir: Path) -> None:
+    assert needed(load(model_dir, "maxWorkers=3")) == (0, 35)
+    assert needed(load(model_dir, "maxWorkers=3\nrequired_memory_mb=4")) == (0, 12)
+    assert needed(load(model_dir, "maxWorkers=3\noption.rolling_batch=disable")) == (0, 11)
+
+
 def test_a_model_on_the_cpu_needs_main_memory(large_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "gpu_count", lambda: 2)
     settings = load(large_model, "load_on_devices=cpu\noption.rolling_batch=disable")

@@ -46,6 +46,8 @@ def texts(layer: dict[str, Value]) -> dict[str, str]:
         ({"MODEL_ID": "org/name", "REVISION": "v2"}, "revision", "v2"),
         ({"HF_MODEL_ID": "org/name", "HF_MODEL_REVISION": "v2"}, "revision", "v2"),
         ({"NUM_SHARD": "4"}, "tensor_parallel_degree", 4),
+        ({"SHARDED": "false"}, "tensor_parallel_degree", 1),
+        ({"SHARDED": "true"}, "tensor_parallel_max", True),
         ({"SM_NUM_GPUS": "2", "NUM_SHARD": "2"}, "tensor_parallel_degree", 2),
         ({"MAX_INPUT_LENGTH": "100"}, "max_prompt_tokens", 100),
         ({"MAX_INPUT_TOKENS": "100"}, "max_prompt_tokens", 100),

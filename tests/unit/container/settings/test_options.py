@@ -168,6 +168,7 @@ def alias_rows() -> list[str]:
         "_inverted": ", the other way round",
         "_chat_format": "`=openai`, if true",
         "_log_format": "`=json`, if true",
+        "_all_gpus_or_one": "`=max`, if true; `=1`, if false",
     }
     return grouped(
         (f"`{alias.variable}`", f"`{alias.target}`{how.get(alias.convert.__name__, '')}") for alias in ALIASES
