@@ -43,8 +43,11 @@ def choose_engine(settings: ModelSettings) -> ModelSettings:
                 "requirements/cpu.txt if there is no GPU (`make install`); option.rolling_batch=disable runs the model "
                 "on transformers"
             )
-        logger.warning("option.rolling_batch=auto: vLLM is not installed; dynamic batch on transformers runs the model")
-        return replace(settings, rolling_batch="disable")
+        in_vain = "; it runs one copy, and maxWorkers is ignored" if (settings.max_copies or 1) > 1 else ""
+        logger.warning(
+            "option.rolling_batch=auto: vLLM is not installed; dynamic batch on transformers runs the model%s", in_vain
+        )
+        return replace(settings, rolling_batch="disable", max_copies=1, min_copies=None)
     if asked == "auto":
         return replace(settings, rolling_batch="vllm")
     if asked == "trtllm":

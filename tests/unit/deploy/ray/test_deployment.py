@@ -73,6 +73,9 @@ def test_gpus_are_those_of_the_parallel_degrees_where_the_cluster_has_any(
     more = {"prefill_context_parallel_size": 2, "data_parallel_size": 2}
     assert deployed(tmp_path, **degrees, **more).ray_actor_options["num_gpus"] == 16
     assert deployed(tmp_path, {"gpus": 1}, **degrees).ray_actor_options["num_gpus"] == 1
+    with monkeypatch.context() as patch:
+        patch.setenv("SERVING_MAX_WORKERS", "2")
+        assert deployed(tmp_path, **degrees).ray_actor_options["num_gpus"] == 8
     with pytest.raises(ValueError, match="option `gpus`"):
         deployed(tmp_path, tensor_parallel_degree="max")
     spread = deployed(tmp_path, distributed_executor_backend="ray", **degrees)
