@@ -31,6 +31,7 @@ from deploy.sagemaker.configuration import (
 )
 from deploy.sagemaker.ecr import PushFailed, ecr_image
 from deploy.sagemaker.ecr import push as push_image
+from deploy.sagemaker.instance_gpus import plan_lines
 from deploy.sagemaker.model_upload import UploadFailed, files_in, upload_model
 from deploy.sagemaker.stack import ChangeSet, Stack, StackConflict, StackFailed
 from deploy.sagemaker.template import template as template_of
@@ -47,7 +48,10 @@ ComponentName = Annotated[
     typer.Option("--component", help="Inference component. The model's component has the name of the endpoint."),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the template and, if there are AWS credentials, the changes.")
+    bool,
+    typer.Option(
+        "--dry-run", help="Print the template, the plan of the GPUs and, if there are AWS credentials, the changes."
+    ),
 ]
 
 # The options of the commands that read a configuration. They are fields of the configuration.
@@ -303,7 +307,7 @@ def _stack(aws: Aws, name: str) -> Stack:
 
 
 def _show(deployment: _Deployment, *, changes: bool) -> None:
-    """Print the template, the planned uploads and, if there are AWS credentials, CloudFormation's changes.
+    """Print the template, the planned uploads, the GPUs and, if there are AWS credentials, CloudFormation's changes.
 
     Args:
         deployment: The deployment.
@@ -322,6 +326,8 @@ def _show(deployment: _Deployment, *, changes: bool) -> None:
     if configuration.upload:
         count = len(files_in(Path(configuration.upload)))
         typer.echo(f"{configuration.upload} ({count} files) would be uploaded to {configuration.model}", err=True)
+    for line in plan_lines(configuration, reads_s3=deployment.aws.has_credentials):
+        typer.echo(line, err=True)
     if not deployment.aws.has_credentials:
         typer.echo("slipway: note: no change set, because AWS credentials are missing", err=True)
         return

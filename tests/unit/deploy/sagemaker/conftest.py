@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from container.models import placement
+from container.sources.download import RemoteModels
+from container.sources.location import SourceError
+
 
 @pytest.fixture(autouse=True)
 def _no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -11,3 +15,14 @@ def _no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(autouse=True)
+def _no_look_at_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run plans the GPUs without a look at the hub or S3."""
+
+    def refuse(self: RemoteModels, url: str) -> None:
+        raise SourceError("there is no S3 here")
+
+    monkeypatch.setattr(placement, "hub_file", lambda *_: None)
+    monkeypatch.setattr(RemoteModels, "open", refuse)

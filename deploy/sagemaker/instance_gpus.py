@@ -1,0 +1,98 @@
+"""The GPUs of SageMaker's instance types, and the plan of a model on them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from container.models.placement import gpu_plan
+from container.settings.load import load_startup
+from container.settings.settings import SettingsError, Startup
+from deploy.sagemaker.configuration import Configuration
+
+_MEBIBYTE = 1 << 20
+_ONE = {"xlarge": 1, "2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "16xlarge": 1}
+_FOUR_OR_EIGHT = {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
+_ONE_TO_EIGHT = {"2xlarge": 1, "4xlarge": 1, "8xlarge": 1, "12xlarge": 2, "24xlarge": 4, "48xlarge": 8}
+# By the family: MiB of a GPU, and the GPUs of each size. The numbers are `GpuInfo` of EC2's DescribeInstanceTypes, as
+# Karpenter's documentation of instance types has them in August 2026. Those of P3 are from SageMaker's Python SDK
+# (`instance_gpu_info.json`). Drivers show a few percent less.
+_FAMILIES: Mapping[str, tuple[int, Mapping[str, int]]] = {
+    "g4dn": (16_384, _ONE | {"12xlarge": 4}),
+    "g5": (22_888, _ONE | _FOUR_OR_EIGHT),
+    "g6": (22_888, _ONE | _FOUR_OR_EIGHT),
+    "gr6": (22_888, {"4xlarge": 1, "8xlarge": 1}),
+    "g6e": (45_776, _ONE | _FOUR_OR_EIGHT),
+    "g7": (32_768, _ONE_TO_EIGHT),
+    "g7e": (98_304, _ONE_TO_EIGHT),
+    "p3": (16_384, {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8}),
+    "p3dn": (32_768, {"24xlarge": 8}),
+    "p4d": (40_960, {"24xlarge": 8}),
+    "p4de": (81_920, {"24xlarge": 8}),
+    "p5": (81_920, {"4xlarge": 1, "48xlarge": 8}),
+    "p5e": (144_384, {"48xlarge": 8}),
+    "p5en": (144_384, {"48xlarge": 8}),
+    "p6-b200": (183_359, {"48xlarge": 8}),
+    "p6-b300": (275_040, {"48xlarge": 8}),
+}
+INSTANCE_GPUS: Mapping[str, tuple[int, ...]] = {
+    f"ml.{family}.{size}": (mebibytes * _MEBIBYTE,) * count
+    for family, (mebibytes, sizes) in _FAMILIES.items()
+    for size, count in sizes.items()
+}
+"""The bytes of each GPU, by the instance type."""
+
+
+def plan_lines(configuration: Configuration, *, reads_s3: bool) -> Iterator[str]:
+    """Yield the plan of an instance's GPUs in words, or why there is none.
+
+    The settings are read as in the container. The hub is asked for the sizes of a model.
+
+    Args:
+        configuration: The deployment.
+        reads_s3: A model on S3 may be looked at.
+    """
+    gpus = _gpus(configuration)
+    if gpus is None:
+        why = (
+            f"those of {configuration.instance_type} are not known" if configuration.instance_type else "several types"
+        )
+    elif configuration.upload or not configuration.from_s3:
+        why = ""
+    else:
+        why = "the model is in an archive" if configuration.is_archive else "" if reads_s3 else "the model is on S3"
+    if why or not gpus:
+        yield from [f"slipway: note: no plan of the GPUs: {why}"] if why else []
+        return
+    try:
+        startup = _startup(configuration, len(gpus))
+    except SettingsError as error:
+        yield from (f"slipway: note: no plan of the GPUs: {problem}" for problem in error.problems)
+        return
+    os.environ.update(startup.exports)  # the hub may be asked
+    plan = gpu_plan([model.settings for model in startup.models], gpus)
+    yield f"the plan for {'a copy of the component' if configuration.component else configuration.instance_type}:"
+    yield from (f"  {line}" for line in plan.lines)
+    if plan.warning:
+        yield f"  warning: {plan.warning}"
+
+
+def _gpus(configuration: Configuration) -> tuple[int, ...] | None:
+    """Return the bytes of the GPUs that a container sees; None if they are not known."""
+    gpus = INSTANCE_GPUS.get(configuration.instance_type or "")
+    if gpus is None or configuration.component is None:
+        return gpus
+    return gpus[: configuration.component.gpus]
+
+
+def _startup(configuration: Configuration, gpus: int) -> Startup:
+    """Read the settings with the container's environment, and without the model directory of this machine."""
+    environ = {name: os.environ[name] for name in ("HOME", "SLIPWAY_CACHE_DIR") if name in os.environ}
+    environ |= {} if configuration.from_s3 else {"HF_MODEL_ID": configuration.model}
+    environ |= configuration.environment
+    if place := configuration.upload or (configuration.model if configuration.from_s3 else ""):
+        return load_startup(place, environ, {}, gpus)
+    with tempfile.TemporaryDirectory(prefix="slipway-") as empty:
+        return load_startup(Path(empty), environ, {}, gpus)

@@ -1,0 +1,110 @@
+"""The GPUs of instance types, and the plan that a dry run shows."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+import pytest
+
+from container.sources.download import RemoteModels
+from deploy.sagemaker.configuration import Configuration, read_configuration
+from deploy.sagemaker.instance_gpus import INSTANCE_GPUS, plan_lines
+from tests.unit.engines.test_parallelism import MODELS
+
+MEBIBYTE = 1 << 20
+# Types with GPUs that are too old for vLLM, and one whose memory EC2 does not tell.
+LEFT_OUT = {"ml.p2.xlarge", "ml.p2.8xlarge", "ml.p2.16xlarge", "ml.p6e-gb200.36xlarge"}
+
+
+def test_the_table_has_the_types_that_an_endpoint_may_have() -> None:
+    shape = botocore.session.get_session().get_service_model("sagemaker").shape_for("ProductionVariantInstanceType")
+    with_gpus = {name for name in shape.metadata["enum"] if name.startswith(("ml.g", "ml.p"))}
+    assert with_gpus - LEFT_OUT <= INSTANCE_GPUS.keys()
+
+
+def test_the_table_agrees_with_that_of_sagemakers_sdk() -> None:
+    """Some of the SDK's memory is the round number of the GPU's maker."""
+    sdk = find_spec("sagemaker.core")
+    if sdk is None or not sdk.submodule_search_locations:
+        pytest.skip("SageMaker's SDK is not installed")
+    (folder,) = sdk.submodule_search_locations
+    regions = json.loads(Path(folder, "image_uri_config", "instance_gpu_info.json").read_text())
+    theirs = {name: found for region in regions.values() for name, found in region.items() if name in INSTANCE_GPUS}
+    assert len(theirs) >= 20
+    for name, found in theirs.items():
+        ours = INSTANCE_GPUS[name]
+        assert (name, len(ours)) == (name, found["Count"])
+        assert found["TotalGpuMemoryInMiB"] * 0.92 <= sum(ours) / MEBIBYTE <= found["TotalGpuMemoryInMiB"], name
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of 8 billion parameters, which takes no room on the disk."""
+    found = MODELS["Llama-3.1-8B"]
+    (tmp_path / "config.json").write_text(json.dumps(found["config"]))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(found["weight_bytes"])
+    return tmp_path
+
+
+def configured(instance_type: str, model: str = "s3://models/llama/", **fields: Any) -> Configuration:
+    given = {"name": "m", "image": "image", "region": "eu-west-1", "instance_type": instance_type, "model": model}
+    return read_configuration(given | fields)
+
+
+def plan(configuration: Configuration, *, reads_s3: bool = False) -> str:
+    return "\n".join(plan_lines(configuration, reads_s3=reads_s3))
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "env", "told"),
+    [
+        ("ml.g5.12xlarge", {}, "4 of 4: 2 copies with 2 GPUs each"),
+        ("ml.g5.12xlarge", {"TENSOR_PARALLEL_DEGREE": "1"}, "4 of 4: 4 copies with 1 GPU each"),
+        ("ml.g5.12xlarge", {"SM_NUM_GPUS": 4}, "4 of 4: 1 copy with 4 GPUs"),
+        ("ml.g6e.48xlarge", {}, "8 of 8: 8 copies with 1 GPU each"),
+        ("ml.p5.48xlarge", {"SERVING_MAX_WORKERS": 3}, "3 of 8: 3 copies with 1 GPU each"),
+        ("ml.g6e.xlarge", {}, "1 of 1: 1 copy with 1 GPU, "),
+    ],
+)
+def test_a_dry_run_tells_the_plan_for_its_instance_type(
+    model: Path, instance_type: str, env: dict[str, Any], told: str
+) -> None:
+    found = plan(configured(instance_type, upload=str(model), env=env))
+    assert f"the plan for {instance_type}:\n" in found
+    assert told in found
+    assert ("5 of 8 GPUs stay idle; to use them: maxWorkers=8" in found) == ("SERVING_MAX_WORKERS" in env)
+
+
+def test_a_component_has_its_own_gpus(model: Path) -> None:
+    found = plan(configured("ml.g5.12xlarge", upload=str(model), component={"gpus": 2}))
+    assert "2 of 2: 1 copy with 2 GPUs" in found
+    assert plan(configured("ml.g5.12xlarge", upload=str(model), component={"gpus": 0})) == ""
+
+
+def test_a_model_of_the_hub_has_a_plan(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("container.models.placement.hub_file", lambda *_: model / "config.json")
+    assert "model org_name: 4 of 4: 2 copies" in plan(configured("ml.g5.12xlarge", "org/name"))
+
+
+def test_a_model_on_s3_has_a_plan_if_it_can_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_s3 = configured("ml.g5.12xlarge")
+    assert plan(on_s3) == "slipway: note: no plan of the GPUs: the model is on S3"
+    refused = plan(on_s3, reads_s3=True)
+    assert refused.startswith("slipway: note: no plan of the GPUs: ")
+    assert "there is no S3 here" in refused
+    monkeypatch.setattr(RemoteModels, "open", lambda self, url: model)
+    assert "4 of 4: 2 copies with 2 GPUs each" in plan(on_s3, reads_s3=True)
+
+
+def test_without_a_plan_the_reason_is_told(model: Path) -> None:
+    unknown = plan(configured("ml.c7i.xlarge", upload=str(model)))
+    assert unknown == "slipway: note: no plan of the GPUs: those of ml.c7i.xlarge are not known"
+    archive = plan(configured("ml.g5.12xlarge", "s3://models/m.tar.gz"), reads_s3=True)
+    assert archive == "slipway: note: no plan of the GPUs: the model is in an archive"
+    wrong = plan(configured("ml.g5.12xlarge", upload=str(model), env={"OPTION_DTYPE": "nonsense"}))
+    assert "no plan of the GPUs: option.dtype" in wrong
