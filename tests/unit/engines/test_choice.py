@@ -45,6 +45,15 @@ def test_auto_without_vllm_is_the_dynamic_batch(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.usefixtures("without_vllm")
+def test_the_dynamic_batch_runs_one_copy_and_says_so_if_more_were_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    for most, said in ((None, False), (1, False), (4, True)):
+        caplog.clear()
+        model = choose_engine(settings(max_copies=most, min_copies=most))
+        assert (model.max_copies, model.min_copies) == (1, None)
+        assert [("maxWorkers" in message) for message in caplog.messages] == [said]
+
+
+@pytest.mark.usefixtures("without_vllm")
 @pytest.mark.parametrize("rolling_batch", ["vllm", "lmi-dist", "trtllm", "scheduler"])
 def test_an_engine_that_is_not_installed_is_an_error_that_says_what_to_install(rolling_batch: str) -> None:
     with pytest.raises(EngineStartError) as caught:

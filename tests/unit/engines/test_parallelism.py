@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from engines.parallelism import Layout, ModelMemory, Weights, tensor_parallel_sizes
+from engines.parallelism import (
+    Layout,
+    ModelMemory,
+    Weights,
+    copies_that_fit,
+    tensor_parallel_sizes,
+    why_one_copy,
+)
 from engines.weight_files import hub_file, hub_weight_bytes, is_expert
 
 MODELS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "fixtures" / "model_configs.json").read_bytes())
@@ -228,3 +235,47 @@ def test_a_draft_model_takes_memory_of_the_last_stage() -> None:
     size, why = drafted.fewest((1, 2, 4), MEMORY["80"])
     assert size == 2
     assert "50.0 GiB of a draft model" in why
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_copy", "most", "copies"),
+    [(4, 1, None, 4), (4, 3, None, 1), (8, 2, 3, 3), (8, 2, 9, 4), (2, 4, None, 1), (0, 1, None, 1), (8, 1, 1, 1)],
+)
+def test_copies_take_whole_groups_of_gpus_and_one_always_counts(
+    gpus: int, per_copy: int, most: int | None, copies: int
+) -> None:
+    assert copies_that_fit(gpus, per_copy, most) == copies
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, ""),
+        ({"data_parallel_size": "1", "nnodes": 1, "distributed_executor_backend": "mp", "device_ids": None}, ""),
+        ({"distributed_executor_backend": None, "enable_expert_parallel": False, "kv_transfer_config": None}, ""),
+        ({"data_parallel_size": 2, "nnodes": 2}, "data_parallel_size"),
+        ({"data_parallel_rank": 0}, "data_parallel_rank"),
+        ({"nnodes": "2"}, "nnodes"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel"),
+        ({"enable_expert_parallel": "True"}, "enable_expert_parallel"),
+        ({"device_ids": [1]}, "device_ids"),
+        ({"kv_events_config": "{}"}, "kv_events_config"),
+        ({"kv_transfer_config": object()}, "kv_transfer_config"),
+    ],
+)
+def test_arguments_of_one_copy_are_found_as_texts_and_typed(arguments: dict[str, Any], reason: str) -> None:
+    assert why_one_copy(arguments) == reason
+
+
+def test_the_tokens_of_a_cache_are_what_the_weights_leave() -> None:
+    """32 layers with 8 heads of 128 numbers, each with a key and a value, are 128 KiB of a token."""
+    memory = ModelMemory(LLAMA_8B["config"], Weights(16 * GIB))
+    assert memory.cache_tokens(1, 100 * GIB) == pytest.approx((92 - 4 - 16) * GIB / (128 << 10), abs=1)
+    assert memory.cache_tokens(2, 100 * GIB) == pytest.approx((92 - 4 - 8) * GIB / (64 << 10), abs=1)
+    given = ModelMemory(LLAMA_8B["config"], Weights(16 * GIB), given_cache_bytes=GIB)
+    assert given.cache_tokens(1, 100 * GIB) == GIB / (128 << 10)
+    assert memory.cache_tokens(1, 0) is None
+    assert ModelMemory(LLAMA_8B["config"], Weights(0)).cache_tokens(1, 100 * GIB) is None
+    assert ModelMemory({}, Weights(1 << 30)).cache_tokens(1, 100 * GIB) is None
+    assert memory.cache_tokens(1, 10 * GIB) == 0
