@@ -388,14 +388,6 @@ def read_messages(client: AsyncMPClient, queue: Any) -> None:
     client._ensure_output_queue_task()
 
 
-def is_of_ending_process(outputs: EngineCoreOutputs) -> bool:
-    """Return True for the message in which a process that was asked to end aborts all sequences.
-
-    If one data-parallel rank dies, vLLM asks the others to end. Of a sequence that the server aborts, no message comes.
-    """
-    return bool(outputs.outputs) and outputs.outputs[0].finish_reason == FinishReason.ABORT
-
-
 def is_dead(client: AsyncMPClient) -> bool:
     """Return True if a process of the client has died."""
     dead: bool = client.resources.engine_dead

@@ -1,22 +1,24 @@
-"""Two copies of a model on one CPU, real vLLM: one engine for its clients."""
+"""Copies of a model on one CPU, real vLLM: one engine for its clients."""
 
 from __future__ import annotations
 
-import os
-import signal
+import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.live.continued_calls import CASES, OPTIONS, add_adapters, answer, answers
-from tests.live.server import Server, serving
+from tests.live.continued_calls import CASES, OPTIONS, PLAIN, Case, add_adapters, answer, answers, kill
+from tests.live.deadly_prompts import IS_KILLED, RAISES
+from tests.live.server import START_SECONDS, Server, serving
 from tests.waiting import wait_until
 
-COPIES = {"maxWorkers": "2"}
+DEAD = "the engine has died; the request was not completed"
+TOKENS = "vllm:generation_tokens_total"
+HITS, LOOKED_UP = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 
 
 @pytest.fixture(scope="module")
@@ -24,23 +26,89 @@ def two(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, objec
     """Start a server with two copies, which may die many times."""
     directory = tmp_path_factory.mktemp("copies")
     add_adapters(directory / "model", Path(str(small_options["model_id"])))
-    environment = {"SERVING_ENGINE_RESTART": "1000", "SERVING_JOB_QUEUE_SIZE": "200", "SERVING_MAX_WORKERS": "2"}
+    environment = {"SERVING_ENGINE_RESTART": "1000", "SERVING_JOB_QUEUE_SIZE": "1000", "SERVING_MAX_WORKERS": "2"}
     with serving(directory, environment, **OPTIONS, **small_options) as server:
         yield server
 
 
-def workers(server: Server) -> list[dict[str, Any]]:
-    (described,) = server.client.get("/models/model").json()
-    (group,) = described["models"][0]["workerGroups"]
-    return group["workers"]
+def by_engine(server: Server, metric: str) -> Counter[str]:
+    """Return a metric of vLLM by the number of the engine."""
+    found = re.findall(rf'^{re.escape(metric)}{{engine="(\d+)".*}} (\S+)$', server.client.get("/metrics").text, re.M)
+    return Counter({engine: int(float(value)) for engine, value in found})
 
 
-def engine_processes(server: Server) -> list[psutil.Process]:
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return [child for child in children if "EngineCore" in child.name()]
+def completion(prompt: str, tokens: int, **given: Any) -> Case:
+    body = {"model": "model", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0} | given
+    return Case("/v1/completions", body)
 
 
-def test_every_contract_gets_the_answer_of_one_copy(two: Server) -> None:
-    found = answers(two, CASES)
-    for name, case in CASES.items():
-        assert answer(two, case) == found[name], name
+@pytest.fixture(scope="module")
+def right(two: Server) -> dict[str, str]:
+    """Return the answer of each call when it runs alone."""
+    return {name: answer(two, case) for name, case in CASES.items()}
+
+
+def test_calls_of_all_contracts_get_the_same_answers_from_each_copy(two: Server, right: dict[str, str]) -> None:
+    for _ in range(2):
+        assert answers(two, CASES) == right
+
+
+def test_equal_streams_are_spread_evenly(two: Server) -> None:
+    before = by_engine(two, TOKENS)
+    with ThreadPoolExecutor(64) as pool:
+        case = completion("Once upon a time there was", 64, stream=True)
+        list(pool.map(lambda _: answer(two, case), range(64)))
+    tokens = by_engine(two, TOKENS) - before
+    assert set(tokens) == {"0", "1"}
+    assert sum(tokens.values()) == 64 * 64
+    assert max(tokens.values()) <= 1.1 * 64 * 64 / 2
+
+
+def test_calls_with_one_system_prompt_meet_in_one_cache(two: Server) -> None:
+    """Eight prompts of more than 512 tokens, over four contracts, one call at a time."""
+    before = by_engine(two, HITS)
+    system = [" ".join(f"{number} {word}" for word in range(130)) for number in range(8)]
+    for turn in range(4):
+        for text in system:
+            prompt = f"{text} {turn}"
+            tgi = {"inputs": prompt, "parameters": {"max_new_tokens": 2}}
+            for case in (completion(prompt, 2), Case("/generate", tgi), Case("/invocations", tgi)):
+                answer(two, case)
+    hits = by_engine(two, HITS) - before
+    calls = 8 * 4 * 3
+    assert set(hits) == {"0", "1"}
+    assert sum(hits.values()) >= 512 * (calls - 8), "only the first call of each system prompt computes it"
+
+
+@pytest.mark.slow
+def test_a_copy_dies_and_no_call_notices(two: Server, right: dict[str, str]) -> None:
+    restarts = two.metric("slipway_engine_restarts_total")
+    found = answers(two, CASES, lambda: kill(two, 24))
+    assert found == right
+    assert two.ping() == 200
+    wait_until(lambda: two.metric("slipway_engine_restarts_total") == restarts + 1)
+    wait_until(lambda: len(two.engine_processes()) == 2)
+    assert answers(two, CASES) == right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", [RAISES, IS_KILLED], ids=["raises", "is killed"])
+def test_a_call_that_kills_its_copy_gets_the_error_alone_and_one_of_three_copies_never_dies(
+    tmp_path: Path, small_options: dict[str, object], prompt: list[int]
+) -> None:
+    environment = {"SERVING_ENGINE_RESTART": "3", "SERVING_MAX_WORKERS": "3"}
+    worker = "tests.live.deadly_worker.DeadlyWorker"
+    with serving(tmp_path, environment, worker_cls=worker, **small_options) as server, ThreadPoolExecutor(1) as pool:
+        right = {name: answer(server, case) for name, case in PLAIN.items()}
+        first = {process.pid for process in server.engine_processes()}
+
+        def disturb() -> None:
+            wait_until(lambda: server.metric("slipway_engine_running") >= len(PLAIN) / 2)
+            body = {"model": "model", "prompt": prompt, "max_tokens": 5}
+            killer = pool.submit(server.client.post, "/v1/completions", json=body, timeout=START_SECONDS).result()
+            assert (killer.status_code, killer.json()["error"]["message"]) == (500, DEAD)
+
+        assert answers(server, PLAIN, disturb) == right
+        assert len(first & {process.pid for process in server.engine_processes()}) == 1
+        assert server.ping() == 200
+        assert answers(server, PLAIN) == right

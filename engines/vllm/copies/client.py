@@ -18,7 +18,7 @@ from engines.interface import CopyState, Progress
 from engines.vllm import internals
 from engines.vllm.copies.choice import MOST_ANSWER_TOKENS, CopyChoice
 from engines.vllm.copies.places import Place
-from engines.vllm.internals import AsyncMPClient, EngineCoreRequest, EngineDeadError
+from engines.vllm.internals import AsyncMPClient, EngineCoreRequest, EngineDeadError, FinishReason
 
 _ANYWHERE = Place()
 
@@ -56,8 +56,11 @@ class _Messages:
         if isinstance(message, Exception):
             self._died(self._copy)
             return
-        if internals.is_of_ending_process(message):
-            return  # It would end the sequences, and no error would say that the copy is gone.
+        if message.outputs and message.outputs[0].finish_reason == FinishReason.ABORT:
+            # A process that was asked to end aborts all sequences: if a data-parallel rank dies, vLLM asks the others.
+            # Of a sequence that the server aborts, no message comes. The message would end the sequences, and no error
+            # would say that the copy is gone.
+            return
         if self._engine is not None:
             message.engine_index = self._engine
         self._copy.messages += 1

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from engines.errors import EngineDead, InvalidRequest
-from engines.interface import CopyState, EngineCopy, EngineHealth, EngineStartError
+from engines.interface import CopyState, EngineCopy, EngineHealth, EngineStartError, Progress
 from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
 from engines.vllm import fork_server, internals
@@ -106,22 +106,30 @@ class Copies:
 
     def health(self) -> EngineHealth:
         """Return the health of the copies together. They are alive while one runs."""
-        running, ready = self.running, len(self.client.ready)
-        if not running:
+        quietest: Progress | None = None
+        dead: list[Copy] = []
+        for copy in self._by_number.values():  # One loop: it is asked often.
+            if copy.state is CopyState.DEAD:
+                dead.append(copy)
+            elif copy.client is not None and (quietest is None or copy.progress.quiet_seconds > quietest.quiet_seconds):
+                quietest = copy.progress
+        if quietest is None:
             return EngineHealth(False, "the engine has died")
-        quietest = max((copy.progress for copy in running), key=lambda progress: progress.quiet_seconds)
-        count = len(self._by_number)
-        dead = [copy for copy in self._by_number.values() if copy.state is CopyState.DEAD]
-        missing = [str(copy.number) for copy in dead if not copy.given_up]
-        is_short = any(copy.given_up for copy in dead) and count - len(dead) < self._least
+        missing = lost = ""
+        if dead:
+            count, left = len(self._by_number), len(self._by_number) - len(dead)
+            restarting = [str(copy.number) for copy in dead if not copy.given_up]
+            missing = f"copy {', '.join(restarting)} of {count} has died" if restarting else ""
+            if len(restarting) < len(dead) and left < self._least:
+                lost = f"{left} of {count} copies are left, and {self._least} are to serve"
         return EngineHealth(
             alive=True,
             quiet_seconds=quietest.quiet_seconds,
             mark=quietest.mark,
             worked_seconds=quietest.worked_seconds,
-            ready_copies=ready,
-            missing=f"copy {', '.join(missing)} of {count} has died" if missing else "",
-            lost=f"{count - len(dead)} of {count} copies are left, and {self._least} are to serve" if is_short else "",
+            ready_copies=len(self.client.ready),
+            missing=missing,
+            lost=lost,
         )
 
     def look(self) -> None:
@@ -129,8 +137,9 @@ class Copies:
         states, placed = internals.request_states(self._llm), self.client.placed
         if len(placed) > len(states):
             self.client.forget([known for known in placed if known not in states])
-        for copy in self.running:
-            assert copy.client is not None, "it runs"
+        for copy in tuple(self._by_number.values()):
+            if copy.client is None or copy.state is CopyState.DEAD:
+                continue
             if internals.is_dead(copy.client):
                 self._died(copy)
                 continue

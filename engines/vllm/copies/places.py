@@ -34,14 +34,13 @@ class Place:
 
 
 def processor_places(copies: int) -> list[Place]:
-    """Return the places of copies on a CPU: each has an equal share of the processors."""
-    processors = internals.processors()
+    """Return the places of copies on a CPU: each has an equal share of the processors, and at least one."""
     if copies == 1 or os.environ.get(_BINDING, "auto") != "auto":  # The user has bound the threads.
         return [Place()] * copies
-    if copies > len(processors):
-        raise EngineStartError(f"maxWorkers: {copies} copies need as many processors; there are {len(processors)}")
+    processors = internals.processors()
     ends = [len(processors) * number // copies for number in range(copies + 1)]
-    return [Place(processors=tuple(processors[begin:end])) for begin, end in itertools.pairwise(ends)]
+    shares = [processors[begin:end] or [processors[begin]] for begin, end in itertools.pairwise(ends)]
+    return [Place(processors=tuple(share)) for share in shares]
 
 
 def gpu_places(engine_args: AsyncEngineArgs, settings: ModelSettings) -> list[Place]:
