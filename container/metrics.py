@@ -5,6 +5,7 @@ The counting is in `engines.statistics` and in `HttpCounts`, as plain numbers; o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
@@ -21,6 +22,7 @@ from container.logs import dropped_lines
 from container.models.life_cycle import State
 from container.models.registry import Model, Models
 from container.prometheus_text import prometheus_text
+from engines.interface import CopyState
 from engines.loaded_model import EngineStatus
 from engines.statistics import Distribution, EngineStatistics
 from handlers.custom.metrics import HandlerMetrics
@@ -56,7 +58,8 @@ class Metrics:
             text = "What each phase of the model's start took."
             values = [([phase], seconds) for phase, seconds in phases.items()]
             yield _each(GaugeMetricFamily, "slipway_startup_seconds", text, ["phase"], values)
-        yield _counter("slipway_engine_restarts", "Restarts of the model's engine.", len(model.restarted_at))
+        text = "Restarts of the model's engine, or of copies of it."
+        yield _counter("slipway_engine_restarts", text, len(model.restarts))
         engine = service.running_engine if service is not None else None
         if engine is not None:
             text = "Requests that continued after the engine had died."
@@ -67,6 +70,9 @@ class Metrics:
             yield from self._generation(engine.statistics)
             text = "1 while requests run and the engine makes nothing of them."
             yield _gauge("slipway_engine_stalled", text, float(stalled))
+            states = Counter(copy.state for copy in engine.copies)
+            copies = [([state.value], states[state]) for state in CopyState]
+            yield _each(GaugeMetricFamily, "slipway_engine_copies", "Copies of the model.", ["state"], copies)
             yield _gauge("slipway_engine_running", "Sequences in the engine's batch.", status.running_requests)
             yield _gauge("slipway_engine_waiting", "Sequences that wait for the engine.", status.waiting_requests)
             yield _gauge("slipway_kv_cache_usage_ratio", "Share of the KV cache in use.", status.kv_cache_usage)
@@ -84,7 +90,7 @@ class Metrics:
     def _container(self) -> Iterable[Metric]:
         # As with /ping, a model that is added later has no effect here until it is loaded.
         counts = [m for m in self._models if m.at_startup or m.lifecycle.state is not State.STARTING]
-        ready = all(m.lifecycle.state is State.READY and not m.lifecycle.stalled for m in counts)
+        ready = all(m.lifecycle.state is State.READY and not m.lifecycle.unhealthy for m in counts)
         yield _gauge("slipway_ready", "1 when the model can serve.", float(ready and not self._models.draining))
         if remote := [found for model in self._models for found in model.lifecycle.settings.remote_models]:
             there, total = sum(model.bytes_here for model in remote), sum(model.total_bytes for model in remote)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from container.adapter_management import MAX_BODY
 from container.gpus import gpu_count
@@ -15,10 +15,13 @@ from container.models.memory import OutOfMemory
 from container.models.registration import Registrar
 from container.models.registry import AlreadyRegistered, Model
 from container.settings.settings import SettingsError, UrlNotFound
+from engines.errors import InvalidRequest
+from engines.interface import CopyState, EngineCopy
 from handlers.contract import Call, Reply
-from handlers.djl_errors import front_end_reply, refused
+from handlers.djl_errors import bad_request, front_end_reply, refused
 from handlers.lmi import model_management as contract
 from handlers.lmi.model_management import (
+    DescribedGroup,
     DescribedModel,
     DescribedWorker,
     ListedModel,
@@ -111,10 +114,13 @@ class _Api:
 
     async def scale(self, call: Call) -> Reply:
         models = self._named(call)
-        shown = described(models[0])
-        least, most = read_scale(call, (shown.min_workers, shown.max_workers))
+        least, most = read_scale(call, models[0].workers)
         for model in models:
-            actual = self._registrar.scale(model, least, most)
+            try:
+                actual = self._registrar.scale(model, least, most)
+            except InvalidRequest as error:
+                parameter = "max_worker" if "max_worker" in dict(call.query) else "min_worker"
+                raise bad_request(f"Parameter {parameter} is {most}; {error.message}") from None
         return contract.scaled(models[0].name, *actual)
 
     async def unregister(self, call: Call) -> Reply:
@@ -132,25 +138,25 @@ def _listed(model: Model) -> ListedModel:
 
 
 def described(model: Model) -> DescribedModel:
-    """Describe a model with its workers. An engine is shown as one worker."""
+    """Describe a model with its workers. A copy of a model is a worker."""
     lifecycle = model.lifecycle
     settings, state, service = lifecycle.model, lifecycle.state, lifecycle.service
     status = _STATUS.get(state, "Unhealthy")
     if state is State.READY and lifecycle.short_of_workers:
         status = "Unhealthy"
-    least = most = 0 if model.scaled_to_zero else 1
     workers: list[DescribedWorker] = []
+    copies: Sequence[EngineCopy] = ()
     waiting = 0
-    on_gpu = gpu_count() > 0 and settings.devices != ()
-    if settings.handler is not None:
-        least, most, on_gpu = settings.handler.min_workers, settings.handler.max_workers, bool(settings.handler.devices)
+    on_gpu = bool(settings.handler.devices) if settings.handler else gpu_count() > 0 and settings.devices != ()
     if service is not None and service.custom is not None:
         pool = service.custom.pool
-        least, most, waiting = pool.min_workers, pool.max_workers, pool.queue_length
+        waiting = pool.queue_length
         workers = [DescribedWorker(w.id, w.started, "READY") for w in pool.workers if w.ready]
     elif service is not None and service.engine is not None and not model.scaled_to_zero:
         waiting = service.engine.status().waiting_requests
-        workers = [DescribedWorker(1, model.registered_at, "READY")] if state is State.READY else []
+        if state is State.READY:
+            copies = service.engine.copies
+            workers = [worker for copy in copies for worker in _workers(copy, model)]
     return DescribedModel(
         name=model.name,
         version=model.version,
@@ -162,8 +168,30 @@ def described(model: Model) -> DescribedModel:
         waiting=waiting,
         status=status,
         at_startup=model.at_startup,
-        on_gpu=on_gpu,
-        min_workers=least,
-        max_workers=most,
-        workers=workers,
+        groups=(
+            _groups(copies, model)
+            if copies and all(copy.gpus for copy in copies)
+            else [DescribedGroup(0 if on_gpu else None, *model.workers, workers)]
+        ),
     )
+
+
+def _groups(copies: Sequence[EngineCopy], model: Model) -> list[DescribedGroup]:
+    """Return a group for each GPU with which a copy begins, as LMI does.
+
+    The numbers of all groups together are those of the model. A copy that is removed does not count.
+    """
+    least, groups = model.workers[0], []
+    for copy in copies:
+        most = int(copy.state is not CopyState.DRAINING)
+        groups.append(DescribedGroup(copy.gpus[0], min(least, most), most, _workers(copy, model)))
+        least -= groups[-1].min_workers
+    return groups
+
+
+def _workers(copy: EngineCopy, model: Model) -> list[DescribedWorker]:
+    """Return a copy as a worker. LMI has no worker for a copy that is loading, and two states for the others."""
+    if copy.state is CopyState.STARTING:
+        return []
+    status = "READY" if copy.state is CopyState.READY else "UNLOADING"
+    return [DescribedWorker(copy.number, max(copy.started_at, model.registered_at), status)]

@@ -242,27 +242,21 @@ class ModelServer:
                 await asyncio.Event().wait()
 
     async def _watch_engines(self) -> None:
-        """Start each engine again that dies or stalls, or log it; under `fail_fast`, return then."""
-        server = self.settings
+        """Start each engine and copy again that dies or stalls, or log it; under `fail_fast`, return then."""
+        server, restarts = self.settings, self.registrar.engine_restarts
         ends_when_stalled = server.fail_fast and server.fail_fast_when_stalled
-        restarts_when_stalled = server.engine_restart > 0 and server.engine_restart_when_stalled
         reported: set[Model] = set()
         while True:
             for model in (*self.models, *self.models.leaving):
+                if ((fault := restarts.fault(model)) and restarts.begin(model, fault)) or model in self.models.leaving:
+                    continue
                 lifecycle = model.lifecycle
-                if lifecycle.died_while_draining:
-                    self.registrar.engine_restarts.begin(model, lifecycle.reason)
-                if model in self.models.leaving:
-                    continue
-                stalled = lifecycle.stalled  # looked at in any case, for the log
+                stalled = lifecycle.stalled  # Read in any case, for the log.
                 failed = lifecycle.state in (State.FAILED, State.RESTARTING)
-                if (failed or (stalled and restarts_when_stalled)) and self.registrar.engine_restarts.begin(
-                    model, lifecycle.reason or stalled
-                ):
-                    continue
-                if (failed or (stalled and ends_when_stalled)) and model not in reported:
+                ended = lifecycle.reason if failed else lifecycle.lost or (stalled if ends_when_stalled else "")
+                if ended and model not in reported:
                     reported.add(model)
-                    logger.critical("%s; /ping now answers 500", lifecycle.reason or stalled)
+                    logger.critical("%s; /ping now answers 500", ended)
             if reported and server.fail_fast:
                 return
             reported.intersection_update(self.models)

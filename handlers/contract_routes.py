@@ -54,7 +54,7 @@ class ModelView:
 
     settings: ModelSettings
     state: State
-    reason: str  # The reason if it has failed or is stalled, else empty.
+    reason: str  # The reason if it has failed or is unhealthy, else empty.
     started_at: float  # The time at which the server was started, in seconds since the epoch.
     loaded: LoadedModel | None  # None until it is loaded, and if a custom handler generates.
     engine: str  # The runtime: "vllm", "dynamic_batch" or "python".

@@ -70,6 +70,9 @@ def _model(model: Model, management: bool) -> dict[str, Any]:
         "chat": loaded is not None and loaded.texts.has_chat_template,
         "images": loaded is not None and loaded.takes_images,
         **_kind(loaded),
+        "copies": [
+            {"number": copy.number, "state": copy.state.value, "gpus": copy.gpus} for copy in model.lifecycle.copies
+        ],
         "startup": model.lifecycle.startup_times.seconds,
         "adapters": [
             {"name": adapter.name, "src": masked("src", adapter.src) if management else None, "pinned": adapter.pin}
@@ -80,19 +83,20 @@ def _model(model: Model, management: bool) -> dict[str, Any]:
 
 
 def _restarts(model: Model, most: int) -> dict[str, float] | None:
-    """Return how often the engine was started again, and what became of its calls.
+    """Return how often the engine was started again, and what became of its calls. Of copies, the worst one counts.
 
     None if it would not be started again.
 
     Args:
-        most: The restarts that the settings allow within the window.
+        most: The restarts of each copy that the settings allow within the window.
     """
     service = model.lifecycle.service
     engine = service.running_engine if service is not None else None
     if not most or engine is None or not is_vllm(model.lifecycle.model):
         return None
+    since = time.monotonic() - WINDOW_SECONDS
     return {
-        "recent": model.recent_restarts(time.monotonic() - WINDOW_SECONDS),
+        "recent": max((model.recent_restarts(copy.number, since) for copy in engine.copies), default=0),
         "most": most,
         "window_seconds": WINDOW_SECONDS,
         "continued_calls": engine.statistics.continued_requests,

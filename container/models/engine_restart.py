@@ -1,4 +1,4 @@
-"""Restarts the engine of a model after it died or stalled."""
+"""Restarts the engine of a model after it died or stalled, and copies that died while others serve."""
 
 from __future__ import annotations
 
@@ -6,28 +6,47 @@ import asyncio
 import logging
 import time
 
+from container.models.life_cycle import State
 from container.models.loads import LoadFailed, Loads
-from container.models.registry import Model, Models
+from container.models.registry import EngineRestart, Model, Models
 from container.settings.settings import ServerSettings
 from engines.choice import is_vllm
-from engines.interface import EngineStartError
+from engines.interface import CopyState, EngineStartError
 
 logger = logging.getLogger(__name__)
 
-WINDOW_SECONDS = 600.0  # The setting `engine_restart` limits the restarts within this time.
+WINDOW_SECONDS = 600.0  # The setting `engine_restart` limits the restarts of each copy within this time.
 LONGEST_PAUSE_SECONDS = 60.0  # Before a restart. The first pause is a second, and each further one twice as long.
 
 
 class EngineRestarts:
-    """Restarts engines, as often as the setting `engine_restart` allows."""
+    """Restarts engines, as often as the setting `engine_restart` allows.
+
+    The limit counts for each copy of a model. A request that kills every engine may have to kill several copies until
+    it is found, and none of them is broken. A copy that dies again and again is, whatever the others do. Copies that
+    are dead at the same time are restarted together, if one of them may be.
+    """
 
     def __init__(self, models: Models, server: ServerSettings, loads: Loads) -> None:
         self._models, self._server, self._loads = models, server, loads
+        self._when_stalled = server.engine_restart > 0 and server.engine_restart_when_stalled
+
+    def fault(self, model: Model) -> str:
+        """Return the reason to restart the engine of a model, or copies of it. Empty if there is none."""
+        lifecycle = model.lifecycle
+        if lifecycle.died_while_draining:
+            return lifecycle.reason
+        if model in self._models.leaving:
+            return ""
+        if lifecycle.state in (State.FAILED, State.RESTARTING):
+            return lifecycle.reason
+        return lifecycle.missing or (lifecycle.stalled if self._when_stalled else "")
 
     def begin(self, model: Model, reason: str) -> bool:
-        """Begin to restart a model's engine.
+        """Begin to restart a model's engine, or those of its copies that have died.
 
-        Calls of the model wait for the engine, or get an error, and the model counts as failed until it is ready.
+        While a copy serves, calls go on. Otherwise calls of the model wait for the engine, or get an error, and the
+        model counts as failed until it is ready.
 
         Returns:
             False if the engine may not be restarted, or not now.
@@ -35,40 +54,71 @@ class EngineRestarts:
         if model in self._loads.running:
             return True
         most, lifecycle = self._server.engine_restart, model.lifecycle
-        recent = model.recent_restarts(time.monotonic() - WINDOW_SECONDS)
+        recent = self._recent(model)
         ends = self._models.draining or model in self._models.leaving
         if recent >= most or not is_vllm(lifecycle.model) or (ends and not lifecycle.calls_can_wait()):
+            if missing := lifecycle.missing:
+                limit = f"each copy is started again at most {most} times within {WINDOW_SECONDS / 60:g} minutes"
+                logger.error("model %s: %s, for good: %s", model.title, missing, limit)
             lifecycle.give_up()
             return False
         pause = min(2.0**recent, LONGEST_PAUSE_SECONDS)
-        model.restarted_at.append(time.monotonic())
-        status = "calls wait for it"
-        if not lifecycle.calls_can_wait():
+        what, status = "the engine", "calls wait for it"
+        if lifecycle.missing:
+            what, status = "it", "the other copies serve"
+        elif not lifecycle.calls_can_wait():
             lifecycle.fail(f"{reason}; it is started again")
             status = "/ping now answers 500"
         logger.error(
-            "model %s: %s; %s; the engine is started again in %g s (%d of %d within %g minutes)",
-            *(model.title, reason, status, pause, recent + 1, most, WINDOW_SECONDS / 60),
+            "model %s: %s; %s; %s is started again in %g s (%d of %d within %g minutes)",
+            *(model.title, reason, status, what, pause, recent + 1, most, WINDOW_SECONDS / 60),
         )
-        self._loads.begin(model, self._restart(model, reason, pause, last=recent + 1 >= most))
+        self._loads.begin(model, self._restart(model, pause))
         return True
 
-    async def _restart(self, model: Model, reason: str, pause: float, *, last: bool) -> None:
+    def _recent(self, model: Model) -> int:
+        """Return the recent restarts of the copy with the fewest, of those that would be restarted now."""
+        since = time.monotonic() - WINDOW_SECONDS
+        return min(model.recent_restarts(copy, since) for copy in _to_restart(model))
+
+    async def _restart(self, model: Model, pause: float) -> None:
         await asyncio.sleep(pause)
-        # Calls do not wait longer than that.
-        late = asyncio.get_running_loop().call_later(model.lifecycle.model.predict_timeout, _is_late, model, reason)
+        late = asyncio.create_task(self._fail_if_late(model))
+        what = "the engine"
         try:
             async with self._loads.one_at_a_time:
                 late.cancel()
-                await model.lifecycle.restart(self._loads.place, last=last)
+                if not self.fault(model):
+                    return  # The copy was removed, or the engine has recovered.
+                if model.lifecycle.missing:
+                    what = "a copy"
+                model.restarts.append(EngineRestart(time.monotonic(), _to_restart(model)))
+                await model.lifecycle.restart(
+                    self._loads.place, last=lambda: self._recent(model) >= self._server.engine_restart
+                )
         except EngineStartError as error:
-            raise LoadFailed(f"model {model.name}: the engine cannot be started again: {error}") from None
+            raise LoadFailed(f"model {model.name}: {what} cannot be started again: {error}") from None
         finally:
             late.cancel()
-        logger.info("model %s: the engine has been restarted", model.title)
+        logger.info("model %s: %s has been restarted", model.title, what)
+
+    async def _fail_if_late(self, model: Model) -> None:
+        """Count a model as failed if its restart waits too long for the load of another model, and no copy serves.
+
+        Calls do not wait longer than that.
+        """
+        lifecycle, fault = model.lifecycle, ""
+        while not fault or lifecycle.missing:
+            await asyncio.sleep(lifecycle.model.predict_timeout)
+            fault = self.fault(model)
+        if lifecycle.fail(f"{fault}; it is started again when another model is loaded"):
+            logger.error(
+                "model %s: its restart waits for the load of another model; /ping now answers 500", model.title
+            )
 
 
-def _is_late(model: Model, reason: str) -> None:
-    """Count a model as failed, because its restart waits too long for the load of another model."""
-    if model.lifecycle.fail(f"{reason}; it is started again when another model is loaded"):
-        logger.error("model %s: its restart waits for the load of another model; /ping now answers 500", model.title)
+def _to_restart(model: Model) -> frozenset[int]:
+    """Return the numbers of the copies that have died. If none has, the engine is stalled, and all are returned."""
+    copies = model.lifecycle.copies
+    dead = frozenset(copy.number for copy in copies if copy.state is CopyState.DEAD)
+    return dead or frozenset(copy.number for copy in copies) or frozenset({1})

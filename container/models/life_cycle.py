@@ -23,7 +23,7 @@ from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
 from engines.choice import running_engine
 from engines.daemon_thread import in_daemon_thread
 from engines.errors import RequestError
-from engines.interface import Engine, EngineHealth, EngineStartError, first_delta, unless_dead
+from engines.interface import CopyState, Engine, EngineCopy, EngineHealth, EngineStartError, first_delta, unless_dead
 from engines.memory_release import collect_after_load
 from engines.model_settings import ModelSettings
 from engines.pooling import Pooling
@@ -86,6 +86,19 @@ class Lifecycle:
         return engine
 
     @property
+    def _engine_to_restart(self) -> Engine | None:
+        """The engine, if it can start what has died, and not only be loaded anew."""
+        if self.missing and self.service is not None:
+            return self.service.running_engine
+        return self._waiting_engine
+
+    @property
+    def copies(self) -> Sequence[EngineCopy]:
+        """The copies of the model. Empty if no engine is loaded."""
+        engine = self.service.running_engine if self.service is not None else None
+        return engine.copies if engine is not None else ()
+
+    @property
     def reason(self) -> str:
         """The reason why the model has failed. Empty if it has not."""
         if self.stage in (State.READY, State.DRAINING) and self.service is not None:
@@ -96,6 +109,21 @@ class Lifecycle:
     def stalled(self) -> str:
         """The reason why the engine counts as stalled, though it is alive. Empty if it does not."""
         return self._stall.reason if self._stall is not None and self.state is State.READY else ""
+
+    @property
+    def missing(self) -> str:
+        """The copies that have died while others serve, and can be restarted. Empty if the model is not ready."""
+        return self._health(self.service).missing if self.service is not None and self.state is State.READY else ""
+
+    @property
+    def lost(self) -> str:
+        """The reason why fewer copies serve than the least number, for good. Empty if the model is not ready."""
+        return self._health(self.service).lost if self.service is not None and self.state is State.READY else ""
+
+    @property
+    def unhealthy(self) -> str:
+        """The reason why the model counts as unhealthy, though it is ready. Empty if it does not."""
+        return self.stalled or self.lost
 
     def _health(self, service: Service) -> EngineHealth:
         """Return the engine's health. If it cannot be read, the model fails, and the log says so."""
@@ -113,9 +141,34 @@ class Lifecycle:
 
     @property
     def short_of_workers(self) -> bool:
-        """True if a custom handler has too few workers, because one is being restarted."""
-        custom = self.service.custom if self.service is not None else None
-        return custom is not None and custom.pool.ready < custom.pool.min_workers
+        """True if too few workers of a custom handler, or copies of the model, serve."""
+        service = self.service
+        if service is None:
+            return False
+        if service.custom is not None:
+            return service.custom.pool.ready < service.custom.pool.min_workers
+        return self._health(service).ready_copies < self.copy_limits[0]
+
+    @property
+    def copy_limits(self) -> tuple[int, int]:
+        """The smallest and the largest number of copies of the model."""
+        least, most = self.model.min_copies, self.model.max_copies
+        if most is None:
+            most = sum(copy.state is not CopyState.DRAINING for copy in self.copies) or 1
+        return most if least is None else min(least, most), most
+
+    def scale(self, least: int, most: int) -> None:
+        """Begin to add or to remove copies of a model that is ready. The numbers also hold if it is loaded anew.
+
+        Raises:
+            InvalidRequest: The engine cannot have so many.
+        """
+        assert self.service is not None, "it is ready"
+        assert self.service.engine is not None, "it has no custom handler"
+        self.service.engine.scale(least, most)
+        self.model = dataclasses.replace(self.model, min_copies=least, max_copies=most)
+        model = dataclasses.replace(self.settings.model, min_copies=least, max_copies=most)
+        self.settings = dataclasses.replace(self.settings, model=model)
 
     async def start(self, place: Callable[[ModelSettings], ModelSettings] | None = None) -> None:
         """Load the model and generate a first token.
@@ -140,26 +193,29 @@ class Lifecycle:
         if self.stage is State.STARTING:
             self.stage = State.READY
 
-    async def restart(self, place: Callable[[ModelSettings], ModelSettings], *, last: bool = True) -> None:
-        """Start the engine of a model again after it has died or stalled.
+    async def restart(
+        self, place: Callable[[ModelSettings], ModelSettings], *, last: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Start the engine of a model again after it has died or stalled, or those of its copies that have died.
 
         Calls that wait for the engine continue. If none can wait, or if the engine cannot be started as it was in the
         last attempt, the model is stopped and loaded again with its adapters, and counts as failed until it is ready.
+        A model with copies that serve is never stopped.
 
         Args:
             place: As in `start`.
-            last: No other attempt follows. Without it, calls wait on if the engine cannot be started or dies again.
+            last: Asked if the engine cannot be started or dies again. False: calls wait on for another attempt.
 
         Raises:
-            EngineStartError: The model cannot be loaded, or cannot generate.
+            EngineStartError: The model, or a copy, cannot be loaded, or cannot generate.
         """
-        if (engine := self._waiting_engine) is not None:
+        if (engine := self._engine_to_restart) is not None:
             try:
                 await engine.restart()
                 self._is_back()
                 return
             except EngineStartError as error:
-                if not last:
+                if engine.health().alive or not last():
                     raise
                 if self.stage is State.DRAINING:
                     engine.give_up()
@@ -253,7 +309,7 @@ class Lifecycle:
         return ModelView(
             settings=self.model,
             state="stalled" if stalled else self.state.value,
-            reason=stalled or self.reason,
+            reason=self.unhealthy or self.reason,
             started_at=self._started_at,
             loaded=service.engine if service is not None else None,
             engine=engine,
@@ -300,8 +356,8 @@ class Lifecycle:
         return self._waiting_engine is not None
 
     def give_up(self) -> None:
-        """Give an error to calls that wait for the engine. It is not started again."""
-        if (engine := self._waiting_engine) is not None:
+        """Give an error to calls that wait for the engine. What has died is not started again."""
+        if (engine := self._engine_to_restart) is not None:
             engine.give_up()
 
     def let_go(self) -> None:

@@ -156,23 +156,26 @@ class Registrar:
         await asyncio.gather(*(asyncio.shield(self._begin(self._unload(model))) for model in models))
 
     def scale(self, model: Model, min_workers: int, max_workers: int) -> tuple[int, int]:
-        """Set the numbers of workers.
+        """Set the numbers of workers: the processes of a custom handler, or the copies of an engine.
 
-        An engine has one worker, or none if it is scaled down.
+        They are started, or end, in the background. An engine without workers refuses calls, and keeps its copies.
 
         Returns:
             The smallest and the largest number of workers that are now in effect.
 
         Raises:
             NotReady: The model is not ready.
+            InvalidRequest: The engine cannot have so many copies.
         """
-        if model.lifecycle.state is not State.READY or model.lifecycle.service is None:
-            raise NotReady(f"model {model.name} is not ready to be scaled: {model.lifecycle.state.value}")
+        lifecycle = model.lifecycle
+        if lifecycle.state is not State.READY or lifecycle.service is None:
+            raise NotReady(f"model {model.name} is not ready to be scaled: {lifecycle.state.value}")
+        if (custom := lifecycle.service.custom) is not None:
+            custom.pool.scale(min_workers, max_workers)
+        elif max_workers:
+            min_workers = max(min_workers, 1)  # An engine without a copy is dead.
+            lifecycle.scale(min_workers, max_workers)
         model.scaled_to_zero = max_workers == 0
-        custom = model.lifecycle.service.custom
-        if custom is None:
-            return (0, 0) if model.scaled_to_zero else (1, 1)
-        custom.pool.scale(min_workers, max_workers)
         return min_workers, max_workers
 
     async def stop(self, *, draining: bool = False) -> None:

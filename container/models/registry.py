@@ -27,6 +27,14 @@ class AlreadyRegistered(Exception):
     """The server already has a model with this name and version."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineRestart:
+    """A restart of a model's engine."""
+
+    at: float  # By `time.monotonic`.
+    copies: frozenset[int]  # The numbers of the copies that had died. All copies if the engine was stalled.
+
+
 @dataclass(slots=True, eq=False)
 class Model:
     """A model of the server."""
@@ -36,7 +44,7 @@ class Model:
     version: str | None = None
     at_startup: bool = True
     scaled_to_zero: bool = False
-    restarted_at: list[float] = field(default_factory=list)  # The restarts of its engine, by `time.monotonic`.
+    restarts: list[EngineRestart] = field(default_factory=list)
     registered_at: float = field(default_factory=time.time)  # In seconds since the epoch.
 
     @property
@@ -47,9 +55,19 @@ class Model:
     def title(self) -> str:
         return f"{self.name}:{self.version}" if self.version else self.name
 
-    def recent_restarts(self, since: float) -> int:
-        """Return the number of restarts of its engine after a time of `time.monotonic`."""
-        return sum(restarted_at > since for restarted_at in self.restarted_at)
+    @property
+    def workers(self) -> tuple[int, int]:
+        """The smallest and the largest number of workers: processes of a custom handler, or copies of the model."""
+        handler, service = self.lifecycle.model.handler, self.lifecycle.service
+        if service is not None and service.custom is not None:
+            return service.custom.pool.min_workers, service.custom.pool.max_workers
+        if handler is not None:
+            return handler.min_workers, handler.max_workers
+        return (0, 0) if self.scaled_to_zero else self.lifecycle.copy_limits
+
+    def recent_restarts(self, copy: int, since: float) -> int:
+        """Return the number of restarts of a copy after a time of `time.monotonic`."""
+        return sum(restart.at > since and copy in restart.copies for restart in self.restarts)
 
     def service(self) -> Service:
         """Return the service that answers its calls.

@@ -60,11 +60,21 @@ class ListedModel:
 
 @dataclass(frozen=True, slots=True)
 class DescribedWorker:
-    """The fields of a worker. An engine is shown as one worker."""
+    """The fields of a worker: a process of a custom handler, or a copy of a model."""
 
     id: int
     started: float  # Seconds since the epoch.
     status: str
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedGroup:
+    """The fields of a group: the workers of a device."""
+
+    gpu: int | None  # None: the CPU.
+    min_workers: int
+    max_workers: int
+    workers: Sequence[DescribedWorker]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +87,7 @@ class DescribedModel(ListedModel):
     queue_size: int
     waiting: int
     at_startup: bool
-    on_gpu: bool
-    min_workers: int
-    max_workers: int
-    workers: Sequence[DescribedWorker]
+    groups: Sequence[DescribedGroup]
 
 
 def read_registration(call: Call) -> Registration:
@@ -245,12 +252,6 @@ def _sagemaker_model(model: ListedModel) -> dict[str, str]:
 
 def _workflow(model: DescribedModel) -> dict[str, Any]:
     delay, idle = round(model.max_batch_delay * 1000), round(model.max_idle_time)
-    group = {
-        "device": {"deviceType": "gpu" if model.on_gpu else "cpu", "deviceId": 0 if model.on_gpu else -1},
-        "minWorkers": model.min_workers,
-        "maxWorkers": model.max_workers,
-        "workers": [{"id": w.id, "startTime": _timestamp(w.started), "status": w.status} for w in model.workers],
-    }
     shown = {
         "modelName": model.name,
         "modelUrl": model.url,
@@ -261,9 +262,19 @@ def _workflow(model: DescribedModel) -> dict[str, Any]:
         "requestInQueue": model.waiting,
         "status": model.status,
         "loadedAtStartup": model.at_startup,
-        "workerGroups": [group],
+        "workerGroups": [_group(group) for group in model.groups],
     }
     return _present({"workflowName": model.name, "version": model.version}) | {"models": [shown]}
+
+
+def _group(group: DescribedGroup) -> dict[str, Any]:
+    on_cpu = group.gpu is None
+    return {
+        "device": {"deviceType": "cpu" if on_cpu else "gpu", "deviceId": -1 if on_cpu else group.gpu},
+        "minWorkers": group.min_workers,
+        "maxWorkers": group.max_workers,
+        "workers": [{"id": w.id, "startTime": _timestamp(w.started), "status": w.status} for w in group.workers],
+    }
 
 
 def _timestamp(seconds: float) -> str:

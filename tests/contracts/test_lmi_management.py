@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from handlers.contract import Call, ContractError, Reply
 from handlers.lmi import model_management
 from handlers.lmi.model_management import (
+    DescribedGroup,
     DescribedModel,
     DescribedWorker,
     ListedModel,
@@ -101,10 +102,7 @@ def test_a_description_has_lmis_fields_in_lmis_order() -> None:
         waiting=3,
         status="Healthy",
         at_startup=True,
-        on_gpu=False,
-        min_workers=1,
-        max_workers=1,
-        workers=[DescribedWorker(1, 1_700_000_000.042, "READY")],
+        groups=[DescribedGroup(None, 1, 1, [DescribedWorker(1, 1_700_000_000.042, "READY")])],
     )
     assert model_management.description([described]).body.decode() == (
         '[\n  {\n    "workflowName": "m",\n    "version": "1",\n    "models": [\n      {\n        "modelName": "m",\n'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engines.errors import EngineDead
-from engines.interface import EngineHealth, Generation, Sink
+from engines.interface import CopyState, EngineCopy, EngineHealth, Generation, Sink
 from engines.loaded_model import EngineStatus
 from engines.request import FinishReason, GenerationRequest, Token, TokenDelta
 from engines.statistics import EngineStatistics
@@ -72,6 +72,10 @@ class ScriptedEngine:
 
     def health(self) -> EngineHealth:
         return EngineHealth(True)
+
+    @property
+    def copies(self) -> Sequence[EngineCopy]:
+        return [EngineCopy(1, CopyState.READY, 0.0)]
 
     def status(self) -> EngineStatus:
         return EngineStatus(0, 0, 0.0)

@@ -179,6 +179,8 @@ export class ServerView {
 const restarts = ({ recent, most, window_seconds, continued_calls, down_seconds }) =>
 	`${recent} of ${most} in ${window_seconds / 60} minutes; ${continued_calls} calls continued, ${down_seconds.toFixed(1)} s without an engine`;
 
+const copyText = ({ number, state, gpus }) => `${number} ${state}${gpus.length ? ` (GPU ${gpus.join(", ")})` : ""}`;
+
 function modelCard(model, state) {
 	const title = [model.name, model.version].filter(Boolean).join(":");
 	const health = state.health.models[title];
@@ -202,6 +204,7 @@ function modelCard(model, state) {
 			["Chat template", model.chat ? "yes" : "no"],
 			["Images", model.images ? "yes" : "no"],
 			["Start", startup.join(", ") || "–"],
+			...(model.copies.length > 1 ? [["Copies", model.copies.map(copyText).join(", ")]] : []),
 			...(model.restarts ? [["Engine restarts", restarts(model.restarts)]] : []),
 			["Slipway", state.version],
 		]),

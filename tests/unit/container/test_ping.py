@@ -18,6 +18,7 @@ from engines.model_settings import ModelSettings
 
 MODEL = ModelSettings(name="m", model_dir=Path("."), model_id="m")
 STALLED = "the engine is stalled"
+MISSING = "copy 2 of 3 has died"
 
 
 @dataclass
@@ -25,7 +26,8 @@ class Life:
     """The part of a life cycle that /ping reads."""
 
     state: State = State.READY
-    stalled: str = ""
+    unhealthy: str = ""
+    missing: str = ""
     reason: str = ""
     short_of_workers: bool = False
     model: ModelSettings = MODEL
@@ -48,7 +50,9 @@ def asked(life: Life, rates: ErrorRates | None = None, **settings: Any) -> tuple
         (Life(), {}, 200, {"status": "Healthy"}),
         (Life(short_of_workers=True), {}, 200, {"status": "Unhealthy"}),
         (Life(short_of_workers=True), {"workers_health_check": True}, 500, {"status": "Unhealthy"}),
-        (Life(stalled=STALLED), {}, 500, {"status": "Unhealthy", "reason": STALLED}),
+        (Life(unhealthy=STALLED), {}, 500, {"status": "Unhealthy", "reason": STALLED}),
+        (Life(missing=MISSING), {}, 200, {"status": "Healthy", "reason": MISSING}),
+        (Life(missing=MISSING, short_of_workers=True), {}, 200, {"status": "Unhealthy", "reason": MISSING}),
         (Life(State.FAILED, reason="dead"), {}, 500, {"status": "FAILED", "reason": "dead"}),
         (Life(State.DRAINING), {}, 503, {"status": "DRAINING"}),
     ],
@@ -74,7 +78,7 @@ def test_too_many_errors_go_before_everything_else() -> None:
 
 def test_one_model_that_is_not_well_makes_the_server_unhealthy_and_its_entry_alone_says_so() -> None:
     other = ModelSettings(name="other", model_dir=Path("."), model_id="m")
-    reply = ping(models(Life(), Life(stalled=STALLED, model=other)), ServerSettings(), ErrorRates({}, frozenset()))
+    reply = ping(models(Life(), Life(unhealthy=STALLED, model=other)), ServerSettings(), ErrorRates({}, frozenset()))
     assert reply.status == 500
     assert json.loads(reply.body) == {
         "m": {"status": "Healthy"},

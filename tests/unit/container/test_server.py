@@ -33,6 +33,7 @@ class Stalled:
     open_calls = 0
     model = ModelSettings(name="m", model_dir=Path("."), model_id="m")
     stalled = "the engine is stalled"
+    missing = lost = ""
     died_while_draining = False
     drained = False
 

@@ -20,12 +20,12 @@ from container.console.page import DIRECTORY
 from container.http.router import Mount
 from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
-from container.models.registry import Model, Models
+from container.models.registry import EngineRestart, Model, Models
 from container.settings import server as server_module
 from container.settings.load import load_startup
 from container.settings.settings import Settings
 from engines.adapters import Adapter
-from engines.interface import EngineHealth
+from engines.interface import CopyState, EngineCopy, EngineHealth
 from engines.pooling import PoolingModel
 from engines.statistics import EngineStatistics
 from handlers.service import Service
@@ -284,7 +284,10 @@ async def test_the_local_endpoints_names_are_shown(model_dir: Path) -> None:
     assert (await client.get("/console/state")).json()["endpoints"] == ["my-endpoint"]
 
 
-def console_of(model_dir: Path, restarts: str, restarted_at: Sequence[float] = ()) -> httpx.AsyncClient:
+COPIES = [EngineCopy(1, CopyState.DEAD, 0.0, (0, 1)), EngineCopy(2, CopyState.DEAD, 0.0, (2, 3))]
+
+
+def console_of(model_dir: Path, restarts: str, restarted: Sequence[EngineRestart] = ()) -> httpx.AsyncClient:
     """Return a client of a server whose engine has died and whose calls wait for it."""
     settings = settings_of(model_dir, {"SERVING_ENGINE_RESTART": restarts})
     lifecycle = Lifecycle(settings)
@@ -294,24 +297,31 @@ def console_of(model_dir: Path, restarts: str, restarted_at: Sequence[float] = (
         statistics=EngineStatistics(continued_requests=24, down_seconds=3.5),
         health=lambda: EngineHealth(alive=False, reason="the engine has died"),
         waits=restarts != "0",
+        copies=COPIES,
     )
     lifecycle.service = Service(lifecycle.model, Mock(), engine, engine=engine)
-    models = Models([Model(lifecycle, str(lifecycle.model.model_dir), restarted_at=list(restarted_at))])
+    models = Models([Model(lifecycle, str(lifecycle.model.model_dir), restarts=list(restarted))])
     return client_of(create_app(models, settings.server, Registrar(models, settings.server, Mock())).main)
 
 
 async def test_an_engine_that_is_started_again_is_shown_with_its_restarts_and_calls(model_dir: Path) -> None:
     now = time.monotonic()
-    state = (await console_of(model_dir, "3", (now - 601, now - 60, now)).get("/console/state")).json()
+    restarted = [(now - 601, {1}), (now - 60, {1}), (now - 50, {2}), (now - 40, {1, 2}), (now, {1})]
+    restarts = [EngineRestart(at, frozenset(copies)) for at, copies in restarted]
+    state = (await console_of(model_dir, "3", restarts).get("/console/state")).json()
     (model,) = state["models"]
     assert (state["health"]["status"], model["state"], model["reason"]) == (200, "restarting", "the engine has died")
     assert model["restarts"] == {
-        "recent": 2,
+        "recent": 3,
         "most": 3,
         "window_seconds": 600,
         "continued_calls": 24,
         "down_seconds": 3.5,
     }
+    assert model["copies"] == [
+        {"number": 1, "state": "dead", "gpus": [0, 1]},
+        {"number": 2, "state": "dead", "gpus": [2, 3]},
+    ]
 
 
 async def test_an_engine_that_is_not_started_again_is_shown_as_failed_and_without_restarts(model_dir: Path) -> None:

@@ -14,7 +14,7 @@ import pytest_asyncio
 from container import server
 from container.models import engine_restart
 from container.models.life_cycle import Lifecycle, State
-from container.models.registry import Model
+from container.models.registry import EngineRestart, Model
 from container.settings.settings import ServerSettings, Settings, Startup
 from engines.interface import EngineHealth, EngineStartError
 from engines.model_settings import ModelSettings
@@ -27,6 +27,7 @@ class Engine:
     custom = queue = adapters = None
     waits = True
     alive = True
+    copies = ()
     why: str | None = None  # Why it was stopped. None if it was not.
 
     def __init__(self) -> None:
@@ -119,7 +120,7 @@ async def test_they_get_an_error_at_once_if_it_cannot_be_started(watched: Watche
 
 @pytest.mark.asyncio
 async def test_they_get_an_error_at_once_if_it_may_not_be_started_again(watched: Watched) -> None:
-    watched.model.restarted_at += [time.monotonic()] * 3
+    watched.model.restarts += [EngineRestart(time.monotonic(), frozenset({1}))] * 3
     draining = asyncio.create_task(watched.server.drain())
     await until(lambda: watched.life.stage is State.DRAINING)
     watched.engine.alive = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 
 from container.models import engine_restart
 from container.models.engine_restart import EngineRestarts
+from container.models.life_cycle import State
 from container.models.loads import Loads
 from container.models.registration import Registrar
-from container.models.registry import Model, Models
+from container.models.registry import EngineRestart, Model, Models
 from container.settings.settings import ServerSettings
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
@@ -23,6 +25,11 @@ from tests.waiting import until
 
 class Failed:
     """The life cycle of a model with a dead engine, which starts again at the second attempt."""
+
+    state, reason = State.FAILED, "the engine has died"
+    missing = stalled = ""
+    died_while_draining = False
+    copies = ()
 
     def __init__(self) -> None:
         self.model = ModelSettings(name="m", model_dir=Path(), model_id="m")
@@ -40,9 +47,9 @@ class Failed:
     def fail(self, reason: str) -> None:
         self.reasons.append(reason)
 
-    async def restart(self, place: Any, *, last: bool) -> None:
+    async def restart(self, place: Any, *, last: Callable[[], bool]) -> None:
         self.attempts += 1
-        self.last = last
+        self.last = last()
         if self.attempts == 1:
             raise EngineStartError("no memory")
 
@@ -77,7 +84,8 @@ async def test_a_model_whose_calls_wait_has_not_failed_and_old_restarts_do_not_c
     monkeypatch.setattr(engine_restart, "LONGEST_PAUSE_SECONDS", 0.01)
     life: Any = Failed()
     life.waits = True
-    model = Model(life, "m", restarted_at=[time.monotonic() - engine_restart.WINDOW_SECONDS - 1] * 3)
+    old = EngineRestart(time.monotonic() - engine_restart.WINDOW_SECONDS - 1, frozenset({1}))
+    model = Model(life, "m", restarts=[old] * 3)
     registrar = Registrar(Models([model]), ServerSettings(engine_restart=1), Mock())
     assert registrar.engine_restarts.begin(model, "the engine has died")
     await until(lambda: not registrar.loading)

@@ -223,6 +223,9 @@ class WaitingEngine:
     attempts = 0
     gave_up = False
 
+    def health(self) -> EngineHealth:
+        return EngineHealth(False, "the engine has died")
+
     async def restart(self) -> None:
         self.attempts += 1
         if self.attempts < 3:
@@ -244,9 +247,9 @@ async def test_calls_wait_through_several_deaths_while_restarts_are_left(
     life.service, life.stage = as_service(service), State.DRAINING if draining else State.READY
     for _ in range(2):
         with pytest.raises(EngineStartError):
-            await life.restart(lambda settings: settings, last=False)
+            await life.restart(lambda settings: settings, last=lambda: False)
         assert (engine.gave_up, service.stopped, life.calls_can_wait()) == (False, False, True)
-    await life.restart(lambda settings: settings, last=True)
+    await life.restart(lambda settings: settings, last=lambda: True)
     assert (engine.attempts, engine.gave_up, service.stopped) == (3, False, False)
 
 

@@ -1,0 +1,299 @@
+"""Copies of a model that die while others serve: they are started again, and calls go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from container import server
+from container.error_rates import ErrorRates
+from container.health import ping
+from container.models import engine_restart, life_cycle
+from container.models.life_cycle import Lifecycle, State
+from container.models.registry import Model
+from container.settings.settings import ServerSettings, Settings, Startup
+from engines.interface import CopyState, EngineStartError
+from engines.model_settings import ModelSettings
+from handlers.service import Service
+from tests.stand_ins.copied_engine import CopiedEngine
+from tests.waiting import until
+
+pytestmark = pytest.mark.asyncio
+
+RESTARTS = 3
+
+
+def service_of(engine: Any) -> Service:
+    return Service(ModelSettings(name="m", model_dir=Path(), model_id="m"), Mock(), engine, engine=engine)
+
+
+class Watched:
+    """A server with one model, which runs on copies."""
+
+    def __init__(self, engine: CopiedEngine, **settings: Any) -> None:
+        self.engine = engine
+        self.settings = ServerSettings(**{"engine_restart": RESTARTS, "drain_timeout": 60.0, **settings})
+        model = ModelSettings(name="m", model_dir=Path(), model_id="m", rolling_batch="vllm", max_copies=None)
+        model = replace(model, min_copies=engine.least)
+        self.life = Lifecycle(Settings(server=self.settings, model=model))
+        self.life.service, self.life.stage = service_of(engine), State.READY
+        self.model = Model(self.life, "m")
+        self.server = server.ModelServer(Startup(self.settings, ()))
+        self.server.models.add(self.model)
+
+    @property
+    def idle(self) -> bool:
+        """True if nothing is being restarted, and the engine has nothing to restart."""
+        return not self.server.registrar.loading and not self.server.registrar.engine_restarts.fault(self.model)
+
+    def ping(self) -> tuple[int, bytes]:
+        reply = ping(self.server.models, self.settings, ErrorRates({}, frozenset()))
+        return reply.status, reply.body
+
+
+@asynccontextmanager
+async def watched(
+    monkeypatch: pytest.MonkeyPatch, engine: CopiedEngine, *, may_start: bool = True, **settings: Any
+) -> AsyncIterator[Watched]:
+    """Watch a server whose engine restarts its copies at once, or when the test says so."""
+    monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(engine_restart, "LONGEST_PAUSE_SECONDS", 0.01)
+    if may_start:
+        engine.may_start.set()
+    found = Watched(engine, **settings)
+    watching = asyncio.create_task(found.server.watch())
+    try:
+        yield found
+    finally:
+        watching.cancel()
+        await found.server.stop()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_dead_copy_is_started_again_while_the_model_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: bool
+) -> None:
+    """Also if no call would wait for an engine that has died."""
+    engine = CopiedEngine(waits=waits)
+    async with watched(monkeypatch, engine, may_start=False) as one:
+        engine.die(2)
+        await engine.restarting.wait()
+        assert (one.life.state, one.model.service().engine, one.life.stage) == (State.READY, engine, State.READY)
+        assert one.ping() == (
+            200,
+            b'{\n  "m": {\n    "status": "Unhealthy",\n    "reason": "copies [2] have died"\n  }\n}\n',
+        )
+        engine.may_start.set()
+        await until(lambda: one.idle)
+        assert engine.attempts == [{2}]
+        assert (one.life.stage, engine.stopped, engine.given_up) == (State.READY, None, set())
+        assert one.ping() == (200, b'{\n  "m": {\n    "status": "Healthy"\n  }\n}\n')
+        assert len(one.model.restarts) == 1
+    assert "model m: copies [2] have died; the other copies serve; it is started again in 0.01 s (1 of 3" in caplog.text
+
+
+async def test_a_request_that_kills_copy_after_copy_does_not_use_up_the_restarts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = CopiedEngine(3)
+    async with watched(monkeypatch, engine) as one:
+        for copies in ((1,), (2,), (3,), (1, 2, 3), (1,)):
+            engine.die(*copies)
+            await until(lambda: one.idle)
+        assert engine.attempts == [{1}, {2}, {3}, {1, 2, 3}, {1}]
+        assert one.ping()[0] == 200
+        assert engine.health().ready_copies == 3
+
+
+async def test_a_copy_that_cannot_be_started_is_given_up_and_the_others_serve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = CopiedEngine(3)
+    engine.broken = {2}
+    async with watched(monkeypatch, engine) as one:
+        engine.die(2)
+        await until(lambda: engine.given_up)
+        assert engine.attempts == [{2}] * RESTARTS
+        assert one.ping() == (
+            500,
+            b'{\n  "m": {\n    "status": "Unhealthy",\n    "reason": "2 of 3 copies serve"\n  }\n}\n',
+        )
+        assert (one.life.state, one.model.service().engine, engine.stopped) == (State.READY, engine, None)
+        assert (one.life.view().state, one.life.view().reason) == ("ready", "2 of 3 copies serve")
+        await until(lambda: "2 of 3 copies serve; /ping now answers 500" in caplog.text)
+        engine.die(3)
+        await until(lambda: one.idle)
+        assert engine.attempts[RESTARTS:] == [{3}], "another copy has restarts of its own"
+    assert "model m: a copy cannot be started again: copies [2] have no memory" in caplog.text
+    assert "model m: copies [2] have died, for good: each copy is started again at most 3 times" in caplog.text
+    assert caplog.text.count("/ping now answers 500") == 1
+
+
+async def test_with_enough_copies_left_the_model_stays_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CopiedEngine(3, least=2)
+    async with watched(monkeypatch, engine, engine_restart=0) as one:
+        engine.die(1)
+        await until(lambda: engine.given_up)
+        assert one.ping() == (200, b'{\n  "m": {\n    "status": "Healthy"\n  }\n}\n')
+        assert engine.attempts == []
+
+
+async def test_a_server_that_fails_fast_ends_if_it_has_lost_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_ENGINE_CHECK_SECONDS", 0.01)
+    one = Watched(CopiedEngine(2), engine_restart=0, fail_fast=True)
+    one.engine.die(1)
+    await asyncio.wait_for(one.server.watch(), 60)
+
+
+async def test_if_all_copies_die_calls_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CopiedEngine(3)
+    async with watched(monkeypatch, engine, may_start=False) as one:
+        engine.die(1, 2, 3)
+        await engine.restarting.wait()
+        assert one.life.state is State.RESTARTING
+        engine.may_start.set()
+        await until(lambda: one.idle)
+        assert (engine.attempts, one.life.state) == ([{1, 2, 3}], State.READY)
+
+
+async def test_a_copy_that_dies_during_a_restart_is_started_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CopiedEngine(3)
+    async with watched(monkeypatch, engine, may_start=False) as one:
+        engine.die(1)
+        await engine.restarting.wait()
+        engine.die(2)
+        engine.may_start.set()
+        await until(lambda: one.idle)
+        assert engine.attempts == [{1}, {2}]
+
+
+async def test_if_the_last_restart_of_a_copy_fails_and_the_others_have_died_meanwhile_calls_wait_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = CopiedEngine(2)
+    engine.broken = {1}
+    async with watched(monkeypatch, engine, engine_restart=1, may_start=False) as one:
+        engine.die(1)
+        await engine.restarting.wait()
+        engine.die(2)
+        engine.may_start.set()
+        await until(lambda: len(engine.attempts) == 2 and one.idle)
+        assert engine.attempts == [{1}, {1, 2}], "copy 2 had a restart left, and no model was loaded anew"
+        assert (engine.given_up, engine.waits, engine.stopped) == ({1}, True, None)
+        assert one.life.state is State.READY
+
+
+async def test_if_all_copies_are_given_up_the_model_is_loaded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = CopiedEngine(2), CopiedEngine(2)
+    old.broken = {1, 2}
+    loaded: list[ModelSettings] = []
+
+    async def load(settings: ModelSettings, *_: object) -> Service:
+        loaded.append(settings)
+        return service_of(new)
+
+    async def warmed_up(*_: object) -> None: ...
+
+    monkeypatch.setattr(life_cycle, "load_service", load)
+    monkeypatch.setattr(life_cycle, "_warm_up", warmed_up)
+    async with watched(monkeypatch, old, engine_restart=2) as one:
+        one.life.scale(1, 2)
+        old.die(1, 2)
+        await until(lambda: one.life.service is not None and one.life.service.engine is new)
+        assert (len(old.attempts), old.waits, old.stopped) == (2, False, "the engine has died")
+        assert one.life.state is State.READY
+        assert [(settings.min_copies, settings.max_copies) for settings in loaded] == [(1, 2)], "as it was scaled"
+
+
+async def test_a_copy_that_dies_while_the_model_drains_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CopiedEngine(2)
+    async with watched(monkeypatch, engine) as one:
+        one.life.open_calls = 1
+        draining = asyncio.create_task(one.server.drain())
+        await until(lambda: one.life.stage is State.DRAINING)
+        engine.die(1)
+        await asyncio.sleep(0.1)
+        assert engine.attempts == []
+        engine.die(2)  # Now calls wait.
+        await until(lambda: engine.attempts)
+        assert engine.attempts == [{1, 2}]
+        one.life.end_call()
+        await draining
+
+
+async def test_a_restart_that_has_not_begun_when_the_model_drains_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = CopiedEngine(2)
+    async with watched(monkeypatch, engine) as one:
+        lock = one.server.registrar.engine_restarts._loads.one_at_a_time
+        async with lock:
+            engine.die(1)
+            await until(lambda: one.server.registrar.loading)
+            one.life.open_calls = 1
+            draining = asyncio.create_task(one.server.drain())
+            await until(lambda: one.life.stage is State.DRAINING)
+        await until(lambda: not one.server.registrar.loading)
+        one.life.end_call()
+        await draining
+        assert engine.attempts == []
+
+
+async def test_a_copy_that_was_removed_meanwhile_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CopiedEngine(3)
+    async with watched(monkeypatch, engine) as one:
+        async with one.server.registrar.engine_restarts._loads.one_at_a_time:
+            engine.die(3)
+            await until(lambda: one.server.registrar.loading)
+            one.server.registrar.scale(one.model, 1, 1)
+        await until(lambda: one.idle)
+        assert (engine.attempts, one.model.restarts) == ([], [])
+        assert one.ping()[0] == 200
+
+
+async def test_a_restart_that_waits_for_another_load_fails_the_model_only_if_no_copy_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = CopiedEngine(2)
+    async with watched(monkeypatch, engine) as one:
+        one.life.model = replace(one.life.model, predict_timeout=0.05)
+        async with one.server.registrar.engine_restarts._loads.one_at_a_time:
+            engine.die(1)
+            await asyncio.sleep(0.3)
+            assert one.life.state is State.READY
+            engine.die(2)
+            await until(lambda: one.life.stage is State.FAILED)
+        await until(lambda: one.idle)
+        assert (engine.attempts, one.life.state) == ([{1, 2}], State.READY)
+
+
+async def test_a_model_is_unregistered_while_a_copy_of_it_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CopiedEngine(2)
+    async with watched(monkeypatch, engine, may_start=False) as one:
+        engine.die(1)
+        await engine.restarting.wait()
+        await asyncio.wait_for(one.server.registrar.unregister(one.model), 60)
+        assert engine.stopped == "model m was unregistered"
+        assert not one.server.registrar.loading
+        assert not one.server.models.leaving
+
+
+async def test_a_stalled_copy_that_cannot_be_started_again_leaves_the_others_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine has ended the stalled copy for the restart."""
+    engine = CopiedEngine(2)
+    one = Watched(engine)
+    engine.broken = {2}
+    engine.may_start.set()
+    engine.die(2)
+    with pytest.raises(EngineStartError):
+        await one.life.restart(lambda settings: settings)
+    assert (engine.stopped, one.life.state, engine.states[1]) == (None, State.READY, CopyState.READY)
