@@ -19,6 +19,7 @@ class CopiedEngine(ScriptedEngine):
     def __init__(self, copies: int = 3, least: int | None = None, *, waits: bool = True) -> None:
         super().__init__()
         self.waits = waits
+        self.started_at = 1e9
         self.states = dict.fromkeys(range(1, copies + 1), CopyState.READY)
         self.least = copies if least is None else least
         self.given_up: set[int] = set()
@@ -29,7 +30,7 @@ class CopiedEngine(ScriptedEngine):
     @property
     def copies(self) -> Sequence[EngineCopy]:
         return [
-            EngineCopy(number, state, 1e9 + number, (2 * number - 2, 2 * number - 1))
+            EngineCopy(number, state, self.started_at, (2 * number - 2, 2 * number - 1))
             for number, state in sorted(self.states.items())
         ]
 

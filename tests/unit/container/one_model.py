@@ -34,8 +34,8 @@ def make(
     return lifecycle, httpx.AsyncClient(transport=transport, base_url="http://server")
 
 
-def with_engine(lifecycle: Lifecycle) -> ScriptedEngine:
-    engine = ScriptedEngine()
+def with_engine(lifecycle: Lifecycle, engine: ScriptedEngine | None = None) -> ScriptedEngine:
+    engine = engine or ScriptedEngine()
     queue = EngineQueue(engine, 4)
     handler = EngineHandler(queue, LmiRollingContract(MODEL), refuse_unread=overloaded)
     lifecycle.service = Service(MODEL, handler, engine, engine=engine, queue=queue)
