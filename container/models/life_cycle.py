@@ -165,7 +165,11 @@ class Lifecycle:
         """
         assert self.service is not None, "it is ready"
         assert self.service.engine is not None, "it has no custom handler"
-        self.service.engine.scale(least, most)
+        engine, queue = self.service.engine, self.service.queue
+        before = engine.max_sequences
+        engine.scale(least, most)
+        if queue is not None:
+            queue.limit += engine.max_sequences - before
         self.model = dataclasses.replace(self.model, min_copies=least, max_copies=most)
         model = dataclasses.replace(self.settings.model, min_copies=least, max_copies=most)
         self.settings = dataclasses.replace(self.settings, model=model)

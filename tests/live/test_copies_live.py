@@ -112,3 +112,32 @@ def test_a_call_that_kills_its_copy_gets_the_error_alone_and_one_of_three_copies
         assert len(first & {process.pid for process in server.engine_processes()}) == 1
         assert server.ping() == 200
         assert answers(server, PLAIN) == right
+
+
+@pytest.mark.slow
+def test_no_call_is_lost_while_copies_are_added_and_removed(two: Server) -> None:
+    calls = 1000
+    case = completion("Once upon a time", 8)
+    right = answer(two, case)
+    with ThreadPoolExecutor(16) as pool:
+        running = [pool.submit(answer, two, case) for _ in range(calls)]
+        changes = 0
+        while not all(call.done() for call in running):
+            most = 2 - changes % 2
+            two.client.put("/models/model", params={"min_worker": 1, "max_worker": most}).raise_for_status()
+            wait_until(lambda most=most: [worker["status"] for worker in workers(two)] == ["READY"] * most)
+            changes += 1
+        assert {call.result() for call in running} == {right}
+    assert changes > 2
+    refused = two.client.put("/models/model", params={"max_worker": 3})
+    assert refused.status_code == 400
+    assert "max_worker" in refused.text
+    assert "2" in refused.text
+    two.client.put("/models/model", params={"min_worker": 2, "max_worker": 2}).raise_for_status()
+    wait_until(lambda: len(workers(two)) == 2)
+
+
+def workers(server: Server) -> list[dict[str, Any]]:
+    """Return the workers of the model, as LMI lists them."""
+    ((described,),) = (entry["models"] for entry in server.client.get("/models/model").json())
+    return [worker for group in described["workerGroups"] for worker in group["workers"]]
