@@ -187,11 +187,16 @@ class Copies:
         copies.sort(key=lambda copy: (useful[copy.state], copy.number))
         for copy in copies[most:]:
             self._retire(copy)
-        draining = [copy for copy in self._by_number.values() if copy.state is CopyState.DRAINING and copy.runs]
         kept = copies[:most]
+        for copy in kept:
+            copy.given_up = False
+        draining = [copy for copy in self._by_number.values() if copy.state is CopyState.DRAINING]
         for copy in draining[: most - len(kept)]:
-            self._serve(copy)
             kept.append(copy)
+            if copy.client is None or copy in self._openings:
+                copy.state = CopyState.STARTING
+            else:
+                self._serve(copy)
         free = [number for number in range(1, len(self._places) + 1) if number not in self._by_number]
         self._add(free[: most - len(kept)])
 
@@ -257,6 +262,8 @@ class Copies:
                 started = time.monotonic()
                 copy.client = await VllmLoader(self._settings, copy.threads).load_copy(self._llm, copy.place)
         except BaseException:
+            if copy.state is CopyState.DRAINING:
+                del self._by_number[copy.number]
             copy.state = CopyState.DEAD
             copy.threads.end()
             raise
