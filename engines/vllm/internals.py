@@ -35,7 +35,7 @@ import numpy as np
 import torch
 import zmq
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import CacheConfig, ParallelConfig, VllmConfig
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GenerationError
@@ -58,7 +58,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+from vllm.v1.engine.core_client import AsyncMPClient, BackgroundResources, EngineCoreClient
 from vllm.v1.engine.detokenizer import (
     FastIncrementalDetokenizer,
     IncrementalDetokenizer,
@@ -110,8 +110,15 @@ METRICS_PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls",
 
 _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (AsyncLLM, ("_run_output_handler", "abort", "add_lora", "errored", "from_vllm_config", "remove_lora", "shutdown")),
+    (AsyncEngineArgs, ("_api_process_count", "_resolve_device_ids", "device_ids")),
+    (ParallelConfig, ("_api_process_count", "assigned_physical_gpu_ids")),
+    (CacheConfig, ("num_gpu_blocks",)),
     (EngineCoreClient, ("make_async_mp_client",)),
-    (AsyncMPClient, ("_ensure_output_queue_task", "_send_input_message", "call_utility_async", "ensure_alive")),
+    (AsyncMPClient, ("_ensure_output_queue_task", "_send_input_message", "ensure_alive")),
+    (AsyncMPClient, ("abort_requests_async", "add_request_async", "dp_engines_running", "get_kv_event_sources")),
+    (AsyncMPClient, ("add_lora_async", "call_utility_all_async", "call_utility_async", "get_output_async", "shutdown")),
+    (BackgroundResources, ("engine_dead", "engine_manager", "output_queue_task")),
+    (EngineCoreOutputs, ("engine_index", "outputs")),
     (OutputProcessor, ("_update_stats_from_output", "abort_requests", "propagate_error", "process_outputs")),
     (ParentRequest, ("n", "observe_num_generation_tokens")),
     (RequestState, ("make_request_output",)),
@@ -132,8 +139,9 @@ _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (StructuredOutputManager, ("_create_grammar",)),
     (backend_guidance, ("validate_guidance_grammar",)),
     (shm_broadcast, ("sched_yield",)),
-    (cpu_resource_utils, ("get_cgroup_memory_usage",)),
+    (cpu_resource_utils, ("get_allowed_cpu_list", "get_cgroup_memory_usage")),
     (PrometheusStatLogger, ("_counter_cls", "_gauge_cls", "_histogram_cls", "record", *METRICS_PARTS)),
+    (PrometheusStatLogger, ("log_engine_initialized",)),
 )
 """The attributes that Slipway reads, replaces or overrides. The live tests have those of instances."""
 
