@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,10 +54,10 @@ def chosen(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> An
     """Engine arguments after the choice."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from engines.vllm.loading import choose_devices
+    from engines.vllm.copies.places import gpu_places
 
     given = AsyncEngineArgs(model="/m", tensor_parallel_size=tensor, **arguments)
-    choose_devices(given, settings(devices, tensor_parallel_degree=tensor))
+    gpu_places(given, settings(devices, tensor_parallel_degree=tensor))
     return given
 
 
@@ -65,13 +66,131 @@ def test_vllm_takes_the_first_of_the_devices_as_many_as_it_needs(gpus: Any) -> N
     assert chosen((6, 3, 1, 0), 1, data_parallel_size=2, pipeline_parallel_size=2).device_ids == [0, 1, 3, 6]
     assert chosen((6, 3, 1, 0), 1, prefill_context_parallel_size=2).device_ids == [3, 6]
     assert chosen((6, 3, 1, 0), 4, pipeline_parallel_size=2, nnodes=2).device_ids == [0, 1, 3, 6]
-    assert chosen(None, 2).device_ids is None
+    assert chosen(None, 2).device_ids == [0, 1]
     assert chosen((0, 1, 2, 3, 4, 5, 6, 7), 8).device_ids is None, "all there are, in their order"
     assert chosen((5, 6), 1, device_ids=[2]).device_ids == [2], "option.device_ids goes before"
     with pytest.raises(EngineStartError, match="needs 4 GPUs, and load_on_devices allows 2"):
         chosen((5, 6), 4)
     with pytest.raises(EngineStartError, match="load_on_devices is cpu, but this vLLM is built for GPUs"):
         chosen((), 1)
+
+
+def places(devices: tuple[int, ...] | None, tensor: int, **arguments: Any) -> list[tuple[int, ...]]:
+    """Return the GPUs of each place. An empty one has those that vLLM takes without being told."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from engines.vllm.copies.places import gpu_places
+
+    given = AsyncEngineArgs(model="/m", tensor_parallel_size=tensor, **arguments)
+    return [place.gpus for place in gpu_places(given, settings(devices, tensor_parallel_degree=tensor))]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_all_gpus_are_shared_out_among_places(gpus: Any, count: int, tensor: int) -> None:
+    gpus.count = count
+    found = places(None, tensor)
+    if count <= tensor:
+        assert found == [()], "vLLM takes all, or says that they are too few"
+    else:
+        assert found == [tuple(range(first, first + tensor)) for first in range(0, count, tensor)]
+
+
+def test_gpus_that_are_left_over_are_in_no_place(gpus: Any) -> None:
+    gpus.count = 8
+    assert places(None, 3) == [(0, 1, 2), (3, 4, 5)]
+    assert places((7, 2, 5, 1, 0), 2) == [(2, 7), (1, 5)]
+    assert places(None, 2, pipeline_parallel_size=2) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "only"),
+    [
+        ({"data_parallel_size": 2}, (0, 1)),
+        ({"nnodes": 2, "pipeline_parallel_size": 2}, (0,)),
+        ({"device_ids": [3]}, ()),
+        ({"enable_expert_parallel": True}, (0,)),
+        ({"distributed_executor_backend": "ray"}, (0,)),
+        ({"kv_transfer_config": "any"}, (0,)),
+        ({"kv_events_config": "any"}, (0,)),
+    ],
+)
+def test_a_model_that_shares_something_has_one_place(
+    gpus: Any, arguments: dict[str, Any], only: tuple[int, ...]
+) -> None:
+    assert places(None, 1, **arguments) == [only]
+
+
+@pytest.mark.parametrize(("visible", "physical"), [(None, [(1, 3), (4, 6)]), ("9,8,7,6,5,4,3,2", [(8, 6), (5, 3)])])
+def test_a_place_knows_its_gpus_as_the_machine_numbers_them(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None, physical: list[tuple[int, ...]]
+) -> None:
+    from vllm.config import ParallelConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from engines.vllm.copies.places import gpu_places
+    from engines.vllm.internals import config_of_copy
+
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    given = AsyncEngineArgs(model="/m", tensor_parallel_size=2)
+    found = gpu_places(given, settings((3, 1, 6, 4), tensor_parallel_degree=2))
+    assert [place.physical_gpus for place in found] == physical
+    assert given._resolve_device_ids() == list(physical[0]), "the first copy gets its GPUs by vLLM's argument"
+    config: Any = SimpleNamespace(parallel_config=ParallelConfig(), cache_config=SimpleNamespace(num_gpu_blocks=9))
+    for place in found:
+        assert place.physical_gpus is not None
+        own = config_of_copy(config, place.physical_gpus)
+        assert own.parallel_config.assigned_physical_gpu_ids == list(place.physical_gpus)
+        assert own.cache_config.num_gpu_blocks is None, "vLLM's client adds up what the processes report"
+    assert (config.parallel_config.assigned_physical_gpu_ids, config.cache_config.num_gpu_blocks) == (None, 9)
+    kept = config_of_copy(config_of_copy(config, (5,)), None)
+    assert kept.parallel_config.assigned_physical_gpu_ids == [5]
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
+    """A machine with two NUMA nodes, three cores in each, and two processors in each core, which this process may use.
+
+    Linux often numbers the first processors of all cores, and then the second ones. Returns the node and the core of
+    each processor.
+    """
+    from vllm.utils import cpu_resource_utils
+    from vllm.utils.cpu_resource_utils import LogicalCPUInfo
+
+    of = {number: (number % 6 // 3, number % 6) for number in range(12)}
+    listed = [LogicalCPUInfo(id=number, physical_core=core, numa_node=node) for number, (node, core) in of.items()]
+    monkeypatch.setattr(cpu_resource_utils, "get_allowed_cpu_list", lambda: listed)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    return of
+
+
+@pytest.mark.parametrize("copies", [2, 3, 4, 5, 6, 12])
+def test_the_processors_are_shared_out_among_places(two_nodes: dict[int, tuple[int, int]], copies: int) -> None:
+    from engines.vllm.copies.places import processor_places
+
+    found = [place.processors for place in processor_places(copies)]
+    assert len(found) == copies
+    assert sorted(one for place in found for one in place) == sorted(two_nodes), "each is in one place"
+    sizes = sorted(map(len, found))
+    assert sizes[-1] - sizes[0] <= 1
+    if 6 % copies == 0:  # whole cores
+        for place in found:
+            assert len({two_nodes[one] for one in place}) * 2 == len(place), "the two of a core are together"
+    if copies in (2, 6):
+        assert all(len({two_nodes[one][0] for one in place}) == 1 for place in found), "no place is on two nodes"
+
+
+def test_one_copy_and_threads_that_the_user_has_bound_have_all_processors(
+    two_nodes: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engines.vllm.copies.places import Place, processor_places
+
+    assert processor_places(1) == [Place()]
+    with pytest.raises(EngineStartError, match="maxWorkers: 13 copies need as many processors; there are 12"):
+        processor_places(13)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-5|6-11")
+    assert processor_places(2) == [Place(), Place()]
 
 
 @pytest.mark.parametrize(("visible", "physical"), [(None, [1, 3, 4, 6]), ("9,8,7,6,5,4,3,2", [8, 6, 5, 3])])
@@ -93,7 +212,7 @@ def test_each_replica_runs_on_its_part_of_the_devices(
 def test_without_a_number_the_allowed_gpus_are_counted(gpus: Any, tmp_path: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from engines.vllm.loading import choose_devices
+    from engines.vllm.copies.places import gpu_places
 
     config = LLAMA | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -101,7 +220,7 @@ def test_without_a_number_the_allowed_gpus_are_counted(gpus: Any, tmp_path: Path
         file.truncate(100 * GIBIBYTE)  # takes no room on the disk
     for devices, most, ids in (((5, 4, 3, 2), False, [4, 5]), ((5, 4, 3, 2), True, [2, 3, 4, 5]), ((5,), False, [5])):
         given = AsyncEngineArgs(model=str(tmp_path), skip_tokenizer_init=True)
-        choose_devices(given, settings(devices, tensor_parallel_max=most))
+        gpu_places(given, settings(devices, tensor_parallel_max=most))
         assert given.device_ids == ids
 
 
@@ -121,12 +240,12 @@ def test_all_gpus_are_shared_out_and_vllm_counts_as_many(
     from vllm.config import ParallelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from engines.vllm.loading import choose_devices
+    from engines.vllm.copies.places import gpu_places
 
     config = LLAMA | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     given = AsyncEngineArgs(model=str(tmp_path), skip_tokenizer_init=True, **arguments)
-    choose_devices(given, settings(None, tensor_parallel_max=True))
+    gpu_places(given, settings(None, tensor_parallel_max=True))
     assert given.tensor_parallel_size == size
     parallel = ParallelConfig(tensor_parallel_size=size, distributed_executor_backend="mp", **arguments)
     assert parallel.world_size_across_dp == 8 * arguments.get("nnodes", 1)
