@@ -135,11 +135,8 @@ async def test_a_removed_adapter_stays_for_calls_that_wait_for_the_next_engine(s
     running = llm.output_processor.request_states
     running["r"] = SimpleNamespace(lora_request=SimpleNamespace(lora_int_id=1))
     removal = asyncio.create_task(adapters.remove(1))
-    llm.errored = True
-    adapters.engine_died()
-    await asyncio.sleep(0.3)
-    llm.errored = False
-    await adapters.load_again()
+    await asyncio.sleep(0.3)  # No copy runs.
+    await adapters.load_into(llm.add_lora, is_only=True)
     assert adapters.is_loaded(1)
     del running["r"]
     await asyncio.wait_for(removal, 60)
@@ -156,9 +153,8 @@ async def test_a_removed_adapter_that_the_next_engine_still_loads_is_dropped_aft
     running = llm.output_processor.request_states
     running["r"] = SimpleNamespace(lora_request=SimpleNamespace(lora_int_id=1))
     removal = asyncio.create_task(adapters.remove(1))
-    adapters.engine_died()
     llm.answers.clear()
-    again = asyncio.create_task(adapters.load_again())
+    again = asyncio.create_task(adapters.load_into(llm.add_lora, is_only=True))
     await until(lambda: llm.orders.count(("add", 1)) == 2)
     del running["r"]
     await asyncio.sleep(0.3)
@@ -178,8 +174,7 @@ async def test_an_adapter_whose_files_have_changed_is_in_no_later_engine(source:
     weights = source / "adapter_model.safetensors"
     before = weights.read_bytes()
     weights.write_bytes(before[:-1] + b"\x3f")
-    adapters.engine_died()
-    await adapters.load_again()
+    await adapters.load_into(llm.add_lora, is_only=True)
     assert not adapters.is_loaded(1)
     with pytest.raises(AdapterUnusable, match="register it again"):
         await adapters.claim("a")
@@ -198,8 +193,7 @@ async def test_files_of_an_adapter_may_change_until_it_is_loaded_for_the_first_t
     before = weights.read_bytes()
     weights.write_bytes(before[:-1] + b"\x3f")
     (await adapters.claim("a")).release()
-    adapters.engine_died()
-    await adapters.load_again()
+    await adapters.load_into(llm.add_lora, is_only=True)
     weights.write_bytes(before)
     with pytest.raises(AdapterUnusable, match="register it again"):
         await adapters.claim("a")

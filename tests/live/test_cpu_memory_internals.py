@@ -72,10 +72,12 @@ def test_what_a_model_will_need_is_read_from_its_files(sample_model: Path) -> No
 
     arguments = {"max_model_len": "1000"}
     settings = ModelSettings(name="m", model_dir=sample_model, model_id=str(sample_model), engine_arguments=arguments)
-    demand = cache_demand(AsyncEngineArgs(**engine_arguments(settings, on_cpu=True)).create_engine_config())
+    config = AsyncEngineArgs(**engine_arguments(settings, on_cpu=True)).create_engine_config()
+    demand = cache_demand(config, 1)
     assert demand.sequence == 1000 * 30 * 3 * 64 * 2 * 2
     assert demand.weights == (sample_model / "model.safetensors").stat().st_size
     assert demand.workers == 1
+    assert cache_demand(config, 3).workers == 3, "each copy has a worker"
 
 
 def test_a_machine_that_is_too_small_is_told_before_vllm_starts_a_process(sample_model: Path, monkeypatch: Any) -> None:

@@ -217,7 +217,7 @@ def test_gpus_that_share_each_layer_are_as_few_as_hold_the_model_or_as_many_as_i
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from engines.vllm.arguments import serve_defaults
-    from engines.vllm.loading import share_layers
+    from engines.vllm.copies.places import share_layers
 
     platform = vllm.platforms.current_platform
     monkeypatch.setattr(platform, "get_device_total_memory", lambda gpu: int(memory * GIB))

@@ -36,11 +36,12 @@ class Processor:
     def __init__(self, tokenizer: Any, *, lean: bool) -> None:
         from vllm.v1.engine.output_processor import OutputProcessor
 
+        from engines.vllm.copies.client import CopiesClient
         from engines.vllm.internals import LeanOutputProcessor
 
         self.tokenizer = tokenizer
         self.processor = (LeanOutputProcessor if lean else OutputProcessor)(tokenizer, log_stats=True)
-        self.processor.holds = lambda: False
+        self.processor.client = CopiesClient(siblings=lambda _: (), holds=lambda: False)
         self.lean = lean
         self.statistics = EngineStatistics()
 

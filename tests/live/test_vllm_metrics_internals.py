@@ -159,7 +159,7 @@ def test_the_reports_make_the_metrics_that_vllms_logger_makes(
     assert sum(value for (name, *_), value in counted.items() if name == "vllm:inter_token_latency_seconds_count") == 16
     last = STEPS - 1
     assert ours.status == EngineStatus(4, 2 * (last + 1), last / 8)
-    ours.engine_died()
+    ours.engine_died([0, 1])
     assert ours.status == EngineStatus(0, 0, 0.0)
     gauges = {key for key, value in samples(ours).items() if value != counted[key]}
     assert {name for name, *_ in gauges} == {
