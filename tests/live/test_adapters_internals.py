@@ -214,3 +214,54 @@ async def test_an_adapter_whose_files_change_while_the_engine_reads_them_is_refu
         await adding
     assert llm.orders == [("add", 1), ("remove", 1)]
     await adapters.stop()
+
+
+@pytest.mark.parametrize("is_only", [True, False])
+async def test_a_further_copy_gets_idle_adapters_as_well(source: Path, is_only: bool) -> None:
+    """Requests find an adapter in each copy that serves. If none served, an idle one waits for its next request."""
+    from engines.vllm.lora import VllmAdapters
+
+    llm: Any = Llm()
+    adapters = VllmAdapters(llm, 60)
+    for number, (name, preload) in enumerate(
+        {"idle": False, "used": False, "preloaded": True, "new": False}.items(), 1
+    ):
+        await adapters.add(Adapter(name=name, src="", path=source, id=number, preload=preload))
+    (await adapters.claim("idle")).release()
+    used = await adapters.claim("used")
+    sent: list[str] = []
+
+    async def add(request: Any) -> None:
+        sent.append(request.lora_name)
+
+    await adapters.load_into(add, is_only=is_only)
+    assert sent == (["used#2", "preloaded#3"] if is_only else ["idle#1", "used#2", "preloaded#3"])
+    assert [adapters.is_loaded(number) for number in (1, 2, 3, 4)] == [not is_only, True, True, False]
+    used.release()
+    await adapters.stop()
+
+
+async def test_a_copy_that_dies_while_adapters_are_loaded_into_it_costs_no_adapter(source: Path) -> None:
+    from engines.vllm.internals import EngineDeadError
+    from engines.vllm.lora import VllmAdapters
+
+    llm: Any = Llm()
+    adapters = VllmAdapters(llm, 60)
+    await adapters.add(Adapter(name="a", src="", path=source, id=1, preload=True))
+    await adapters.add(Adapter(name="b", src="", path=source, id=2, preload=True))
+
+    async def dies(_: Any) -> None:
+        raise EngineDeadError
+
+    async def refuses(request: Any) -> None:
+        if request.lora_int_id == 1:
+            raise RuntimeError("Call to add_lora method failed: no")
+
+    with pytest.raises(EngineDeadError):
+        await adapters.load_into(dies, is_only=False)
+    assert adapters.is_loaded(1)
+    assert adapters.is_loaded(2)
+    await adapters.load_into(refuses, is_only=False)
+    assert not adapters.is_loaded(1), "its requests fail"
+    assert adapters.is_loaded(2)
+    await adapters.stop()

@@ -170,6 +170,33 @@ def test_the_reports_make_the_metrics_that_vllms_logger_makes(
     }
 
 
+def test_a_copy_that_is_added_has_its_own_series_and_leaves_those_of_the_others(config: Any) -> None:
+    from engines.loaded_model import EngineStatus
+    from engines.vllm.metrics import EngineReports
+
+    def fill(reports: Any, engine: int) -> None:
+        for report, iteration in zip(scheduler_reports(), iterations(processors()[0]), strict=True):
+            reports.record(report, copy.copy(iteration), engine_idx=engine)
+
+    whole, grown = EngineReports(config, [0, 1]), EngineReports(config, [0])
+    fill(whole, 0)
+    fill(grown, 0)
+    grown.add_engine(1)
+    grown.add_engine(1)
+    whole.log_engine_initialized()
+    assert samples(grown) == samples(whole)
+    fill(whole, 1)
+    fill(grown, 1)
+    assert samples(grown) == samples(whole)
+    grown.engine_died([1])
+    assert grown.status == EngineStatus(2, STEPS, (STEPS - 1) / 8), "the figures of the other copy alone"
+    before = samples(grown)
+    fill(grown, 1)
+    counted = [key for key, value in samples(grown).items() if key[0].endswith("_total") and value > before[key]]
+    assert counted, "the copy that replaces it goes on with its counts"
+    assert all("('engine', '1')" in key for key in counted)
+
+
 def test_a_value_that_is_no_number_is_counted_as_by_vllms_logger(config: Any) -> None:
     from vllm.v1.metrics.loggers import PrometheusStatLogger
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
