@@ -14,7 +14,8 @@ from typing import Protocol, TypeVar
 BLOCK = 128  # Tokens of a block. A shorter common beginning saves too little.
 _MOST_BLOCKS = 64  # Of a prompt. The rest of a longer prompt decides nothing.
 _MOST_KNOWN = 65_536  # Blocks that are remembered.
-_MORE_THAN_MEAN = 1.25  # A copy with the prompt's blocks may have so many times the mean work, and one request more.
+# A copy with the prompt's blocks may have so many times the mean work of the copies without them, and one request more.
+_MORE_THAN_MEAN = 1.25
 MOST_ANSWER_TOKENS = 512  # Of an answer that count as work. Limits are often far above the true length.
 
 
@@ -59,8 +60,10 @@ class CopyChoice:
             numbers = self._had.get(key, frozenset())
             if found := [copy for copy in copies if copy.number in numbers]:
                 least = min(found, key=lambda copy: (copy.work, copy.chosen))
-                mean = sum(copy.work for copy in copies) / len(copies)
-                return least if least.work <= _MORE_THAN_MEAN * mean + work else None
+                # A mean of all copies would leave one of five idle if all prompts begin alike.
+                others = [copy.work for copy in copies if copy.number not in numbers]
+                is_near = not others or least.work <= _MORE_THAN_MEAN * sum(others) / len(others) + work
+                return least if is_near else None
         return None
 
     def forget(self, number: int) -> None:
