@@ -1,0 +1,217 @@
+"""The copy that a request goes to: balance, and prompts with a common beginning."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.vllm.copies import choice as module
+from engines.vllm.copies.choice import BLOCK, CopyChoice
+
+WORK = 100
+
+
+@dataclass(eq=False)
+class Copy:
+    number: int
+    work: int = 0
+    chosen: int = 0
+
+
+def new(count: int) -> list[Copy]:
+    return [Copy(number + 1) for number in range(count)]
+
+
+def blocks(*numbers: int) -> list[int]:
+    """Return a prompt of whole blocks. Each number stands for one block."""
+    return [number for number in numbers for _ in range(BLOCK)]
+
+
+def place(choice: CopyChoice, copies: list[Copy], prompt: list[int], scope: Any = None, work: int = WORK) -> int:
+    """Give a request to the copy that is chosen, and return the copy's number."""
+    chosen = choice.choose(copies, prompt, scope, work)
+    chosen.work += work
+    chosen.chosen += 1
+    return chosen.number
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+@pytest.mark.parametrize("prompt", [[1, 2, 3], blocks(1), blocks(1, 2, 3)])
+def test_equal_requests_are_balanced(count: int, prompt: list[int]) -> None:
+    choice, copies = CopyChoice(), new(count)
+    for _ in range(64):
+        place(choice, copies, prompt)
+    assert max(copy.work for copy in copies) <= 1.1 * max(64 * WORK / count, -(-64 // count) * WORK)
+    assert sum(copy.work for copy in copies) == 64 * WORK
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_unequal_requests_are_balanced(count: int) -> None:
+    rng, choice, copies = random.Random(7), CopyChoice(), new(count)
+    for number in range(64):
+        place(choice, copies, blocks(number), work=rng.randint(WORK, 3 * WORK))
+    mean = sum(copy.work for copy in copies) / count
+    assert max(copy.work for copy in copies) <= mean + 3 * WORK
+
+
+def test_without_work_the_copy_that_has_had_the_fewest_requests_is_chosen() -> None:
+    choice, copies = CopyChoice(), new(3)
+    for expected in (1, 2, 3, 1, 2, 3):
+        assert place(choice, copies, [1], work=0) == expected
+
+
+def test_prompts_with_the_same_first_blocks_go_together() -> None:
+    choice, copies = CopyChoice(), new(4)
+    for prompt in range(4):
+        place(choice, copies, blocks(prompt, 7), work=10 * WORK)
+    for prompt in (2, 0, 3, 1):
+        assert place(choice, copies, blocks(prompt, 8, 9)) == prompt + 1
+
+
+def test_a_beginning_that_is_shorter_than_a_block_decides_nothing() -> None:
+    choice, copies = CopyChoice(), new(2)
+    place(choice, copies, blocks(1)[:-1])
+    copies[0].work = 1
+    assert place(choice, copies, blocks(1)[:-1]) == 2
+
+
+def test_the_rest_after_the_last_whole_block_decides_nothing() -> None:
+    choice, copies = CopyChoice(), new(2)
+    place(choice, copies, [*blocks(1), 5])
+    assert place(choice, copies, [*blocks(1), 6, 7]) == 1
+
+
+def test_the_same_block_at_another_place_is_no_common_beginning() -> None:
+    choice, copies = CopyChoice(), new(2)
+    place(choice, copies, blocks(1, 2), work=1)
+    assert place(choice, copies, blocks(2, 2), work=1) == 2
+
+
+def test_the_longest_known_beginning_counts() -> None:
+    choice, copies = CopyChoice(), new(2)
+    place(choice, copies, blocks(1, 2))
+    copies[0].work = 100 * WORK
+    assert place(choice, copies, blocks(1, 3)) == 2, "the first copy has too much work"
+    copies[0].work = copies[1].work = 0
+    for _ in range(3):
+        copies[1].work += 1
+        assert place(choice, copies, blocks(1, 2, 4), work=1) == 1
+    copies[0].work, copies[1].work = 1, 0
+    assert place(choice, copies, blocks(1, 3, 4)) == 2
+    copies[0].work, copies[1].work = 0, 1
+    assert place(choice, copies, blocks(1, 5), work=1) == 1, "both have the first block: the one with less work"
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("above", "expected"), [(0, 1), (1, 2)])
+def test_a_copy_with_too_much_work_loses_the_prompts_that_it_knows(count: int, above: int, expected: int) -> None:
+    """It may have 1.25 times what the others have, and one request more."""
+    choice, copies = CopyChoice(), new(count)
+    place(choice, copies, blocks(1))
+    for copy in copies:
+        copy.work = 8 * WORK
+    copies[0].work = 10 * WORK + WORK + above
+    assert place(choice, copies, blocks(1)) == expected
+
+
+def test_a_copy_without_the_beginning_is_not_left_idle() -> None:
+    choice, copies = CopyChoice(), new(8)
+    for _ in range(24):
+        place(choice, copies, blocks(1))
+    assert [copy.work for copy in copies] == [3 * WORK] * 8
+
+
+def test_adapters_and_salts_are_apart() -> None:
+    choice, copies = CopyChoice(), new(3)
+    scopes = [(None, None), (1, None), (None, "salt")]
+    for number, scope in enumerate(scopes, 1):
+        assert place(choice, copies, blocks(1), scope) == number
+    for number, scope in reversed(list(enumerate(scopes, 1))):
+        assert place(choice, copies, blocks(1), scope) == number
+
+
+def test_a_copy_that_takes_no_requests_gets_none_even_if_it_knows_the_prompt() -> None:
+    choice, copies = CopyChoice(), new(3)
+    place(choice, copies, blocks(1, 2))
+    assert place(choice, copies[1:], blocks(1, 2)) == 2
+    copies[0].work = copies[1].work = 0
+    assert place(choice, copies[2:], blocks(1, 2)) == 3
+
+
+def test_what_a_copy_has_had_is_forgotten_with_its_cache() -> None:
+    choice, copies = CopyChoice(), new(2)
+    place(choice, copies, blocks(1), work=1)
+    place(choice, copies, blocks(2), work=1)
+    choice.forget(1)
+    copies[0].work, copies[1].work = 1, 0
+    assert place(choice, copies, blocks(1), work=1) == 2
+    copies[0].work, copies[1].work = 0, 1
+    assert place(choice, copies, blocks(2), work=1) == 2, "the other copy still has its prompts"
+
+
+def test_what_is_remembered_is_bounded_and_the_latest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_KNOWN", 6)
+    choice, copies = CopyChoice(), new(2)
+    place(choice, copies, blocks(1), work=0)
+    for other in (2, 3, 4, 5, 6):
+        place(choice, copies, blocks(other), work=0)
+    place(choice, copies, blocks(1), work=0)  # It is the latest now.
+    for other in (7, 8, 9, 10, 11):
+        place(choice, copies, blocks(other), work=0)
+    assert len(choice._had) == 6
+    copies[0].work, copies[1].work = 1, 0
+    assert place(choice, copies, blocks(1), work=1) == 1
+    copies[0].work, copies[1].work = 1, 0
+    assert place(choice, copies, blocks(3), work=1) == 2, "its copy is not known any more"
+
+
+def test_of_a_long_prompt_only_the_first_blocks_are_remembered() -> None:
+    choice, copies = CopyChoice(), new(2)
+    prompt = blocks(*range(module._MOST_BLOCKS + 50))
+    place(choice, copies, prompt)
+    assert len(choice._had) == module._MOST_BLOCKS
+    assert place(choice, copies, [*prompt, *blocks(1)]) == 1
+
+
+requests = st.tuples(
+    st.lists(st.integers(0, 2), max_size=3),  # The blocks of the prompt.
+    st.integers(1, 1000),  # Its work.
+    st.integers(0, 3),  # So many requests end before it comes.
+)
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 8), coming=st.lists(requests, max_size=60), randomness=st.randoms(use_true_random=False))
+def test_a_copy_gets_a_request_only_if_its_work_is_near_the_mean(
+    count: int, coming: list[tuple[list[int], int, int]], randomness: random.Random
+) -> None:
+    """A copy that is chosen has at most 1.25 times the mean and two requests of this size, the new one included.
+
+    Requests that end may leave a copy with more: the mean falls, and nothing is moved. As long as none has ended, no
+    copy has more than 1.25 times the mean and twice the largest request.
+    """
+    choice, copies = CopyChoice(), new(count)
+    running: list[tuple[Copy, int]] = []
+    largest, none_has_ended = 0, True
+    for prompt, work, ending in coming:
+        for _ in range(min(ending, len(running))):
+            copy, its_work = running.pop(randomness.randrange(len(running)))
+            copy.work -= its_work
+            none_has_ended = False
+        mean = sum(copy.work for copy in copies) / count
+        chosen = choice.choose(copies, blocks(*prompt), None, work)
+        assert chosen.work <= 1.25 * mean + work
+        if not prompt:
+            assert chosen.work == min(copy.work for copy in copies)
+        chosen.work += work
+        chosen.chosen += 1
+        running.append((chosen, work))
+        largest = max(largest, work)
+        if none_has_ended:
+            mean = sum(copy.work for copy in copies) / count
+            assert max(copy.work for copy in copies) <= 1.25 * mean + 2 * largest
