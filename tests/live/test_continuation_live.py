@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import psutil
@@ -167,16 +168,21 @@ def test_clients_may_leave_and_come_while_the_engine_is_started_again(restarting
 @pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason=MISSING)
 def test_the_console_shows_the_restart_and_the_calls_that_continued(restarting: Server, tmp_path: Path) -> None:
-    with chromium(tmp_path) as browser, ThreadPoolExecutor(1) as pool:
+    seen = Event()
+    with chromium(tmp_path) as browser, ThreadPoolExecutor(2) as pool, ExitStack() as end:
+        end.callback(seen.set)
         page = browser.new_page()
         page.open(f"{restarting.url}/console#server")
         page.wait_for("document.querySelector('#status')?.dataset.state === 'ready'")
         call = pool.submit(answer, restarting, CASES["LMI, stream"])
         kill(restarting, 1)
+        killer = pool.submit(kill_each, restarting, seen)  # The page looks only now and then.
         page.wait_for("document.querySelector('#status').dataset.state === 'restarting'")
         assert page.text("#status") == "model · restarting"
         assert page.text("#notice") == "The engine has died and is started again. Calls wait for it."
         page.wait_for(SHOWN.format("restarting (/ping: 200, RESTARTING)"))
+        seen.set()
+        killer.result()
         call.result()
         names = ("engine_restarts_total", "continued_calls_total", "engine_down_seconds_total")
         restarts, continued, seconds = (restarting.metric(f"slipway_{name}") for name in names)
@@ -260,6 +266,16 @@ def test_calls_wait_through_several_deaths_and_restarts_leave_nothing(
         shared = [file.name for file in Path("/dev/shm").glob(f"*{sockets(process).name}-*")]
         assert shared
         assert [name for name in shared if f"-{server.engine_process()}-" not in name] == []
+
+
+def kill_each(server: Server, enough: Event) -> None:
+    """Kill each engine process that is started, until it is enough."""
+    killed: set[int] = set()
+    while not enough.wait(0.02):
+        for engine in engines(server) - killed:
+            killed.add(engine)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGKILL)
 
 
 def engines(server: Server) -> set[int]:
