@@ -56,6 +56,8 @@ class _Messages:
         if isinstance(message, Exception):
             self._died(self._copy)
             return
+        if self._copy.state is CopyState.DEAD:
+            return  # Its requests go on elsewhere.
         if message.outputs and message.outputs[0].finish_reason == FinishReason.ABORT:
             # A process that was asked to end aborts all sequences: if a data-parallel rank dies, vLLM asks the others.
             # Of a sequence that the server aborts, no message comes. The message would end the sequences, and no error
@@ -87,7 +89,6 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         # The constructor of `AsyncMPClient` would start processes.
         self._siblings, self._holds = siblings, holds
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
-        self.get_output_async = self._messages.get
         self._choice = CopyChoice()
         self.resources = SimpleNamespace(engine_dead=False)  # vLLM looks there.
         self._running: list[Copy] = []  # The copies whose processes run.
@@ -139,6 +140,21 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         for request_id in request_ids:
             if (placed := self.placed.pop(request_id, None)) is not None:
                 placed.copy.work -= placed.work
+
+    async def get_output_async(self) -> Any:
+        while isinstance(message := await self._messages.get(), asyncio.Future):
+            if not message.done():
+                message.set_result(None)
+        return message
+
+    async def handled(self) -> None:
+        """Wait until vLLM's output loop has handled the messages that have come: the sequences have all their tokens.
+
+        The loop lets other tasks run within a message of many sequences.
+        """
+        reached = asyncio.get_running_loop().create_future()
+        self._messages.put_nowait(reached)
+        await reached
 
     async def add_request_async(self, request: EngineCoreRequest, copy: Copy | None = None) -> None:
         """Send a request to a copy, unless a copy has it already.

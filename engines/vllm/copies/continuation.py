@@ -164,6 +164,7 @@ class Continuations:
 
     async def send_to(self, copy: Copy) -> None:
         """Send the waiting sequences to a copy that was started: the suspects one by one, and then the others."""
+        await self._client.handled()
         refused: Counter[str] = Counter()
         for state in self._waiting(suspects=True):
             logger.warning(
@@ -179,6 +180,7 @@ class Continuations:
 
     async def send_on(self) -> None:
         """Send the waiting sequences that are no suspects to the copies that serve."""
+        await self._client.handled()
         await self._send_all(self._waiting(suspects=False), Counter(), None)
 
     def fail_waiting(self) -> None:
