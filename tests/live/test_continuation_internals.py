@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engines.statistics import EngineStatistics
+from tests.stand_ins.vllm_clients import Started
 from tests.waiting import until
 
 pytestmark = pytest.mark.live
@@ -131,45 +133,169 @@ def test_images_and_sounds_are_not_kept() -> None:
         continued(state, _config())
 
 
+class _Sequences:
+    """Sequences on copies, with stand-ins for the copies' processes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, copies: int, names: Iterable[str]) -> None:
+        from engines.vllm.copies.continuation import Continuations
+
+        self.started = Started(monkeypatch, copies)
+        self.client = self.started.client
+        self.states: dict[str, Any] = {name: _State(_request(name), [4]) for name in names}
+        llm: Any = SimpleNamespace(
+            vllm_config=_config(), output_processor=SimpleNamespace(request_states=self.states), engine_core=self.client
+        )
+        self.statistics = EngineStatistics()
+        self.continuations = Continuations(llm, self.client, self.statistics, None, deaths=1)
+
+    def where(self, name: str) -> Any:
+        return self.client.placed[name].copy
+
+    def give_token(self, name: str) -> None:
+        self.states[name].detokenizer.output_token_ids.append(5)
+
+    def kill(self, copy: Any) -> None:
+        self.continuations.copy_died(copy, self.started.kill(copy))
+
+    def errors(self, name: str) -> list[str]:
+        return [str(error) for error in self.states[name].errors]
+
+
 @pytest.mark.asyncio
-async def test_a_request_that_kills_each_engine_is_found_and_gets_the_error_alone() -> None:
+async def test_a_request_that_kills_each_engine_is_found_and_gets_the_error_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from engines.errors import EngineDead
-    from engines.vllm.copies.continuation import Continuations
 
-    states: dict[str, Any] = {name: _State(_request(name), [4]) for name in ("a", "killer", "b")}
-    sent: list[str] = []
+    sequences = _Sequences(monkeypatch, 1, ("a", "killer", "b"))
+    started, continuations = sequences.started, sequences.continuations
+    (first,) = started.copies
+    for state in sequences.states.values():
+        await sequences.client.add_request_async(state.core_request)
 
-    async def add(request: Any) -> None:
-        sent.append(request.request_id)
-        if request.request_id != "killer":
-            states[request.request_id].detokenizer.output_token_ids.append(5)
+    def restarted() -> tuple[Any, asyncio.Task[None]]:
+        copy = started.start(1)
+        return copy, asyncio.create_task(continuations.send_to(copy))
 
-    llm: Any = SimpleNamespace(
-        vllm_config=_config(),
-        output_processor=SimpleNamespace(request_states=states),
-        engine_core=SimpleNamespace(add_request_async=add),
-    )
-    statistics = EngineStatistics()
-    continuations = Continuations(llm, statistics, None, deaths=1)
+    async with started.reading():
+        sequences.kill(first)
+        second, sending = restarted()
+        await sending
+        assert second.client.added_ids == ["a", "killer", "b"], "after the first death, all go on together"
+        assert sequences.statistics.continued_requests == 3
+        sequences.kill(second)
+        third, trial = restarted()
+        await until(lambda: third.client.added_ids == ["a"])
+        sequences.give_token("a")
+        await until(lambda: third.client.added_ids == ["a", "killer"])
+        trial.cancel()  # as `Copies` does when the copy has died
+        await asyncio.wait([trial])
+        assert not sequences.errors("killer")
+        sequences.kill(third)
+        assert sequences.errors("killer") == [EngineDead().message]
+        fourth, following = restarted()
+        await until(lambda: fourth.client.added_ids == ["a"])
+        sequences.give_token("a")
+        await until(lambda: fourth.client.added_ids == ["a", "b"])
+        sequences.give_token("b")
+        await following
+    assert fourth.client.added_ids == ["a", "b"], "the killer has its error, though its call has not ended yet"
+    assert not sequences.errors("a")
+    assert not sequences.errors("b")
 
-    async def restarted() -> asyncio.Task[None]:
-        continuations.engine_died()
-        continuations.engine_replaced()
-        sent.clear()
-        return asyncio.create_task(continuations.send_all())
 
-    await (await restarted())
-    assert sent == ["a", "killer", "b"], "after the first death, all go on together"
-    assert statistics.continued_requests == 3
-    trial = await restarted()
-    await until(lambda: sent == ["a", "killer"])
-    trial.cancel()  # as the engine does when it has died
-    await asyncio.wait([trial])
-    assert not states["killer"].errors
-    following = await restarted()
-    assert [str(error) for error in states["killer"].errors] == [EngineDead().message]
-    del states["killer"]  # its call has ended
-    await following
-    assert sent == ["a", "b"]
-    assert not states["a"].errors
-    assert not states["b"].errors
+@pytest.mark.asyncio
+async def test_a_suspect_is_only_tried_on_the_copy_that_was_just_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engines.errors import EngineDead
+
+    names = [*"abcdefgh", "killer"]
+    sequences = _Sequences(monkeypatch, 3, names)
+    started, client, continuations = sequences.started, sequences.client, sequences.continuations
+    for state in sequences.states.values():
+        await client.add_request_async(state.core_request)
+    async with started.reading():
+        first = sequences.where("killer")
+        lost = {name for name in names if sequences.where(name) is first}
+        sequences.kill(first)
+        await continuations.send_on()
+        assert set(client.placed) == set(names), "all go on at once, the killer as well: it may be innocent"
+        assert sequences.statistics.continued_requests == len(lost)
+        second = sequences.where("killer")
+        (last,) = (copy for copy in client.ready if copy is not second)
+        suspects = {name for name in lost if sequences.where(name) is second}
+        sequences.kill(second)
+        await continuations.send_on()
+        innocent = set(names) - suspects
+        assert {name for name in names if name in client.placed} == innocent, "the others go on at once"
+        assert all(sequences.where(name) is last for name in innocent)
+
+        new = started.start(first.number)
+        trial = asyncio.create_task(continuations.send_to(new))
+        tried = sorted(suspects, key=names.index)
+        assert tried[-1] == "killer"
+        for number, name in enumerate(tried, 1):
+            await until(lambda number=number: len(new.client.added) == number)
+            assert new.client.added_ids == tried[:number], "one by one"
+            if name != "killer":
+                sequences.give_token(name)
+        trial.cancel()
+        await asyncio.wait([trial])
+        sequences.kill(new)
+        await continuations.send_on()
+        assert sequences.errors("killer") == [EngineDead().message]
+        assert not any(sequences.errors(name) for name in names if name != "killer")
+
+        newest = started.start(first.number)
+        rest = asyncio.create_task(continuations.send_to(newest))
+        for number, name in enumerate(tried[:-1], 1):
+            await until(lambda number=number: len(newest.client.added) == number)
+            sequences.give_token(name)
+        await rest
+    assert newest.client.added_ids == tried[:-1]
+    assert not suspects & set(last.client.added_ids[3:]), "the copy that serves has got no suspect"
+    assert set(client.placed) == set(names) - {"killer"}
+
+
+@pytest.mark.asyncio
+async def test_a_sequence_goes_on_after_the_tokens_that_are_still_to_be_handled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's output loop lets other tasks run within a message of many sequences, and may be behind."""
+    sequences = _Sequences(monkeypatch, 2, ("a", "b"))
+    for state in sequences.states.values():
+        await sequences.client.add_request_async(state.core_request)
+    first, second = sequences.where("a"), sequences.where("b")
+    assert first is not second
+
+    async def handle(message: Any) -> None:
+        for name in message.names:
+            sequences.give_token(name)
+            await asyncio.sleep(0)
+
+    def message(*names: str) -> Any:
+        return SimpleNamespace(outputs=[], names=names, engine_index=0)
+
+    second.client.queue.put_nowait(message(*["b"] * 5))
+    for _ in range(3):
+        first.client.queue.put_nowait(message("a"))
+    sequences.kill(first)
+    first.client.queue.put_nowait(message("a"))  # It is dropped: the other copy makes this token.
+    async with sequences.started.reading(handle):
+        await sequences.continuations.send_on()
+    assert second.client.added[-1].prompt_token_ids == [1, 2, 3, 4, 5, 5, 5]
+    assert sequences.states["a"].detokenizer.output_token_ids == [4, 5, 5, 5]
+
+
+@pytest.mark.asyncio
+async def test_sequences_that_wait_for_a_copy_get_an_error_if_none_will_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engines.errors import EngineDead
+
+    sequences = _Sequences(monkeypatch, 1, ("a", "b"))
+    for state in sequences.states.values():
+        await sequences.client.add_request_async(state.core_request)
+    sequences.kill(sequences.started.copies[0])
+    assert not sequences.errors("a")
+    sequences.continuations.fail_waiting()
+    assert sequences.errors("a") == sequences.errors("b") == [EngineDead().message]
+    sequences.continuations.fail_waiting()
+    assert len(sequences.errors("a")) == 1

@@ -1,0 +1,104 @@
+"""Stand-ins for vLLM's client of one engine process, below the client of all copies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+class Client:
+    """The parts of `AsyncMPClient` that `CopiesClient` uses. A method's call hangs while `answers` is cleared."""
+
+    def __init__(self) -> None:
+        self.queue: Any = None  # Takes the messages and the errors of the process.
+        self.added: list[Any] = []
+        self.aborted: list[str] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.utility_results: dict[int, asyncio.Future[Any]] = {}
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.error: Exception | None = None  # Of a call.
+
+    @property
+    def added_ids(self) -> list[str]:
+        return [request.request_id for request in self.added]
+
+    def ensure_alive(self) -> None:
+        from engines.vllm.internals import EngineDeadError
+
+        if self.resources.engine_dead:
+            raise EngineDeadError
+
+    async def add_request_async(self, request: Any) -> None:
+        self.ensure_alive()
+        self.added.append(request)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+        self.ensure_alive()
+        self.calls.append((method, *args))
+        result = self.utility_results[len(self.calls)] = asyncio.get_running_loop().create_future()
+        if self.answers.is_set() and not result.done():
+            result.set_result(self)
+        if self.error is not None:
+            raise self.error
+        return [await result]
+
+
+class Started:
+    """The client of all copies, with stand-ins for the clients of the copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, copies: int, holds: bool = True) -> None:
+        from engines.vllm import internals
+        from engines.vllm.copies.client import CopiesClient, Copy
+
+        monkeypatch.setattr(internals, "read_messages", lambda client, queue: setattr(client, "queue", queue))
+        self.siblings: dict[str, list[str]] = {}
+        self.client = CopiesClient(lambda request_id: self.siblings.get(request_id, ()), lambda: holds)
+        self.dead: list[Copy] = []
+        self.copies = [self.start(number) for number in range(1, copies + 1)]
+        for copy in self.copies:
+            self.client.open(copy)
+
+    def start(self, number: int) -> Any:
+        """Start a copy. It takes no requests yet."""
+        from engines.vllm.copies.client import Copy
+
+        copy = Copy(number)
+        copy.client = Client()
+        self.client.add(copy, self.dead.append)
+        return copy
+
+    def kill(self, copy: Any) -> list[str]:
+        """Let a copy die. Returns the ids of the requests that it had."""
+        from engines.interface import CopyState
+
+        copy.client.resources.engine_dead = True
+        copy.state = CopyState.DEAD
+        lost: list[str] = self.client.remove(copy)
+        return lost
+
+    @asynccontextmanager
+    async def reading(self, handle: Callable[[Any], Any] = lambda message: None) -> AsyncIterator[None]:
+        """Handle the messages, as vLLM's output loop does."""
+
+        async def read() -> None:
+            while True:
+                handled = handle(await self.client.get_output_async())
+                if handled is not None:
+                    await handled
+
+        loop = asyncio.create_task(read())
+        try:
+            yield
+        finally:
+            loop.cancel()
+            await asyncio.wait([loop])
