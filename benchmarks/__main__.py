@@ -2,7 +2,7 @@
 
 `__main__` reads the options. `rounds` starts the servers (`peers`) and measures them in turns. `load` is the load
 client. `report` writes tables and plots. Without a model, `scripted_front_end` runs a front end on a `scripted_engine`.
-`floor` is the least that a front end does.
+`floor` is the least that a front end does. `shares` measures what each copy of a model gets.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import typer
 
 from benchmarks.bare_engine import EngineLoad
 from benchmarks.peers import CONTRACTS, PEERS, Engine, EngineArguments, ServerError
-from benchmarks.report import markdown, plots
+from benchmarks.report import markdown, plots, shares_table
 from benchmarks.rounds import Sample, Workload, run
+from benchmarks.shares import Shares
+from benchmarks.shares import measure as measure_shares
 from benchmarks.tiny_model import prepare_tiny_encoder, prepare_tiny_llama
 from container.gpus import gpu_count
 from container.sources.sample_model import prepare
@@ -55,6 +57,7 @@ class WorkloadChoice(StrEnum):
     FRONT_END = "front-end"
     VECTORS = "vectors"
     VECTORS_FRONT_END = "vectors-front-end"
+    COPIES = "copies"
 
 
 WORKLOADS = {
@@ -64,7 +67,9 @@ WORKLOADS = {
     WorkloadChoice.FRONT_END: ["front-end"],
     WorkloadChoice.VECTORS: ["vectors"],
     WorkloadChoice.VECTORS_FRONT_END: ["vectors-front-end"],
+    WorkloadChoice.COPIES: ["copies"],
 }
+_SCRIPTED = (WorkloadChoice.FRONT_END, WorkloadChoice.VECTORS_FRONT_END, WorkloadChoice.COPIES)
 
 
 # The workloads with a model that is made for them.
@@ -88,6 +93,7 @@ DEFAULTS = {
     WorkloadChoice.FRONT_END: Defaults("slipway,vllm,rust,floor,triton", "lmi,openai,chat,triton", "1,8,32,128,256"),
     WorkloadChoice.VECTORS: _OF_VECTORS,
     WorkloadChoice.VECTORS_FRONT_END: _OF_VECTORS,
+    WorkloadChoice.COPIES: Defaults("slipway,slipway-2,slipway-4", "lmi", "32,256"),
 }
 SHORT_TEXT = "What is Deep Learning?"
 BATCH = 32  # Texts of a larger request for vectors.
@@ -107,7 +113,8 @@ def main(
         typer.Option(
             help="a: the sample model; b: a tiny Llama, so that the front end is the limit; "
             "front-end: a scripted engine without a model; vectors: a tiny encoder; "
-            "vectors-front-end: vectors from the scripted engine."
+            "vectors-front-end: vectors from the scripted engine; "
+            "copies: one, two and four scripted engines behind one front end."
         ),
     ] = WorkloadChoice.BOTH,
     model: Annotated[
@@ -155,13 +162,14 @@ def main(
         rounds, concurrency, seconds = 1, "8,32", 1.0
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit)
-    scripted = workload in (WorkloadChoice.FRONT_END, WorkloadChoice.VECTORS_FRONT_END)
+    scripted = workload in _SCRIPTED
     defaults = DEFAULTS.get(workload, Defaults())
     peer_names = _known(peers or defaults.peers, PEERS, "--peers")
     asked = _known(contracts or defaults.contracts, CONTRACTS, "--contracts")
     levels = _levels(concurrency or defaults.concurrency)
     on_gpu = not scripted and (gpu_count() > 0 if device is None else device is Device.GPU)
     samples: list[Sample] = []
+    shares: list[Shares] = []
     try:
         for name in WORKLOADS[workload]:
             if samples and time.monotonic() > deadline:
@@ -182,12 +190,16 @@ def main(
                     samples.append(sample)
                     if samples_file is not None:
                         _write(samples_file, samples)
+            if workload is WorkloadChoice.COPIES:
+                shares += measure_shares(plan.engine, _say)
     except ServerError as error:
         _say(str(error))
         raise typer.Exit(1) from None
     finally:  # Also after a signal.
         if samples:
             typer.echo(markdown(samples))
+        if shares:
+            typer.echo(shares_table(shares))
     if plot_dir is not None:
         _draw(samples, plot_dir)
     if any(sample.figures.errors for sample in samples):

@@ -4,7 +4,7 @@ It reads HTTP with httptools on uvloop, as Slipway does. It sends a message to t
 decodes the engine's messages, and writes the same bytes for each token. It makes no text, no JSON and no metrics, and
 it checks nothing.
 
-    python -m benchmarks.scripted_front_end DIRECTORY MODEL STEP_MS generate benchmarks.floor DIRECTORY PORT
+    python -m benchmarks.scripted_front_end DIRECTORY SCRIPT benchmarks.floor DIRECTORY PORT
 """
 
 from __future__ import annotations

