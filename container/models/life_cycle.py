@@ -151,11 +151,9 @@ class Lifecycle:
 
     @property
     def copy_limits(self) -> tuple[int, int]:
-        """The smallest and the largest number of copies of the model."""
-        least, most = self.model.min_copies, self.model.max_copies
-        if most is None:
-            most = sum(copy.state is not CopyState.DRAINING for copy in self.copies) or 1
-        return most if least is None else min(least, most), most
+        """The smallest and the largest number of copies of the model. Settings may ask for more than there can be."""
+        most = sum(copy.state is not CopyState.DRAINING for copy in self.copies) or 1
+        return min(self.model.min_copies or most, most), most
 
     def scale(self, least: int, most: int) -> None:
         """Begin to add or to remove copies of a model that is ready. The numbers also hold if it is loaded anew.
