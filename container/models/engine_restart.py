@@ -22,9 +22,9 @@ LONGEST_PAUSE_SECONDS = 60.0  # Before a restart. The first pause is a second, a
 class EngineRestarts:
     """Restarts engines, as often as the setting `engine_restart` allows.
 
-    The limit counts for each copy of a model. A request that kills every engine may have to kill several copies until
-    it is found, and none of them is broken. A copy that dies again and again is, whatever the others do. Copies that
-    are dead at the same time are restarted together, if one of them may be.
+    The limit counts for each copy of a model. A request that kills engines may kill several copies before it is found.
+    A copy that is broken dies again and again, and the other copies live. Copies that are dead at the same time are
+    restarted together, if one of them has a restart left.
     """
 
     def __init__(self, models: Models, server: ServerSettings, loads: Loads) -> None:
@@ -32,7 +32,7 @@ class EngineRestarts:
         self._when_stalled = server.engine_restart > 0 and server.engine_restart_when_stalled
 
     def fault(self, model: Model) -> str:
-        """Return the reason to restart the engine of a model, or copies of it. Empty if there is none."""
+        """Return the reason to restart the engine of a model, or copies of it. Empty: it needs no restart."""
         lifecycle = model.lifecycle
         if lifecycle.died_while_draining:
             return lifecycle.reason
@@ -45,8 +45,8 @@ class EngineRestarts:
     def begin(self, model: Model, reason: str) -> bool:
         """Begin to restart a model's engine, or those of its copies that have died.
 
-        While a copy serves, calls go on. Otherwise calls of the model wait for the engine, or get an error, and the
-        model counts as failed until it is ready.
+        While a copy serves, calls are answered. Otherwise calls of the model wait for the engine, or get an error, and
+        the model counts as failed until it is ready.
 
         Returns:
             False if the engine may not be restarted, or not now.

@@ -87,7 +87,7 @@ class Lifecycle:
 
     @property
     def _engine_to_restart(self) -> Engine | None:
-        """The engine, if it can start what has died, and not only be loaded anew."""
+        """The engine, if it can be restarted in place. None: the model has to be loaded anew."""
         if self.missing and self.service is not None:
             return self.service.running_engine
         return self._waiting_engine
@@ -358,7 +358,7 @@ class Lifecycle:
         return self._waiting_engine is not None
 
     def give_up(self) -> None:
-        """Give an error to calls that wait for the engine. What has died is not started again."""
+        """Give an error to calls that wait for the engine. Processes that have died are not started again."""
         if (engine := self._engine_to_restart) is not None:
             engine.give_up()
 

@@ -1,0 +1,90 @@
+"""Copies of a model that the management API adds, removes and lists, real vLLM on one CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.live.server import Server, serving
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, small_options: dict[str, object]) -> Iterator[Server]:
+    """Start a server with two copies, one of which is enough."""
+    environment = {"SERVING_MIN_WORKERS": "1", "SERVING_MAX_WORKERS": "2", "SERVING_ENGINE_RESTART": "3"}
+    with serving(tmp_path_factory.mktemp("copies"), environment, **small_options) as server:
+        wait_until(lambda: ready(server) == [1, 2])
+        yield server
+
+
+def group(server: Server) -> dict[str, Any]:
+    (workflow,) = server.client.get(f"/models/{server.name}").json()
+    (found,) = workflow["models"][0]["workerGroups"]
+    assert found["device"] == {"deviceType": "cpu", "deviceId": -1}
+    result: dict[str, Any] = found
+    return result
+
+
+def ready(server: Server) -> list[int]:
+    """Return the numbers of the copies that serve."""
+    return [worker["id"] for worker in group(server)["workers"] if worker["status"] == "READY"]
+
+
+def scale(server: Server, query: str) -> tuple[int, str]:
+    answer = server.client.put(f"/models/{server.name}?{query}")
+    document = answer.json()
+    return answer.status_code, document.get("status") or document["message"]
+
+
+def stream(server: Server) -> int:
+    """Return the length of a long answer."""
+    body = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 400, "ignore_eos_token": True}}
+    answer = server.client.post("/invocations", json=body, timeout=240)
+    assert answer.status_code == 200, answer.text
+    return len(answer.json()["generated_text"])
+
+
+def test_copies_are_removed_while_calls_run_and_added_again(two: Server) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(stream, two) for _ in range(8)]
+        wait_until(lambda: two.metric("slipway_engine_running") >= 8)
+        code, text = scale(two, "max_worker=1")
+        assert code == 200
+        assert text.endswith("min workers:1 max workers:1")
+        assert all(call.result() for call in calls), "the removed copy has drained"
+    wait_until(lambda: len(two.engine_processes()) == 1)
+    assert (len(ready(two)), two.ping()) == (1, 200)
+    assert scale(two, "min_worker=2&max_worker=2")[0] == 200
+    wait_until(lambda: ready(two) == [1, 2])
+    assert stream(two)
+    assert (group(two)["minWorkers"], group(two)["maxWorkers"]) == (2, 2)
+
+
+def test_more_copies_than_there_is_room_for_are_refused(two: Server) -> None:
+    before = group(two)
+    code, text = scale(two, "min_worker=1&max_worker=128")
+    assert code == 400
+    assert text.startswith("Parameter max_worker is 128; ")
+    assert group(two) == before
+
+
+def test_a_copy_that_is_killed_comes_back_and_ping_stays_200(two: Server) -> None:
+    restarts = two.metric("slipway_engine_restarts_total")
+    victim = two.engine_processes()[0]
+    victim.kill()
+    pings = set()
+
+    def is_back() -> bool:
+        pings.add(two.ping())
+        return two.metric("slipway_engine_restarts_total") == restarts + 1 and ready(two) == [1, 2]
+
+    wait_until(is_back)
+    assert pings == {200}
+    assert two.metric('slipway_engine_copies{state="ready"}') == 2
+    assert stream(two)
