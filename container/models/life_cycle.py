@@ -162,12 +162,12 @@ class Lifecycle:
             InvalidRequest: The engine cannot have so many.
         """
         assert self.service is not None, "it is ready"
-        assert self.service.engine is not None, "it has no custom handler"
         engine, queue = self.service.engine, self.service.queue
-        before = engine.max_sequences
+        assert engine is not None, "it has no custom handler"
+        sequences = engine.max_sequences
         engine.scale(least, most)
         if queue is not None:
-            queue.limit += engine.max_sequences - before
+            queue.limit += engine.max_sequences - sequences
         self.model = dataclasses.replace(self.model, min_copies=least, max_copies=most)
         model = dataclasses.replace(self.settings.model, min_copies=least, max_copies=most)
         self.settings = dataclasses.replace(self.settings, model=model)

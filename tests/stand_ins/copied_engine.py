@@ -34,6 +34,10 @@ class CopiedEngine(ScriptedEngine):
             for number, state in sorted(self.states.items())
         ]
 
+    @property
+    def max_sequences(self) -> int:
+        return 2 * len(self.states)
+
     def die(self, *copies: int) -> None:
         self.states |= dict.fromkeys(copies, CopyState.DEAD)
 

@@ -76,11 +76,13 @@ async def test_a_copy_has_its_own_start_time() -> None:
 async def test_copies_are_added_and_removed(query: str, now: tuple[int, int], least: int, copies: int) -> None:
     engine = CopiedEngine(2)
     lifecycle, client = serving(engine)
+    places = lifecycle.view().max_requests
     answer = await scale(client, query)
     text = f'Workflow "model" worker scaled. New Worker configuration min workers:{now[0]} max workers:{now[1]}'
     assert (answer.status_code, answer.json()) == (200, {"status": text})
     assert (engine.least, len(engine.copies)) == (least, copies)
     assert lifecycle.copy_limits == now
+    assert lifecycle.view().max_requests == places + 2 * (copies - 2), "the queue has the places of all copies"
     assert (lifecycle.settings.model.min_copies, lifecycle.settings.model.max_copies) == now, "for a later load"
     sums = [sum(numbers) for numbers in zip(*limits(await described(client)), strict=True)]
     assert tuple(sums) == now
