@@ -121,7 +121,7 @@ def copies_that_fit(gpus: int, per_copy: int, most: int | None) -> int:
 
 
 def why_one_copy(arguments: Mapping[str, Any]) -> str:
-    """Return the engine argument with which a model runs in one copy only; "" if there is none.
+    """Return the engine argument with which a model runs in one copy only; "" if it may have several.
 
     With such an argument, vLLM itself shares the model out to GPUs or machines, or opens ports that are there once.
 

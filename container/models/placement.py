@@ -39,7 +39,7 @@ class GpuUse:
     model: str
     gpus: int | None  # None: it is not known before the model is loaded.
     why: str
-    warning: str = ""  # What the settings ask for and the machine does not have.
+    warning: str = ""  # GPUs or copies that the settings ask for and the machine lacks.
     copies: int | None = None  # None: the model has no engine, or it is not known before the model is loaded.
     cache_tokens: int | None = None  # About how many tokens the KV cache of each copy holds; None: that is not known.
     allowed: int = 0  # The GPUs that the model may take.
@@ -104,7 +104,7 @@ class GpuPlan:
 
     @property
     def warning(self) -> str:
-        """What the machine does not have, and the GPUs that stay idle, and what to do; empty if there is nothing."""
+        """The GPUs and copies that the machine lacks, the GPUs that stay idle, and the remedy; "" if all is well."""
         warnings = [f"model {use.model}: {use.warning}" for use in self.models if use.warning]
         return "; ".join([*warnings, *([self._of_idle] if self._of_idle else [])])
 
@@ -210,7 +210,7 @@ def _vllm_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
 
 
 def _missing(model: ModelSettings, each: int, gpus: int, fitting: int) -> str:
-    """Return what the settings ask for and the GPUs do not hold."""
+    """Return the GPUs or copies that the settings ask for and the machine lacks; "" if it has all of them."""
     if each > gpus:
         return f"it needs {each} GPUs, and has {gpus}"
     asked = model.min_copies or 1, model.max_copies or 1

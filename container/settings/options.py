@@ -184,9 +184,7 @@ class Sources:
 
 
 _ENGINES = ("auto", "vllm", "lmi-dist", "scheduler", "trtllm", "disable")
-_OFFLOADING = (
-    "LMCache is not in the images. `option.kv_offloading_size=<GiB of all GPUs together>` keeps KV cache in main memory"
-)
+_OFFLOADING = "`option.kv_offloading_size=<GiB of a copy's GPUs>` keeps KV cache in main memory"
 # Tasks that are answered by generated text.
 _GENERATION = ("generate", "text-generation", "text2text-generation", "conversational", "image-text-to-text")
 _TASKS = {

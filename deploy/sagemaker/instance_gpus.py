@@ -46,7 +46,7 @@ INSTANCE_GPUS: Mapping[str, tuple[int, ...]] = {
 
 
 def plan_lines(configuration: Configuration, *, reads_s3: bool) -> Iterator[str]:
-    """Yield the plan of an instance's GPUs in words, or why there is none.
+    """Yield the plan of an instance's GPUs in words, or the reason why it is not known.
 
     The settings are read as in the container. The hub is asked for the sizes of a model.
 

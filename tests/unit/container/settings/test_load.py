@@ -233,7 +233,7 @@ def test_a_feature_that_is_missing_stops_the_start(model_dir: Path, properties: 
     ("properties", "advice"),
     [
         ("option.task=fill-mask", "A model.py that says `from djl_python.huggingface import handle` serves"),
-        ("option.lmcache_auto_config=true", "`option.kv_offloading_size=<GiB of all GPUs together>`"),
+        ("option.lmcache_auto_config=true", "`option.kv_offloading_size=<GiB of a copy's GPUs>`"),
     ],
 )
 def test_a_feature_that_is_missing_has_advice(model_dir: Path, properties: str, advice: str) -> None:
