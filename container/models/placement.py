@@ -191,7 +191,7 @@ def _vllm_use(settings: Settings, gpus: Sequence[int]) -> GpuUse:
     if argument and fitting > 1:
         why += f"; one copy, because of option.{argument}"
     elif copies > 1 or fitting > 1:
-        why += "; as many copies as fit" if copies == fitting else f"; maxWorkers={copies}, and {fitting} fit"
+        why += "; as many copies as fit" if copies == fitting else f"; {fitting} copies fit, and maxWorkers is {copies}"
     tokens = memory.cache_tokens(size, smallest)
     return GpuUse(
         model=model.name,

@@ -154,9 +154,15 @@ async def test_the_start_of_a_server_tells_the_plan_of_the_gpus_and_warns_of_idl
 
     monkeypatch.setattr(life_cycle, "load_service", load)
     (tmp_path / "config.json").write_text("{}")
-    for degree, gpus, levels in ((1, 4, ["INFO", "INFO", "WARNING"]), (4, 4, ["INFO", "INFO"]), (1, 0, [])):
+    of_one = "option.tensor_parallel_degree=1"
+    for properties, gpus, levels in (
+        (of_one, 4, ["INFO", "INFO", "WARNING"]),
+        (f"{of_one}\nmaxWorkers=4", 4, ["INFO", "INFO"]),
+        ("option.tensor_parallel_degree=4", 4, ["INFO", "INFO"]),
+        (of_one, 0, []),
+    ):
         monkeypatch.setattr(registration, "machine_gpus", lambda gpus=gpus: (24 << 30,) * gpus)
-        (tmp_path / "serving.properties").write_text(f"option.tensor_parallel_degree={degree}")
+        (tmp_path / "serving.properties").write_text(properties)
         settings = further_settings(Value(str(tmp_path), "startup"), "a", {})
         caplog.clear()
         with caplog.at_level("INFO"):
@@ -164,7 +170,8 @@ async def test_the_start_of_a_server_tells_the_plan_of_the_gpus_and_warns_of_idl
             await Registrar(models, settings.server, Mock(), free=lambda: (PLENTY,)).start()
         said = [record for record in caplog.records if record.name == registration.__name__]
         assert [record.levelname for record in said] == levels
-        assert ("option.data_parallel_size=4" in caplog.text) == ("WARNING" in levels)
+        assert ("to use them: maxWorkers=4" in caplog.text) == ("WARNING" in levels)
+        assert ("4 of 4: 4 copies with 1 GPU each" in caplog.text) == ("maxWorkers=4" in properties)
 
 
 async def test_an_engine_or_handler_that_runs_out_of_memory_as_it_is_loaded_is_507(tmp_path: Path) -> None:
