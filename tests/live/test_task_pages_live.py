@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.live.page_commands import at_port, commands, is_shown, printed
-from tests.live.server import Server, write_model
+from tests.live.server import Server, serving, write_model
 from tests.live.small_model import prepare_small_model
 
 pytestmark = pytest.mark.slow
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs" / "tasks").glob("*.md")), ROOT / "docs" / "migrating.md"]
 VECTORS = ROOT / "docs" / "tasks" / "vectors.md"  # Its server has a model for vectors.
+ALL_GPUS = ROOT / "docs" / "tasks" / "all_gpus.md"  # Its server has two copies of the model.
 MOST_WORDS = 900
 AWS = {
     "AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME": "http://localhost:8080",
@@ -30,7 +31,9 @@ AWS = {
 }
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != VECTORS], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in (VECTORS, ALL_GPUS)], ids=lambda page: page.stem
+)
 def test_the_commands_of_a_page_print_what_it_shows(sample_server: Server, tmp_path: Path, page: Path) -> None:
     assert_commands(page, sample_server, tmp_path)
 
@@ -44,6 +47,12 @@ def test_the_commands_for_vectors_print_what_the_page_shows(tmp_path: Path) -> N
         assert_commands(VECTORS, server, tmp_path)
     finally:
         server.stop()
+
+
+def test_the_commands_about_copies_print_what_the_page_shows(tmp_path: Path, small_options: dict[str, object]) -> None:
+    (served := tmp_path / "served").mkdir()
+    with serving(served, {"SERVING_MAX_WORKERS": "2"}, **small_options) as server:
+        assert_commands(ALL_GPUS, server, tmp_path)
 
 
 def assert_commands(page: Path, server: Server, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,24 @@ from typing import Any
 import botocore.session
 import pytest
 
+from container.models.placement import gpu_plan
+from container.settings.load import load_startup
 from container.sources.download import RemoteModels
 from deploy.sagemaker.configuration import Configuration, read_configuration
 from deploy.sagemaker.instance_gpus import INSTANCE_GPUS, plan_lines
+from tests.doc_tables import assert_written
 from tests.unit.engines.test_parallelism import MODELS
 
 MEBIBYTE = 1 << 20
+PAGE = Path(__file__).parents[4] / "docs" / "tasks" / "all_gpus.md"
+PLANS = re.compile(r"(?<=<!-- plans -->\n).*?(?=<!-- end -->)", re.DOTALL)
+SHOWN_MODELS = ("Llama-3.1-8B", "Qwen3-32B", "Llama-3.3-70B")
+SHOWN_INSTANCES = {
+    "4 × 24 GB": ("ml.g5.12xlarge", "ml.g6.12xlarge"),
+    "8 × 24 GB": ("ml.g5.48xlarge",),
+    "8 × 40 GB": ("ml.p4d.24xlarge",),
+    "8 × 80 GB": ("ml.p5.48xlarge",),
+}
 # Types with GPUs that are too old for vLLM, and one whose memory EC2 does not tell.
 LEFT_OUT = {"ml.p2.xlarge", "ml.p2.8xlarge", "ml.p2.16xlarge", "ml.p6e-gb200.36xlarge"}
 
@@ -41,14 +54,19 @@ def test_the_table_agrees_with_that_of_sagemakers_sdk() -> None:
         assert found["TotalGpuMemoryInMiB"] * 0.92 <= sum(ours) / MEBIBYTE <= found["TotalGpuMemoryInMiB"], name
 
 
+def write_model(directory: Path, name: str) -> Path:
+    """Write a model without its weights, which takes no room on the disk."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(MODELS[name]["config"]))
+    with (directory / "model.safetensors").open("wb") as file:
+        file.truncate(MODELS[name]["weight_bytes"])
+    return directory
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model of 8 billion parameters, which takes no room on the disk."""
-    found = MODELS["Llama-3.1-8B"]
-    (tmp_path / "config.json").write_text(json.dumps(found["config"]))
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(found["weight_bytes"])
-    return tmp_path
+    """A model of 8 billion parameters."""
+    return write_model(tmp_path, "Llama-3.1-8B")
 
 
 def configured(instance_type: str, model: str = "s3://models/llama/", **fields: Any) -> Configuration:
@@ -108,3 +126,24 @@ def test_without_a_plan_the_reason_is_told(model: Path) -> None:
     assert archive == "slipway: note: no plan of the GPUs: the model is in an archive"
     wrong = plan(configured("ml.g5.12xlarge", upload=str(model), env={"OPTION_DTYPE": "nonsense"}))
     assert "no plan of the GPUs: option.dtype" in wrong
+
+
+def test_the_page_has_the_plans_of_instance_types(tmp_path: Path) -> None:
+    """`UPDATE_TABLES=1` writes them."""
+    names = [name.rpartition("-")[2] for name in SHOWN_MODELS]
+    rows = [f"| instance | GPUs | {' | '.join(names)} |", "| --- | --- | --- | --- | --- |"]
+    for gpus, types in SHOWN_INSTANCES.items():
+        (memory,) = {INSTANCE_GPUS[instance_type] for instance_type in types}
+        cells = [shown_plan(write_model(tmp_path / name, name), memory) for name in SHOWN_MODELS]
+        shown = ", ".join(f"`{instance_type}`" for instance_type in types)
+        rows.append(f"| {shown} | {gpus} | {' | '.join(cells)} |")
+    text = PAGE.read_text()
+    assert PLANS.search(text)
+    assert_written(PAGE, PLANS.sub("\n".join(rows) + "\n", text))
+
+
+def shown_plan(model: Path, gpus: tuple[int, ...]) -> str:
+    """Return the copies, the GPUs of each, and the tokens of its KV cache in thousands."""
+    (startup,) = load_startup(model, {}, {}, len(gpus)).models
+    (use,) = gpu_plan([startup.settings], gpus).models
+    return f"{use.copies}×{use.gpus_of_copy}, {use.cache_tokens // 1000}k" if use.cache_tokens else "too large"
