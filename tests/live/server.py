@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,6 +172,16 @@ class Server:
             if line.startswith((f"{name} ", f'{name}{{model="{self.name}"}} ')):
                 return float(line.split()[-1])
         raise AssertionError(f"no metric {name}")
+
+    def by_engine(self, name: str) -> Counter[str]:
+        """Return the values of a counter of vLLM, by the number of the copy or the data-parallel rank."""
+        found = re.findall(rf'^{re.escape(name)}{{engine="(\d+)".*}} (\S+)$', self.client.get("/metrics").text, re.M)
+        return Counter({engine: int(float(value)) for engine, value in found})
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Return the model's workers, as LMI lists them."""
+        ((model,),) = (workflow["models"] for workflow in self.client.get(f"/models/{self.name}").json())
+        return [worker for group in model["workerGroups"] for worker in group["workers"]]
 
     def wait_for_metric(self, name: str, value: float) -> None:
         wait_until(lambda: self.metric(name) == value, METRIC_SECONDS, about=lambda: f"{name} is {self.metric(name)}")

@@ -173,7 +173,7 @@ async def test_a_copy_that_dies_meanwhile_does_not_hurt_a_call_and_the_last_one_
         copy.client.answers.clear()
     for ended in range(2):
         call = asyncio.create_task(started.client.call_utility_all_async("add_lora"))
-        await until(lambda: len(third.client.calls) > ended)
+        await until(lambda before=ended: len(third.client.calls) > before)
         assert not call.done()
         started.kill((first, second)[ended])
         if not ended:
