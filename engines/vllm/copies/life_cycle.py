@@ -243,10 +243,11 @@ class Copies:
         for number in numbers:
             self._by_number[number] = copy = Copy(number, self._places[number - 1])
             copies.append(copy)
-        results = await asyncio.gather(*map(self._start, copies), return_exceptions=True)
-        for error in results:
-            if isinstance(error, BaseException):
-                raise error
+        results = asyncio.gather(*map(self._start, copies), return_exceptions=True)
+        errors = [error for error in await results if isinstance(error, BaseException)]
+        del results  # With a variable for the error, a reference cycle would keep a client of vLLM.
+        if errors:
+            raise errors.pop(0)
         return copies
 
     async def _start(self, copy: Copy) -> None:
