@@ -176,10 +176,10 @@ class Copies:
     def scale(self, least: int, most: int) -> None:
         """Begin to add or to remove copies. See `Engine.scale`."""
         if most > len(self._places):
-            raise InvalidRequest(f"max_worker must be at most {len(self._places)}, the copies that there is room for")
+            raise InvalidRequest(f"there is room for {len(self._places)} copies at most")
         if most > 1 and not self._sends_whole_media and self._llm.renderer.mm_processor is not None:
             raise InvalidRequest(
-                "max_worker must be 1: a model that takes media has further copies from its start only"
+                "a model that takes media may have further copies if it has started with two or more, and now has one"
             )
         self._least, self._most = min(least, most), most
         copies = [copy for copy in self._by_number.values() if copy.state is not CopyState.DRAINING]

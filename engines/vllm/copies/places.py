@@ -13,15 +13,13 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
-from engines.parallelism import Layout, ModelMemory, tensor_parallel_sizes
+from engines.parallelism import Layout, ModelMemory, copies_that_fit, tensor_parallel_sizes, why_one_copy
 from engines.vllm import internals
 from engines.weight_files import weights_of
 
 logger = logging.getLogger(__name__)
 
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-# With these arguments the processes of an engine share something with others, such as experts or a port.
-_ONE_COPY = ("device_ids", "enable_expert_parallel", "kv_events_config", "kv_transfer_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +55,24 @@ def gpu_places(engine_args: AsyncEngineArgs, settings: ModelSettings) -> list[Pl
         raise EngineStartError("load_on_devices is cpu, but this vLLM is built for GPUs")
     if settings.tensor_parallel_degree is None:
         share_layers(engine_args, devices, settings.tensor_parallel_max)
-    layout = Layout.of(vars(engine_args))
-    count = layout.gpus(engine_args.tensor_parallel_size)
-    if engine_args.device_ids or (settings.devices is None and count >= len(visible)):
+    count = Layout.of(vars(engine_args)).gpus(engine_args.tensor_parallel_size)
+    alone = why_one_copy(vars(engine_args))
+    if engine_args.device_ids or (settings.devices is None and (alone or count >= len(visible))):
         return [Place()]
     if count > len(devices):
         if len(devices) == len(visible):
             return [Place()]  # vLLM reports that they are too few, or finds more on other machines.
         raise EngineStartError(f"the model needs {count} GPUs, and load_on_devices allows {len(devices)}")
-    chosen = [sorted(devices[begin : begin + count]) for begin in range(0, len(devices) - count + 1, count)]
-    if layout.replicas * layout.nodes > 1 or not _can_be_copied(engine_args):
-        chosen = chosen[:1]
+    copies = copies_that_fit(len(devices), count, 1 if alone else None)
+    # Neighbours are often connected.
+    chosen = [sorted(devices[copy * count : (copy + 1) * count]) for copy in range(copies)]
     if chosen == [list(visible)]:
         return [Place()]
-    engine_args.device_ids = chosen[0]  # neighbours are often connected
-    logger.info("GPUs of each copy that has room: %s", "; ".join(", ".join(map(str, gpus)) for gpus in chosen))
+    engine_args.device_ids = chosen[0]
+    logger.info("GPUs of each copy that there is room for: %s", "; ".join(", ".join(map(str, gpus)) for gpus in chosen))
+    if (most := settings.max_copies) is not None and most > copies:
+        logger.warning("maxWorkers is %d, and there is room for %d copies", most, copies)
     return [Place(tuple(gpus), tuple(internals.physical_gpus(engine_args, gpus))) for gpus in chosen]
-
-
-def _can_be_copied(engine_args: AsyncEngineArgs) -> bool:
-    backend = engine_args.distributed_executor_backend
-    return backend in (None, "mp", "uni") and not any(getattr(engine_args, name) for name in _ONE_COPY)
 
 
 def share_layers(engine_args: AsyncEngineArgs, devices: Sequence[int], most: bool) -> None:
