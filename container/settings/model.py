@@ -354,11 +354,15 @@ def _set_copies(sources: Sources, fields: dict[str, Any]) -> None:
         lookup.warnings.append(f"maxWorkers ({given['maxWorkers'].source}) is below minWorkers: {least} run")
         most = least
     takes_all = sources.one_model and sources.gpus > 0 and fields["devices"] != ()
+    if takes_all and (least or 1) == (most or 1) == 1:
+        least = most = None  # In LMI, both numbers are those of each GPU, and 1 is the default.
     fields["min_copies"] = None if reason else least
     fields["max_copies"] = 1 if reason else most or (None if takes_all else least or 1)
     if most is None:
         note = "" if fields["max_copies"] else "as many copies as the GPUs hold"
-        lookup.replace(SettingEntry("maxWorkers", fields["max_copies"], DEFAULT, note))
+        value = given.get("maxWorkers")
+        shown = (value.text, value.source) if value is not None else (fields["max_copies"], DEFAULT)
+        lookup.replace(SettingEntry("maxWorkers", *shown, note))
     if fields["max_copies"] == 1:
         reason = reason or "the model has one copy"
         numbers = {"minWorkers": least or 1, "maxWorkers": most or 1}

@@ -39,7 +39,11 @@ def copies(settings: Settings) -> tuple[int | None, int | None]:
     ("properties", "environ", "expected"),
     [
         ("", {}, (None, FITTING)),
-        ("minWorkers=1\nmaxWorkers=1", {}, (1, 1)),
+        ("minWorkers=1\nmaxWorkers=1", {}, (None, FITTING)),
+        ("maxWorkers=1", {}, (None, FITTING)),
+        ("", {"SERVING_MIN_WORKERS": "1", "SERVING_MAX_WORKERS": "1"}, (None, FITTING)),
+        ("", {"SAGEMAKER_NUM_MODEL_WORKERS": "1"}, (None, FITTING)),
+        ("minWorkers=1\nmaxWorkers=4", {}, (1, 4)),
         ("minWorkers=2\nmaxWorkers=4", {}, (2, 4)),
         ("maxWorkers=2", {}, (None, 2)),
         ("minWorkers=2", {}, (2, FITTING)),
@@ -75,7 +79,10 @@ def test_settings_name_the_copies_and_the_gpus_are_the_default(
     names = [entry.name for entry in settings.entries]
     assert len(names) == len(set(names))
     shown = {entry.name: entry.value for entry in settings.entries}
-    assert (shown["minWorkers"], shown["maxWorkers"]) == expected
+    if expected != (None, FITTING):
+        assert (shown["minWorkers"], shown["maxWorkers"]) == expected
+    notes = {entry.name: entry.note for entry in settings.entries}
+    assert bool(notes["maxWorkers"]) is (expected[1] is FITTING)
 
 
 @pytest.mark.parametrize(("gpus", "one_model"), [(0, True), (4, False), (0, False)])
@@ -97,7 +104,7 @@ def test_one_copy_is_the_default_on_a_cpu_and_beside_other_models(
     ("properties", "expected"),
     [
         ("maxWorkers=0", (None, FITTING)),
-        ("minWorkers=0", (1, FITTING)),
+        ("minWorkers=0", (None, FITTING)),
         ("minWorkers=0\nmaxWorkers=2", (1, 2)),
         ("minWorkers=3\nmaxWorkers=2", (3, 3)),
     ],
@@ -151,7 +158,7 @@ def test_copies_are_loaded_at_the_same_time_if_there_are_several(
 ) -> None:
     together = load(model_dir, monkeypatch, "option.parallel_loading=true")
     assert (together.model.parallel_loading, together.warnings) == (True, ())
-    (warning,) = load(model_dir, monkeypatch, "option.parallel_loading=true\nmaxWorkers=1").warnings
+    (warning,) = load(model_dir, monkeypatch, "option.parallel_loading=true", gpus=0).warnings
     assert "option.parallel_loading" in warning
 
 
