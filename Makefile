@@ -104,10 +104,11 @@ engine-arguments: install-dev ## Try all arguments of vLLM, for docs/engine_argu
 bench: install-dev ## Compare with vLLM's own server and with bare AsyncLLM (ARGS=...)
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-front-end: install-dev ## Compare front ends on a scripted engine, with plots in build/bench (RUST=FILE, TRITON=DIR, ARGS=...)
+bench-front-end: install-dev ## Compare front ends and numbers of copies on scripted engines, with plots in build/bench (RUST=FILE, TRITON=DIR, ARGS=...)
 	mkdir -p build/bench
 	$(BIN)/python -m benchmarks --workload front-end --samples-file build/bench/samples.json --plot-dir build/bench \
 		$(if $(RUST),--rust $(RUST)) $(if $(TRITON),--triton $(TRITON)) $(ARGS)
+	$(BIN)/python -m benchmarks --workload copies --rounds 2 --seconds 2
 
 gpu-proof: gpu-needs install-dev ## Test on this machine's NVIDIA GPU, then compare with vLLM's own server there
 	PYTHON=$(BIN)/python sh tests/gpu/proof.sh

@@ -56,9 +56,10 @@ def test_the_benchmark_compares_three_peers() -> None:
     assert all(f"| {peer} |" in table for peer in ("slipway", "vllm", "bare"))
 
 
-def test_the_benchmark_of_front_ends_compares_contracts() -> None:
+def test_the_benchmark_of_front_ends_compares_contracts_and_copies() -> None:
     table = make("bench-front-end", "ARGS=--peers slipway,vllm,floor --contracts lmi,triton --quick")
-    assert all(f"| {peer} |" in table for peer in ("slipway", "slipway:triton", "vllm", "floor"))
+    peers = "slipway", "slipway:triton", "vllm", "floor", "slipway-2", "slipway-4", "in-turn"
+    assert all(f"| {peer} |" in table for peer in peers)
 
 
 def test_the_proof_for_gpus_runs_on_a_cpu() -> None:

@@ -1,9 +1,9 @@
-"""The scripted engine of the benchmarks speaks the same protocol as vLLM's engine process."""
+"""The scripted engines of the benchmarks speak the same protocol as vLLM's engine process."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ TOKEN_IDS = list(range(1000, 2000))
 class FrontEnd:
     """The other side of the protocol, with vLLM's own encoding."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, number: int) -> None:
         import zmq
         from vllm.v1.engine import EngineCoreOutputs
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
         from benchmarks.scripted_front_end import addresses
 
-        where = addresses(directory)
+        where = addresses(directory, number)
         self._context = zmq.Context()
         self._requests, self._outputs = self._context.socket(zmq.ROUTER), self._context.socket(zmq.PULL)
         self._requests.bind(where["input_address"])
@@ -40,13 +40,13 @@ class FrontEnd:
     def send(self, kind: Any, message: Any) -> None:
         self._requests.send_multipart([self._engine, kind.value, *self._encoder.encode(message)])
 
-    def add(self, request_id: str, *, pooled: bool = False, **params: Any) -> None:
+    def add(self, request_id: str, prompt: Sequence[int] = (1, 2, 3), *, pooled: bool = False, **params: Any) -> None:
         from vllm import PoolingParams, SamplingParams
         from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 
         request = EngineCoreRequest(
             request_id=request_id,
-            prompt_token_ids=[1, 2, 3],
+            prompt_token_ids=list(prompt),
             mm_features=None,
             sampling_params=None if pooled else SamplingParams(**params),
             pooling_params=PoolingParams(task="embed") if pooled else None,
@@ -71,23 +71,32 @@ class FrontEnd:
         self._context.destroy(linger=0)
 
 
-@pytest.fixture(params=[("generate", 0.001)])
-def front_end(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
+@pytest.fixture
+def front_ends(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FrontEnd]]:
+    """Start the engines of a script. Returns the front end of each."""
     from benchmarks.scripted_engine import ScriptedEngine
+    from benchmarks.scripted_front_end import Script
 
-    task, step_seconds = request.param
+    script = Script(model="none", **request.param)
     directory = tmp_path_factory.mktemp("e")  # the path of a Unix socket is short
-    front_end = FrontEnd(directory)
-    threading.Thread(target=ScriptedEngine(directory, TOKEN_IDS, step_seconds, task).run, daemon=True).start()
+    front_ends = [FrontEnd(directory, number) for number in range(script.engines)]
+    for number in range(script.engines):
+        engine = ScriptedEngine(directory, TOKEN_IDS, script, number)
+        threading.Thread(target=engine.run, daemon=True).start()
     try:
-        yield front_end
+        yield front_ends
     finally:
-        front_end.close()
+        for front_end in front_ends:
+            front_end.close()
 
 
-def test_requests_get_their_tokens_utilities_their_results_and_aborted_requests_nothing(front_end: FrontEnd) -> None:
+@pytest.mark.parametrize("front_ends", [{"step_ms": 1.0}], indirect=True)
+def test_requests_get_their_tokens_utilities_their_results_and_aborted_requests_nothing(
+    front_ends: list[FrontEnd],
+) -> None:
     from vllm.v1.engine import EngineCoreRequestType, FinishReason
 
+    (front_end,) = front_ends
     assert front_end.ready().max_model_len == 2048
 
     front_end.add("a", max_tokens=5, logprobs=1)
@@ -115,10 +124,11 @@ def test_requests_get_their_tokens_utilities_their_results_and_aborted_requests_
         assert [output.request_id for output in front_end.read().outputs] == ["c"]
 
 
-@pytest.mark.parametrize("front_end", [("embed", 60.0)], indirect=True)
-def test_requests_for_vectors_get_them_at_once(front_end: FrontEnd) -> None:
+@pytest.mark.parametrize("front_ends", [{"task": "embed", "step_ms": 60_000.0}], indirect=True)
+def test_requests_for_vectors_get_them_at_once(front_ends: list[FrontEnd]) -> None:
     from vllm.v1.engine import EngineCoreRequestType, FinishReason
 
+    (front_end,) = front_ends
     front_end.ready()
     front_end.send(EngineCoreRequestType.UTILITY, (0, 7, "get_supported_tasks", ()))
     assert list(front_end.read().utility_output.result.result) == ["embed"]
@@ -127,3 +137,25 @@ def test_requests_for_vectors_get_them_at_once(front_end: FrontEnd) -> None:
         (output,) = front_end.outputs_until_finished(request_id)
         assert (output.finish_reason, output.pooling_output.shape) == (FinishReason.STOP, (64,))
         assert output.prefill_stats.num_prompt_tokens == 3
+
+
+@pytest.mark.parametrize("front_ends", [{"step_ms": 1.0, "engines": 2, "cache_blocks": 4}], indirect=True)
+def test_each_engine_has_a_prefix_cache_of_the_latest_blocks(front_ends: list[FrontEnd]) -> None:
+    first, second = front_ends
+    first.ready()
+    second.ready()
+    prompts = {name: [TOKEN_IDS[place]] * 48 for place, name in enumerate("ab")}
+
+    def found(front_end: FrontEnd, prompt: list[int]) -> tuple[int, int, int]:
+        front_end.add("one", prompt, max_tokens=1)
+        outputs = front_end.read()
+        looked_up, prefill = outputs.scheduler_stats.prefix_cache_stats, outputs.outputs[0].prefill_stats
+        assert (prefill.num_prompt_tokens, prefill.num_cached_tokens) == (len(prompt), looked_up.hits)
+        return looked_up.requests, looked_up.queries, looked_up.hits
+
+    assert found(first, prompts["a"]) == (1, 48, 0)
+    assert found(first, prompts["a"]) == (1, 48, 32), "the last token is computed in any case"
+    assert found(first, [*prompts["a"], 1]) == (1, 49, 48)
+    assert found(second, prompts["a"]) == (1, 48, 0)
+    assert found(first, prompts["b"]) == (1, 48, 0)
+    assert found(first, [*prompts["a"], 1]) == (1, 49, 16), "its last blocks were dropped first"
