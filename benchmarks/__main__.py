@@ -2,7 +2,7 @@
 
 `__main__` reads the options. `rounds` starts the servers (`peers`) and measures them in turns. `load` is the load
 client. `report` writes tables and plots. Without a model, `scripted_front_end` runs a front end on a `scripted_engine`.
-`floor` is the least that a front end does. `shares` measures what each copy of a model gets.
+`floor` is the least that a front end does. `shares` measures how copies of a model share the calls.
 """
 
 from __future__ import annotations

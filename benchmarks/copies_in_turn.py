@@ -20,6 +20,6 @@ def in_turn(
 
 
 if __name__ == "__main__":
-    CopyChoice.choose = in_turn  # type: ignore[method-assign]
+    CopyChoice.choose = in_turn  # type: ignore[assignment, method-assign]
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

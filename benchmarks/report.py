@@ -48,7 +48,7 @@ def markdown(samples: Sequence[Sample]) -> str:
 
 
 def shares_table(shares: Iterable[Shares]) -> str:
-    """Return a table of what each copy got, and of its prefix cache."""
+    """Return a table of the busiest copies, and of the hits of the prefix caches."""
     rows = [
         [one.server, *(f"{value:.2f}" for value in (one.busiest, one.busiest_of_one_prompt, one.busiest_of_calls))]
         + [f"{value:.0%}" for value in (one.hits_of_many, one.hits_of_few)]

@@ -229,7 +229,7 @@ def main() -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(script.model)
     said = "\n".join(pydoc_data.topics.topics.values())[:_TEXT_CHARACTERS]
     token_ids = tokenizer.encode(said, add_special_tokens=False)
-    # This process is the first engine. Its children are the others, and share what it has loaded.
+    # This process is the first engine. Its children are the others, and share its memory.
     number = next((number for number in range(1, script.engines) if os.fork() == 0), 0)
     ScriptedEngine(Path(directory), token_ids, script, number).run()
 

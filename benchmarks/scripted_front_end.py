@@ -27,7 +27,7 @@ BLOCK = 16  # Tokens of a block of the prefix cache.
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engines do."""
+    """The behaviour of the engines."""
 
     model: str  # The directory of the tokenizer.
     step_ms: float  # The time between two tokens of a sequence.

@@ -1,4 +1,4 @@
-"""What each copy of a model gets of the calls, and how often its prefix cache has the beginning of a prompt.
+"""Measures how copies of a model share the calls, and how often their prefix caches have the beginning of a prompt.
 
 The engines are scripted. Slipway with two copies is compared with one copy, and with two that get requests in turn.
 """

@@ -1,4 +1,4 @@
-"""The benchmark's figures of what each copy gets."""
+"""The benchmark's figures of the shares of copies."""
 
 from __future__ import annotations
 
