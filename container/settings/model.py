@@ -360,9 +360,10 @@ def _set_copies(sources: Sources, fields: dict[str, Any]) -> None:
     fields["max_copies"] = 1 if reason else most or (None if takes_all else least or 1)
     if most is None:
         note = "" if fields["max_copies"] else "as many copies as the GPUs hold"
-        value = given.get("maxWorkers")
-        shown = (value.text, value.source) if value is not None else (fields["max_copies"], DEFAULT)
-        lookup.replace(SettingEntry("maxWorkers", *shown, note))
+        if (value := given.get("maxWorkers")) is not None:
+            lookup.replace(SettingEntry("maxWorkers", value.text, value.source, note))
+        else:
+            lookup.replace(SettingEntry("maxWorkers", fields["max_copies"], DEFAULT, note))
     if fields["max_copies"] == 1:
         reason = reason or "the model has one copy"
         numbers = {"minWorkers": least or 1, "maxWorkers": most or 1}

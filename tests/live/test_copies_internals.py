@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.live.test_vllm_internals import Processor, Recorder, output
+from tests.live.test_vllm_internals import Processor, output
+from tests.stand_ins.recorder import Recorder
 from tests.stand_ins.vllm_clients import Started
 from tests.waiting import until
 
