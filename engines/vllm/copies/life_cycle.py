@@ -61,7 +61,7 @@ class Copies:
         self._tasks: set[asyncio.Task[None]] = set()
         self._adapters: VllmAdapters | None = None
         self._continuations: Continuations | None = None  # None until the first copy takes requests.
-        first.client = self._llm.engine_core
+        first.client, first.place = self._llm.engine_core, self._places[0]
         self.client = CopiesClient(partial(internals.sequence_ids, self._llm), waits)
         internals.begin_output(self._llm, self.client, self._reports)
         self.client.add(first, self._died)
@@ -80,7 +80,8 @@ class Copies:
             EngineStartError: One of them cannot be loaded.
         """
         started = await self._start_all(range(2, self._least + 1))
-        await asyncio.gather(*(self._openings[copy] for copy in started if copy in self._openings))
+        openings = (self._openings[copy] for copy in started if copy in self._openings)
+        await asyncio.gather(*openings, return_exceptions=True)  # That of a copy that dies is cancelled.
         if any(copy.state is CopyState.DEAD for copy in started):
             raise EngineStartError("a copy of the model has died right after its start; the log has its error")
         self._add(range(self._least + 1, self._most + 1))
