@@ -396,6 +396,12 @@ def read_messages(client: AsyncMPClient, queue: Any) -> None:
     client._ensure_output_queue_task()
 
 
+def cache_tokens(client: AsyncMPClient) -> int:
+    """Return the tokens that the KV cache of a copy holds."""
+    cache = client.vllm_config.cache_config
+    return int((cache.num_gpu_blocks or 0) * cache.block_size)
+
+
 def is_dead(client: AsyncMPClient) -> bool:
     """Return True if a process of the client has died."""
     dead: bool = client.resources.engine_dead

@@ -13,9 +13,8 @@ from typing import Protocol, TypeVar
 
 BLOCK = 128  # Tokens of a block. A shorter common beginning saves too little.
 _MOST_BLOCKS = 64  # Of a prompt. The rest of a longer prompt decides nothing.
-_MOST_KNOWN = 65_536  # Blocks that are remembered.
-# A copy with the prompt's blocks may have so many times the mean work of the copies without them, and one request more.
-_MORE_THAN_MEAN = 1.25
+# A copy with the prompt's blocks may have so many times the mean work of the others, and so many requests more.
+_MORE_THAN_MEAN, _MORE_REQUESTS = 1.25, 3
 MOST_ANSWER_TOKENS = 512  # Of an answer that count as work. Limits are often far above the true length.
 
 
@@ -23,6 +22,7 @@ class Copy(Protocol):
     """A copy that a request may go to."""
 
     number: int
+    cached_tokens: int  # The size of its prefix cache.
     work: int  # The tokens of its requests.
     chosen: int  # The requests that it has had in all.
 
@@ -31,11 +31,12 @@ AnyCopy = TypeVar("AnyCopy", bound=Copy)
 
 
 class CopyChoice:
-    """Knows which copies have had which beginnings of prompts."""
+    """Follows what the prefix caches of the copies may have."""
 
     def __init__(self) -> None:
-        # The numbers of the copies that have had a prompt up to the end of a block, by the hash of all its tokens.
-        self._had: OrderedDict[int, frozenset[int]] = OrderedDict()
+        # For each copy, by its number: the blocks of its prompts, as a hash of all tokens up to the end of each. The
+        # block that was not used for the longest time comes first, and is dropped first, as in the cache.
+        self._had: dict[int, OrderedDict[int, None]] = {}
 
     def choose(self, copies: Sequence[AnyCopy], token_ids: Sequence[int], scope: Hashable, work: int) -> AnyCopy:
         """Return the copy that a request goes to.
@@ -47,30 +48,41 @@ class CopyChoice:
             work: The tokens that the request is expected to have.
         """
         keys = tuple(_keys(token_ids, scope))
-        chosen = self._with_prefix(copies, keys, work) or min(copies, key=lambda copy: (copy.work, copy.chosen))
-        for key in keys:
-            self._had[key] = self._had.pop(key, frozenset()) | {chosen.number}
-        while len(self._had) > _MOST_KNOWN:
-            self._had.popitem(last=False)
+        chosen = self._with_prefix(copies, keys, work) or min(copies, key=_load)
+        had = self._had.setdefault(chosen.number, OrderedDict())
+        for key in reversed(keys):  # The first block of a prompt is useful for the longest time.
+            had[key] = None
+            had.move_to_end(key)
+        while len(had) > chosen.cached_tokens // BLOCK:
+            had.popitem(last=False)
         return chosen
 
     def _with_prefix(self, copies: Sequence[AnyCopy], keys: Sequence[int], work: int) -> AnyCopy | None:
-        """Return the copy with the least work of those that have had most of the prompt. None if it has too much."""
-        for key in reversed(keys):
-            numbers = self._had.get(key, frozenset())
-            if found := [copy for copy in copies if copy.number in numbers]:
-                least = min(found, key=lambda copy: (copy.work, copy.chosen))
-                # A mean of all copies would leave one of five idle if all prompts begin alike.
-                others = [copy.work for copy in copies if copy.number not in numbers]
-                is_near = not others or least.work <= _MORE_THAN_MEAN * sum(others) / len(others) + work
-                return least if is_near else None
-        return None
+        """Return the copy with the least work of those that have most of the prompt. None if it has too much work."""
+        lengths = [self._cached(copy.number, keys) for copy in copies]
+        if not (longest := max(lengths)):
+            return None
+        least = min((copy for copy, length in zip(copies, lengths, strict=True) if length == longest), key=_load)
+        # A mean of all copies would leave one of five idle if all prompts begin alike.
+        others = [copy.work for copy, length in zip(copies, lengths, strict=True) if length < longest]
+        is_near = not others or least.work <= _MORE_THAN_MEAN * sum(others) / len(others) + _MORE_REQUESTS * work
+        return least if is_near else None
+
+    def _cached(self, number: int, keys: Sequence[int]) -> int:
+        """Return how many of a prompt's first blocks a copy has."""
+        had = self._had.get(number, _NOTHING)
+        return next((count for count, key in enumerate(keys) if key not in had), len(keys))
 
     def forget(self, number: int) -> None:
         """Forget what a copy has had: its cache is gone."""
-        for key, numbers in tuple(self._had.items()):
-            if number in numbers:
-                self._had[key] = numbers - {number}
+        self._had.pop(number, None)
+
+
+_NOTHING: OrderedDict[int, None] = OrderedDict()
+
+
+def _load(copy: Copy) -> tuple[int, int]:
+    return copy.work, copy.chosen
 
 
 def _keys(token_ids: Sequence[int], scope: Hashable) -> Iterator[int]:

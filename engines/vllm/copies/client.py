@@ -37,6 +37,7 @@ class Copy:
         self.messages = 0  # Of its processes: steps with tokens and steps without, as of a long prompt.
         self.work = 0  # The tokens that its requests are expected to have.
         self.chosen = 0  # The requests that it has had in all.
+        self.cached_tokens = 0  # The size of its prefix cache.
 
     @property
     def runs(self) -> bool:
@@ -104,6 +105,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         """
         assert copy.client is not None, "it is loaded"
         internals.read_messages(copy.client, _Messages(copy, self._messages, died))
+        copy.cached_tokens = internals.cache_tokens(copy.client)
         self._running.append(copy)
         self.resources.engine_dead = False
 
