@@ -314,6 +314,10 @@ class LeanOutputProcessor(OutputProcessor):
         if (state := self.request_states.get(request.request_id)) is not None:
             state.core_request = kept(request)
 
+    def propagate_error(self, error: Exception) -> None:
+        if not self.client.holds():
+            super().propagate_error(error)
+
     def _update_stats_from_output(self, state: Any, output: Any, timestamp: float, iteration: Any) -> None:
         if state.is_prefilling or output.events is not None or output.num_nans_in_logits:
             super()._update_stats_from_output(state, output, timestamp, iteration)
@@ -381,8 +385,18 @@ def begin_output(llm: AsyncLLM, client: EngineCoreClient, reports: PrometheusSta
     llm.logger_manager = reports
     llm.output_processor.__class__ = LeanOutputProcessor
     llm.output_processor.client = llm.engine_core = client
+    run_output(llm)
+
+
+def run_output(llm: AsyncLLM) -> None:
+    """Begin vLLM's loop that handles the messages of the copies."""
     llm.output_handler = None
     llm._run_output_handler()
+
+
+def output_has_failed(llm: AsyncLLM) -> bool:
+    """Return True if vLLM's loop that handles messages has ended, with an error."""
+    return llm.output_handler is not None and llm.output_handler.done()
 
 
 def read_messages(client: AsyncMPClient, queue: Any) -> None:

@@ -287,15 +287,18 @@ async def test_a_sequence_goes_on_after_the_tokens_that_are_still_to_be_handled(
 
 
 @pytest.mark.asyncio
-async def test_sequences_that_wait_for_a_copy_get_an_error_if_none_will_come(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_suspects_that_wait_for_a_copy_get_an_error_if_none_will_come(monkeypatch: pytest.MonkeyPatch) -> None:
     from engines.errors import EngineDead
 
     sequences = _Sequences(monkeypatch, 1, ("a", "b"))
     for state in sequences.states.values():
         await sequences.client.add_request_async(state.core_request)
-    sequences.kill(sequences.started.copies[0])
+    (copy,) = sequences.started.copies
+    sequences.kill(copy)
+    sequences.continuations.fail_suspects()
     assert not sequences.errors("a")
-    sequences.continuations.fail_waiting()
-    assert sequences.errors("a") == sequences.errors("b") == [EngineDead().message]
-    sequences.continuations.fail_waiting()
-    assert len(sequences.errors("a")) == 1
+    sequences.continuations.copy_died(copy, ["a"])
+    for _ in range(2):
+        sequences.continuations.fail_suspects()
+        assert sequences.errors("a") == [EngineDead().message]
+    assert not sequences.errors("b"), "it ran at one death"

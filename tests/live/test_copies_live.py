@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 
 from tests.live.continued_calls import CASES, OPTIONS, PLAIN, Case, add_adapters, answer, answers, kill
 from tests.live.deadly_prompts import IS_KILLED, RAISES
+from tests.live.failing_output_loop import CALLS
 from tests.live.server import START_SECONDS, Server, serving
 from tests.waiting import wait_until
 
@@ -123,3 +127,13 @@ def test_no_call_is_lost_while_copies_are_added_and_removed(two: Server) -> None
     assert changes > 2
     two.client.put("/models/model", params={"min_worker": 2, "max_worker": 2}).raise_for_status()
     wait_until(lambda: len(two.workers()) == 2)
+
+
+@pytest.mark.slow
+def test_calls_go_on_after_a_failure_of_the_loop_that_handles_messages(small_options: dict[str, object]) -> None:
+    """No token is missing, though the messages after the failure are not handled."""
+    command = [sys.executable, "-m", "tests.live.failing_output_loop", str(small_options["model_id"])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"equal": CALLS, "copies": ["ready", "ready"], "continued": CALLS}

@@ -24,6 +24,8 @@ class Client:
         self.answers = asyncio.Event()
         self.answers.set()
         self.error: Exception | None = None  # Of a call.
+        cache = SimpleNamespace(num_gpu_blocks=1000, block_size=16)
+        self.vllm_config = SimpleNamespace(cache_config=cache)
 
     @property
     def added_ids(self) -> list[str]:

@@ -44,6 +44,11 @@ class Copy:
         """True from the time when the model is loaded until the copy dies or ends."""
         return self.client is not None and self.state is not CopyState.DEAD
 
+    @property
+    def is_expected(self) -> bool:
+        """True if it is being started, or will be."""
+        return self.state is CopyState.STARTING or (self.state is CopyState.DEAD and not self.given_up)
+
 
 class _Messages:
     """The queue into which vLLM's client of a copy puts messages and errors."""
@@ -75,6 +80,7 @@ class Placed(NamedTuple):
 
     copy: Copy
     work: int
+    comes_in_parts: bool  # The prompt. Each part is a request with the same id.
 
 
 class CopiesClient(AsyncMPClient):  # type: ignore[misc]
@@ -88,7 +94,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             holds: Returns True if a request waits when no copy can take it. False: it gets an error.
         """
         # The constructor of `AsyncMPClient` would start processes.
-        self._siblings, self._holds = siblings, holds
+        self._siblings, self.holds = siblings, holds
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
         self._choice = CopyChoice()
         self.resources = SimpleNamespace(engine_dead=False)  # vLLM looks there.
@@ -149,6 +155,13 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
                 message.set_result(None)
         return message
 
+    def drop_messages(self) -> None:
+        """Drop the messages that have come and were not handled."""
+        while not self._messages.empty():
+            message = self._messages.get_nowait()
+            if isinstance(message, asyncio.Future) and not message.done():
+                message.set_result(None)
+
     async def handled(self) -> None:
         """Wait until vLLM's output loop has handled the messages that have come: the sequences have all their tokens.
 
@@ -168,7 +181,9 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         Raises:
             EngineDeadError: No copy can take it, and it does not wait for one.
         """
-        if request.request_id in self.placed:
+        if (placed := self.placed.get(request.request_id)) is not None:
+            if placed.comes_in_parts and placed.copy.client is not None:
+                await placed.copy.client.add_request_async(request)
             return
         params, ready = request.sampling_params, self.ready
         answer = (params.max_tokens or MOST_ANSWER_TOKENS) if params is not None else 0
@@ -179,12 +194,12 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
                     raise EngineDeadError
                 copy = ready[0] if len(ready) == 1 else self._choose(request, ready, work)
             assert copy.client is not None, "it has been loaded"
-            self.placed[request.request_id] = Placed(copy, work)
+            self.placed[request.request_id] = Placed(copy, work, request.resumable)
             copy.work += work
             copy.chosen += 1
             await copy.client.add_request_async(request)
         except EngineDeadError:
-            if not self._holds():  # It is registered, and another copy gets it.
+            if not self.holds():  # It is registered, and another copy gets it.
                 raise
 
     def _choose(self, request: EngineCoreRequest, ready: Sequence[Copy], work: int) -> Copy:

@@ -183,10 +183,10 @@ class Continuations:
         await self._client.handled()
         await self._send_all(self._waiting(suspects=False), Counter(), None)
 
-    def fail_waiting(self) -> None:
-        """Give an error to the sequences that no copy has."""
-        for suspects in (True, False):
-            for state in self._waiting(suspects=suspects):
+    def fail_suspects(self) -> None:
+        """Give an error to the suspects that no copy has: no other copy will be started."""
+        if self._deaths:
+            for state in self._waiting(suspects=True):
                 self._fail(state)
 
     def _waiting(self, *, suspects: bool) -> list[RequestState]:
@@ -224,7 +224,7 @@ class Continuations:
             self._fail(state)
             return False
         await self._client.add_request_async(request, copy)
-        return True
+        return known in self._client.placed  # All copies may have died meanwhile.
 
     def _fail(self, state: RequestState) -> None:
         """End a sequence with the error of a dead engine."""

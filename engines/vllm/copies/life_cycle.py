@@ -105,6 +105,10 @@ class Copies:
         """The copies whose processes run."""
         return [copy for copy in self._by_number.values() if copy.runs]
 
+    @property
+    def _all_dead(self) -> bool:
+        return all(copy.state is CopyState.DEAD for copy in self._by_number.values())
+
     def health(self) -> EngineHealth:
         """Return the health of the copies together. They are alive while one runs."""
         quietest: Progress | None = None
@@ -135,6 +139,11 @@ class Copies:
 
     def look(self) -> None:
         """Take note of deaths that vLLM has not told, of signs of life, and of copies that have drained."""
+        if internals.output_has_failed(self._llm) and not self.gave_up:
+            for copy in self.running:  # Tokens of any request may be lost. The later ones must not follow.
+                self._died(copy)
+            self.client.drop_messages()
+            internals.run_output(self._llm)
         states, placed = internals.request_states(self._llm), self.client.placed
         if len(placed) > len(states):
             self.client.forget([known for known in placed if known not in states])
@@ -149,6 +158,8 @@ class Copies:
                 logger.info("copy %d has drained", copy.number)
                 del self._by_number[copy.number]
                 self._remove(copy)
+        if self._continuations is not None and not any(copy.is_expected for copy in self._by_number.values()):
+            self._continuations.fail_suspects()
 
     async def restart(self) -> None:
         """Start the copies again that have died, or else the quietest one.
@@ -156,9 +167,10 @@ class Copies:
         Raises:
             EngineStartError: One cannot be started.
         """
+        serving = [copy for copy in self.running if copy.state is not CopyState.DRAINING]
         dead = [c for c in self._by_number.values() if c.state is CopyState.DEAD and not c.given_up]
-        if not dead:
-            dead = [max(self.running, key=lambda copy: copy.progress.quiet_seconds)]
+        if not dead and serving:
+            dead = [max(serving, key=lambda copy: copy.progress.quiet_seconds)]
             self._died(dead[0])
         fork_server.start()
         await self._start_all([copy.number for copy in dead])
@@ -167,12 +179,10 @@ class Copies:
         """Start none again of the copies that have died. Requests that wait for them get an error."""
         for copy in self._by_number.values():
             copy.given_up |= copy.state is CopyState.DEAD
-        if not self.running:
+        if self._all_dead:
             self.gave_up = True
             self.fail_all(EngineDead())
             self.up.set()
-        elif not self._openings and self._continuations is not None:
-            self._continuations.fail_waiting()
 
     def scale(self, least: int, most: int) -> None:
         """Begin to add or to remove copies. See `Engine.scale`."""
@@ -321,7 +331,7 @@ class Copies:
             del self._by_number[copy.number]
         if self._continuations is None or not self._waits():
             self._fail(lost)
-            self.gave_up |= not self.running
+            self.gave_up |= self._all_dead
             return
         logger.error("copy %d of the model has died with %d requests", copy.number, len(lost))
         self._continuations.copy_died(copy, lost)

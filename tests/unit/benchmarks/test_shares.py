@@ -71,6 +71,7 @@ class Copy:
     number: int
     work: int
     chosen: int
+    cached_tokens: int = 0
 
 
 def test_the_comparison_chooses_copies_in_turn_whatever_their_work() -> None:

@@ -147,8 +147,10 @@ def test_the_text_has_the_same_plan(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*arguments, "3x80GiB"], env={"TENSOR_PARALLEL_DEGREE": "2"})
     assert "warning: 1 of 3 GPUs stay idle; to use them: option.tensor_parallel_degree=1" in done.output
     done = CliRunner().invoke(app, [*arguments, "4x24GiB"], env={"SERVING_MAX_WORKERS": "1"})
-    assert "GPUs of model m: 2 of 4: 1 copy with 2 GPUs" in done.output
-    assert "warning: 2 of 4 GPUs stay idle; to use them: maxWorkers=2 or option.tensor_parallel_degree=4" in done.output
+    assert "GPUs of model m: 4 of 4: 2 copies with 2 GPUs each" in done.output, "1 is LMI's default for each GPU"
+    done = CliRunner().invoke(app, [*arguments, "8x24GiB"], env={"SERVING_MAX_WORKERS": "2"})
+    assert "GPUs of model m: 4 of 8: 2 copies with 2 GPUs each" in done.output
+    assert "warning: 4 of 8 GPUs stay idle; to use them: maxWorkers=4 or option.tensor_parallel_degree=4" in done.output
 
 
 def planned(model: Path, gpus: str, environ: dict[str, str | None]) -> dict[str, Any]:

@@ -1,0 +1,69 @@
+"""A program: the loop that handles vLLM's messages fails once while two copies answer. It prints what came of it.
+
+python -m tests.live.failing_output_loop MODEL
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from engines.choice import begin_import, engine_factory
+from engines.interface import Engine
+from engines.model_settings import ModelSettings
+from engines.request import GenerationRequest, SamplingParameters
+from tests.generation import generate
+from tests.waiting import until
+
+TOKENS, CALLS = 300, 4
+_FAILS_AT = 20  # Messages.
+
+
+async def _text(engine: Engine, number: int) -> str:
+    sampling = SamplingParameters(max_tokens=TOKENS, ignore_eos=True)
+    request = GenerationRequest(request_id=str(number), prompt="Once upon", sampling=sampling, stream=True)
+    return "".join([delta.text async for delta in generate(engine, request)])
+
+
+async def _main(model: Path) -> dict[str, Any]:
+    arguments = {"max_model_len": "1024", "kv_cache_memory_bytes": str(64 << 20)}
+    settings = ModelSettings(
+        name="m",
+        model_dir=model,
+        model_id=str(model),
+        rolling_batch="vllm",
+        dtype="float32",
+        max_copies=2,
+        continue_calls=1,
+        engine_arguments=arguments,
+    )
+    begin_import(settings)
+    engine = engine_factory(settings)(settings)
+    await engine.start()
+    from engines.vllm.internals import LeanOutputProcessor
+
+    right = await _text(engine, 0)
+    process, messages = LeanOutputProcessor.process_outputs, 0
+
+    def failing(*given: Any, **named: Any) -> Any:
+        nonlocal messages
+        messages += 1
+        if messages == _FAILS_AT:
+            raise RuntimeError("a fault")
+        return process(*given, **named)
+
+    LeanOutputProcessor.process_outputs = failing  # type: ignore[method-assign]
+    running = [asyncio.create_task(_text(engine, number)) for number in range(1, CALLS + 1)]
+    await until(lambda: not engine.health().alive)
+    await engine.restart()
+    equal = sum(text == right for text in await asyncio.gather(*running))
+    states = [copy.state.value for copy in engine.copies]
+    await engine.stop()
+    return {"equal": equal, "copies": states, "continued": engine.statistics.continued_requests}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(_main(Path(sys.argv[1])))))
