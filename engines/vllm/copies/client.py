@@ -201,6 +201,9 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         except EngineDeadError:
             if not self.holds():  # It is registered, and another copy gets it.
                 raise
+        except BaseException:
+            self.forget([request.request_id])
+            raise
 
     def _choose(self, request: EngineCoreRequest, ready: Sequence[Copy], work: int) -> Copy:
         if (place := internals.late_interaction_place(request, len(ready))) is not None:

@@ -24,6 +24,8 @@ from engines.vllm.processes import end_processes
 
 logger = logging.getLogger(__name__)
 
+_DIED_AT_START = "a copy of the model has died right after its start; the log has its error"
+
 
 class Copies:
     """The copies of one model, which serve as one engine."""
@@ -67,11 +69,17 @@ class Copies:
         self.client.add(first, self._died)
 
     def begin(self, adapters: VllmAdapters | None) -> None:
-        """Let the first copy take requests."""
+        """Let the first copy take requests.
+
+        Raises:
+            EngineStartError: It has died meanwhile.
+        """
         self._adapters = adapters
         deaths = self._settings.continue_calls
         self._continuations = Continuations(self._llm, self.client, self._statistics, adapters, deaths)
-        self._serve(self._by_number[1])
+        if (first := self._by_number[1]).state is CopyState.DEAD:
+            raise EngineStartError(_DIED_AT_START)
+        self._serve(first)
 
     async def start_others(self) -> None:
         """Load the other copies: return when the least number serves. The rest is loaded in the background.
@@ -83,7 +91,7 @@ class Copies:
         openings = (self._openings[copy] for copy in started if copy in self._openings)
         await asyncio.gather(*openings, return_exceptions=True)  # That of a copy that dies is cancelled.
         if any(copy.state is CopyState.DEAD for copy in started):
-            raise EngineStartError("a copy of the model has died right after its start; the log has its error")
+            raise EngineStartError(_DIED_AT_START)
         self._add(range(self._least + 1, self._most + 1))
 
     # What the engine asks
@@ -104,10 +112,6 @@ class Copies:
     def running(self) -> Sequence[Copy]:
         """The copies whose processes run."""
         return [copy for copy in self._by_number.values() if copy.runs]
-
-    @property
-    def _all_dead(self) -> bool:
-        return all(copy.state is CopyState.DEAD for copy in self._by_number.values())
 
     def health(self) -> EngineHealth:
         """Return the health of the copies together. They are alive while one runs."""
@@ -179,7 +183,11 @@ class Copies:
         """Start none again of the copies that have died. Requests that wait for them get an error."""
         for copy in self._by_number.values():
             copy.given_up |= copy.state is CopyState.DEAD
-        if self._all_dead:
+        self._end_if_all_are_dead()
+
+    def _end_if_all_are_dead(self) -> None:
+        """Give an error to all requests if no copy serves, and none will."""
+        if all(copy.given_up for copy in self._by_number.values()):
             self.gave_up = True
             self.fail_all(EngineDead())
             self.up.set()
@@ -220,7 +228,7 @@ class Copies:
         for copy in self._by_number.values():
             if copy.state is not CopyState.DEAD:
                 self._remove(copy)
-        await asyncio.gather(*self._ends.values())
+        await asyncio.gather(*self._ends.values(), return_exceptions=True)  # The log has their errors.
         await shut_down(self._llm)
 
     def fail_all(self, error: EngineDead) -> None:
@@ -300,7 +308,7 @@ class Copies:
             logger.exception("copy %d cannot be opened: internal error", copy.number)
             self._died(copy)
             copy.given_up = True
-            self.give_up()
+            self._end_if_all_are_dead()
             return
         finally:
             if self._openings.get(copy) is asyncio.current_task():
@@ -327,13 +335,13 @@ class Copies:
         if (opening := self._openings.pop(copy, None)) is not None:
             opening.cancel()
         lost = self._remove(copy)
+        logger.error("copy %d of the model has died with %d requests", copy.number, len(lost))
         if was_draining:
             del self._by_number[copy.number]
         if self._continuations is None or not self._waits():
             self._fail(lost)
-            self.gave_up |= self._all_dead
+            self.gave_up |= all(other.state is CopyState.DEAD for other in self._by_number.values())
             return
-        logger.error("copy %d of the model has died with %d requests", copy.number, len(lost))
         self._continuations.copy_died(copy, lost)
         if self.client.ready:
             self._spawn(self._continuations.send_on())
@@ -356,18 +364,21 @@ class Copies:
         """Begin to end the processes of a copy. Returns the ids of the requests that it had."""
         copy.state = CopyState.DEAD
         lost = self.client.remove(copy)
-        replicas = self._llm.vllm_config.parallel_config.data_parallel_size
-        self._reports.engine_died(range(copy.number - 1, copy.number - 1 + replicas))
         self._ends[copy.number] = self._spawn(self._end(copy))
         return lost
 
     async def _end(self, copy: Copy) -> None:
         """End the processes of a copy, and free what is left of it."""
         client, copy.client = copy.client, None
-        if client is not None:
-            await asyncio.to_thread(end_processes, client, SHUTDOWN_SECONDS)
-            internals.let_go(client)
-        copy.threads.end()
+        try:
+            if client is not None:
+                await asyncio.to_thread(end_processes, client, SHUTDOWN_SECONDS)
+                internals.let_go(client)
+        finally:
+            copy.threads.end()
+            # Its last messages have been handled by now.
+            replicas = self._llm.vllm_config.parallel_config.data_parallel_size
+            self._reports.engine_died(range(copy.number - 1, copy.number - 1 + replicas))
 
     def _fail(self, lost: Collection[str]) -> None:
         states = internals.request_states(self._llm)
