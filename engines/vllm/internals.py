@@ -24,6 +24,7 @@ import dataclasses
 import logging
 import struct
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
@@ -74,7 +75,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import CacheHitSource, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
-from vllm.v1.pool.late_interaction import get_late_interaction_engine_index
+from vllm.v1.pool.late_interaction import LATE_INTERACTION_MODE_SCORE_DOC, get_late_interaction_engine_index
 from vllm.v1.serial_utils import MsgpackDecoder
 from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
 
@@ -441,6 +442,12 @@ def late_interaction_place(request: EngineCoreRequest, places: int) -> int | Non
     return place
 
 
+def is_compared_with_query(request: EngineCoreRequest) -> bool:
+    """Return True for a document whose query's vectors its engine has. Another engine would die of it."""
+    params = request.pooling_params and request.pooling_params.late_interaction_params
+    return params is not None and params.mode == LATE_INTERACTION_MODE_SCORE_DOC
+
+
 async def end_output(llm: AsyncLLM) -> None:
     """Stop handling messages: the loop would take the engine's end for a crash, and log it as one."""
     if (loop := llm.output_handler) is not None:
@@ -566,18 +573,29 @@ def physical_gpus(engine_args: AsyncEngineArgs, gpus: Sequence[int]) -> list[int
     return physical
 
 
-def config_of_copy(config: VllmConfig, physical_gpus: Sequence[int] | None) -> VllmConfig:
+def config_of_copy(config: VllmConfig, gpus: Sequence[int], physical_gpus: Sequence[int] | None) -> VllmConfig:
     """Return the configuration of a copy.
 
     Args:
         config: The configuration of the first copy.
-        physical_gpus: The GPUs of the copy, as the machine numbers them. None: those of the configuration.
+        gpus: The GPUs of the copy, as this process numbers them.
+        physical_gpus: The same GPUs, as the machine numbers them. None: those of the configuration.
     """
     own = copy.copy(config)
     own.cache_config, own.parallel_config = copy.copy(config.cache_config), copy.copy(config.parallel_config)
     own.cache_config.num_gpu_blocks = None  # the processes report it, and the client adds it up
+    # vLLM names shared memory by these, such as that of `kv_offloading_size`.
+    own.instance_id = uuid.uuid4().hex
+    if config.kv_transfer_config is not None:
+        own.kv_transfer_config = copy.copy(config.kv_transfer_config)
+        own.kv_transfer_config.engine_id = own.instance_id
     if physical_gpus is not None:
         own.parallel_config.assigned_physical_gpu_ids = list(physical_gpus)
+        # These lists have all GPUs. vLLM reads their first entries, also for a copy on other GPUs.
+        for name in ("numa_bind_nodes", "numa_bind_cpus"):
+            bindings = getattr(config.parallel_config, name)
+            if bindings and max(gpus) < len(bindings):
+                setattr(own.parallel_config, name, [bindings[gpu] for gpu in gpus])
     return own
 
 

@@ -99,7 +99,7 @@ class VllmLoader:
         """
 
         def load() -> AsyncMPClient:
-            config = config_of_copy(llm.vllm_config, place.physical_gpus)
+            config = config_of_copy(llm.vllm_config, place.gpus, place.physical_gpus)
             client = self._start_processes(config, lambda: start_processes(llm, config), place)
             if self._abandoned:
                 client.shutdown(SHUTDOWN_SECONDS)

@@ -125,7 +125,6 @@ def test_a_model_that_shares_something_has_one_place(
 def test_a_place_knows_its_gpus_as_the_machine_numbers_them(
     gpus: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None, physical: list[tuple[int, ...]]
 ) -> None:
-    from vllm.config import ParallelConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from engines.vllm.copies.places import gpu_places
@@ -137,15 +136,51 @@ def test_a_place_knows_its_gpus_as_the_machine_numbers_them(
     found = gpu_places(given, settings((3, 1, 6, 4), tensor_parallel_degree=2))
     assert [place.physical_gpus for place in found] == physical
     assert given._resolve_device_ids() == list(physical[0]), "the first copy gets its GPUs by vLLM's argument"
-    config: Any = SimpleNamespace(parallel_config=ParallelConfig(), cache_config=SimpleNamespace(num_gpu_blocks=9))
+    config = _configuration()
     for place in found:
         assert place.physical_gpus is not None
-        own = config_of_copy(config, place.physical_gpus)
+        own = config_of_copy(config, place.gpus, place.physical_gpus)
         assert own.parallel_config.assigned_physical_gpu_ids == list(place.physical_gpus)
         assert own.cache_config.num_gpu_blocks is None, "vLLM's client adds up what the processes report"
     assert (config.parallel_config.assigned_physical_gpu_ids, config.cache_config.num_gpu_blocks) == (None, 9)
-    kept = config_of_copy(config_of_copy(config, (5,)), None)
+    kept = config_of_copy(config_of_copy(config, (5,), (5,)), (), None)
     assert kept.parallel_config.assigned_physical_gpu_ids == [5]
+
+
+def test_copies_are_bound_to_the_nodes_of_their_own_gpus() -> None:
+    from engines.vllm.internals import config_of_copy
+
+    config = _configuration(
+        numa_bind=True, numa_bind_nodes=[0, 0, 1, 1], numa_bind_cpus=["0-3", "4-7", "8-11", "12-15"]
+    )
+    own = config_of_copy(config, (1, 2), (5, 6)).parallel_config
+    assert (own.numa_bind_nodes, own.numa_bind_cpus) == ([0, 1], ["4-7", "8-11"])
+    assert config.parallel_config.numa_bind_nodes == [0, 0, 1, 1]
+    assert config_of_copy(_configuration(), (1,), (5,)).parallel_config.numa_bind_nodes is None
+
+
+def test_copies_do_not_share_the_names_of_shared_memory() -> None:
+    from vllm.config import KVTransferConfig
+
+    from engines.vllm.internals import config_of_copy
+
+    config = _configuration()
+    config.kv_transfer_config = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
+    configs = [config, *(config_of_copy(config, (gpu,), (gpu,)) for gpu in (1, 2))]
+    assert len({own.instance_id for own in configs}) == 3
+    assert len({own.kv_transfer_config.engine_id for own in configs}) == 3
+    assert {own.kv_transfer_config.kv_connector for own in configs} == {"OffloadingConnector"}
+
+
+def _configuration(**parallel: Any) -> Any:
+    from vllm.config import ParallelConfig
+
+    return SimpleNamespace(
+        parallel_config=ParallelConfig(**parallel),
+        cache_config=SimpleNamespace(num_gpu_blocks=9),
+        kv_transfer_config=None,
+        instance_id="first",
+    )
 
 
 @pytest.fixture
