@@ -133,6 +133,23 @@ def test_images_and_sounds_are_not_kept() -> None:
         continued(state, _config())
 
 
+def test_a_document_is_not_sent_to_a_copy_without_the_vectors_of_its_query() -> None:
+    from vllm.pooling_params import LateInteractionParams, PoolingParams
+
+    from engines.vllm.copies.continuation import CannotContinue, continued
+
+    def pooled(mode: str) -> Any:
+        request = _request("a")
+        late = LateInteractionParams(mode=mode, query_key="q")
+        request.sampling_params = None
+        request.pooling_params = PoolingParams(task="token_embed", late_interaction_params=late)
+        return _State(request, [])
+
+    assert continued(pooled("cache_query"), _config()).request_id == "a"
+    with pytest.raises(CannotContinue, match="vectors of its query"):
+        continued(pooled("score_doc"), _config())
+
+
 class _Sequences:
     """Sequences on copies, with stand-ins for the copies' processes."""
 
@@ -302,3 +319,31 @@ async def test_suspects_that_wait_for_a_copy_get_an_error_if_none_will_come(monk
         sequences.continuations.fail_suspects()
         assert sequences.errors("a") == [EngineDead().message]
     assert not sequences.errors("b"), "it ran at one death"
+
+
+@pytest.mark.asyncio
+async def test_a_suspect_that_another_copy_has_got_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two copies are started at once: the second one tries a suspect while the first one waits for another."""
+    from engines.errors import EngineDead
+
+    sequences = _Sequences(monkeypatch, 1, ("a", "b", "killer"))
+    started, continuations = sequences.started, sequences.continuations
+    for state in sequences.states.values():
+        await sequences.client.add_request_async(state.core_request)
+    async with started.reading():
+        sequences.kill(started.copies[0])
+        second = started.start(1)
+        await continuations.send_to(second)
+        sequences.kill(second)
+        copies = [started.start(number) for number in (1, 2)]
+        trials = [asyncio.create_task(continuations.send_to(copy)) for copy in copies]
+        await until(lambda: [copy.client.added_ids for copy in copies] == [["a"], ["b"]])
+        sequences.give_token("a")
+        await until(lambda: copies[0].client.added_ids == ["a", "killer"])
+        for trial in trials:
+            trial.cancel()
+        await asyncio.wait(trials)
+        sequences.kill(copies[0])
+    assert sequences.errors("killer") == [EngineDead().message]
+    assert not sequences.errors("a")
+    assert not sequences.errors("b")

@@ -54,6 +54,8 @@ def continued(state: RequestState, config: VllmConfig) -> EngineCoreRequest:
         raise CannotContinue("its images or sounds are not kept")
     if request.resumable:
         raise CannotContinue("its prompt comes in parts")
+    if internals.is_compared_with_query(request):
+        raise CannotContinue("the vectors of its query are lost")
     sent: list[int] = [] if state.detokenizer is None else list(state.detokenizer.output_token_ids)
     if not sent:
         return request
@@ -170,9 +172,10 @@ class Continuations:
             logger.warning(
                 "request %s ran when copies died more than once: it is tried before others", state.external_req_id
             )
-            self._trials[copy] = state
             before = _tokens(state)
-            await self._send(state, refused, copy)
+            if not await self._send(state, refused, copy):
+                continue
+            self._trials[copy] = state
             while state.request_id in internals.request_states(self._llm) and _tokens(state) == before:
                 await asyncio.sleep(_TRIAL_POLL_SECONDS)
             self._trials.pop(copy, None)
