@@ -22,6 +22,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import os
 import struct
 import time
 import uuid
@@ -140,6 +141,7 @@ _NAMES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (StructuredOutputManager, ("_create_grammar",)),
     (backend_guidance, ("validate_guidance_grammar",)),
     (shm_broadcast, ("sched_yield",)),
+    (cpu_resource_utils, ("DEVICE_CONTROL_ENV_VAR", "get_visible_memory_node")),
     (cpu_resource_utils, ("get_allowed_cpu_list", "get_cgroup_memory_usage")),
     (PrometheusStatLogger, ("_counter_cls", "_gauge_cls", "_histogram_cls", "record", *METRICS_PARTS)),
     (PrometheusStatLogger, ("log_engine_initialized",)),
@@ -620,6 +622,16 @@ def processors() -> list[int]:
     """Return the processors that this process may use. Those of a NUMA node and of a core are neighbours."""
     allowed = cpu_resource_utils.get_allowed_cpu_list()
     return [one.id for one in sorted(allowed, key=lambda one: (one.numa_node, one.physical_core, one.id))]
+
+
+def use_memory_of(processors: Collection[int]) -> None:
+    """Let vLLM see the memory nodes of these processors only, in this process and its children.
+
+    vLLM binds the threads of a CPU worker to the processors of the first node that it sees.
+    """
+    nodes = {one.numa_node for one in cpu_resource_utils.get_allowed_cpu_list() if one.id in processors}
+    if seen := [str(node) for node in cpu_resource_utils.get_visible_memory_node() if node in nodes]:
+        os.environ[cpu_resource_utils.DEVICE_CONTROL_ENV_VAR] = ",".join(seen)
 
 
 def send_whole_media(engine_args: Any) -> None:

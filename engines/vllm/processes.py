@@ -256,6 +256,7 @@ def _meeting_place() -> str:
 def _use(processors: Collection[int]) -> None:
     if processors:
         os.sched_setaffinity(0, processors)
+        internals.use_memory_of(processors)
 
 
 def prepare_worker(report: Connection, processors: Collection[int] = ()) -> None:

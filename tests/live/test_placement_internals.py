@@ -218,6 +218,30 @@ def test_the_processors_are_shared_out_among_places(two_nodes: dict[int, tuple[i
         assert all(len({two_nodes[one][0] for one in place}) == 1 for place in found), "no place is on two nodes"
 
 
+@pytest.mark.parametrize("copy", [0, 1])
+def test_vllm_binds_the_threads_of_a_copy_to_processors_of_its_share(
+    two_nodes: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch, copy: int
+) -> None:
+    """vLLM takes the processors of the first node that it sees. The share of the second copy is in the second node."""
+    from vllm.utils import cpu_resource_utils
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+    from engines.vllm.copies.places import processor_places
+    from engines.vllm.internals import use_memory_of
+
+    share = processor_places(2)[copy].processors
+    allowed = [one for one in cpu_resource_utils.get_allowed_cpu_list() if one.id in share]
+    monkeypatch.setattr(cpu_resource_utils, "get_allowed_cpu_list", lambda: allowed)
+    monkeypatch.setattr(cpu_resource_utils, "get_memory_affinity", lambda: [0, 1])
+    monkeypatch.setenv("CPU_VISIBLE_MEMORY_NODES", "")
+    use_memory_of(share)
+    parallel = SimpleNamespace(local_world_size=1, data_parallel_rank_local=None, _api_process_count=1)
+    config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=None)
+    (processors,) = OMPProcessManager(config).cpu_lists
+    assert processors
+    assert set(processors) <= set(share)
+
+
 def test_one_copy_and_threads_that_the_user_has_bound_have_all_processors(
     two_nodes: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
