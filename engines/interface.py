@@ -31,7 +31,7 @@ _LONGEST_LOOK = 2.0
 
 
 class Progress:
-    """The signs of life of one engine. For the event loop."""
+    """The signs of life of an engine, or of a copy. For the event loop."""
 
     __slots__ = ("_clock", "_looked_at", "mark", "quiet_seconds", "worked_seconds")
 

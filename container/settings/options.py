@@ -372,7 +372,7 @@ _IGNORED_OPTIONS = {
     "it belongs to lmi-dist": f"{LMI_DIST} use_passive_workers",
     "vLLM shares a draft model out to the same GPUs as the model": "draft_model_tp_size",
     "it belongs to scikit-learn and XGBoost models": "default_accept",
-    "one engine serves all requests of the model": "mpi_mode waiting_steps cluster_size device_id",
+    "the engine starts and numbers its processes itself": "mpi_mode waiting_steps cluster_size device_id",
     "`option.reasoning_parser` alone switches it on": "enable_reasoning",
 }
 # The settings of LMI and of vLLM that have no effect if an engine serves the model, and the reason.

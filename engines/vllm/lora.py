@@ -91,7 +91,7 @@ def _replaces(held: _Held, other: _Held) -> bool:
 
 
 class VllmAdapters:
-    """The adapters of one engine, in vLLM's memory or outside it."""
+    """The adapters of a model, in the memory of all its copies or outside it."""
 
     def __init__(self, llm: AsyncLLM, patience: float, empty_slots: int = 0) -> None:
         """Create the vLLM adapters.

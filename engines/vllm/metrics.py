@@ -1,4 +1,4 @@
-"""vLLM's own metrics of one engine, and the figures of its schedulers."""
+"""vLLM's own metrics of a model, and the figures of its schedulers."""
 
 from __future__ import annotations
 
