@@ -76,7 +76,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import CacheHitSource, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
-from vllm.v1.pool.late_interaction import LATE_INTERACTION_MODE_SCORE_DOC, get_late_interaction_engine_index
+from vllm.v1.pool.late_interaction import LATE_INTERACTION_MODE_SCORE_DOC
 from vllm.v1.serial_utils import MsgpackDecoder
 from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
 
@@ -95,6 +95,7 @@ __all__ = [
     "EngineDeadError",
     "FastIncrementalDetokenizer",
     "FinishReason",
+    "GenerationError",
     "IncrementalDetokenizer",
     "LruKeyReplicatedSenderCache",
     "ParentRequest",
@@ -438,10 +439,11 @@ def let_go(client: AsyncMPClient) -> None:
     vars(client).pop("_send_input_message", None)
 
 
-def late_interaction_place(request: EngineCoreRequest, places: int) -> int | None:
-    """Return the place of the engine that has, or will have, the vectors of the request's query. None for others."""
-    place: int | None = get_late_interaction_engine_index(request.pooling_params, places)
-    return place
+def query_key(request: EngineCoreRequest) -> str | None:
+    """Return the name of a query whose vectors its engine keeps for the query's documents. None for other requests."""
+    params = request.pooling_params and request.pooling_params.late_interaction_params
+    key: str | None = None if params is None else params.query_key
+    return key
 
 
 def is_compared_with_query(request: EngineCoreRequest) -> bool:

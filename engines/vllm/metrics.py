@@ -217,7 +217,7 @@ class EngineReports(PrometheusStatLogger, Collector):
 
     def engine_died(self, engines: Iterable[int]) -> None:
         """Set the figures of the schedulers of a copy to zero."""
-        for engine in engines:
+        for engine in set(engines).intersection(self.engine_indexes):  # A copy may end before it is loaded.
             self.record(SchedulerStats(), None, engine_idx=engine)
             self._latest.pop(engine, None)
 

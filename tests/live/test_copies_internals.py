@@ -299,3 +299,38 @@ async def test_a_copy_that_is_closed_gets_no_requests_and_keeps_its_own(monkeypa
     started.client.open(first)
     await started.client.add_request_async(request("e", prompt_token_ids=[1]))
     assert first.client.added_ids == ["a", "e"]
+
+
+async def test_a_document_whose_query_is_lost_gets_an_error_and_reaches_no_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.exceptions import GenerationError
+    from vllm.pooling_params import LateInteractionParams, PoolingParams
+
+    started = Started(monkeypatch, 2)
+
+    def part(name: str, mode: str) -> Any:
+        late = LateInteractionParams(mode=mode, query_key="q")
+        return request(name, sampling_params=None, pooling_params=PoolingParams(task="x", late_interaction_params=late))
+
+    await started.client.add_request_async(part("query", "cache_query"))
+    (first,) = [copy for copy in started.copies if copy.client.added]
+    (other,) = [copy for copy in started.copies if copy is not first]
+    started.client.close(first)
+    await started.client.add_request_async(part("document", "score_doc"))
+    assert first.client.added_ids == ["query", "document"], "it drains, and still has the query"
+    started.kill(first)
+    with pytest.raises(GenerationError):
+        await started.client.add_request_async(part("late", "score_doc"))
+    assert not other.client.added
+
+
+async def test_the_parts_of_a_prompt_reach_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Started(monkeypatch, 2)
+    for resumable in (True, True, False):
+        await started.client.add_request_async(request("a", resumable=resumable))
+    await started.client.add_request_async(request("b"))
+    await started.client.add_request_async(request("b"))
+    (copy,) = [copy for copy in started.copies if "a" in copy.client.added_ids]
+    assert copy.client.added_ids.count("a") == 3
+    assert sum(copy.client.added_ids.count("b") for copy in started.copies) == 1, "it is one request"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from tests.live.continued_calls import CASES, OPTIONS, PLAIN, Case, add_adapters, answer, answers, kill
 from tests.live.deadly_prompts import IS_KILLED, RAISES
 from tests.live.failing_output_loop import CALLS
-from tests.live.server import START_SECONDS, Server, serving
+from tests.live.server import START_SECONDS, Server, serving, stopped
 from tests.waiting import wait_until
 
 DEAD = "the engine has died; the request was not completed"
@@ -50,10 +51,16 @@ def test_calls_of_all_contracts_get_the_same_answers_from_each_copy(two: Server,
 
 
 def test_equal_streams_are_spread_evenly(two: Server) -> None:
-    before = two.by_engine(TOKENS)
-    with ThreadPoolExecutor(64) as pool:
-        case = completion("Once upon a time there was", 64, stream=True)
-        list(pool.map(lambda _: answer(two, case), range(64)))
+    """All have begun before one ends: a copy that is faster would get more."""
+    before, begun = two.by_engine(TOKENS), two.metric("slipway_generations_total")
+    case = completion("Once upon a time there was", 64, stream=True)
+    with ThreadPoolExecutor(64) as pool, contextlib.ExitStack() as stack:
+        for process in two.engine_processes():
+            stack.enter_context(stopped(process.pid))
+        streams = [pool.submit(answer, two, case) for _ in range(64)]
+        wait_until(lambda: two.metric("slipway_generations_total") == begun + 64)
+        stack.close()
+        assert len({stream.result() for stream in streams}) == 1
     tokens = two.by_engine(TOKENS) - before
     assert set(tokens) == {"0", "1"}
     assert sum(tokens.values()) == 64 * 64

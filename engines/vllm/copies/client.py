@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ from engines.interface import CopyState, Progress
 from engines.vllm import internals
 from engines.vllm.copies.choice import MOST_ANSWER_TOKENS, CopyChoice
 from engines.vllm.copies.places import Place
-from engines.vllm.internals import AsyncMPClient, EngineCoreRequest, EngineDeadError, FinishReason
+from engines.vllm.internals import AsyncMPClient, EngineCoreRequest, EngineDeadError, FinishReason, GenerationError
 
 _ANYWHERE = Place()
+_MOST_QUERIES = 4096  # Whose documents may still come.
 
 
 class Copy:
@@ -100,6 +102,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         self.resources = SimpleNamespace(engine_dead=False)  # vLLM looks there.
         self._running: list[Copy] = []  # The copies whose processes run.
         self.ready: list[Copy] = []  # The copies that take new requests.
+        self._queries: OrderedDict[str, Copy] = OrderedDict()  # The copies that keep the vectors of queries.
         self.placed: dict[str, Placed] = {}  # The requests that copies have, by their ids.
 
     def add(self, copy: Copy, died: Callable[[Copy], None]) -> None:
@@ -192,7 +195,10 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             if copy is None:
                 if not ready:
                     raise EngineDeadError
-                copy = ready[0] if len(ready) == 1 else self._choose(request, ready, work)
+                if request.pooling_params is not None and (key := internals.query_key(request)) is not None:
+                    copy = self._copy_of_query(key, request, work)
+                else:
+                    copy = ready[0] if len(ready) == 1 else self._choose(request, ready, work)
             assert copy.client is not None, "it has been loaded"
             self.placed[request.request_id] = Placed(copy, work, request.resumable)
             copy.work += work
@@ -206,14 +212,26 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             raise
 
     def _choose(self, request: EngineCoreRequest, ready: Sequence[Copy], work: int) -> Copy:
-        if (place := internals.late_interaction_place(request, len(ready))) is not None:
-            return ready[place]
         for sibling in self._siblings(request.external_req_id or ""):  # They have one prompt, and die together.
             if (placed := self.placed.get(sibling)) is not None and placed.copy in ready:
                 return placed.copy
         adapter = request.lora_request
         scope = (adapter and adapter.lora_int_id, request.cache_salt)
         return self._choice.choose(ready, request.prompt_token_ids or (), scope, work)
+
+    def _copy_of_query(self, key: str, request: EngineCoreRequest, work: int) -> Copy:
+        """Return the copy that keeps the vectors of a query. Another copy would die of the query's documents.
+
+        Raises:
+            GenerationError: The copy has died.
+        """
+        if not internals.is_compared_with_query(request):
+            self._queries[key] = self._choose(request, self.ready, work)
+            while len(self._queries) > _MOST_QUERIES:
+                self._queries.popitem(last=False)
+        if (copy := self._queries.get(key)) is None or not copy.runs:
+            raise GenerationError("the copy that had the query of this document has died")
+        return copy
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         ended: dict[Copy, list[str]] = {}

@@ -117,16 +117,19 @@ class Copies:
         """Return the health of the copies together. They are alive while one runs."""
         quietest: Progress | None = None
         dead: list[Copy] = []
+        left = 0  # Copies that serve, or will.
         for copy in self._by_number.values():  # One loop: it is asked often.
             if copy.state is CopyState.DEAD:
                 dead.append(copy)
-            elif copy.client is not None and (quietest is None or copy.progress.quiet_seconds > quietest.quiet_seconds):
+                continue
+            left += copy.state is not CopyState.DRAINING
+            if copy.client is not None and (quietest is None or copy.progress.quiet_seconds > quietest.quiet_seconds):
                 quietest = copy.progress
         if quietest is None:
             return EngineHealth(False, "the engine has died")
         missing = lost = ""
         if dead:
-            count, left = len(self._by_number), len(self._by_number) - len(dead)
+            count = len(self._by_number)
             restarting = [str(copy.number) for copy in dead if not copy.given_up]
             missing = f"copy {', '.join(restarting)} of {count} has died" if restarting else ""
             if len(restarting) < len(dead) and left < self._least:
