@@ -118,6 +118,16 @@ def test_a_call_that_kills_its_copy_gets_the_error_alone_and_one_of_three_copies
 
 
 @pytest.mark.slow
+def test_a_server_that_stops_while_a_copy_loads_ends_without_an_error(
+    tmp_path: Path, small_options: dict[str, object]
+) -> None:
+    environment = {"SERVING_MIN_WORKERS": "1", "SERVING_MAX_WORKERS": "2"}
+    with serving(tmp_path, environment, gives_way=False, **small_options) as server:
+        assert server.stop() == 0
+        assert "Traceback" not in server.log_text()
+
+
+@pytest.mark.slow
 def test_no_call_is_lost_while_copies_are_added_and_removed(two: Server) -> None:
     calls = 1000
     case = completion("Once upon a time", 8)
