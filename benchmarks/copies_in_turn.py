@@ -15,7 +15,7 @@ from engines.vllm.copies.choice import AnyCopy, CopyChoice
 def in_turn(
     choice: CopyChoice, copies: Sequence[AnyCopy], token_ids: Sequence[int], scope: Hashable, work: int
 ) -> AnyCopy:
-    """Return the copy that has had the fewest requests. It takes the place of `CopyChoice.choose`."""
+    """Return the copy that was not chosen for the longest time. It takes the place of `CopyChoice.choose`."""
     return min(copies, key=lambda copy: copy.chosen)
 
 

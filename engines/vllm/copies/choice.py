@@ -24,7 +24,7 @@ class Copy(Protocol):
     number: int
     cached_tokens: int  # The size of its prefix cache.
     work: int  # The tokens of its requests.
-    chosen: int  # The requests that it has had in all.
+    chosen: int  # The larger, the later it was last chosen.
 
 
 AnyCopy = TypeVar("AnyCopy", bound=Copy)

@@ -38,7 +38,7 @@ class Copy:
         self.progress = Progress()
         self.messages = 0  # Of its processes: steps with tokens and steps without, as of a long prompt.
         self.work = 0  # The tokens that its requests are expected to have.
-        self.chosen = 0  # The requests that it has had in all.
+        self.chosen = 0  # The larger, the later it was last chosen.
         self.cached_tokens = 0  # The size of its prefix cache.
 
     @property
@@ -99,6 +99,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         self._siblings, self.holds = siblings, holds
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
         self._choice = CopyChoice()
+        self._chosen = 0  # Requests that have got a copy.
         self.resources = SimpleNamespace(engine_dead=False)  # vLLM looks there.
         self._running: list[Copy] = []  # The copies whose processes run.
         self.ready: list[Copy] = []  # The copies that take new requests.
@@ -202,7 +203,8 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             assert copy.client is not None, "it has been loaded"
             self.placed[request.request_id] = Placed(copy, work, request.resumable)
             copy.work += work
-            copy.chosen += 1
+            self._chosen += 1
+            copy.chosen = self._chosen
             await copy.client.add_request_async(request)
         except EngineDeadError:
             if not self.holds():  # It is registered, and another copy gets it.

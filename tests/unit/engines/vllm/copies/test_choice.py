@@ -60,7 +60,7 @@ def test_unequal_requests_are_balanced(count: int) -> None:
     assert max(copy.work for copy in copies) <= mean + 3 * WORK
 
 
-def test_without_work_the_copy_that_has_had_the_fewest_requests_is_chosen() -> None:
+def test_without_work_the_copies_take_turns() -> None:
     choice, copies = CopyChoice(), new(3)
     for expected in (1, 2, 3, 1, 2, 3):
         assert place(choice, copies, [1], work=0) == expected
