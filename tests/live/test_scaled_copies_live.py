@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
 from tests.live.server import Server, serving
@@ -98,3 +101,29 @@ def test_a_copy_that_is_killed_comes_back_and_ping_stays_200(two: Server) -> Non
     assert pings == {200}
     assert two.metric('slipway_engine_copies{state="ready"}') == 2
     call(two)
+
+
+def hold(
+    server: Server, pool: ThreadPoolExecutor, calls: int
+) -> tuple[list[psutil.Process], list[Future[httpx.Response]]]:
+    """Stop the copies, and send calls to them. Returns the copies, in the order of their starts, and the calls."""
+    before = server.metric("slipway_generations_total")
+    copies = sorted(server.engine_processes(), key=lambda process: process.create_time())
+    for copy in copies:
+        copy.suspend()
+    body = {"model": "model", "prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True}
+    running = [pool.submit(server.client.post, "/v1/completions", json=body) for _ in range(calls)]
+    wait_until(lambda: server.metric("slipway_generations_total") == before + calls)
+    return copies, running
+
+
+def test_a_copy_that_drains_does_not_count_as_left(tmp_path: Path, small_options: dict[str, object]) -> None:
+    environment = {"SERVING_MAX_WORKERS": "2", "SERVING_ENGINE_RESTART": "0"}
+    with serving(tmp_path, environment, **small_options) as server, ThreadPoolExecutor(2) as pool:
+        (first, second), calls = hold(server, pool, 2)
+        scale(server, "min_worker=1&max_worker=1")
+        first.kill()
+        wait_until(lambda: server.ping() == 500)
+        assert server.metric('slipway_engine_copies{state="draining"}') == 1
+        second.resume()
+        assert sorted(call.result().status_code for call in calls) == [200, 500]
