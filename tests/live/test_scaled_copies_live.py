@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 
+from engines.errors import EngineDead
 from tests.live.server import Server, serving
 from tests.waiting import wait_until
 
@@ -127,3 +128,19 @@ def test_a_copy_that_drains_does_not_count_as_left(tmp_path: Path, small_options
         assert server.metric('slipway_engine_copies{state="draining"}') == 1
         second.resume()
         assert sorted(call.result().status_code for call in calls) == [200, 500]
+
+
+def test_a_call_at_two_deaths_gets_its_error_if_no_copy_is_started(
+    tmp_path: Path, small_options: dict[str, object]
+) -> None:
+    environment = {"SERVING_MAX_WORKERS": "2", "SERVING_ENGINE_RESTART": "3"}
+    with serving(tmp_path, environment, **small_options) as server, ThreadPoolExecutor(2) as pool:
+        (first, second), calls = hold(server, pool, 2)
+        first.kill()
+        wait_until(lambda: server.metric("slipway_engine_restarts_total") == 1 and ready(server) == [1, 2])
+        scale(server, "min_worker=1&max_worker=1")
+        second.kill()
+        answers = [call.result() for call in calls]
+        assert sorted(answer.status_code for answer in answers) == [200, 500]
+        (error,) = [answer.json()["error"]["message"] for answer in answers if answer.status_code == 500]
+        assert error == EngineDead().message
