@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -176,7 +175,7 @@ class Registrar:
         elif max_workers:
             min_workers = max(min_workers, 1)  # An engine without a copy is dead.
             lifecycle.scale(min_workers, max_workers)
-        model.scaled_to_zero, model.scaled_at = max_workers == 0, time.monotonic()
+        model.scaled_to_zero = max_workers == 0
         return min_workers, max_workers
 
     async def stop(self, *, draining: bool = False) -> None:

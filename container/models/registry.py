@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -45,7 +44,6 @@ class Model:
     version: str | None = None
     at_startup: bool = True
     scaled_to_zero: bool = False
-    scaled_at: float = -math.inf  # When the number of workers was last set, by `time.monotonic`.
     restarts: list[EngineRestart] = field(default_factory=list)
     registered_at: float = field(default_factory=time.time)  # In seconds since the epoch.
 
@@ -68,8 +66,7 @@ class Model:
         return (0, 0) if self.scaled_to_zero else self.lifecycle.copy_limits
 
     def recent_restarts(self, copy: int, since: float) -> int:
-        """Return the restarts of a copy after a time of `time.monotonic`, and after the last scaling by hand."""
-        since = max(since, self.scaled_at)
+        """Return the number of restarts of a copy after a time of `time.monotonic`."""
         return sum(restart.at > since and copy in restart.copies for restart in self.restarts)
 
     def service(self) -> Service:
