@@ -144,3 +144,16 @@ def test_a_call_at_two_deaths_gets_its_error_if_no_copy_is_started(
         assert sorted(answer.status_code for answer in answers) == [200, 500]
         (error,) = [answer.json()["error"]["message"] for answer in answers if answer.status_code == 500]
         assert error == EngineDead().message
+
+
+def test_a_copy_that_was_given_up_is_started_by_the_same_numbers(
+    tmp_path: Path, small_options: dict[str, object]
+) -> None:
+    environment = {"SERVING_MAX_WORKERS": "2", "SERVING_ENGINE_RESTART": "0"}
+    with serving(tmp_path, environment, **small_options) as server:
+        server.engine_processes()[0].kill()
+        wait_until(lambda: server.ping() == 500)
+        assert scale(server, "min_worker=2&max_worker=2")[0] == 200
+        wait_until(lambda: ready(server) == [1, 2])
+        assert server.ping() == 200
+        call(server)
