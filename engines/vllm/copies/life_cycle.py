@@ -204,8 +204,9 @@ class Copies:
                 "a model that takes media may have further copies if it has started with two or more, and now has one"
             )
         self._least, self._most = min(least, most), most
-        # A copy that was given up is loaded anew.
-        copies = [c for c in self._by_number.values() if c.state is not CopyState.DRAINING and not c.given_up]
+        for copy in [copy for copy in self._by_number.values() if copy.given_up]:
+            del self._by_number[copy.number]  # A new one is started in its place, if there are too few.
+        copies = [copy for copy in self._by_number.values() if copy.state is not CopyState.DRAINING]
         useful = {CopyState.READY: 0, CopyState.STARTING: 1, CopyState.DEAD: 2}
         copies.sort(key=lambda copy: (useful[copy.state], copy.number))
         for copy in copies[most:]:
@@ -218,11 +219,7 @@ class Copies:
                 copy.state = CopyState.STARTING
             else:
                 self._serve(copy)
-        used = {copy.number for copy in self._by_number.values() if not copy.given_up}
-        free = [number for number in range(1, len(self._places) + 1) if number not in used]
-        for copy in tuple(self._by_number.values()):
-            if copy.given_up:
-                del self._by_number[copy.number]
+        free = [number for number in range(1, len(self._places) + 1) if number not in self._by_number]
         self._add(free[: most - len(kept)])
 
     async def stop(self, error: EngineDead) -> None:
