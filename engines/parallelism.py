@@ -25,10 +25,10 @@ _LEAST_REFINED_BLOCK = 32
 # Engine arguments with which a model has one copy: if they are above 1, if they are given, or if another executor than
 # vLLM's own for one machine is named.
 _COUNTS_OF_ONE_COPY = ("data_parallel_size", "nnodes")
-_OF_ONE_COPY = ("data_parallel_rank", "device_ids", "kv_transfer_config", "kv_events_config")
+_OF_ONE_COPY = ("data_parallel_rank", "device_ids", "ec_transfer_config", "kv_transfer_config", "kv_events_config")
 _BACKENDS = ("distributed_executor_backend", "data_parallel_backend")
 _ON_THIS_MACHINE = ("mp", "uni")
-_EXPERTS_SHARED = "enable_expert_parallel"
+_SWITCHES_OF_ONE_COPY = ("enable_expert_parallel", "enable_fault_tolerance")
 _TRUE = ("true", "1", "yes", "on")
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -137,7 +137,10 @@ def why_one_copy(arguments: Mapping[str, Any]) -> str:
     for name in _BACKENDS:
         if arguments.get(name) and str(arguments[name]).strip() not in _ON_THIS_MACHINE:
             return name
-    return _EXPERTS_SHARED if str(arguments.get(_EXPERTS_SHARED)).strip().lower() in _TRUE else ""
+    for name in _SWITCHES_OF_ONE_COPY:
+        if str(arguments.get(name)).strip().lower() in _TRUE:
+            return name
+    return ""
 
 
 def tensor_parallel_sizes(config: Config, gpus: int) -> tuple[int, ...]:

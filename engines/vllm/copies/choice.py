@@ -18,7 +18,7 @@ _MORE_THAN_MEAN, _MORE_REQUESTS = 1.25, 3
 MOST_ANSWER_TOKENS = 512  # Of an answer that count as work. Limits are often far above the true length.
 
 
-class Copy(Protocol):
+class Choosable(Protocol):
     """A copy that a request may go to."""
 
     number: int
@@ -27,7 +27,7 @@ class Copy(Protocol):
     chosen: int  # The larger, the later it was last chosen.
 
 
-AnyCopy = TypeVar("AnyCopy", bound=Copy)
+AnyCopy = TypeVar("AnyCopy", bound=Choosable)
 
 
 class CopyChoice:
@@ -81,7 +81,7 @@ class CopyChoice:
 _NOTHING: OrderedDict[int, None] = OrderedDict()
 
 
-def _load(copy: Copy) -> tuple[int, int]:
+def _load(copy: Choosable) -> tuple[int, int]:
     return copy.work, copy.chosen
 
 
