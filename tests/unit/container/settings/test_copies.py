@@ -125,7 +125,7 @@ def test_numbers_that_an_engine_cannot_have_are_told(
         ("option.data_parallel_rank=0", "option.data_parallel_rank"),
         ("option.data_parallel_backend=ray", "option.data_parallel_backend"),
         ("option.enable_expert_parallel=true", "option.enable_expert_parallel"),
-        ("option.enable_fault_tolerance=true", "option.enable_fault_tolerance"),
+        ('option.ec_transfer_config={"ec_connector": "x"}', "option.ec_transfer_config"),
         ("option.nnodes=2", "option.nnodes"),
         ("option.distributed_executor_backend=ray", "option.distributed_executor_backend"),
         ("option.device_ids=0", "option.device_ids"),
