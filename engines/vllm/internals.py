@@ -637,7 +637,7 @@ def use_memory_of(processors: Collection[int]) -> None:
 
 
 def send_whole_media(engine_args: Any) -> None:
-    """Have each request take its media along, whichever copy gets it.
+    """Send media with each request, so that any copy can take it.
 
     By default vLLM leaves media out that it sent before. It sends all where several front ends share an engine.
     """

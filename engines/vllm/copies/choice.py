@@ -31,7 +31,7 @@ AnyCopy = TypeVar("AnyCopy", bound=Choosable)
 
 
 class CopyChoice:
-    """Follows what the prefix caches of the copies may have."""
+    """Chooses copies, and keeps a list of the blocks that each prefix cache may have."""
 
     def __init__(self) -> None:
         # For each copy, by its number: the blocks of its prompts, as a hash of all tokens up to the end of each. The
@@ -44,7 +44,7 @@ class CopyChoice:
         Args:
             copies: At least one copy.
             token_ids: The prompt.
-            scope: What must be equal in addition to the tokens, such as the adapter and the cache's salt.
+            scope: Prompts share blocks only if their scopes are equal: the adapter and the cache's salt.
             work: The tokens that the request is expected to have.
         """
         keys = tuple(_keys(token_ids, scope))
@@ -74,7 +74,7 @@ class CopyChoice:
         return next((count for count, key in enumerate(keys) if key not in had), len(keys))
 
     def forget(self, number: int) -> None:
-        """Forget what a copy has had: its cache is gone."""
+        """Forget the blocks of a copy: its cache is gone."""
         self._had.pop(number, None)
 
 

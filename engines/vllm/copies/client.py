@@ -1,6 +1,6 @@
 """One client for the processes of all copies. vLLM's `AsyncLLM` takes it for the client of one engine process.
 
-Each copy has a client of vLLM's own, with its own processes. This client sends each request to one copy, puts the
+vLLM has a client for the processes of one engine. Each copy has such a client. This client sends each request to one copy, puts the
 messages of all copies into one queue, and calls methods such as `add_lora` on every copy. So vLLM's front end and
 Slipway's requests share one output loop, one list of sequences and one tokenizer.
 """
@@ -65,7 +65,7 @@ class _Messages:
             self._died(self._copy)
             return
         if self._copy.state is CopyState.DEAD:
-            return  # Its requests go on elsewhere.
+            return  # Its requests continue on other copies.
         if message.outputs and message.outputs[0].finish_reason == FinishReason.ABORT:
             # A process that was asked to end aborts all sequences: if a data-parallel rank dies, vLLM asks the others.
             # Of a sequence that the server aborts, no message comes. The message would end the sequences, and no error
@@ -252,7 +252,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         """Call a method in every copy.
 
         Returns:
-            The results of the copies that have not died meanwhile, at least one.
+            The results, at least one. A copy that dies before it answers has none.
 
         Raises:
             EngineDeadError: All copies have died.

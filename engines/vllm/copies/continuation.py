@@ -227,7 +227,7 @@ class Continuations:
             self._fail(state)
             return False
         await self._client.add_request_async(request, copy)
-        return known in self._client.placed  # All copies may have died meanwhile.
+        return known in self._client.placed  # All copies may have died before it was sent.
 
     def _fail(self, state: RequestState) -> None:
         """End a sequence with the error of a dead engine."""

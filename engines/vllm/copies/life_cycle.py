@@ -72,7 +72,7 @@ class Copies:
         """Let the first copy take requests.
 
         Raises:
-            EngineStartError: It has died meanwhile.
+            EngineStartError: It has died.
         """
         self._adapters = adapters
         deaths = self._settings.continue_calls
@@ -94,7 +94,7 @@ class Copies:
             raise EngineStartError(_DIED_AT_START)
         self._add(range(self._least + 1, self._most + 1))
 
-    # What the engine asks
+    # Figures and commands
 
     @property
     def sequences(self) -> int:
@@ -296,7 +296,7 @@ class Copies:
         self._openings[copy] = self._spawn(self._open(copy))
 
     async def _open(self, copy: Copy) -> None:
-        """Bring a loaded copy to where the others are, and let it take requests: first those that wait."""
+        """Load the adapters into a copy, send it the requests that wait, and let it take new ones."""
         assert copy.client is not None, "it is loaded"
         assert self._continuations is not None, "the first copy takes requests"
         try:
@@ -318,7 +318,7 @@ class Copies:
                 del self._openings[copy]
         if copy.state is CopyState.STARTING:
             self._serve(copy)
-            await self._continuations.send_on()  # requests that have come meanwhile
+            await self._continuations.send_on()  # requests that came during `send_to`
 
     def _serve(self, copy: Copy) -> None:
         """Let a copy take new requests."""
@@ -371,7 +371,7 @@ class Copies:
         return lost
 
     async def _end(self, copy: Copy) -> None:
-        """End the processes of a copy, and free what is left of it."""
+        """End the processes of a copy, and free its client and its threads."""
         client, copy.client = copy.client, None
         try:
             if client is not None:
