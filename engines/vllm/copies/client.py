@@ -1,8 +1,8 @@
 """One client for the processes of all copies. vLLM's `AsyncLLM` takes it for the client of one engine process.
 
-vLLM has a client for the processes of one engine. Each copy has such a client. This client sends each request to one copy, puts the
-messages of all copies into one queue, and calls methods such as `add_lora` on every copy. So vLLM's front end and
-Slipway's requests share one output loop, one list of sequences and one tokenizer.
+vLLM has a client for the processes of one engine. Each copy has such a client. The client here sends each request to
+one copy, puts the messages of all copies into one queue, and calls methods such as `add_lora` on every copy. So vLLM's
+front end and Slipway's requests share one output loop, one list of sequences and one tokenizer.
 """
 
 from __future__ import annotations
