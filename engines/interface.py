@@ -255,7 +255,7 @@ class Engine(LoadedModel, Protocol):
         """
 
     def give_up(self) -> None:
-        """Give an error to the requests that wait for `restart`, which is not called for the copies that are dead now."""
+        """Give an error to the requests that wait for `restart`. The copies that are dead now are not restarted."""
 
     @property
     def copies(self) -> Sequence[EngineCopy]:
