@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 60
 LIMIT_ENDED = 3
 FEW = {
+    "tests/gpu/test_copies_on_gpus.py": ["test_each_gpu_has_a_copy_and_its_share_of_the_calls"],
     "tests/gpu/test_dynamic_batch_on_gpu.py": ["test_calls_together_get_what_each_gets_alone"],
     "tests/gpu/test_vllm_on_gpu.py": ["test_it_starts_and_says_what_took_how_long", "test_beams_are_found"],
 }
