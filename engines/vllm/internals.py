@@ -626,14 +626,18 @@ def processors() -> list[int]:
     return [one.id for one in sorted(allowed, key=lambda one: (one.numa_node, one.physical_core, one.id))]
 
 
-def use_memory_of(processors: Collection[int]) -> None:
-    """Let vLLM see the memory nodes of these processors only, in this process and its children.
+def use_processors(processors: Collection[int]) -> None:
+    """Let vLLM bind the threads of its workers to these processors, and use their memory. For the engine process.
 
-    vLLM binds the threads of a CPU worker to the processors of the first node that it sees.
+    vLLM binds the threads of a worker to processors of the first memory node that it sees. Its other threads run on any
+    processor: the front end would have none left if each copy kept to its own.
     """
-    nodes = {one.numa_node for one in cpu_resource_utils.get_allowed_cpu_list() if one.id in processors}
+    find = cpu_resource_utils.get_allowed_cpu_list
+    allowed = [one for one in find() if one.id in processors]
+    nodes = {one.numa_node for one in allowed}
     if seen := [str(node) for node in cpu_resource_utils.get_visible_memory_node() if node in nodes]:
         os.environ[cpu_resource_utils.DEVICE_CONTROL_ENV_VAR] = ",".join(seen)
+    cpu_resource_utils.get_allowed_cpu_list = lambda: allowed
 
 
 def send_whole_media(engine_args: Any) -> None:

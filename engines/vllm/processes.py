@@ -110,7 +110,7 @@ def tied_to_this_thread(processors: Collection[int] = (), *, spawned: bool = Fal
     reads.
 
     Args:
-        processors: Those that the processes may use. Empty: all.
+        processors: Those that the threads of workers are bound to. Empty: vLLM chooses among all.
         spawned: Do not fork them, even with a fork server: vLLM binds a process to a NUMA node when it is spawned.
     """
     _remove_shared_memory(())  # A start that failed may have left some.
@@ -221,14 +221,14 @@ def _server_context() -> BaseContext:
 def prepare_engine(report: Connection, processors: Collection[int] = ()) -> None:
     """Prepare the engine process, or the coordinator of data-parallel ranks, before vLLM's function runs there."""
     os.setpgid(0, 0)
-    _use(processors)
-    prepare = partial(prepare_worker, processors=processors)
+    if processors:
+        internals.use_processors(processors)
 
     def context() -> BaseContext:
         if not fork_server.is_forked():
-            return tied(internals.default_context(), prepare, report)
+            return tied(internals.default_context(), prepare_worker, report)
         fork_server.start_no_other()
-        return tied(multiprocessing.get_context("forkserver"), prepare, report)
+        return tied(multiprocessing.get_context("forkserver"), prepare_worker, report)
 
     internals.patch_engine_process(context, _end_workers, _meeting_place)
     internals.patch_grammars(advance)
@@ -253,15 +253,8 @@ def _meeting_place() -> str:
     return f"file://{internals.socket_directory()}/workers-{uuid.uuid4().hex}"
 
 
-def _use(processors: Collection[int]) -> None:
-    if processors:
-        os.sched_setaffinity(0, processors)
-        internals.use_memory_of(processors)
-
-
-def prepare_worker(report: Connection, processors: Collection[int] = ()) -> None:
+def prepare_worker(report: Connection) -> None:
     """Prepare a worker of the engine process, whose function keeps failures to the log."""
-    _use(processors)
     if fork_server.is_forked():
         _end_with_engine()
     if current_platform.is_cpu():

@@ -227,14 +227,12 @@ def test_vllm_binds_the_threads_of_a_copy_to_processors_of_its_share(
     from vllm.utils.ompmultiprocessing import OMPProcessManager
 
     from engines.vllm.copies.places import processor_places
-    from engines.vllm.internals import use_memory_of
+    from engines.vllm.internals import use_processors
 
     share = processor_places(2)[copy].processors
-    allowed = [one for one in cpu_resource_utils.get_allowed_cpu_list() if one.id in share]
-    monkeypatch.setattr(cpu_resource_utils, "get_allowed_cpu_list", lambda: allowed)
     monkeypatch.setattr(cpu_resource_utils, "get_memory_affinity", lambda: [0, 1])
     monkeypatch.setenv("CPU_VISIBLE_MEMORY_NODES", "")
-    use_memory_of(share)
+    use_processors(share)
     parallel = SimpleNamespace(local_world_size=1, data_parallel_rank_local=None, _api_process_count=1)
     config: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=None)
     (processors,) = OMPProcessManager(config).cpu_lists
