@@ -232,10 +232,15 @@ class Continuations:
     def _fail(self, state: RequestState) -> None:
         """End a sequence with the error of a dead engine."""
         self._failed.add(state.request_id)
-        if isinstance(state, OwnState):
-            state.fail(EngineDead())
-        else:
-            internals.fail(state, EngineDead().message)
+        fail(state)
+
+
+def fail(state: RequestState) -> None:
+    """Give the error of a dead engine to a sequence of Slipway or of vLLM's front end."""
+    if isinstance(state, OwnState):
+        state.fail(EngineDead())
+    else:
+        internals.fail(state, EngineDead().message)
 
 
 def _tokens(state: RequestState) -> int:

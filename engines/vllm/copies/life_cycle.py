@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from engines.model_settings import ModelSettings
 from engines.statistics import EngineStatistics
 from engines.vllm import fork_server, internals
 from engines.vllm.copies.client import CopiesClient, Copy
-from engines.vllm.copies.continuation import Continuations
+from engines.vllm.copies.continuation import Continuations, fail
 from engines.vllm.internals import EngineDeadError
 from engines.vllm.loading import SHUTDOWN_SECONDS, StartedEngine, VllmLoader, shut_down
 from engines.vllm.lora import VllmAdapters
@@ -342,7 +342,9 @@ class Copies:
         if was_draining:
             del self._by_number[copy.number]
         if self._continuations is None or not self._waits():
-            self._fail(lost)
+            states = internals.request_states(self._llm)
+            for state in [states[known] for known in lost if known in states]:
+                fail(state)
             self.gave_up |= all(other.state is CopyState.DEAD for other in self._by_number.values())
             return
         self._continuations.copy_died(copy, lost)
@@ -382,14 +384,6 @@ class Copies:
             # Its last messages have been handled by now.
             replicas = self._llm.vllm_config.parallel_config.data_parallel_size
             self._reports.engine_died(range(copy.number - 1, copy.number - 1 + replicas))
-
-    def _fail(self, lost: Collection[str]) -> None:
-        states = internals.request_states(self._llm)
-        for state in [states[known] for known in lost if known in states]:
-            if isinstance(state, OwnState):
-                state.fail(EngineDead())
-            else:
-                internals.fail(state, EngineDead().message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
