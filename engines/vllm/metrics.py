@@ -100,7 +100,6 @@ class EngineReports(PrometheusStatLogger, Collector):
             part = getattr(self, name)
             setattr(self, name, type(part.__name__, (part,), {key: staticmethod(make) for key, make in makers.items()}))
         super().__init__(vllm_config, engine_indexes)
-        self.count = 0  # Messages: steps with tokens and steps without, as of a long prompt.
         self._latest: dict[int, Any] = {}  # The last report of each copy or data-parallel replica, by its number.
         self._unseen: dict[int, Any] = {}  # Those of them whose gauges are still to be set.
         # Requests that have ended and are still to be counted, by the number of their replica.
@@ -133,7 +132,6 @@ class EngineReports(PrometheusStatLogger, Collector):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        self.count += 1
         if scheduler_stats is not None:
             self._latest[engine_idx] = scheduler_stats
             self._unseen.pop(engine_idx, None)

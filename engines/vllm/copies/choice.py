@@ -8,7 +8,7 @@ cache in every contract.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 BLOCK = 128  # Tokens of a block. A shorter common beginning saves too little.
@@ -70,15 +70,12 @@ class CopyChoice:
 
     def _cached(self, number: int, keys: Sequence[int]) -> int:
         """Return how many of a prompt's first blocks a copy has."""
-        had = self._had.get(number, _NOTHING)
+        had: Container[int] = self._had.get(number, ())
         return next((count for count, key in enumerate(keys) if key not in had), len(keys))
 
     def forget(self, number: int) -> None:
         """Forget the blocks of a copy: its cache is gone."""
         self._had.pop(number, None)
-
-
-_NOTHING: OrderedDict[int, None] = OrderedDict()
 
 
 def _load(copy: Choosable) -> tuple[int, int]:
