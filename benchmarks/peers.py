@@ -688,8 +688,12 @@ def command_line(arguments: EngineArguments) -> list[str]:
 
 
 def serving_properties(engine: Engine, copies: int) -> str:
-    """Return the text of Slipway's settings file. LMI has another name for the batch size."""
+    """Return the text of Slipway's settings file. LMI has another name for the batch size.
+
+    One copy is compared with one engine of a peer. `maxWorkers=1` would be a copy for each GPU.
+    """
     options = {"model_id": str(engine.model_dir), "rolling_batch": "vllm"}
     for name, value in engine.arguments.items():
         options["max_rolling_batch_size" if name == "max_num_seqs" else name] = str(value).lower()
-    return f"maxWorkers={copies}\n" + "".join(f"option.{name}={value}\n" for name, value in options.items())
+    limit = f"maxWorkers={copies}\n" if copies > 1 else "load_on_devices=0\n" if gpu_count() else ""
+    return limit + "".join(f"option.{name}={value}\n" for name, value in options.items())
