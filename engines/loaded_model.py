@@ -46,7 +46,9 @@ class ModelTexts:
             # A tokenizer file may have kept them from training; the wrapper would switch them off as well.
             fast.no_truncation()
             fast.no_padding()
-        self._segments = by_segments(fast) if fast is not None else None
+        segments = by_segments(fast) if fast is not None else None
+        # Returns the token ids of a text; `special=False` leaves out the special tokens that the model wants around it.
+        self.encode: Callable[..., list[int]] = segments.encode if segments is not None else self._encode_whole
         self.special_ids = frozenset(tokenizer.all_special_ids)
 
     @cached_property
@@ -67,23 +69,12 @@ class ModelTexts:
     def longest_token(self) -> int:
         return int(getattr(self.tokenizer, "max_chars_per_token", 0)) or _CHARACTERS_PER_TOKEN
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return token ids.
-
-        Args:
-            special: With the special tokens that the model wants around a text.
-
-        Raises:
-            Exception: The tokenizer has raised it.
-        """
-        fast = self._fast
-        if fast is None:
-            tokenizer = self.tokenizer
-            return list(tokenizer.encode(text) if special else tokenizer.encode(text, add_special_tokens=False))
-        if self._segments is not None:
-            return self._segments.encode(text, special=special)
-        # The wrapper around `tokenizers` costs more than the tokenizing of a short text.
-        return encode_all(fast, [text], special=special)[0]
+    def _encode_whole(self, text: str, *, special: bool = True) -> list[int]:
+        if (fast := self._fast) is not None:
+            # The wrapper around `tokenizers` costs more than the tokenizing of a short text.
+            return encode_all(fast, [text], special=special)[0]
+        tokenizer = self.tokenizer
+        return list(tokenizer.encode(text) if special else tokenizer.encode(text, add_special_tokens=False))
 
     def encode_cut(
         self, text: str, second: str | None, most: int, side: Side, *, special: bool = True

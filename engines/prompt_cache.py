@@ -30,10 +30,8 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool) -> 
         special: With the special tokens that the model wants around it.
     """
     if sum(map(len, texts)) > LONG_TEXT:  # `encode` would hold the interpreter's lock, and every other thread with it
-        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
-    else:
-        encodings = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
-    return [encoding.ids for encoding in encodings]
+        return [each.ids for each in tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
+    return [tokenizer.encode(text, add_special_tokens=special).ids for text in texts]
 
 
 class SegmentTokenizer:
@@ -44,49 +42,44 @@ class SegmentTokenizer:
         self._tokenizer = tokenizer
         self._before, self._after = special_tokens_around(tokenizer)
         cut = _cutting_tokens(tokenizer)
-        self._added = {text: array("I", [token_id]) for text, token_id in cut.items()}
+        # By text. There are empty segments between added tokens.
+        self._added = {"": array("I"), **{text: array("I", [token_id]) for text, token_id in cut.items()}}
         # At each place the longest, as the tokenizer does.
         self._cut = re.compile(f"({longest_of(cut)})").split
         self._known: OrderedDict[str, array[int]] = OrderedDict()
         self._characters = 0
         self._lock = Lock()
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """Return token ids.
-
-        Args:
-            special: With the special tokens that the model wants around a text.
-
-        Raises:
-            Exception: The tokenizer has raised it.
-        """
-        segments = [segment for segment in self._cut(text) if segment]
-        found = {segment: ids for segment in segments if (ids := self._find(segment)) is not None}
-        if unknown := [segment for segment in dict.fromkeys(segments) if segment not in found]:
-            found |= self._tokenized(unknown)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return token ids. `special`: with the special tokens that the model wants around a text."""
+        segments, added, known = self._cut(text), self._added, self._known
+        found: dict[str, array[int]] = {}
+        unknown: list[str] = []
+        with self._lock:
+            for segment in dict.fromkeys(segments):
+                if (ids := added.get(segment)) is None and (ids := known.get(segment)) is not None:
+                    known.move_to_end(segment)
+                if ids is None:
+                    unknown.append(segment)
+                else:
+                    found[segment] = ids
+        if unknown:
+            self._tokenize(unknown, found)
         token_ids: list[int] = [*self._before] if special else []
         for segment in segments:
             token_ids.extend(found[segment])
         return token_ids + self._after if special else token_ids
 
-    def _find(self, segment: str) -> array[int] | None:
-        if (ids := self._added.get(segment)) is not None:
-            return ids
-        with self._lock:
-            if (ids := self._known.get(segment)) is not None:
-                self._known.move_to_end(segment)
-            return ids
-
-    def _tokenized(self, segments: list[str]) -> dict[str, array[int]]:
+    def _tokenize(self, segments: list[str], found: dict[str, array[int]]) -> None:
+        """Tokenize segments, keep their ids, and put these into `found`."""
         tokenized = encode_all(self._tokenizer, segments, special=False)
-        found = {segment: array("I", ids) for segment, ids in zip(segments, tokenized, strict=True)}
         with self._lock:
-            for segment, ids in found.items():
-                if self._known.setdefault(segment, ids) is ids:
+            for segment, ids in zip(segments, tokenized, strict=True):
+                found[segment] = new = array("I", ids)
+                if self._known.setdefault(segment, new) is new:
                     self._characters += len(segment)
             while self._characters > _MOST_CHARACTERS:
                 self._characters -= len(self._known.popitem(last=False)[0])
-        return found
 
 
 def longest_of(texts: Iterable[str]) -> str:

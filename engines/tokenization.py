@@ -268,7 +268,7 @@ class PromptTokenizer:
             ids, boundary = await asyncio.to_thread(encode) if is_long else encode()
         except Exception as error:
             raise InvalidRequest(f"the tokenizer cannot encode the prompt: {error}") from error
-        self._check(ids, 0, 0)
+        self.check(ids)
         return ids, boundary
 
     async def token_ids(self, request: GenerationRequest) -> list[int]:
@@ -277,21 +277,39 @@ class PromptTokenizer:
         Raises:
             InvalidRequest: It is empty, or too long for the model.
         """
-        ids = list(request.prompt) if isinstance(request.prompt, tuple) else await self._encode(request.prompt, request)
-        if request.truncate_prompt_tokens is not None and not request.images:
-            ids = self._truncate(ids, request.truncate_prompt_tokens)
-        self.check(ids, request)
+        prompt, most = request.prompt, request.truncate_prompt_tokens
+        if isinstance(prompt, tuple):
+            ids = list(prompt)
+        else:
+            if len(prompt) > self._most_characters:
+                # Too long with any tokens; tokenizing megabytes would cost seconds and gigabytes.
+                if most is None:
+                    raise self._too_long(len(prompt))
+                prompt = prompt[-self._most_characters :]
+            encode, special = self._texts.encode, request.add_special_tokens
+            try:
+                if len(prompt) > LONG_TEXT:
+                    ids = await asyncio.to_thread(encode, prompt, special=special)
+                else:
+                    ids = encode(prompt, special=special)
+            except Exception as error:
+                raise InvalidRequest(f"the tokenizer cannot encode the prompt: {error}") from error
+        if most is not None and len(ids) > most and not request.images:
+            ids = self._truncate(ids, most)
+        self.check(ids, request.generated_before, request.room)
         return ids
 
-    def check(self, ids: Sequence[int], request: GenerationRequest) -> None:
+    def check(self, ids: Sequence[int], generated_before: int = 0, room: int = 0) -> None:
         """Check the length of a prompt.
+
+        Args:
+            ids: The prompt.
+            generated_before: `GenerationRequest.generated_before`.
+            room: `GenerationRequest.room`.
 
         Raises:
             InvalidRequest: It is empty, or too long for the model.
         """
-        self._check(ids, request.generated_before, request.room)
-
-    def _check(self, ids: Sequence[int], generated_before: int, room: int) -> None:
         if not ids:
             raise InvalidRequest("the prompt has no tokens")
         if self._most is not None and len(ids) - generated_before > self._most:
@@ -305,22 +323,8 @@ class PromptTokenizer:
             "cannot hold it"
         )
 
-    async def _encode(self, text: str, request: GenerationRequest) -> list[int]:
-        if len(text) > self._most_characters:
-            # Too long with any tokens; tokenizing megabytes would cost seconds and gigabytes.
-            if request.truncate_prompt_tokens is None:
-                raise self._too_long(len(text))
-            text = text[-self._most_characters :]
-        try:
-            encode = partial(self._texts.encode, text, special=request.add_special_tokens)
-            return await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()
-        except Exception as error:
-            raise InvalidRequest(f"the tokenizer cannot encode the prompt: {error}") from error
-
     def _truncate(self, ids: list[int], limit: int) -> list[int]:
         """Keep the last `limit` tokens, and the special tokens that the tokenizer puts in front."""
-        if len(ids) <= limit:
-            return ids
         lead = next((i for i, token_id in enumerate(ids) if token_id not in self._texts.special_ids), 0)
         lead = min(lead, limit - 1)
         return ids[:lead] + ids[len(ids) - (limit - lead) :]
