@@ -72,7 +72,17 @@ class JsonDecoder(Generic[T]):
             msgspec.DecodeError: The text is no JSON, is nested too deeply, or is not of the expected type.
         """
         try:
-            return self._checked(text)
+            # msgspec does not look into strings that the shape leaves out or keeps encoded, such as those for vLLM.
+            if len(text) < CHECKED:
+                if not isinstance(text, str):
+                    str(text, "utf-8")
+                return self._decode(text)
+            if isinstance(text, str):
+                text = text.encode("utf-8", "surrogatepass")
+            with _one_at_a_time if len(text) >= LONG_BODY else nullcontext():
+                check_cost(text)
+                _check_utf8(text)
+                return self._decode(text)
         except msgspec.DecodeError:
             raise
         except UnicodeDecodeError as error:
@@ -81,19 +91,6 @@ class JsonDecoder(Generic[T]):
             raise msgspec.DecodeError(str(error)) from None
         except RecursionError:
             raise msgspec.DecodeError("the document is nested too deeply") from None
-
-    def _checked(self, text: bytes | str) -> T:
-        # msgspec does not look into strings that the shape leaves out or keeps encoded, such as those for vLLM.
-        if len(text) < CHECKED:
-            if not isinstance(text, str):
-                str(text, "utf-8")
-            return self._decode(text)
-        if isinstance(text, str):
-            text = text.encode("utf-8", "surrogatepass")
-        with _one_at_a_time if len(text) >= LONG_BODY else nullcontext():
-            check_cost(text)
-            _check_utf8(text)
-            return self._decode(text)
 
 
 def _check_utf8(text: bytes) -> None:
