@@ -109,6 +109,14 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
     early_stopping: bool = False
 
 
+class EngineMemo(msgspec.Struct):
+    """The place for what an engine keeps of the parameters that several requests share."""
+
+    checked: Any = (
+        None  # The engine's own form of the parameters. None: the engine has not checked any of the requests.
+    )
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt, its continuation, and the contents of the answer.
 
@@ -149,6 +157,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # has the prompt.
     images: Sequence[Any] = ()
     priority: int = 0  # With vLLM's scheduling policy `priority`, lower numbers run first.
+    # Shared by requests that differ only in the prompt, the adapter, the images, and the fields of a call: its id, its
+    # trace, its salt and its priority. None: the engine checks this request alone.
+    memo: EngineMemo | None = None
 
     @property
     def sequences_in_engine(self) -> int:

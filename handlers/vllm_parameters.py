@@ -15,7 +15,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from engines.errors import InvalidParameter
-from engines.request import MAX_LENGTH_PENALTY, BeamSearch, Constraint, GenerationRequest, SamplingParameters
+from engines.request import (
+    MAX_LENGTH_PENALTY,
+    BeamSearch,
+    Constraint,
+    EngineMemo,
+    GenerationRequest,
+    SamplingParameters,
+)
 from handlers.constraints import decoded, read_constraint
 from handlers.json_fields import Kind, ParameterReader, Reader
 
@@ -113,6 +120,7 @@ def read_vllm_parameters(values: Mapping[str, Any], reader: Reader = ParameterRe
         candidates=sequences if beam_search is not None else candidates,
         beam_search=beam_search,
         truncate_prompt_tokens=read.optional_integer("truncate_prompt_tokens", minimum=1),
+        memo=EngineMemo(),
     )
     parameters = VllmParameters(
         request=request,

@@ -56,7 +56,9 @@ _STOP_SECONDS = 1.0
 # Fields in which the requests of one batch may differ.
 _NOT_SHARED = {
     name: getattr(GenerationRequest(), name)
-    for name in ("request_id", "prompt", "room", "truncate_prompt_tokens", "trace_context", "cache_salt", "priority")
+    for name in (
+        *("request_id", "prompt", "room", "truncate_prompt_tokens", "trace_context", "cache_salt", "priority", "memo"),
+    )
 }
 
 

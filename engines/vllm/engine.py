@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import msgspec
@@ -47,16 +47,14 @@ from engines.vllm.internals import AsyncLLM, EngineCoreRequest, EngineDeadError,
 from engines.vllm.loading import StartedEngine, VllmLoader, image_mark, own_tokenizer
 from engines.vllm.lora import Claim, VllmAdapters
 from engines.vllm.output import OwnState, PooledState, PushedState, Siblings, TokensApart
-from engines.vllm.pooling import cannot_pool, model_of, pooling_params
-from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal, sibling
+from engines.vllm.pooling import check_pooling, model_of, pooling_params
+from engines.vllm.sampling import SamplingTranslator, check_bad_words, prompt_logprobs_refusal
 from engines.vllm.sent_media import SentMedia
 from engines.vllm.speech import silence
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED_REQUESTS = 256
 _ONLY_SPEECH = "this model only writes down sounds: send them to /v1/audio/transcriptions or /v1/audio/translations"
-_REMEMBERED_CHARACTERS = 256  # Of stop strings.
 
 
 class VllmEngine:
@@ -69,8 +67,8 @@ class VllmEngine:
         self._watchdog = Watchdog(self._look)
         self._stopped = False
         self.adapters: VllmAdapters | None = None
-        # Requests that vLLM has checked, without their prompts, by what others may have in common with them.
-        self._checked: dict[Hashable, EngineCoreRequest] = {}
+        # Requests for numbers that vLLM has checked, without their prompts, by their parameters.
+        self._known_pooling: dict[tuple[str, bool | None], EngineCoreRequest] = {}
 
     async def start(self) -> None:
         fork_server.start()
@@ -96,6 +94,7 @@ class VllmEngine:
         self._traced = llm.vllm_config.observability_config.otlp_traces_endpoint is not None
         self._stream_interval: int = llm.vllm_config.scheduler_config.stream_interval
         internals.keep_eos_token_id(llm)
+        self._registered = internals.request_states(llm)
         self.sent_media = SentMedia(llm)
         try:
             self.tasks = await unless_dead(llm.get_supported_tasks(), lambda: llm.errored)
@@ -151,7 +150,6 @@ class VllmEngine:
         self._watchdog.start()
 
     async def submit(self, request: GenerationRequest, sink: Sink) -> Generation:
-        await self.wait_until_ready()
         if not self._answers_prompts and request is not WARM_UP:
             raise NotServed(_ONLY_SPEECH)
         if request.adapter is None:
@@ -171,90 +169,141 @@ class VllmEngine:
     async def _submit(
         self, request: GenerationRequest, sink: Sink, statistics: EngineStatistics, adapter: LoRARequest | None
     ) -> VllmGeneration | BeamSearchTask:
-        if (refusal := cannot_pool(request, self.pooling)) is not None:
-            raise refusal
-        if request.pooling is not None:
-            return await self._pool(request, request.pooling, sink, adapter)
-        if request.beam_search is not None:
+        """Tokenize the prompt, have the parameters checked unless they are known, and send each sequence.
+
+        Args:
+            request: The request.
+            sink: Takes the answer.
+            statistics: Counts the prompt, and the sequences with their tokens.
+            adapter: vLLM's form of the request's adapter.
+        """
+        pooling, constraint, prompt, boundary = request.pooling, None, None, None
+        if pooling is not None or self.pooling is not None:
+            check_pooling(pooling, self.pooling)
+        if not self._answers_prompts:
+            prompt = await silence(self.async_llm)
+            token_ids: list[int] = (prompt.get("decoder_prompt") or prompt)["prompt_token_ids"]
+        elif pooling is not None and isinstance(request.prompt, str) and (pooling.second is not None or pooling.cut):
+            token_ids, boundary = await self._prompts.pair(request.prompt, pooling, special=request.add_special_tokens)
+        elif request.beam_search is not None:
             if request.images:
                 raise InvalidRequest("beam search takes text only; this request has images")
             self.sampling.check(request)
-            prompt_ids = await self.prompt_token_ids(request)
-            return BeamSearchTask(self, request, sink, prompt_ids, partial(self._submit, adapter=adapter))
-        prompt = await self._prompt(request)
-        token_ids = (prompt.get("decoder_prompt") or prompt)["prompt_token_ids"]
-        core_request, constraint = self._known_request(request, token_ids, adapter), None
-        if core_request is None:
-            core_request, constraint = await self._checked_request(request, prompt, token_ids, adapter)
-        # A long prompt was tokenized in a thread, and a constraint was compiled for a trial.
-        await self.wait_until_ready()
-        generation = VllmGeneration(self.async_llm, request.candidates)
-        target = sink
+            token_ids = await self._prompts.token_ids(request)
+            return BeamSearchTask(self, request, sink, token_ids, partial(self._submit, adapter=adapter))
+        else:
+            token_ids = await self._prompts.token_ids(request)
+            if request.images:
+                prompt = await self._with_images(request, token_ids)
+                token_ids = prompt["prompt_token_ids"]
+        arrived_at = time.time()
+        if pooling is not None:
+            checked = self._checked_pooling(request, pooling, token_ids)
+        elif (known := self._known(request)) is not None:
+            checked = known
+        else:
+            checked, constraint = await self._checked(request, prompt, token_ids, adapter)
+            arrived_at = checked.arrival_time
+        # The copies may have died in the meantime: a long prompt is tokenized in a thread, a constraint is compiled.
+        if not self._copies.client.ready or self._stopped or self._watchdog.failure:
+            await self.wait_until_ready()
+        params, pooling_params = checked.sampling_params, checked.pooling_params
+        generation = VllmGeneration(self.async_llm, self._registered, request.candidates)
+        target, check_answer = sink, None
         if request.candidates > 1:
             target = SequenceGroup(sink, request.sequences, request.candidates, request.stream)
         if constraint is not None and constraint.not_held:
             target.on_not_held(constraint.not_held)
-            generation.check_answer = partial(self.constraints.check_answer, constraint, self.statistics)
-        with _cancelled_if_it_fails(generation):
+            check_answer = partial(self.constraints.check_answer, constraint, self.statistics)
+        if params is not None:
+            room = self.max_model_len - len(token_ids)
+            if params.max_tokens != (most := min(request.sampling.max_tokens or room, room)):
+                params = copy.copy(params)
+                params.max_tokens = most
+        elif boundary is not None and pooling is not None and pooling.second is not None:
+            pooling_params = copy.copy(pooling_params)
+            pooling_params.extra_kwargs = {"compressed_token_type_ids": boundary}
+        try:
             for index in range(request.candidates):
-                await give_turn(index)
-                await self._add(request, sibling(core_request, index), index, target, statistics, generation)
-        self.sent_media.engine_got(prompt)
+                if index:
+                    await give_turn(index)
+                    if params.seed is not None:  # Each sequence has a separate one.
+                        params = copy.copy(params)
+                        params.seed = (params.seed + 1 + 2**63) % 2**64 - 2**63
+                core_request = msgspec.structs.replace(
+                    checked,
+                    request_id=f"{next(self._ids)}-{request.request_id}",
+                    external_req_id=request.request_id,
+                    prompt_token_ids=token_ids,
+                    sampling_params=params,
+                    pooling_params=pooling_params,
+                    arrival_time=arrived_at,
+                    lora_request=adapter,
+                    cache_salt=request.cache_salt or None,
+                    priority=request.priority,
+                    trace_headers=request.trace_context if self._traced else None,
+                )
+                if pooling is not None:
+                    state: OwnState = PooledState(core_request, sink, statistics)
+                else:
+                    state = PushedState(
+                        core_request,
+                        request,
+                        index,
+                        target,
+                        statistics,
+                        self.texts,
+                        self._apart,
+                        siblings=generation.siblings,
+                        interval=self._stream_interval,
+                        check_answer=check_answer,
+                    )
+                internals.register(self.async_llm, state, core_request)
+                generation.states.append(state)
+                await self._copies.client.add_request_async(core_request)
+        except BaseException as error:
+            generation.cancel()
+            if isinstance(error, EngineDeadError):
+                raise EngineDead from None
+            if isinstance(error, VLLMClientError | ValueError):
+                raise InvalidRequest(str(error)) from error
+            raise
+        if prompt is not None:
+            self.sent_media.engine_got(prompt)
         statistics.prompt(len(token_ids))
-        self.statistics.partial_requests += generation.check_answer is not None
+        self.statistics.partial_requests += check_answer is not None
         return generation
 
-    async def _pool(
-        self, request: GenerationRequest, pooling: Pooling, sink: Sink, adapter: LoRARequest | None
-    ) -> VllmGeneration:
-        """Submit a prompt of which the model makes numbers."""
-        boundary: int | None = None
-        if isinstance(request.prompt, str) and (pooling.second is not None or pooling.cut is not None):
-            token_ids, boundary = await self._prompts.pair(request.prompt, pooling, special=request.add_special_tokens)
-        else:
-            token_ids = await self.prompt_token_ids(request)
-        core_request = self._known_pooling(request, pooling, token_ids, boundary, adapter)
-        await self.wait_until_ready()  # a long prompt is tokenized in a thread
-        generation = VllmGeneration(self.async_llm, 1)
-        with _cancelled_if_it_fails(generation):
-            self._identify(core_request, request)
-            await self._send(core_request, PooledState(core_request, sink, self.statistics), generation)
-        self.statistics.prompt(len(token_ids))
-        return generation
+    def _known(self, request: GenerationRequest) -> EngineCoreRequest | None:
+        """Return the checked form of the parameters if vLLM has checked such a request; None if not.
 
-    def _known_pooling(
-        self,
-        request: GenerationRequest,
-        pooling: Pooling,
-        token_ids: list[int],
-        boundary: int | None,
-        adapter: LoRARequest | None,
-    ) -> EngineCoreRequest:
+        vLLM's checks and additions depend on the parameters and on the model. Of a prompt it checks the length, as
+        `PromptTokenizer` does, and the token ids. A text has only ids that the model has.
+        """
+        prompt = request.prompt
+        if request.memo is None or request.images:
+            return None
+        if not isinstance(prompt, str) and (
+            len(prompt) > self.max_model_len or min(prompt) < 0 or max(prompt) >= self._vocabulary_size
+        ):
+            return None
+        known: EngineCoreRequest | None = request.memo.checked
+        return known
+
+    def _checked_pooling(self, request: GenerationRequest, pooling: Pooling, token_ids: list[int]) -> EngineCoreRequest:
         """Return vLLM's request for a pooled prompt. vLLM checks the first one with such parameters.
 
         Raises:
             InvalidRequest: vLLM refuses it.
         """
-        key = (pooling.task, pooling.activation)
         if not isinstance(request.prompt, str) and (largest := max(token_ids)) >= self._vocabulary_size:
             raise InvalidRequest(f"Token id {largest} is out of vocabulary")
-        known = self._checked.get(key)
-        if known is None:
+        key = (pooling.task, pooling.activation)
+        if (known := self._known_pooling.get(key)) is None:
             prompt = TokensPrompt(type="token", prompt_token_ids=token_ids)
-            checked = self._processed(request, prompt, pooling_params(pooling), adapter)
-            known = self._remember(key, checked)
-        params: Any = known.pooling_params
-        if pooling.second is not None and boundary is not None:
-            params = copy.copy(params)
-            params.extra_kwargs = {"compressed_token_type_ids": boundary}
-        return _with_prompt(known, request, token_ids, adapter, pooling_params=params)
-
-    def _identify(self, core_request: EngineCoreRequest, request: GenerationRequest) -> None:
-        """Give vLLM's request an id that no other one has, and the fields that steer the engine."""
-        core_request.request_id = f"{next(self._ids)}-{request.request_id}"
-        if self._traced:
-            core_request.trace_headers = request.trace_context
-        core_request.cache_salt, core_request.priority = request.cache_salt or None, request.priority
+            known = self._known_pooling[key] = self._processed(request, prompt, pooling_params(pooling), None)
+            known.prompt_token_ids = None
+        return known
 
     async def wait_until_ready(self) -> None:
         """Wait while the engine is started again. It takes requests after that.
@@ -288,19 +337,6 @@ class VllmEngine:
                     raise
                 await self.wait_until_ready()
 
-    async def _prompt(self, request: GenerationRequest) -> Any:
-        """Return vLLM's prompt.
-
-        Raises:
-            InvalidRequest: It is empty, or too long for the model, or does not fit its images.
-        """
-        if not self._answers_prompts:
-            return await silence(self.async_llm)
-        token_ids = await self.prompt_token_ids(request)
-        if request.images:
-            return await self._with_images(request, token_ids)
-        return TokensPrompt(type="token", prompt_token_ids=token_ids)
-
     async def _with_images(self, request: GenerationRequest, token_ids: list[int]) -> Any:
         """Return vLLM's prompt of text and images. Each mark in the text becomes the tokens of its image.
 
@@ -317,36 +353,45 @@ class VllmEngine:
             raise InvalidRequest(
                 f"the prompt has {len(ids)} tokens with its images; a prompt with images cannot be cut to {most} tokens"
             )
-        self._prompts.check(ids, request)
+        self._prompts.check(ids, request.generated_before, request.room)
         return prompt
 
-    async def _checked_request(
+    async def _checked(
         self, request: GenerationRequest, prompt: Any, token_ids: list[int], adapter: LoRARequest | None
     ) -> tuple[EngineCoreRequest, CheckedConstraint | None]:
-        """Return vLLM's request for the first sequence, checked by vLLM, and its constraint.
+        """Return vLLM's request for a prompt, checked by vLLM, and its constraint.
 
         Args:
-            prompt: vLLM's, which has the token ids.
+            request: The request.
+            prompt: vLLM's prompt of images, or of a model that transcribes. None for a text.
+            token_ids: The prompt's.
+            adapter: vLLM's form of the request's adapter.
 
         Raises:
             InvalidRequest: vLLM refuses it, or it would harm the engine.
         """
         constraint = await self.constraints.structured_outputs(request.sampling)
         outputs = constraint.outputs if constraint is not None else None
-        params = self.sampling.sampling_params(request, len(token_ids), outputs)
-        processed = partial(self._processed, request, prompt, params, adapter)
+        params = self.sampling.sampling_params(request, self.max_model_len - len(token_ids), outputs)
+        processed = partial(
+            self._processed,
+            request,
+            prompt if prompt is not None else TokensPrompt(type="token", prompt_token_ids=token_ids),
+            params,
+            adapter,
+        )
         if outputs is None or isinstance(outputs, TriedOutputs):
-            core_request = processed()
+            checked = processed()
         else:  # vLLM compiles the constraint, which may take tenths of a second.
-            core_request = await asyncio.to_thread(processed)
-        check_bad_words(core_request.sampling_params)
+            checked = await asyncio.to_thread(processed)
+        check_bad_words(checked.sampling_params)
         # With a reasoning parser, vLLM constrains an answer once its reasoning has ended. These prompts are no chats of
         # such a model, so their answers have no reasoning.
-        core_request.reasoning_ended = True
-        core_request.external_req_id = request.request_id
-        if (key := _repeated(request)) is not None:
-            self._remember(key, core_request)
-        return core_request, constraint
+        checked.reasoning_ended = True
+        # A constraint is translated for each request, and `min_tokens` depends on the room that the prompt leaves.
+        if request.memo is not None and prompt is None and constraint is None and not request.sampling.min_tokens:
+            request.memo.checked = msgspec.structs.replace(checked, prompt_token_ids=None, lora_request=None)
+        return checked, constraint
 
     def _processed(
         self, request: GenerationRequest, prompt: Any, params: Any, adapter: LoRARequest | None
@@ -362,61 +407,6 @@ class VllmEngine:
             )
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
-
-    def _remember(self, key: Hashable, checked: EngineCoreRequest) -> EngineCoreRequest:
-        """Keep a checked request without its prompt, for others that are like it. Returns the kept one."""
-        if len(self._checked) >= REMEMBERED_REQUESTS:
-            self._checked.clear()
-        known = self._checked[key] = msgspec.structs.replace(checked, prompt_token_ids=None, lora_request=None)
-        return known
-
-    def _known_request(
-        self, request: GenerationRequest, token_ids: list[int], adapter: LoRARequest | None
-    ) -> EngineCoreRequest | None:
-        """Return vLLM's request for the first sequence, if one like it has been checked; None if not.
-
-        vLLM's checks and additions to the parameters depend on these and on the model. The prompt is a text, whose
-        tokens the model has, and `prompt_token_ids` has seen to it that the context has room for them.
-        """
-        known = self._checked.get(_repeated(request))
-        if known is None:
-            return None
-        params: Any = known.sampling_params
-        limit = self.sampling.max_tokens(request.sampling, len(token_ids))
-        if params.max_tokens != limit:
-            params = copy.copy(params)
-            params.max_tokens = limit
-        return _with_prompt(known, request, token_ids, adapter, sampling_params=params)
-
-    async def _add(
-        self,
-        request: GenerationRequest,
-        core_request: EngineCoreRequest,
-        index: int,
-        sink: Sink,
-        statistics: EngineStatistics,
-        generation: VllmGeneration,
-    ) -> None:
-        self._identify(core_request, request)
-        state = PushedState(
-            core_request,
-            request,
-            index,
-            sink,
-            statistics,
-            self.texts,
-            self._apart,
-            siblings=generation.siblings,
-            interval=self._stream_interval,
-            check_answer=generation.check_answer,
-        )
-        await self._send(core_request, state, generation)
-
-    async def _send(self, core_request: EngineCoreRequest, state: OwnState, generation: VllmGeneration) -> None:
-        state.core_request = internals.kept(core_request)
-        internals.register(self.async_llm, state)
-        generation.states.append(state)
-        await internals.send(self.async_llm, core_request)
 
     async def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         return await self._prompts.token_ids(request)
@@ -490,80 +480,34 @@ class VllmEngine:
         await self._copies.stop(EngineDead(f"{why}; the request was not completed"))
 
 
-@contextlib.contextmanager
-def _cancelled_if_it_fails(generation: VllmGeneration) -> Iterator[None]:
-    """Cancel the sequences that were registered before a failure. vLLM's errors become Slipway's."""
-    try:
-        yield
-    except BaseException as error:
-        generation.cancel()
-        if isinstance(error, EngineDeadError):
-            raise EngineDead from None
-        if isinstance(error, VLLMClientError | ValueError):
-            raise InvalidRequest(str(error)) from error
-        raise
-
-
-def _with_prompt(
-    known: EngineCoreRequest,
-    request: GenerationRequest,
-    token_ids: list[int],
-    adapter: LoRARequest | None,
-    **params: Any,
-) -> EngineCoreRequest:
-    """Return a kept request with a prompt."""
-    return msgspec.structs.replace(
-        known,
-        external_req_id=request.request_id,
-        prompt_token_ids=token_ids,
-        arrival_time=time.time(),
-        lora_request=adapter,
-        **params,
-    )
-
-
-def _repeated(request: GenerationRequest) -> Hashable:
-    """Return the key of requests that are alike for vLLM's checks, with any prompts; None for one that is not
-    remembered.
-
-    Left out are those that are rarely repeated, whose parameters may be large, or whose prompt is not a text alone.
-    """
-    s = request.sampling
-    if request.images or not isinstance(request.prompt, str):
-        return None
-    if s.min_tokens or s.seed is not None or s.constraint is not None:
-        return None
-    if s.bad_words or s.logit_bias is not None or s.allowed_token_ids is not None:
-        return None
-    if s.stop and sum(map(len, s.stop)) > _REMEMBERED_CHARACTERS:
-        return None
-    sequences = (request.sequences, request.candidates, request.stream)
-    return s, *sequences, request.want_logprobs, request.top_tokens, request.want_prompt_tokens
-
-
 class VllmGeneration:
     """The sequences of one request."""
 
-    def __init__(self, llm: AsyncLLM, sequences: int) -> None:
-        self._llm = llm
+    def __init__(self, llm: AsyncLLM, registered: Container[str], sequences: int) -> None:
+        """Create the generation. It has no sequences yet.
+
+        Args:
+            llm: The engine.
+            registered: The ids of all sequences that vLLM has.
+            sequences: The number of sequences to come.
+        """
+        self._llm, self._registered = llm, registered
         self.siblings = Siblings(sequences) if sequences > 1 else None
         self.states: list[OwnState] = []
-        # Takes the text of each sequence that has ended. None unless a part of its JSON schema is not held.
-        self.check_answer: Callable[[str], None] | None = None
 
     def cancel(self) -> None:
-        self._stop(lambda state: state.cancel())
+        self._stop(methodcaller("cancel"))
 
     def abort(self) -> None:
-        self._stop(lambda state: state.abort())
+        self._stop(methodcaller("abort"))
 
     def _stop(self, end: Callable[[OwnState], None]) -> None:
         """End the sequences that vLLM still has, once."""
-        known = internals.request_states(self._llm)
-        running = [state for state in self.states if state.request_id in known]
-        self.states = []
-        for state in running:
-            end(state)
+        states, self.states = self.states, []
+        running: list[str] = []
+        for state in states:
+            if state.request_id in self._registered:
+                running.append(state.request_id)
+                end(state)
         if running:
-            work = internals.abort(self._llm, [state.request_id for state in running])
-            self._task = asyncio.ensure_future(work)
+            self._task = asyncio.ensure_future(internals.abort(self._llm, running))

@@ -26,7 +26,7 @@ import os
 import struct
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -316,7 +316,7 @@ class LeanOutputProcessor(OutputProcessor):
     def add_request(self, request: EngineCoreRequest, *arguments: Any, **options: Any) -> None:
         super().add_request(request, *arguments, **options)
         if (state := self.request_states.get(request.request_id)) is not None:
-            state.core_request = kept(request)
+            state.core_request = None if request.mm_features else request
 
     def propagate_error(self, error: Exception) -> None:
         if not self.client.holds():
@@ -337,21 +337,6 @@ class LeanOutputProcessor(OutputProcessor):
         stats.last_token_ts = timestamp
 
 
-def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
-    """Return the request to keep while it runs; None if it has images or sounds, which take too much memory."""
-    return None if request.mm_features else request
-
-
-class _Done:
-    """An awaitable that never waits."""
-
-    def __await__(self) -> Generator[None]:
-        yield from ()
-
-
-_DONE = _Done()
-
-
 def send_at_once(core: Any) -> None:
     """Have an engine's client send messages without pyzmq's futures, which take as long as the sending.
 
@@ -361,6 +346,8 @@ def send_at_once(core: Any) -> None:
     send_later = core._send_input_message
     send = zmq.Socket.shadow(core.input_socket).send
     more, last = int(zmq.DONTWAIT | zmq.SNDMORE), int(zmq.DONTWAIT)
+    sent = asyncio.get_running_loop().create_future()  # To be awaited any number of times.
+    sent.set_result(None)
 
     # It is no coroutine: vLLM sends at the call, and may await later.
     def send_message(message: Sequence[Any], engine: bytes) -> Awaitable[Any]:
@@ -372,7 +359,7 @@ def send_at_once(core: Any) -> None:
         send(engine, more)  # vLLM sets SNDHWM to 0, so this never raises `zmq.Again`.
         send(message[0], more)
         send(message[1], last)
-        return _DONE
+        return sent
 
     core._send_input_message = send_message
 
@@ -520,15 +507,14 @@ def observe_steps(state: RequestState, observe: Callable[[EngineCoreOutput], Non
     return end
 
 
-def register(llm: AsyncLLM, state: RequestState) -> None:
-    """Register a sequence. It has to be done before the engine gets the request, so that no output comes earlier."""
+def register(llm: AsyncLLM, state: RequestState, request: EngineCoreRequest) -> None:
+    """Register a sequence. It has to be done before the engine gets the request, so that no output comes earlier.
+
+    The state keeps the request while it runs, unless it has images or sounds, which take too much memory.
+    """
+    state.core_request = None if request.mm_features else request
     llm.output_processor.request_states[state.request_id] = state
     llm.output_processor.external_req_ids[state.external_req_id].append(state.request_id)
-
-
-async def send(llm: AsyncLLM, request: EngineCoreRequest) -> None:
-    """Send a registered sequence to the engine."""
-    await llm.engine_core.add_request_async(request)
 
 
 async def abort(llm: AsyncLLM, ids: Iterable[str], *, internal: bool = True) -> None:

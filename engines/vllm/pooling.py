@@ -18,7 +18,6 @@ from engines.errors import InvalidRequest
 from engines.interface import EngineStartError
 from engines.model_settings import ModelSettings
 from engines.pooling import Pooling, PoolingModel, kind_of_model
-from engines.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -80,17 +79,25 @@ def pooling_params(pooling: Pooling) -> PoolingParams:
     return PoolingParams(task=pooling.task, use_activation=pooling.activation)
 
 
-def cannot_pool(request: GenerationRequest, model: PoolingModel | None) -> InvalidRequest | None:
-    """Return the refusal of a request for something that the model does not make; None if it makes it."""
+def check_pooling(pooling: Pooling | None, model: PoolingModel | None) -> None:
+    """Refuse a request for something that the model does not make.
+
+    Args:
+        pooling: The numbers that the request wants. None: it wants text.
+        model: The model. None: it generates text.
+
+    Raises:
+        InvalidRequest: The model does not make it.
+    """
     if model is None:
-        return None if request.pooling is None else InvalidRequest("the model generates text; it makes no vectors")
-    if request.pooling is None:
-        return InvalidRequest(f"the model is of the kind {model.kind}; it generates no text")
-    if request.pooling.task not in model.tasks:
-        return InvalidRequest(f"the model is of the kind {model.kind}; it has no task {request.pooling.task}")
-    if request.pooling.second is not None and model.pairs_refusal:
-        return InvalidRequest(model.pairs_refusal)
-    return None
+        if pooling is not None:
+            raise InvalidRequest("the model generates text; it makes no vectors")
+    elif pooling is None:
+        raise InvalidRequest(f"the model is of the kind {model.kind}; it generates no text")
+    elif pooling.task not in model.tasks:
+        raise InvalidRequest(f"the model is of the kind {model.kind}; it has no task {pooling.task}")
+    elif pooling.second is not None and model.pairs_refusal:
+        raise InvalidRequest(model.pairs_refusal)
 
 
 def _pairs_refusal(config: ModelConfig, frontend: Mapping[str, Any]) -> str:

@@ -8,12 +8,10 @@ They differ where `min_p` is given too: the older runner applies it before, the 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from vllm import SamplingParams
@@ -28,7 +26,6 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as NewLog
 from engines.errors import InvalidParameter, InvalidRequest
 from engines.request import BeamSearch, GenerationRequest, SamplingParameters
 from engines.tokenization import check_beams, check_token_ids
-from engines.vllm.internals import EngineCoreRequest
 
 # The limits of vLLM's newer model runner. Beyond it, it fails inside the engine and takes all requests with it.
 _LISTED_TOKENS = {"stop_token_ids": 100, "allowed_token_ids": 1024, "logit_bias": 1024}
@@ -50,21 +47,26 @@ class SamplingTranslator:
     prefix_cache: bool = True  # The engine has one; beam search needs it.
 
     def sampling_params(
-        self, request: GenerationRequest, prompt_length: int, structured_outputs: StructuredOutputsParams | None = None
+        self, request: GenerationRequest, room: int, structured_outputs: StructuredOutputsParams | None = None
     ) -> SamplingParams:
-        """Return the parameters of the request's first sequence; `structured_outputs`: its constraint.
+        """Return the parameters of the request's first sequence.
 
-        Raises InvalidRequest: vLLM would refuse it, or it would harm the engine.
+        Args:
+            request: The request.
+            room: The number of new tokens that fit into the context.
+            structured_outputs: The request's constraint.
+
+        Raises:
+            InvalidRequest: vLLM would refuse it, or it would harm the engine.
         """
         self.check(request)
         s = request.sampling
         check_bad_texts(s.bad_words)
-        room = self.max_model_len - prompt_length
         ranked = request.candidates > request.sequences or (request.candidates > 1 and not request.stream)
         want_logprobs = request.want_logprobs or request.top_tokens > 0 or ranked
         try:
             return SamplingParams(
-                max_tokens=self.max_tokens(s, prompt_length),
+                max_tokens=min(s.max_tokens or room, room),
                 min_tokens=min(s.min_tokens, room),
                 temperature=s.temperature,
                 top_k=min(s.top_k, self.vocabulary_size),
@@ -92,11 +94,6 @@ class SamplingTranslator:
             )
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
-
-    def max_tokens(self, sampling: SamplingParameters, prompt_length: int) -> int:
-        """Return the limit on new tokens: the requested number, or the room that the prompt leaves."""
-        room = self.max_model_len - prompt_length
-        return room if sampling.max_tokens is None else min(sampling.max_tokens, room)
 
     def check(self, request: GenerationRequest) -> None:
         """Check what holds for single sequences and beam searches alike.
@@ -148,17 +145,6 @@ class SamplingTranslator:
         if self.typical_refusal:
             raise InvalidParameter(TYPICAL_P, self.typical_refusal)
         return {TYPICAL_P: sampling.typical_p}
-
-
-def sibling(request: EngineCoreRequest, index: int) -> EngineCoreRequest:
-    """Return the request of a sequence by its place among those of one request: each has a separate seed."""
-    if index == 0:
-        return request
-    params: Any = request.sampling_params
-    if params.seed is not None:
-        params = copy.copy(params)
-        params.seed = (params.seed + index + 2**63) % 2**64 - 2**63
-    return msgspec.structs.replace(request, sampling_params=params)
 
 
 def check_bad_texts(words: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from handlers.contract import Call
 from handlers.contract_routes import MOST_IDS
 from handlers.happy_vllm.errors import WrongBody, not_json
 from handlers.json_fields import JsonError, Kind, decode_json, json_kind
+from handlers.parameter_memo import ParameterMemo
 from handlers.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
 
 # Keywords of /v1/generate that are not vLLM's.
@@ -93,15 +94,25 @@ class GenerationParameters:
     parameters: VllmParameters  # With the constraint that `response_pool` or `json_format` stands for.
 
 
-def read_generation(values: dict[str, Any]) -> GenerationParameters:
+def read_generation(values: dict[str, Any], memo: ParameterMemo[tuple[bool, VllmParameters]]) -> GenerationParameters:
     """Validate and translate a body.
+
+    Args:
+        values: The body.
+        memo: Has what bodies without their prompts mean: `prompt_in_response`, and vLLM's parameters.
 
     Raises:
         InvalidRequest: The prompt is missing, or keywords exclude each other; as InvalidParameter, a keyword has the
             wrong type or value, or is unknown.
     """
+    prompt = FieldReader(values).required_string("prompt")
+    key = msgspec.json.encode({**values, "prompt": None})
+    prompt_in_response, parameters = memo.get(key) or memo.keep(key, _read_parameters(values))
+    return GenerationParameters(prompt=prompt, prompt_in_response=prompt_in_response, parameters=parameters)
+
+
+def _read_parameters(values: dict[str, Any]) -> tuple[bool, VllmParameters]:
     read = FieldReader(values)
-    prompt = read.required_string("prompt")
     prompt_in_response = read.boolean("prompt_in_response", False)
     constraints = [form for form in (_pool(read, values.get("response_pool")), _json_format(read)) if form is not None]
     parameters = read_vllm_parameters({name: values[name] for name in values.keys() - _OWN}, _SamplingReader)
@@ -114,7 +125,7 @@ def read_generation(values: dict[str, Any]) -> GenerationParameters:
         if constraints[0].parameter == "response_pool" and parameters.request.sampling.min_tokens > 0:
             raise _conflict("response_pool", "min_tokens")
         parameters = parameters.constrained(constraints[0])
-    return GenerationParameters(prompt=prompt, prompt_in_response=prompt_in_response, parameters=parameters)
+    return prompt_in_response, parameters
 
 
 def _conflict(one: str, other: str) -> InvalidRequest:

@@ -19,7 +19,8 @@ from handlers.happy_vllm.answer import StreamAnswer, WholeAnswer
 from handlers.happy_vllm.errors import json_reply, refuse
 from handlers.happy_vllm.request import FieldReader, document, read_generation
 from handlers.json_schemas import ANYTHING, OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
-from handlers.vllm_parameters import read_vllm_parameters, vllm_names
+from handlers.parameter_memo import ParameterMemo
+from handlers.vllm_parameters import VllmParameters, read_vllm_parameters, vllm_names
 
 
 class HappyVllmContract:
@@ -27,10 +28,11 @@ class HappyVllmContract:
 
     def __init__(self, setting: ContractSetting, *, stream: bool) -> None:
         self._setting, self._stream = setting, stream
+        self._memo = ParameterMemo[tuple[bool, VllmParameters]]()
 
     def parse(self, call: Call) -> Exchange:
         values = document(call)
-        generation, names = read_generation(values), vllm_names(values)
+        generation, names = read_generation(values, self._memo), vllm_names(values)
         template = generation.parameters.request
         stream = self._stream and template.beam_search is None  # no token of a beam is final before the last
         request = msgspec.structs.replace(

@@ -16,7 +16,7 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
-from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
+from engines.request import FinishReason, GeneratedSequence, GenerationRequest, Token, TokenDelta
 from handlers.constraints import FORMS, refuse_unread
 from handlers.contract import JSON, Answer, Call, Exchange, Reply
 from handlers.contract_routes import error_body
@@ -27,6 +27,7 @@ from handlers.lmi.body import notes_of, read_body, stream_of
 from handlers.lmi.errors import failure, payload_refused
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, NOT_READ
 from handlers.lmi.rolling_batch import FINISH_REASONS
+from handlers.parameter_memo import ParameterMemo
 from handlers.vllm_parameters import VllmParameters, read_vllm_parameters, vllm_names
 
 _FIELDS = frozenset({"inputs", "parameters", "stream", "model"})
@@ -64,6 +65,7 @@ class LmiAsyncContract:
             model_defaults: The default sampling parameters that vLLM takes from the model's generation config.
         """
         self._settings, self._model_defaults = settings, model_defaults or {}
+        self._memo = ParameterMemo[AsyncParameters]()
         self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
 
     def parse(self, call: Call) -> Exchange:
@@ -72,16 +74,8 @@ class LmiAsyncContract:
             adapter = adapters_of(call, document.get("adapters"), 1)[0] if self._settings.enable_lora else None
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
-        want_tokens = stream or parameters.details
         request = msgspec.structs.replace(
-            parameters.vllm.request,
-            request_id=call.request_id,
-            prompt=prompt,
-            stream=stream,
-            want_tokens=want_tokens,
-            want_logprobs=want_tokens and self._settings.token_logprobs,
-            want_prompt_tokens=parameters.prompt_details and not stream,
-            adapter=adapter,
+            parameters.request, request_id=call.request_id, prompt=prompt, adapter=adapter
         )
         answer = (StreamAnswer if stream else WholeAnswer)(prompt, parameters)
         notes = notes_of(document, self._fields, parameters.ignored)
@@ -129,7 +123,18 @@ class LmiAsyncContract:
         body = read_body(call, _prompts, "`inputs`, `messages` or `prompt`")
         document, values = body.document, body.parameters
         stream = stream_of(document.get("stream", values.get("stream")))
-        parameters = _read_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
+        key = msgspec.json.encode((stream, values))
+        if (parameters := self._memo.get(key)) is None:
+            parameters = _read_parameters(values, self._model_defaults, strict=self._settings.strict_parameters)
+            want_tokens = stream or parameters.details
+            request = msgspec.structs.replace(
+                parameters.vllm.request,
+                stream=stream,
+                want_tokens=want_tokens,
+                want_logprobs=want_tokens and self._settings.token_logprobs,
+                want_prompt_tokens=parameters.prompt_details and not stream,
+            )
+            self._memo.keep(key, parameters := replace(parameters, request=request))
         return document, body.prompts[0], stream, parameters
 
 
@@ -156,6 +161,7 @@ class AsyncParameters:
     """The parameters of a request."""
 
     vllm: VllmParameters
+    request: GenerationRequest  # With the contents of the answer; without the id, the prompt and the adapter.
     details: bool
     prompt_details: bool
     full_text: bool
@@ -197,6 +203,7 @@ def _read_parameters(values: Mapping[str, Any], model_defaults: Mapping[str, Any
     details = own.boolean("details", False)
     return AsyncParameters(
         vllm=parameters,
+        request=parameters.request,
         details=details,
         prompt_details=details and own.boolean("decoder_input_details", False),
         full_text=own.boolean("return_full_text", False),

@@ -13,13 +13,14 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
-from engines.request import FinishReason, GenerationRequest, TokenDelta
+from engines.request import FinishReason, TokenDelta
 from handlers.contract import JSON, Answer, Call, ContractError, Exchange, Reply
 from handlers.djl_errors import handler_failure
 from handlers.json_fields import json_kind
 from handlers.lmi.body import notes_of, read_body, request_ids
 from handlers.lmi.errors import failure, status_of
 from handlers.lmi.parameters import DEFAULT_MAX_NEW_TOKENS, LmiParameters, ParameterRules, read_parameters
+from handlers.parameter_memo import ParameterMemo
 
 STREAMED_MAX_NEW_TOKENS = 50  # LMI's default limit on the new tokens of a streamed answer.
 
@@ -59,39 +60,52 @@ class LmiDynamicContract:
         self._stop_sequences = settings.stop_sequences
         self._max_new_tokens = default_max_new_tokens(settings)
         self._rules = parameter_rules(settings)
+        self._memo = ParameterMemo[LmiParameters]()
 
     def parse(self, call: Call) -> Exchange:
         try:
             body = read_body(call, _prompts)
-            prompts, values = body.prompts, _rolling_batch_names(body.parameters, self._max_new_tokens)
-            parameters = _parameters(values, body.parameters, self._rules)
-            if self._streaming != "false" and parameters.request.beam_search is not None:
-                raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
+            key = msgspec.json.encode(body.parameters)
+            parsed = self._memo.get(key) or self._memo.keep(key, self._parsed(body.parameters))
         except RequestError as error:
             raise ContractError(_failure(error), error.message) from None
+        prompts = body.prompts
         requests = tuple(
-            self._request(request_id, prompt, parameters.request)
-            for request_id, prompt in zip(request_ids(call, len(prompts)), prompts, strict=True)
+            [
+                msgspec.structs.replace(parsed.request, request_id=request_id, prompt=prompt)
+                for request_id, prompt in zip(request_ids(call, len(prompts)), prompts, strict=True)
+            ]
         )
-        ignored = (*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values))
-        notes = notes_of(body.document, _FIELDS, ignored)
-        return Exchange(requests, self._answer(prompts, values), notes, names=parameters.names)
+        notes = notes_of(body.document, _FIELDS, parsed.ignored)
+        return Exchange(requests, self._answer(prompts, parsed.return_full_text), notes, names=parsed.names)
 
-    def _request(self, request_id: str, prompt: str, asked: GenerationRequest) -> GenerationRequest:
-        stream, sampling = self._streaming != "false", asked.sampling
-        if self._stop_sequences:
-            sampling = msgspec.structs.replace(sampling, stop=(*sampling.stop, *self._stop_sequences))
+    def _parsed(self, given: dict[str, Any]) -> LmiParameters:
+        """Return the parameters of a request, with what this contract makes of them."""
+        values = _rolling_batch_names(given, self._max_new_tokens)
+        parameters = _parameters(values, given, self._rules)
+        asked, stream = parameters.request, self._streaming != "false"
+        if stream and asked.beam_search is not None:
+            raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
         # The answer has one text for each prompt: the most probable of its sequences.
-        shown = {"sequences": 1, "candidates": 1 if stream else asked.candidates}
+        request = msgspec.structs.replace(
+            asked,
+            sampling=msgspec.structs.replace(asked.sampling, stop=(*asked.sampling.stop, *self._stop_sequences)),
+            stream=stream,
+            sequences=1,
+            candidates=1 if stream else asked.candidates,
+        )
         return msgspec.structs.replace(
-            asked, request_id=request_id, prompt=prompt, sampling=sampling, stream=stream, **shown
+            parameters,
+            request=request,
+            return_full_text=values.get("return_full_text") is not False,
+            ignored=(*parameters.ignored, *(name for name in _WITHOUT_EFFECT if name in values)),
         )
 
-    def _answer(self, prompts: tuple[str, ...], values: dict[str, Any]) -> Answer:
+    def _answer(self, prompts: tuple[str, ...], full_text: bool) -> Answer:
         if self._streaming == "false":
-            return ListAnswer(prompts if values.get("return_full_text") is not False else ("",) * len(prompts))
+            return ListAnswer(prompts if full_text else ("",) * len(prompts))
         # The value "huggingface" names the streamer of the transformers library, which begins with the prompt.
-        with_prompt = self._streaming == "huggingface" and values.get("return_full_text") is not False
+        with_prompt = self._streaming == "huggingface" and full_text
         return RecordListAnswer(len(prompts), self._pad_text, prompts if with_prompt else ())
 
 

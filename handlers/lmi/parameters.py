@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from engines.errors import InvalidParameter
-from engines.request import MAX_LENGTH_PENALTY, BeamSearch, GenerationRequest, SamplingParameters
+from engines.request import MAX_LENGTH_PENALTY, BeamSearch, EngineMemo, GenerationRequest, SamplingParameters
 from handlers.constraints import FORMS, read_constraint, refuse_unread
 from handlers.json_fields import ParameterReader, Reader
 
@@ -92,6 +92,7 @@ def read_parameters(
             candidates=candidates,
             beam_search=beam_search,
             truncate_prompt_tokens=read.optional_integer("truncate", minimum=1),
+            memo=EngineMemo(),
         ),
         top_n_tokens=read.integer("top_n_tokens", 0, minimum=0),
         token_logprobs=read.boolean("token_logprobs", rules.token_logprobs),

@@ -19,9 +19,10 @@ from handlers.contract import JSON, Answer, Call, ContractError, Exchange, Reply
 from handlers.djl_errors import unknown_adapter
 from handlers.json_fields import json_kind
 from handlers.lmi.adapter_choice import adapters_of
-from handlers.lmi.body import LmiBody, notes_of, read_body, request_ids, stream_of
+from handlers.lmi.body import notes_of, read_body, request_ids, stream_of
 from handlers.lmi.errors import failure, payload_refused, request_error, status_of, stream_error, tgi_error_type
 from handlers.lmi.parameters import LmiParameters, ParameterRules, read_parameters
+from handlers.parameter_memo import ParameterMemo
 
 FINISH_REASONS = {
     FinishReason.LENGTH: "length",
@@ -32,7 +33,6 @@ FINISH_REASONS = {
 }
 _FORMATTERS = ("json", "jsonlines", "sse")
 _FIELDS = frozenset({"inputs", "parameters", "stream"})
-_MOST_CACHED, _LONGEST_CACHED = 1000, 500  # Entries of a model's cache, and bytes of an entry's parameters.
 _NO_TOKEN = Token(-1, "")
 
 
@@ -77,8 +77,7 @@ class LmiRollingContract:
         self._settings = settings
         self._fields = _FIELDS | {"adapters"} if settings.enable_lora else _FIELDS
         self._rules = parameter_rules(settings)
-        # By parameters and `stream`. Clients repeat them, and a look-up costs less than parsing.
-        self._cache: dict[tuple[bytes, bool], _ParsedParameters] = {}
+        self._memo = ParameterMemo[_ParsedParameters]()
 
     def parse(self, call: Call) -> Exchange:
         try:
@@ -89,29 +88,25 @@ class LmiRollingContract:
                 adapters = adapters_of(call, body.document.get("adapters"), len(body.prompts))
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
+        prompts = body.prompts
         try:
-            key = (msgspec.json.encode(body.parameters), stream)
-            parsed = self._cache.get(key) or self._parse_parameters(key, body.parameters)
-            return self._exchange(call, body, parsed, adapters)
+            key = msgspec.json.encode((stream, body.parameters))
+            parsed = self._memo.get(key) or self._memo.keep(key, self._parse_parameters(body.parameters, stream))
+            records = parsed.request.stream
+            if records and len(prompts) > 1:
+                raise payload_refused("`inputs` must be a single string when the answer is streamed")
+            if records and parsed.request.beam_search is not None:
+                raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
         except InvalidParameter as error:
             formatter = self._formatter(body.parameters.get("output_formatter"), stream)
             write = request_error if formatter == "json" and not stream else stream_error
             refusal = _failure(error, AnswerOptions(tgi=self._settings.tgi_compat), write)
             raise ContractError(refusal, error.message) from None
-
-    def _exchange(
-        self, call: Call, body: LmiBody, parsed: _ParsedParameters, adapters: tuple[str | None, ...]
-    ) -> Exchange:
-        prompts, options, records = body.prompts, parsed.options, parsed.request.stream
-        if records and len(prompts) > 1:
-            raise payload_refused("`inputs` must be a single string when the answer is streamed")
-        if records and parsed.request.beam_search is not None:
-            raise InvalidParameter("num_beams", "above 1 cannot be streamed: no token is final before the last")
         answer: Answer
         if records:
-            answer = RecordAnswer(prompts[0], options, sse=parsed.formatter == "sse")
+            answer = RecordAnswer(prompts[0], parsed.options, sse=parsed.formatter == "sse")
         else:
-            answer = JsonAnswer(prompts, options, in_array=isinstance(body.document["inputs"], list))
+            answer = JsonAnswer(prompts, parsed.options, in_array=isinstance(body.document["inputs"], list))
         requests = [
             msgspec.structs.replace(parsed.request, request_id=request_id, prompt=prompt, adapter=adapter)
             for request_id, prompt, adapter in zip(request_ids(call, len(prompts)), prompts, adapters, strict=True)
@@ -121,8 +116,7 @@ class LmiRollingContract:
             notes += notes_of(body.document, self._fields, ())
         return Exchange(tuple(requests), answer, notes, names=parsed.names)
 
-    def _parse_parameters(self, key: tuple[bytes, bool], values: dict[str, Any]) -> _ParsedParameters:
-        encoded, stream = key
+    def _parse_parameters(self, values: dict[str, Any], stream: bool) -> _ParsedParameters:
         parameters = read_parameters(values, self._rules)
         formatter = self._formatter(parameters.output_formatter, stream)
         records = formatter != "json"
@@ -140,12 +134,7 @@ class LmiRollingContract:
         if parameters.output_formatter not in (None, formatter):
             notes += (f"unknown output_formatter, {formatter} used instead",)
         request = _request(parameters, options, records)
-        parsed = _ParsedParameters(formatter, options, request, notes, parameters.names)
-        if len(encoded) <= _LONGEST_CACHED:
-            if len(self._cache) >= _MOST_CACHED:
-                self._cache.clear()
-            self._cache[key] = parsed
-        return parsed
+        return _ParsedParameters(formatter, options, request, notes, parameters.names)
 
     def _formatter(self, asked: Any, stream: bool) -> str:
         if asked in _FORMATTERS:

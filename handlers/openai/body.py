@@ -87,7 +87,7 @@ class Message(_Strict, kw_only=True):
     refusal: None = None
 
 
-class Body(_Strict, kw_only=True):
+class Body(_Strict, kw_only=True, omit_defaults=True):
     """The fields that completions and chats share."""
 
     model: str | None = None

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from engines.request import GenerationRequest
+from engines.request import EngineMemo, GenerationRequest
 from handlers.contract import JSON, Answer, Call, Exchange
 from handlers.openai.answer import (
     AnswerOptions,
@@ -32,6 +32,7 @@ from handlers.openai.body import (
     sampling_of,
 )
 from handlers.openai.constraints import CHAT, COMPLETIONS
+from handlers.parameter_memo import ParameterMemo
 from handlers.vllm_parameters import GREEDY_BELOW
 
 # Request headers that change the answer of vLLM's serving classes.
@@ -62,6 +63,8 @@ class OpenAIContract:
 
     def __init__(self, front_end: FrontEnd) -> None:
         self._front_end = front_end
+        # Requests without the id, the prompt and the adapter.
+        self._completions, self._chats = ParameterMemo[GenerationRequest](), ParameterMemo[GenerationRequest]()
 
     def parse(self, call: Call, path: str, *, any_model: bool = False, adapter: str | None = None) -> Exchange | None:
         """Parse a call.
@@ -88,12 +91,14 @@ class OpenAIContract:
         body = read_completion(call.body)
         adapter = self._adapter(body, any_model, adapter)
         prompts = self._prompts(body)
-        max_tokens = 16 if body.max_tokens is None else body.max_tokens
-        request = self._request(body, body.n, max_tokens, adapter, body.logprobs)
-        options = self._options(body, f"cmpl-{call.request_id}", request)
+        key = msgspec.json.encode(msgspec.structs.replace(body, prompt="", model=None, user=None))
+        if (request := self._completions.get(key)) is None:
+            max_tokens = 16 if body.max_tokens is None else body.max_tokens
+            request = self._completions.keep(key, self._request(body, body.n, max_tokens, body.logprobs))
+        options = self._options(body, f"cmpl-{call.request_id}", request, adapter)
         requests = tuple(
             [
-                msgspec.structs.replace(request, request_id=f"{options.id}-{place}", prompt=prompt)
+                msgspec.structs.replace(request, request_id=f"{options.id}-{place}", prompt=prompt, adapter=adapter)
                 for place, prompt in enumerate(prompts)
             ]
         )
@@ -121,27 +126,28 @@ class OpenAIContract:
             raise LeftToVllm("chats")
         body = read_chat(call.body)
         adapter = self._adapter(body, any_model, adapter)
-        given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        top = body.top_logprobs or 0
-        if top and not body.logprobs:
-            raise LeftToVllm("top_logprobs")
-        request = self._request(body, body.n or 1, given, adapter, top if body.logprobs else None)
-        options = self._options(body, f"chatcmpl-{call.request_id}", request)
+        key = msgspec.json.encode(msgspec.structs.replace(body, messages=[], model=None, user=None))
+        if (request := self._chats.get(key)) is None:
+            given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+            top = body.top_logprobs or 0
+            if top and not body.logprobs:
+                raise LeftToVllm("top_logprobs")
+            request = self._request(body, body.n or 1, given, top if body.logprobs else None)
+            request = self._chats.keep(key, msgspec.structs.replace(request, add_special_tokens=False))
+        options = self._options(body, f"chatcmpl-{call.request_id}", request, adapter)
         try:
             prompt = self._front_end.render([_message(message) for message in body.messages])
         except Exception as error:  # a template is the model's code, and may raise anything
             raise LeftToVllm(str(error)) from None
-        request = msgspec.structs.replace(request, request_id=options.id, prompt=prompt, add_special_tokens=False)
+        request = msgspec.structs.replace(request, request_id=options.id, prompt=prompt, adapter=adapter)
         return Exchange((request,), (ChatStream if body.stream else ChatDocument)(options))
 
     def _adapter(self, body: Body, any_model: bool, adapter: str | None) -> str | None:
         name = body.model if adapter is None else adapter
         return named_adapter(name, self._front_end.adapters, self._front_end.accepts, any_model=any_model)
 
-    def _request(
-        self, body: Body, sequences: int, max_tokens: int | None, adapter: str | None, logprobs: int | None
-    ) -> GenerationRequest:
-        """Return the request for a prompt, without the id and the prompt."""
+    def _request(self, body: Body, sequences: int, max_tokens: int | None, logprobs: int | None) -> GenerationRequest:
+        """Return the request for a prompt, without the id, the prompt and the adapter."""
         front_end = self._front_end
         if max_tokens is not None and max_tokens > front_end.max_model_len:
             raise LeftToVllm("max_tokens")
@@ -165,16 +171,16 @@ class OpenAIContract:
             want_logprobs=logprobs is not None,
             tokens_apart=True,
             top_tokens=logprobs or 0,
-            adapter=adapter,
+            memo=EngineMemo(),
         )
 
-    def _options(self, body: Body, answer_id: str, request: GenerationRequest) -> AnswerOptions:
+    def _options(self, body: Body, answer_id: str, request: GenerationRequest, adapter: str | None) -> AnswerOptions:
         asked = body.stream_options
         usage = asked is not None and bool(asked.include_usage)
         return AnswerOptions(
             id=answer_id,
             created=int(time.time()),
-            model=request.adapter or self._front_end.model,
+            model=adapter or self._front_end.model,
             fingerprint=self._front_end.fingerprint,
             role=self._front_end.role,
             sequences=request.sequences,

@@ -15,7 +15,7 @@ import msgspec
 from engines.errors import InvalidParameter, InvalidRequest
 from engines.loaded_model import LoadedModel
 from engines.model_settings import ModelSettings
-from engines.request import Constraint, GenerationRequest, SamplingParameters
+from engines.request import Constraint, EngineMemo, GenerationRequest, SamplingParameters
 from handlers.constraints import constraint_of, refuse_unread
 from handlers.contract_routes import NO_ADAPTERS, ContractSetting
 from handlers.json_fields import MAX_INT64, MAX_STRING_LENGTH, decode_json
@@ -35,7 +35,7 @@ _SEED_BITS = 63
 _UINT64 = 2**64
 
 
-class RequestParameters(msgspec.Struct, frozen=True):
+class RequestParameters(msgspec.Struct, frozen=True, omit_defaults=True):
     """The fields of `parameters`. A field that is null counts as absent."""
 
     best_of: Unsigned64 | None = None
@@ -96,7 +96,7 @@ class TgiParameters:
         if sampling.greedy or sampling.seed is not None:
             return self
         seeded = msgspec.structs.replace(sampling, seed=getrandbits(_SEED_BITS))
-        return replace(self, request=msgspec.structs.replace(self.request, sampling=seeded))
+        return replace(self, request=msgspec.structs.replace(self.request, sampling=seeded, memo=None))
 
 
 def validate(inputs: str, given: RequestParameters | None, setting: ContractSetting, *, streams: bool) -> TgiParameters:
@@ -123,6 +123,7 @@ def validate(inputs: str, given: RequestParameters | None, setting: ContractSett
         truncate_prompt_tokens=truncate,
         room=min(sampling.max_tokens or 1, _MOST_RESERVED),
         adapter=parameters.adapter_id or None,
+        memo=EngineMemo(),
     )
     details = bool(parameters.details) or prefill
     return TgiParameters(request=request, best_of=best_of, details=details, prefill=prefill, top_tokens=top_tokens)

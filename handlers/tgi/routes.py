@@ -23,11 +23,12 @@ from handlers.contract_routes import (
     Operation,
 )
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, struct
+from handlers.parameter_memo import ParameterMemo
 from handlers.tgi.answer import IDLE_COMMENT, AnswerOptions, StreamAnswer, WholeAnswer, stream_headers
 from handlers.tgi.errors import EVENTS, refuse, refuse_stream
 from handlers.tgi.images import with_marks
 from handlers.tgi.info import health, info
-from handlers.tgi.request import TgiRequest, unread_names, validate
+from handlers.tgi.request import TgiParameters, TgiRequest, unread_names, validate
 from handlers.tgi.tokenize import ChatRequest, chat, chat_tokenize, tokenize
 
 _NO_IMAGES: tuple[str, ...] = ()
@@ -46,6 +47,7 @@ class TgiContract:
                 that is not streamed is an array, and texts begin with the prompt by default.
         """
         self._setting, self._streams = setting, streams
+        self._memo = ParameterMemo[TgiParameters]()
         self._image_mark = setting.model.texts.image_mark
         self._special_texts = {token_id: text for text, token_id in setting.model.texts.special_tokens.items()}
 
@@ -54,7 +56,12 @@ class TgiContract:
         streams = bool(body.stream) if self._streams is None else self._streams
         try:
             notes = self._notes(document)
-            parameters = validate(body.inputs, body.parameters, self._setting, streams=streams)
+            key = msgspec.json.encode((streams, body.parameters))
+            if (known := self._memo.get(key)) is not None and body.inputs:
+                parameters = known
+            else:
+                parameters = validate(body.inputs, body.parameters, self._setting, streams=streams)
+                self._memo.keep(key, parameters)
             prompt, images = body.inputs, _NO_IMAGES
             if self._image_mark is not None:
                 prompt, images = with_marks(prompt, self._image_mark)

@@ -22,6 +22,7 @@ from handlers.contract_routes import NO_ADAPTERS, ContractSetting
 from handlers.images import DATA_URL
 from handlers.json_cost import JsonDecoder
 from handlers.json_fields import MAX_INT64, MIN_INT64, JsonError, decode_json, json_fault, json_kind
+from handlers.parameter_memo import ParameterMemo
 from handlers.triton.errors import TritonRefusal
 from handlers.vllm_parameters import TEXT_BOOLEANS, TextReader, VllmParameters, read_vllm_parameters, vllm_names
 
@@ -102,13 +103,12 @@ _NO_END = -1
 _decode = JsonDecoder[Any]().decode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TritonRequest:
+class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request, validated and translated."""
 
-    id: str  # Empty if the request has no id. The responses then have none either.
-    prompt: str
-    images: tuple[str, ...]  # Their URLs. The prompt has the model's mark for each.
+    id: str = ""  # Empty if the request has no id. The responses then have none either.
+    prompt: str = ""
+    images: tuple[str, ...] = ()  # Their URLs. The prompt has the model's mark for each.
     vllm: VllmParameters
     stream: bool  # Send one response for each step of the engine, instead of one at the end.
     add_special_tokens: bool  # The tokenizer adds those of its template, such as the beginning of the sequence.
@@ -140,8 +140,13 @@ class TritonRequest:
         )
 
 
-def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
+def read_request(body: bytes, setting: ContractSetting, memo: ParameterMemo[TritonRequest]) -> TritonRequest:
     """Read a request's body.
+
+    Args:
+        body: The body.
+        setting: The model and its settings.
+        memo: Has the requests that were read, without their ids, prompts and images.
 
     Raises:
         TritonRefusal: The body is not JSON, or a member has a wrong type or shape.
@@ -150,12 +155,14 @@ def read_request(body: bytes, setting: ContractSetting) -> TritonRequest:
     """
     names: dict[str, str] = {}
     try:
-        return _read(body, setting, names)
+        return _read(body, setting, memo, names)
     except InvalidParameter as error:
         raise error.renamed(names) from None
 
 
-def _read(body: bytes, setting: ContractSetting, names: dict[str, str]) -> TritonRequest:
+def _read(
+    body: bytes, setting: ContractSetting, memo: ParameterMemo[TritonRequest], names: dict[str, str]
+) -> TritonRequest:
     """Read a request's body. `names` takes the client's names by vLLM's and the engine's, where they differ."""
     request_id, inputs, parameters = read_inputs(body, setting)
     if inputs.pop("embedding_request", None) is not None:
@@ -164,6 +171,16 @@ def _read(body: bytes, setting: ContractSetting, names: dict[str, str]) -> Trito
     images = inputs.pop("image", [])
     if images and setting.model.texts.image_mark is None:
         raise InvalidParameter("image", "cannot be used: this model takes text only")
+    key = msgspec.json.encode((inputs, parameters))
+    known = memo.get(key) or memo.keep(key, _read_parameters(inputs, parameters, setting, names))
+    urls = tuple([DATA_URL + image for image in images])
+    return msgspec.structs.replace(known, id=request_id, prompt=prompt, images=urls)
+
+
+def _read_parameters(
+    inputs: dict[str, Any], parameters: dict[str, Any], setting: ContractSetting, names: dict[str, str]
+) -> TritonRequest:
+    """Return the request that inputs and other members make, without its id, its prompt and its images."""
     sampling_parameters = inputs.pop("sampling_parameters", None)
     if sampling_parameters is not None:
         _refuse_beside({name.removeprefix(SAMPLING_PREFIX): value for name, value in parameters.items()})
@@ -197,9 +214,6 @@ def _read(body: bytes, setting: ContractSetting, names: dict[str, str]) -> Trito
     if leaves_out_prompt is None:
         leaves_out_prompt = stream or tensorrt_llm
     return TritonRequest(
-        id=request_id,
-        prompt=prompt,
-        images=tuple(DATA_URL + image for image in images),
         vllm=_vllm(values, constraint, stream),
         stream=stream,
         add_special_tokens=add_special_tokens,

@@ -14,11 +14,12 @@ from engines.errors import InvalidParameter
 from handlers.contract import JSON, Answer, Call, Contract, Exchange, Reply
 from handlers.contract_routes import ContractRoutes, ContractSetting, GenerationRoute, InfoRoute, Operation, Route
 from handlers.json_schemas import OBJECT, STRING, Schema, an_answer, an_array, an_object, parameters
+from handlers.parameter_memo import ParameterMemo
 from handlers.triton import metadata as model
 from handlers.triton.answer import CollectedAnswer, EventAnswer
 from handlers.triton.embeddings import GeneratedEmbeddingContract, InferContract
 from handlers.triton.errors import SeveralResponses, TritonRefusal, error_reply, missing_model, refusal
-from handlers.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, read_request
+from handlers.triton.request import TENSORRT_LLM_INPUTS, VLLM_INPUTS, TritonRequest, read_request
 from handlers.vllm_parameters import read_vllm_parameters
 
 
@@ -33,6 +34,7 @@ class TritonContract:
                 with the whole answer.
         """
         self._setting, self._events = setting, events
+        self._memo = ParameterMemo[TritonRequest]()
 
     def parse(self, call: Call) -> Exchange:
         encoding = dict(call.headers).get("Content-Encoding", "").strip().lower()
@@ -40,7 +42,7 @@ class TritonContract:
             raise TritonRefusal(
                 f"Content-Encoding '{encoding[:80]}' is not supported; send the body as it is (identity)"
             )
-        request = read_request(call.body, self._setting)
+        request = read_request(call.body, self._setting, self._memo)
         if request.stream and request.vllm.request.sequences > 1 and not self._events:
             raise SeveralResponses
         most = self._setting.model.max_top_tokens

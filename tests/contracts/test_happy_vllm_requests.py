@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import RequestError
-from engines.request import Constraint, GenerationRequest, SamplingParameters
+from engines.request import Constraint, EngineMemo, GenerationRequest, SamplingParameters
 from handlers.contract import Reply
 from handlers.happy_vllm.request import read_generation
 from handlers.happy_vllm.routes import HAPPY_VLLM
+from handlers.parameter_memo import ParameterMemo
 from tests.contracts.exchange import call
 from tests.contracts.happy_vllm_exchange import contract
 
@@ -39,7 +40,11 @@ def schema_of(document: dict[str, Any]) -> Any:
 
 def test_a_bare_prompt_has_vllms_defaults_and_wants_text_alone() -> None:
     assert request_of({}) == GenerationRequest(
-        request_id="r", prompt="p", tokens_apart=True, sampling=SamplingParameters(max_tokens=16, temperature=1.0)
+        request_id="r",
+        prompt="p",
+        tokens_apart=True,
+        sampling=SamplingParameters(max_tokens=16, temperature=1.0),
+        memo=EngineMemo(),
     )
 
 
@@ -184,7 +189,7 @@ def test_types_are_taken_as_pydantic_takes_them(lax: dict[str, Any], strict: dic
 
 @pytest.mark.parametrize(("value", "shown"), [(1, True), ("yes", True), ("t", True), (0, False), ("No", False)])
 def test_the_prompt_in_the_response_may_be_asked_for_as_pydantic_allows(value: Any, shown: bool) -> None:
-    assert read_generation({"prompt": "p", "prompt_in_response": value}).prompt_in_response is shown
+    assert read_generation({"prompt": "p", "prompt_in_response": value}, ParameterMemo()).prompt_in_response is shown
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.errors import InvalidParameter
-from engines.request import BeamSearch, Constraint, GenerationRequest, SamplingParameters
+from engines.request import BeamSearch, Constraint, EngineMemo, GenerationRequest, SamplingParameters
 from handlers.json_fields import ParameterReader, Reader
 from handlers.vllm_parameters import TextReader, VllmParameters, read_vllm_parameters
 
@@ -31,7 +31,7 @@ def refused(values: dict[str, Any], reader: Reader = ParameterReader) -> str:
 def test_the_defaults_are_vllms() -> None:
     assert read_vllm_parameters({}) == VllmParameters(
         request=GenerationRequest(
-            request_id="", prompt="", sampling=SamplingParameters(max_tokens=16, temperature=1.0)
+            request_id="", prompt="", sampling=SamplingParameters(max_tokens=16, temperature=1.0), memo=EngineMemo()
         ),
         logprobs=None,
         prompt_logprobs=None,

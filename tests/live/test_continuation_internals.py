@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -124,11 +125,13 @@ def test_images_and_sounds_are_not_kept() -> None:
     from engines.vllm import internals
     from engines.vllm.copies.continuation import CannotContinue, continued
 
-    request = _request("a")
-    assert internals.kept(request) is request
-    request.mm_features = [object()]
+    request, processor = _request("a"), SimpleNamespace(request_states={}, external_req_ids=defaultdict(list))
+    llm: Any = SimpleNamespace(output_processor=processor)
     state: Any = _State(request, [])
-    state.core_request = internals.kept(request)
+    internals.register(llm, state, request)
+    assert (processor.request_states, state.core_request) == ({"a": state}, request)
+    request.mm_features = [object()]
+    internals.register(llm, state, request)
     with pytest.raises(CannotContinue, match="images or sounds"):
         continued(state, _config())
 

@@ -84,6 +84,38 @@ def test_requests_with_the_same_parameters_have_the_room_that_their_own_prompts_
     assert counts == [10, 20, 12]
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"allowed_token_ids": [5, 6, 7]},
+        {"logit_bias": {"5": 100}},
+        {"bad_words": ["a", "e"]},
+        {"seed": 7, "do_sample": True, "temperature": 1.5},
+        {"stop": ["q" * 200, "z" * 200]},
+    ],
+    ids=lambda parameters: next(iter(parameters)),
+)
+def test_a_request_gets_the_same_answer_when_its_parameters_are_known(
+    server: Server, parameters: dict[str, Any]
+) -> None:
+    asked = {"max_new_tokens": 8, "details": True, "ignore_eos_token": True, **parameters}
+    first, second = (server.invoke("Deep learning is", **asked).json() for _ in range(2))
+    assert first == second
+    ids = {token["id"] for token in second["details"]["tokens"]}
+    if "allowed_token_ids" in parameters:
+        assert ids <= {5, 6, 7}
+    if "logit_bias" in parameters:
+        assert ids == {5}
+
+
+def test_tokens_that_the_model_lacks_are_refused_with_known_parameters(server: Server) -> None:
+    def status(prompt: list[int]) -> int:
+        asked = {"prompt": prompt, "max_tokens": 3, "top_p": 0.9}
+        return server.client.post("/v1/completions", json=asked).status_code
+
+    assert [status([5, 6]), status([5, 10**7]), status([6, 7])] == [200, 400, 200]
+
+
 def test_characters_that_span_tokens_come_whole(streams: dict[str, list[dict[str, Any]]]) -> None:
     stream = streams[PROMPTS[-1]]
     texts = [record["token"]["text"] for record in stream]
