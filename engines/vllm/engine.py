@@ -177,7 +177,8 @@ class VllmEngine:
             statistics: Counts the prompt, and the sequences with their tokens.
             adapter: vLLM's form of the request's adapter.
         """
-        pooling, constraint, prompt, boundary = request.pooling, None, None, None
+        pooling, constraint, boundary = request.pooling, None, None
+        prompt: Any = None  # vLLM's form. None: it is not needed.
         if pooling is not None or self.pooling is not None:
             check_pooling(pooling, self.pooling)
         if not self._answers_prompts:
@@ -196,14 +197,24 @@ class VllmEngine:
             if request.images:
                 prompt = await self._with_images(request, token_ids)
                 token_ids = prompt["prompt_token_ids"]
-        arrived_at = time.time()
+        arrived_at, memo = time.time(), None if request.images else request.memo
         if pooling is not None:
             checked = self._checked_pooling(request, pooling, token_ids)
-        elif (known := self._known(request)) is not None:
-            checked = known
+        elif (
+            memo is not None
+            and memo.checked is not None
+            and (isinstance(request.prompt, str) or self._has_tokens(request.prompt))
+        ):
+            # vLLM's checks and additions depend on the parameters and on the model. Of a prompt it checks the length,
+            # as `PromptTokenizer` does, and the tokens. A text has only tokens of the model.
+            checked = memo.checked
         else:
-            checked, constraint = await self._checked(request, prompt, token_ids, adapter)
+            prompt = prompt or TokensPrompt(type="token", prompt_token_ids=token_ids)
+            checked, constraint = await self._checked(request, prompt, len(token_ids), adapter)
             arrived_at = checked.arrival_time
+            # A constraint is translated for each request, and `min_tokens` depends on the room that the prompt leaves.
+            if memo is not None and constraint is None and not request.sampling.min_tokens:
+                memo.checked = msgspec.structs.replace(checked, prompt_token_ids=None, lora_request=None)
         # The copies may have died in the meantime: a long prompt is tokenized in a thread, a constraint is compiled.
         if not self._copies.client.ready or self._stopped or self._watchdog.failure:
             await self.wait_until_ready()
@@ -274,21 +285,9 @@ class VllmEngine:
         self.statistics.partial_requests += check_answer is not None
         return generation
 
-    def _known(self, request: GenerationRequest) -> EngineCoreRequest | None:
-        """Return the checked form of the parameters if vLLM has checked such a request; None if not.
-
-        vLLM's checks and additions depend on the parameters and on the model. Of a prompt it checks the length, as
-        `PromptTokenizer` does, and the token ids. A text has only ids that the model has.
-        """
-        prompt = request.prompt
-        if request.memo is None or request.images:
-            return None
-        if not isinstance(prompt, str) and (
-            len(prompt) > self.max_model_len or min(prompt) < 0 or max(prompt) >= self._vocabulary_size
-        ):
-            return None
-        known: EngineCoreRequest | None = request.memo.checked
-        return known
+    def _has_tokens(self, prompt: tuple[int, ...]) -> bool:
+        """Return True if the model has the tokens of a prompt, which is not too long. `PromptTokenizer` may cut it."""
+        return len(prompt) <= self.max_model_len and min(prompt) >= 0 and max(prompt) < self._vocabulary_size
 
     def _checked_pooling(self, request: GenerationRequest, pooling: Pooling, token_ids: list[int]) -> EngineCoreRequest:
         """Return vLLM's request for a pooled prompt. vLLM checks the first one with such parameters.
@@ -357,14 +356,14 @@ class VllmEngine:
         return prompt
 
     async def _checked(
-        self, request: GenerationRequest, prompt: Any, token_ids: list[int], adapter: LoRARequest | None
+        self, request: GenerationRequest, prompt: Any, tokens: int, adapter: LoRARequest | None
     ) -> tuple[EngineCoreRequest, CheckedConstraint | None]:
         """Return vLLM's request for a prompt, checked by vLLM, and its constraint.
 
         Args:
             request: The request.
-            prompt: vLLM's prompt of images, or of a model that transcribes. None for a text.
-            token_ids: The prompt's.
+            prompt: vLLM's form of the prompt.
+            tokens: The number of its tokens.
             adapter: vLLM's form of the request's adapter.
 
         Raises:
@@ -372,14 +371,8 @@ class VllmEngine:
         """
         constraint = await self.constraints.structured_outputs(request.sampling)
         outputs = constraint.outputs if constraint is not None else None
-        params = self.sampling.sampling_params(request, self.max_model_len - len(token_ids), outputs)
-        processed = partial(
-            self._processed,
-            request,
-            prompt if prompt is not None else TokensPrompt(type="token", prompt_token_ids=token_ids),
-            params,
-            adapter,
-        )
+        params = self.sampling.sampling_params(request, self.max_model_len - tokens, outputs)
+        processed = partial(self._processed, request, prompt, params, adapter)
         if outputs is None or isinstance(outputs, TriedOutputs):
             checked = processed()
         else:  # vLLM compiles the constraint, which may take tenths of a second.
@@ -388,9 +381,6 @@ class VllmEngine:
         # With a reasoning parser, vLLM constrains an answer once its reasoning has ended. These prompts are no chats of
         # such a model, so their answers have no reasoning.
         checked.reasoning_ended = True
-        # A constraint is translated for each request, and `min_tokens` depends on the room that the prompt leaves.
-        if request.memo is not None and prompt is None and constraint is None and not request.sampling.min_tokens:
-            request.memo.checked = msgspec.structs.replace(checked, prompt_token_ids=None, lora_request=None)
         return checked, constraint
 
     def _processed(

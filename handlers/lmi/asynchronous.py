@@ -16,7 +16,7 @@ import msgspec
 
 from engines.errors import InvalidParameter, InvalidRequest, RequestError
 from engines.model_settings import ModelSettings
-from engines.request import FinishReason, GeneratedSequence, GenerationRequest, Token, TokenDelta
+from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
 from handlers.constraints import FORMS, refuse_unread
 from handlers.contract import JSON, Answer, Call, Exchange, Reply
 from handlers.contract_routes import error_body
@@ -75,7 +75,7 @@ class LmiAsyncContract:
         except InvalidRequest as error:
             raise payload_refused(error.message) from None
         request = msgspec.structs.replace(
-            parameters.request, request_id=call.request_id, prompt=prompt, adapter=adapter
+            parameters.vllm.request, request_id=call.request_id, prompt=prompt, adapter=adapter
         )
         answer = (StreamAnswer if stream else WholeAnswer)(prompt, parameters)
         notes = notes_of(document, self._fields, parameters.ignored)
@@ -134,7 +134,8 @@ class LmiAsyncContract:
                 want_logprobs=want_tokens and self._settings.token_logprobs,
                 want_prompt_tokens=parameters.prompt_details and not stream,
             )
-            self._memo.keep(key, parameters := replace(parameters, request=request))
+            parameters = replace(parameters, vllm=replace(parameters.vllm, request=request))
+            self._memo.keep(key, parameters)
         return document, body.prompts[0], stream, parameters
 
 
@@ -161,7 +162,6 @@ class AsyncParameters:
     """The parameters of a request."""
 
     vllm: VllmParameters
-    request: GenerationRequest  # With the contents of the answer; without the id, the prompt and the adapter.
     details: bool
     prompt_details: bool
     full_text: bool
@@ -203,7 +203,6 @@ def _read_parameters(values: Mapping[str, Any], model_defaults: Mapping[str, Any
     details = own.boolean("details", False)
     return AsyncParameters(
         vllm=parameters,
-        request=parameters.request,
         details=details,
         prompt_details=details and own.boolean("decoder_input_details", False),
         full_text=own.boolean("return_full_text", False),

@@ -113,11 +113,7 @@ class FormatterContract:
                 "an array of inputs cannot be answered by the model's output formatter; send one at a time"
             )
         asked = msgspec.structs.replace(
-            exchange.requests[0],
-            stream=True,
-            want_tokens=True,
-            want_logprobs=self._settings.token_logprobs,
-            memo=None,
+            exchange.requests[0], stream=True, want_tokens=True, want_logprobs=self._settings.token_logprobs, memo=None
         )
         answer = FormatterAnswer(write, request, stream, self._writes_tokens)
         return Exchange((asked,), answer, exchange.notes, names=exchange.names)

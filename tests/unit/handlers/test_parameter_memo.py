@@ -1,4 +1,4 @@
-"""Requests from the same parameters share what the engine keeps of these; all others do not."""
+"""Requests from the same parameters share the engine's memo; all others do not."""
 
 from __future__ import annotations
 
