@@ -235,7 +235,7 @@ async def test_an_error_tells_which_copy_has_died_and_ends_no_output(monkeypatch
     first.client.queue.put_nowait(message())  # It came late: the requests go on elsewhere.
     second.client.queue.put_nowait(message())
     assert (await started.client.get_output_async()).engine_index == 1
-    assert started.client._messages.empty()
+    assert started.client.messages.empty()
 
 
 async def test_work_goes_back_to_nothing_when_requests_end(monkeypatch: pytest.MonkeyPatch, sample_model: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -55,8 +55,8 @@ class Copy:
 class _Messages:
     """The queue into which vLLM's client of a copy puts messages and errors."""
 
-    def __init__(self, copy: Copy, queue: asyncio.Queue[Any], died: Callable[[Copy], None]) -> None:
-        self._copy, self._queue, self._died = copy, queue, died
+    def __init__(self, copy: Copy, client: CopiesClient, died: Callable[[Copy], None]) -> None:
+        self._copy, self._client, self._died = copy, client, died
         # The number of the engine in vLLM's metrics. None: vLLM's own, as of a data-parallel rank.
         self._engine = copy.number - 1 or None
 
@@ -74,7 +74,8 @@ class _Messages:
         if self._engine is not None:
             message.engine_index = self._engine
         self._copy.messages += 1
-        self._queue.put_nowait(message)
+        self._client.came += 1
+        self._client.messages.put_nowait(message)
 
 
 class Placed(NamedTuple):
@@ -97,7 +98,10 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
         """
         # The constructor of `AsyncMPClient` would start processes.
         self._siblings, self.holds = siblings, holds
-        self._messages: asyncio.Queue[Any] = asyncio.Queue()
+        self.messages: asyncio.Queue[Any] = asyncio.Queue()  # That vLLM's output loop has not taken.
+        self.came = 0  # Messages of all copies.
+        self._handled = 0  # Those that vLLM's output loop has handled, or that were dropped.
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []  # For so many to be handled.
         self._choice = CopyChoice()
         self._chosen = 0  # Requests that have got a copy.
         self.resources = SimpleNamespace(engine_dead=False)  # vLLM looks there.
@@ -114,7 +118,7 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             died: Is called when its processes have died.
         """
         assert copy.client is not None, "it is loaded"
-        internals.read_messages(copy.client, _Messages(copy, self._messages, died))
+        internals.read_messages(copy.client, _Messages(copy, self, died))
         copy.cached_tokens = internals.cache_tokens(copy.client)
         self._running.append(copy)
         self.resources.engine_dead = False
@@ -153,27 +157,38 @@ class CopiesClient(AsyncMPClient):  # type: ignore[misc]
             if (placed := self.placed.pop(request_id, None)) is not None:
                 placed.copy.work -= placed.work
 
-    async def get_output_async(self) -> Any:
-        while isinstance(message := await self._messages.get(), asyncio.Future):
-            if not message.done():
-                message.set_result(None)
-        return message
+    def get_output_async(self) -> Awaitable[Any]:
+        """Return the next message, to be awaited. vLLM's output loop has handled the messages that it got before."""
+        self._handled = self.came - self.messages.qsize()
+        if self._waiting:
+            self._tell_handled()
+        return self.messages.get()
 
     def drop_messages(self) -> None:
         """Drop the messages that have come and were not handled."""
-        while not self._messages.empty():
-            message = self._messages.get_nowait()
-            if isinstance(message, asyncio.Future) and not message.done():
-                message.set_result(None)
+        while not self.messages.empty():
+            self.messages.get_nowait()
+        self._handled = self.came
+        self._tell_handled()
+
+    def _tell_handled(self) -> None:
+        """Resume those that wait for messages which have been handled."""
+        waiting, self._waiting = self._waiting, []
+        for came, reached in waiting:
+            if came > self._handled:
+                self._waiting.append((came, reached))
+            elif not reached.done():
+                reached.set_result(None)
 
     async def handled(self) -> None:
         """Wait until vLLM's output loop has handled the messages that have come: the sequences have all their tokens.
 
         The loop lets other tasks run within a message of many sequences.
         """
-        reached = asyncio.get_running_loop().create_future()
-        self._messages.put_nowait(reached)
-        await reached
+        if self._handled < self.came:
+            reached = asyncio.get_running_loop().create_future()
+            self._waiting.append((self.came, reached))
+            await reached
 
     async def add_request_async(self, request: EngineCoreRequest, copy: Copy | None = None) -> None:
         """Send a request to a copy, unless a copy has it already.
