@@ -1,7 +1,7 @@
 """Counts and timings of generation, updated in the hot path.
 
-Plain attributes, no locks, no label look-ups: everything happens on one event loop, and an update costs well under a
-microsecond. `container.metrics` shows them as Prometheus metrics when scraped.
+Plain numbers and lists, no locks, no label look-ups: everything happens on one event loop. `container.metrics` makes
+Prometheus metrics of them when it is scraped.
 """
 
 from __future__ import annotations
@@ -46,19 +46,42 @@ LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit 
 VERDICTS = ("valid", "invalid", "incomplete", "unchecked")
 
 
-class Distribution:
-    """A histogram: observations, counted by upper bound."""
+MOST_WAITING = 4096
+"""Values of a `Distribution` that wait until they are counted."""
 
-    __slots__ = ("bounds", "counts", "total")
+
+class Distribution:
+    """A histogram: values, counted by upper bound when they are read."""
+
+    __slots__ = ("_counts", "_total", "bounds", "waiting")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
+        self.waiting: list[float] = []  # The hot path appends values, and calls `count` when there are many.
+        self._counts = [0] * (len(self.bounds) + 1)
+        self._total = 0.0
 
     def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+        self.waiting.append(value)
+        if len(self.waiting) >= MOST_WAITING:
+            self.count()
+
+    def count(self) -> None:
+        """Count the values that wait."""
+        for value in self.waiting:
+            self._counts[bisect_left(self.bounds, value)] += 1
+        self._total += sum(self.waiting)
+        self.waiting.clear()
+
+    @property
+    def counts(self) -> list[int]:
+        self.count()
+        return self._counts
+
+    @property
+    def total(self) -> float:
+        self.count()
+        return self._total
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Upper bounds as text with the number of observations not above them, as Prometheus wants them."""
@@ -121,7 +144,12 @@ class EngineStatistics:
         """Count a prompt that was given to the engine."""
         self.started_requests += 1
         self.prompt_tokens += tokens
-        self.prompt_lengths.observe(tokens)
+        self.prompt_lengths.waiting.append(tokens)
+        if len(self.prompt_lengths.waiting) >= MOST_WAITING:
+            for each in (self.prompt_lengths, self.time_to_first_token, self.queue_time):
+                each.count()
+            for each in (self.lengths, self.inference, self.mean_times):
+                each.count()
 
     def count_verdict(self, verdict: str) -> None:
         """Count an answer whose schema is held in part, by what its check has found: one of `VERDICTS`."""
@@ -141,7 +169,7 @@ class EngineStatistics:
 
     def ended(self, tokens: int, seconds: float) -> None:
         """Keep the length and the time of a sequence that came to its end."""
-        self.lengths.observe(tokens)
-        self.inference.observe(seconds)
+        self.lengths.waiting.append(tokens)
+        self.inference.waiting.append(seconds)
         if tokens:
-            self.mean_times.observe(seconds / tokens)
+            self.mean_times.waiting.append(seconds / tokens)

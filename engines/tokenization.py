@@ -168,10 +168,6 @@ class HeldTokens:
     def add(self, token: Token) -> None:
         self._tokens.append(token)
 
-    def take_all(self) -> list[Token]:
-        tokens, self._tokens = self._tokens, []
-        return tokens
-
     def release(self, characters: int, finished: bool) -> list[Token]:
         """Return the tokens whose text may be shown now that so many more characters may.
 

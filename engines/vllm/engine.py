@@ -423,7 +423,7 @@ class VllmEngine:
         overdue = time.monotonic() - limit
         states = internals.request_states(self.async_llm).values()
         own = [state for state in states if isinstance(state, OwnState)]
-        stalled = [state for state in own if state.reader.last_at < overdue and not state.ended]
+        stalled = [state for state in own if state.last_at < overdue and not state.ended]
         for state in stalled:
             what = "answer" if isinstance(state, PooledState) else "token"
             state.fail(GenerationFailed(f"no {what} within predict_timeout ({limit:g} s)"))

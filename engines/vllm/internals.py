@@ -24,7 +24,6 @@ import dataclasses
 import logging
 import os
 import struct
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
@@ -74,19 +73,19 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor import Executor, multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.metrics.loggers import PrometheusStatLogger
-from vllm.v1.metrics.stats import CacheHitSource, SchedulerStats
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.pool.late_interaction import LATE_INTERACTION_MODE_SCORE_DOC
 from vllm.v1.serial_utils import MsgpackDecoder
 from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
 
 from engines.interface import EngineStartError
+from engines.statistics import MOST_WAITING, EngineStatistics
 from engines.vllm import RELEASE
 
 __all__ = [
     "AsyncLLM",
     "AsyncMPClient",
-    "CacheHitSource",
     "EngineCoreClient",
     "EngineCoreEvent",
     "EngineCoreEventType",
@@ -261,14 +260,14 @@ class TokenTaker(RequestState):
     """A sequence that can take a common token itself: a single token within an answer, with nothing beside it."""
 
     takes_tokens: bool  # False: vLLM's output processor handles all its tokens.
+    statistics: EngineStatistics  # Takes the numbers of outputs that are not common.
 
-    def take(self, token_id: int, logprob: float | None, now: float) -> None:
+    def take(self, token_id: int, logprob: float | None) -> None:
         """Take a token.
 
         Args:
             token_id: The token.
             logprob: Its log probability. None if the request wants none.
-            now: The time of the step, by the monotonic clock.
         """
         raise NotImplementedError
 
@@ -280,6 +279,7 @@ class LeanOutputProcessor(OutputProcessor):
     """
 
     client: Any  # The client of all copies (`copies.client`).
+    statistics: EngineStatistics
 
     def process_outputs(
         self,
@@ -289,7 +289,9 @@ class LeanOutputProcessor(OutputProcessor):
         weight_version: str | None = None,
     ) -> Any:
         """Give common tokens to their sequences, and leave the other outputs of the step to vLLM."""
-        states, placed, now, others = self.request_states, self.client.placed, time.monotonic(), []
+        states, placed = self.request_states, self.client.placed
+        gaps: list[float] = []  # Seconds between each common token and the token before it.
+        others: list[SentOutput] = []
         for output in engine_core_outputs:
             state, logprobs = states.get(output.request_id), output.new_logprobs
             if (
@@ -301,8 +303,11 @@ class LeanOutputProcessor(OutputProcessor):
                 and output.events is None
                 and not output.num_nans_in_logits
             ):
-                self._count(state, 1, engine_core_timestamp, iteration_stats)
-                state.take(output.new_token_ids[0], None if logprobs is None else logprobs.chosen(), now)
+                stats: Any = state.stats
+                gaps.append(engine_core_timestamp - stats.last_token_ts)
+                stats.last_token_ts = engine_core_timestamp
+                stats.num_generation_tokens += 1
+                state.take(output.new_token_ids[0], None if logprobs is None else logprobs.chosen())
                 continue
             if output.finish_reason is not None and (place := placed.pop(output.request_id, None)) is not None:
                 place.copy.work -= place.work
@@ -311,6 +316,14 @@ class LeanOutputProcessor(OutputProcessor):
             if output.pooling_output is not None and state is not None and not isinstance(state, TokenTaker):
                 output.pooling_output = output.pooling_output.tensor()  # for vLLM's front end
             others.append(output)
+        if gaps:  # Counted once, for vLLM's series and for Slipway's.
+            iteration_stats.num_generation_tokens += len(gaps)
+            iteration_stats.inter_token_latencies_iter += gaps
+            self.statistics.tokens += len(gaps)
+            inter_token = self.statistics.inter_token
+            inter_token.waiting += gaps
+            if len(inter_token.waiting) >= MOST_WAITING:
+                inter_token.count()
         return super().process_outputs(others, engine_core_timestamp, iteration_stats, weight_version)
 
     def add_request(self, request: EngineCoreRequest, *arguments: Any, **options: Any) -> None:
@@ -323,18 +336,26 @@ class LeanOutputProcessor(OutputProcessor):
             super().propagate_error(error)
 
     def _update_stats_from_output(self, state: Any, output: Any, timestamp: float, iteration: Any) -> None:
-        if state.is_prefilling or output.events is not None or output.num_nans_in_logits:
-            super()._update_stats_from_output(state, output, timestamp, iteration)
-            return
-        self._count(state, len(output.new_token_ids), timestamp, iteration)
-
-    def _count(self, state: Any, count: int, timestamp: Any, iteration: Any) -> None:
-        """Count tokens within an answer, as vLLM does, with less work."""
-        stats = state.stats
-        iteration.num_generation_tokens += count
-        stats.num_generation_tokens += count
-        iteration.inter_token_latencies_iter.append(timestamp - stats.last_token_ts)
-        stats.last_token_ts = timestamp
+        """Count an output that is not common. Slipway's series are made of the numbers of vLLM."""
+        gap = timestamp - state.stats.last_token_ts
+        super()._update_stats_from_output(state, output, timestamp, iteration)
+        if state.detokenizer is None:
+            return  # It is a pooled prompt.
+        statistics = state.statistics if isinstance(state, TokenTaker) else self.statistics
+        queued_at = None
+        for event in output.events or ():
+            if event.type == EngineCoreEventType.QUEUED:
+                queued_at = event.timestamp
+            elif event.type == EngineCoreEventType.SCHEDULED and queued_at is not None:
+                statistics.queue_time.waiting.append(event.timestamp - queued_at)
+                queued_at = None
+        if count := len(output.new_token_ids):
+            statistics.tokens += count
+            if state.stats.num_generation_tokens == count:
+                seconds = iteration.iteration_timestamp - state.stats.arrival_time
+                statistics.time_to_first_token.waiting.append(seconds)
+            else:
+                statistics.inter_token.waiting.append(gap / count)
 
 
 def send_at_once(core: Any) -> None:
@@ -364,18 +385,22 @@ def send_at_once(core: Any) -> None:
     core._send_input_message = send_message
 
 
-def begin_output(llm: AsyncLLM, client: EngineCoreClient, reports: PrometheusStatLogger) -> None:
+def begin_output(
+    llm: AsyncLLM, client: EngineCoreClient, reports: PrometheusStatLogger, statistics: EngineStatistics
+) -> None:
     """Begin to handle the messages of the copies.
 
     Args:
         client: The client of all copies, which replaces the client that vLLM has made.
         reports: The logger of statistics that replaces those of vLLM.
+        statistics: Counts the tokens.
     """
     # The output loop reads this variable for each request, and vLLM asks the environment each time.
     envs.VLLM_COMPUTE_NANS_IN_LOGITS = envs.VLLM_COMPUTE_NANS_IN_LOGITS
     llm.logger_manager = reports
     llm.output_processor.__class__ = LeanOutputProcessor
     llm.output_processor.client = llm.engine_core = client
+    llm.output_processor.statistics = statistics
     run_output(llm)
 
 
@@ -483,28 +508,11 @@ def seconds_in_queue(state: RequestState) -> float:
     return max(seconds, 0.0)
 
 
-def observe_steps(state: RequestState, observe: Callable[[EngineCoreOutput], None]) -> Callable[[], None]:
-    """Call a function with each output of a sequence, before vLLM handles the output's log probabilities.
-
-    Args:
-        state: The state of a sequence that vLLM's front end has.
-        observe: The function.
-
-    Returns:
-        A function that ends it. Until then the state refers to `observe`.
-    """
-    processor: Any = state.logprobs_processor
-    update = processor.update_from_output
-
-    def observed(output: EngineCoreOutput) -> None:
-        observe(output)
-        update(output)
-
-    def end() -> None:
-        vars(processor).pop("update_from_output", None)
-
-    processor.update_from_output = observed
-    return end
+def seconds_in_engine(state: RequestState) -> float:
+    """Return the time between a sequence's first step and its last token."""
+    assert state.stats is not None
+    seconds: float = state.stats.last_token_ts - state.stats.scheduled_ts
+    return max(seconds, 0.0)
 
 
 def register(llm: AsyncLLM, state: RequestState, request: EngineCoreRequest) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -12,17 +12,19 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 from vllm.config import VllmConfig
 
 from engines.loaded_model import EngineStatus
-from engines.vllm.internals import METRICS_PARTS, CacheHitSource, PrometheusStatLogger, SchedulerStats
+from engines.vllm.internals import METRICS_PARTS, PrometheusStatLogger, SchedulerStats
 
-_MOST_WAITING = 1000
+_MOST_WAITING = 4096
+"""Values of an engine that wait until they are counted."""
+
+_GAPS = "inter_token_latencies_iter"
 
 # The histogram of each list of `IterationStats`.
 _STEP_HISTOGRAMS = {
-    "inter_token_latencies_iter": "histogram_inter_token_latency",
+    _GAPS: "histogram_inter_token_latency",
     "max_num_generation_tokens_iter": "histogram_max_num_generation_tokens_request",
     "n_params_iter": "histogram_n_request",
     "time_to_first_tokens_iter": "histogram_time_to_first_token",
@@ -43,43 +45,27 @@ _REQUEST_HISTOGRAMS: dict[str, Callable[[Any], float]] = {
 }
 
 
-class _ReportCounter(Counter):
-    """A counter that passes over zeros, which a report has for most counters."""
-
-    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
-        if amount:
-            super().inc(amount, exemplar)
-
-
 class _ReportHistogram(Histogram):
-    """A histogram that counts many values together: when it is read, or when `_MOST_WAITING` wait.
+    """A histogram that can count many values together."""
 
-    A step has a value for each sequence. Values have no exemplars.
-    """
-
-    def _metric_init(self) -> None:
-        super()._metric_init()
-        self._waiting: list[float] = []
-
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        self.observe_all((amount,))
-
-    def observe_all(self, amounts: Iterable[float]) -> None:
-        """Observe several values."""
-        self._waiting.extend(amounts)
-        if len(self._waiting) >= _MOST_WAITING:
-            self._count()
-
-    def _child_samples(self) -> Iterable[Sample]:
-        self._count()
-        return super()._child_samples()
-
-    def _count(self) -> None:
-        amounts, self._waiting = self._waiting, []
+    def observe_all(self, amounts: Sequence[float]) -> None:
+        """Observe several values, which have no exemplars."""
         counts = np.bincount(np.searchsorted(self._upper_bounds, amounts))[: len(self._buckets)]  # NaN is in no bucket
         for place in counts.nonzero()[0]:
             self._buckets[place].inc(int(counts[place]))
         self._sum.inc(sum(amounts))
+
+
+class _Waiting:
+    """The numbers of one engine that are still to be counted."""
+
+    def __init__(self) -> None:
+        self.scheduler: Any = None  # The last report, with the look-ups in the prefix cache of those before it.
+        self.generated = 0
+        self.steps: list[int] = []  # The tokens of each step.
+        self.prompts: list[Any] = []  # The tokens of prompts, for each step with any.
+        self.values: dict[str, list[float]] = {name: [] for name in _STEP_HISTOGRAMS}
+        self.finished: list[Any] = []  # Requests that have ended.
 
 
 class EngineReports(PrometheusStatLogger, Collector):
@@ -92,7 +78,7 @@ class EngineReports(PrometheusStatLogger, Collector):
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         self._registry = CollectorRegistry()
         self._metrics: dict[str, Any] = {}
-        kinds = {"_gauge_cls": Gauge, "_counter_cls": _ReportCounter, "_histogram_cls": _ReportHistogram}
+        kinds = {"_gauge_cls": Gauge, "_counter_cls": Counter, "_histogram_cls": _ReportHistogram}
         makers = {name: partial(self._metric, kind) for name, kind in kinds.items()}
         for name, make in makers.items():
             setattr(self, name, make)
@@ -101,9 +87,8 @@ class EngineReports(PrometheusStatLogger, Collector):
             setattr(self, name, type(part.__name__, (part,), {key: staticmethod(make) for key, make in makers.items()}))
         super().__init__(vllm_config, engine_indexes)
         self._latest: dict[int, Any] = {}  # The last report of each copy or data-parallel replica, by its number.
-        self._unseen: dict[int, Any] = {}  # Those of them whose gauges are still to be set.
-        # Requests that have ended and are still to be counted, by the number of their replica.
-        self._finished: dict[int, list[Any]] = {engine: [] for engine in self.engine_indexes}
+        self._waiting = {engine: _Waiting() for engine in self.engine_indexes}
+        self._counts_watermarks = vllm_config.watermark_config is not None
 
     def _metric(self, kind: Callable[..., Any], name: str, documentation: str, **options: Any) -> Any:
         """Return a metric. It is made once."""
@@ -115,7 +100,7 @@ class EngineReports(PrometheusStatLogger, Collector):
         """Begin to take reports of a copy. vLLM's constructor gives each metric a series for each engine."""
         if engine not in self.engine_indexes:
             super().__init__(self.vllm_config, [*self.engine_indexes, engine])
-            self._finished[engine] = []
+            self._waiting[engine] = _Waiting()
             self.log_engine_initialized()
 
     @property
@@ -132,22 +117,48 @@ class EngineReports(PrometheusStatLogger, Collector):
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        if scheduler_stats is not None:
-            self._latest[engine_idx] = scheduler_stats
-            self._unseen.pop(engine_idx, None)
-            if _has_only_figures(scheduler_stats):
-                self._count_prefix_cache(scheduler_stats.prefix_cache_stats, engine_idx)
-                self._unseen[engine_idx] = scheduler_stats
-                scheduler_stats = None  # The gauges are set when they are read.
-        if iteration_stats is not None:
-            self._take_requests(iteration_stats, engine_idx)
-            if scheduler_stats is None and self._has_only_tokens(iteration_stats, mm_cache_stats):
-                # For the rest, vLLM's function would take ten times as long.
-                self._count_tokens(iteration_stats, engine_idx)
-                return
-        if scheduler_stats is not None:
-            self._name_adapters(scheduler_stats)
-        super().record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+        """Keep the numbers of a step. They are counted when they are read, or when many wait."""
+        waiting, scheduler, step = self._waiting[engine_idx], scheduler_stats, iteration_stats
+        if scheduler is not None:
+            self._latest[engine_idx] = scheduler
+            if waiting.scheduler is not None:
+                cache, before = scheduler.prefix_cache_stats, waiting.scheduler.prefix_cache_stats
+                cache.queries += before.queries
+                cache.hits += before.hits
+            waiting.scheduler = scheduler
+            if (
+                scheduler.connector_prefix_cache_stats
+                or scheduler.spec_decoding_stats
+                or scheduler.kv_connector_stats
+                or scheduler.ec_connector_stats
+                or scheduler.perf_stats
+                or scheduler.kv_cache_eviction_events
+            ):
+                self._record_scheduler(engine_idx)
+        if step is not None:
+            waiting.finished += step.finished_requests
+            if step.num_preempted_reqs or step.num_corrupted_reqs or self._counts_watermarks:
+                step.finished_requests = ()
+                super().record(None, step, engine_idx=engine_idx)
+            else:
+                prompts, generated = step.prompt_token_stats, step.num_generation_tokens
+                waiting.generated += generated
+                waiting.steps.append(prompts.computed + generated)
+                if prompts.total:
+                    waiting.prompts.append(prompts)
+                for name, values in waiting.values.items():
+                    values += getattr(step, name)
+            if len(waiting.steps) + len(waiting.finished) + len(waiting.values[_GAPS]) >= _MOST_WAITING:
+                self._count(engine_idx)
+        if mm_cache_stats is not None and mm_cache_stats.requests:
+            super().record(None, None, mm_cache_stats, engine_idx)
+
+    def _record_scheduler(self, engine: int) -> None:
+        """Have vLLM's function set the gauges and count the numbers of a scheduler's last report."""
+        waiting = self._waiting[engine]
+        stats, waiting.scheduler = waiting.scheduler, None
+        self._name_adapters(stats)
+        super().record(stats, None, engine_idx=engine)
 
     def _name_adapters(self, stats: Any) -> None:
         """Give the adapters of a report the names that clients know. The gauge of adapters gets one series."""
@@ -159,59 +170,26 @@ class EngineReports(PrometheusStatLogger, Collector):
             adapters.clear()
             adapters.update(named)
 
-    def _take_requests(self, iteration: Any, engine: int) -> None:
-        """Take the values of a step's requests, so that vLLM's function counts none of them."""
-        for name, histogram in _STEP_HISTOGRAMS.items():
-            if values := getattr(iteration, name):
-                getattr(self, histogram)[engine].observe_all(values)
-                setattr(iteration, name, ())
-        if iteration.finished_requests:
-            finished = self._finished[engine]
-            finished += iteration.finished_requests
-            iteration.finished_requests = ()
-            if len(finished) >= _MOST_WAITING:
-                self._count_finished(engine)
-
-    def _count_finished(self, engine: int) -> None:
-        """Count the requests that have ended."""
-        finished, self._finished[engine] = self._finished[engine], []
+    def _count(self, engine: int) -> None:
+        """Count the numbers of an engine that wait."""
+        if self._waiting[engine].scheduler is not None:
+            self._record_scheduler(engine)
+        waiting, self._waiting[engine] = self._waiting[engine], _Waiting()
+        self.counter_generation_tokens[engine].inc(waiting.generated)
+        self.histogram_iteration_tokens[engine].observe_all(waiting.steps)
+        self.counter_prompt_tokens[engine].inc(sum([prompts.total for prompts in waiting.prompts]))
+        self.counter_prompt_tokens_cached[engine].inc(sum([prompts.cached_tokens for prompts in waiting.prompts]))
+        for source, counters in self.counter_prompt_tokens_by_source.items():
+            counters[engine].inc(sum([prompts.get_by_source(source) for prompts in waiting.prompts]))
+        for name, values in waiting.values.items():
+            getattr(self, _STEP_HISTOGRAMS[name])[engine].observe_all(values)
+        finished = waiting.finished
         for histogram, value in _REQUEST_HISTOGRAMS.items():
-            getattr(self, histogram)[engine].observe_all(map(value, finished))
-        limits = (each.max_tokens_param for each in finished if each.max_tokens_param)
+            getattr(self, histogram)[engine].observe_all([value(each) for each in finished])
+        limits = [each.max_tokens_param for each in finished if each.max_tokens_param]
         self.histogram_max_tokens_request[engine].observe_all(limits)
-        for reason, count in Tally(each.finish_reason for each in finished).items():
+        for reason, count in Tally([each.finish_reason for each in finished]).items():
             self.counter_request_success[reason][engine].inc(count)
-
-    def _has_only_tokens(self, iteration: Any, media: Any) -> bool:
-        """Return True if only tokens are left to count. Call it after `_take_requests`."""
-        if (
-            iteration.num_preempted_reqs
-            or iteration.num_corrupted_reqs
-            or self.vllm_config.watermark_config is not None
-        ):
-            return False
-        return media is None or not media.requests
-
-    def _count_tokens(self, iteration: Any, engine: int) -> None:
-        """Count the tokens of a step."""
-        generated, prompts = iteration.num_generation_tokens, iteration.prompt_token_stats
-        self.counter_generation_tokens[engine].inc(generated)
-        self.histogram_iteration_tokens[engine].observe(prompts.computed + generated)
-        if prompts.total:
-            self.counter_prompt_tokens[engine].inc(prompts.total)
-            self.counter_prompt_tokens_cached[engine].inc(prompts.cached_tokens)
-            for source, counters in self.counter_prompt_tokens_by_source.items():
-                counters[engine].inc(prompts.get_by_source(source))
-
-    def _count_prefix_cache(self, stats: Any, engine: int) -> None:
-        """Count the tokens that were looked for in the prefix cache, and those that were there."""
-        queries, hits = stats.queries, stats.hits
-        stats.queries = stats.hits = 0
-        self.counter_prefix_cache_queries[engine].inc(queries)
-        if hits:
-            self.counter_prefix_cache_hits[engine].inc(hits)
-            labels = (*self.per_engine_labelvalues[engine], CacheHitSource.DEVICE.value)
-            self.counter_prompt_tokens_cached_by_source.labels(*labels).inc(hits)
 
     def engine_died(self, engines: Iterable[int]) -> None:
         """Set the figures of the schedulers of a copy to zero."""
@@ -220,27 +198,11 @@ class EngineReports(PrometheusStatLogger, Collector):
             self._latest.pop(engine, None)
 
     def collect(self) -> Iterable[Metric]:
-        for engine, stats in self._unseen.items():
-            self._name_adapters(stats)
-            super().record(stats, None, engine_idx=engine)
-        self._unseen.clear()
         for engine in self.engine_indexes:
-            self._count_finished(engine)
+            self._count(engine)
         return self._registry.collect()
 
 
 def _public_name(name: str) -> str:
     """Return the name that clients use for an adapter, without the number that tells it from former ones."""
     return name.rpartition("#")[0] or name
-
-
-def _has_only_figures(scheduler: Any) -> bool:
-    """Return True if a scheduler's report has nothing to count except look-ups in the prefix cache."""
-    return not (
-        scheduler.connector_prefix_cache_stats
-        or scheduler.spec_decoding_stats
-        or scheduler.kv_connector_stats
-        or scheduler.ec_connector_stats
-        or scheduler.perf_stats
-        or scheduler.kv_cache_eviction_events
-    )

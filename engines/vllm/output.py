@@ -30,8 +30,6 @@ from engines.statistics import EngineStatistics
 from engines.tokenization import HeldTokens, prompt_tokens
 from engines.vllm.constraints.translator import no_token_left
 from engines.vllm.internals import (
-    EngineCoreEvent,
-    EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreRequest,
     FastIncrementalDetokenizer,
@@ -39,6 +37,8 @@ from engines.vllm.internals import (
     ParentRequest,
     SlowIncrementalDetokenizer,
     TokenTaker,
+    kept,
+    seconds_in_engine,
     seconds_in_queue,
     text_corrector,
     uses_fast_detokenizer,
@@ -88,67 +88,16 @@ class TokensApart:
 _CHARACTER_TOKENS = 4  # That vLLM looks at in front of a token to find the character that it ends.
 
 
-class SequenceStatistics:
-    """Counts the tokens of one sequence, and the times between them, in the engine's statistics."""
+class _StepLogprobs:
+    """A state's `logprobs_processor`, which keeps the raw arrays of a step."""
 
-    __slots__ = ("_began_at", "_queued_at", "_statistics", "last_at", "submitted_at", "token_count")
-
-    def __init__(self, statistics: EngineStatistics) -> None:
-        self._statistics = statistics
-        self._queued_at: float | None = None
-        self.token_count = 0
-        self.submitted_at = time.monotonic()
-        self.last_at = self.submitted_at  # When the last token came; before the first, when the prompt was submitted.
-        self._began_at = self.submitted_at  # When the engine first ran it.
-
-    def step(self, output: EngineCoreOutput) -> None:
-        if output.events:
-            self._read(output.events)
-        if not output.new_token_ids:
-            return
-        self.tokens(len(output.new_token_ids), time.monotonic())
-
-    def tokens(self, count: int, now: float) -> None:
-        """Count tokens that came together. `now` is the time by the monotonic clock."""
-        statistics = self._statistics
-        statistics.tokens += count
-        if self.token_count:
-            statistics.inter_token.observe((now - self.last_at) / count)
-        else:
-            statistics.time_to_first_token.observe(now - self.last_at)
-        self.last_at = now
-        self.token_count += count
-
-    def ended(self) -> None:
-        """Keep the sequence's length and time: it came to its end."""
-        self._statistics.ended(self.token_count, max(self.last_at - self._began_at, 0.0))
-
-    def _read(self, events: list[EngineCoreEvent]) -> None:
-        for event in events:
-            if event.type == EngineCoreEventType.QUEUED:
-                self._queued_at = event.timestamp
-            elif event.type == EngineCoreEventType.SCHEDULED and self._queued_at is not None:
-                self._statistics.queue_time.observe(event.timestamp - self._queued_at)
-                self._queued_at = None
-                if not self.token_count:
-                    self._began_at = event.timestamp
-
-
-class _StepReader(SequenceStatistics):
-    """A state's `logprobs_processor`: counts a step, and keeps its raw arrays."""
-
-    __slots__ = ("logprobs", "prompt_logprobs")
-
-    def __init__(self, statistics: EngineStatistics) -> None:
-        super().__init__(statistics)
-        self.logprobs: Any = None
-        self.prompt_logprobs: list[Any] = []
+    step: Any = None
+    prompt: tuple[Any, ...] = ()
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
-        self.step(output)
-        self.logprobs = output.new_logprobs
+        self.step = output.new_logprobs
         if output.new_prompt_logprobs_tensors is not None:
-            self.prompt_logprobs.append(output.new_prompt_logprobs_tensors)
+            self.prompt += (output.new_prompt_logprobs_tensors,)
 
 
 class _NoQueue:
@@ -178,11 +127,17 @@ class OwnState(TokenTaker):
     """One sequence or one pooled prompt of Slipway. vLLM's output processor keeps it until it has ended."""
 
     takes_tokens = False
-    reader: SequenceStatistics
     sink: Sink
-    statistics: EngineStatistics
     ended: bool
+    submitted_at: float  # By the monotonic clock.
     core_request: EngineCoreRequest | None  # The engine's request, from which it continues after a death.
+
+    @property
+    def last_at(self) -> float:
+        """The time of its last token, or of its submission if it has none."""
+        assert self.stats is not None
+        last_token_at: float = self.stats.last_token_ts
+        return max(last_token_at, self.submitted_at)
 
     def put(self, output: Any) -> None:
         """Take the objects that vLLM puts into the state's `queue`: errors alone, since `make_request_output` returns
@@ -227,7 +182,6 @@ class PooledState(OwnState):
     """One prompt of which the model makes numbers."""
 
     def __init__(self, request: EngineCoreRequest, sink: Sink, statistics: EngineStatistics) -> None:
-        self.reader = SequenceStatistics(statistics)
         super().__init__(
             request_id=request.request_id,
             external_req_id=request.external_req_id or "",
@@ -248,7 +202,7 @@ class PooledState(OwnState):
         )
         self.queue: PooledState | _NoQueue = self
         self.sink, self.statistics = sink, statistics
-        self.ended = False
+        self.submitted_at, self.core_request, self.ended = time.monotonic(), kept(request), False
 
     def make_request_output(
         self,
@@ -268,15 +222,15 @@ class PooledState(OwnState):
         # An exception here would end vLLM's output loop and with it every other request.
         try:
             numbers = pooling_output.array()
-            submitted_at, queued = self.reader.submitted_at, seconds_in_queue(self)
-            self.statistics.pooled(time.monotonic() - submitted_at, queued)
+            queued = seconds_in_queue(self)
+            self.statistics.pooled(time.monotonic() - self.submitted_at, queued)
             self.sink.on_delta(
                 TokenDelta(
                     "",
                     prompt_token_count=self.prompt_len,
                     last=True,
                     numbers=numbers,
-                    submitted_at=submitted_at,
+                    submitted_at=self.submitted_at,
                     queued_seconds=queued,
                 )
             )
@@ -289,8 +243,6 @@ class PooledState(OwnState):
 
 class PushedState(OwnState):
     """One sequence of one request."""
-
-    reader: _StepReader
 
     def __init__(
         self,
@@ -317,7 +269,7 @@ class PushedState(OwnState):
         # A part goes out when there are so many tokens, or at the end.
         self.due, self.interval = (1, interval) if generation.stream else (sys.maxsize, 0)
         self.tokenizer = texts.tokenizer
-        self.reader = _StepReader(statistics)
+        self.logprobs = _StepLogprobs()
         self.pieces: list[str] | None = None
         self.apart = apart if generation.tokens_apart else None
         if self.want_tokens and self.apart is None:
@@ -336,7 +288,7 @@ class PushedState(OwnState):
             prompt=None,
             prompt_token_ids=request.prompt_token_ids,
             prompt_embeds=None,
-            logprobs_processor=self.reader,
+            logprobs_processor=self.logprobs,
             detokenizer=detokenizer,
             max_tokens_param=generation.sampling.max_tokens,
             arrival_time=request.arrival_time,
@@ -354,33 +306,46 @@ class PushedState(OwnState):
         self.want_ranks = generation.want_ranks
         self.own_stop_ids = generation.sampling.stop_token_ids
         self.dead_end = no_token_left(generation.sampling) if generation.sampling.constraint is not None else None
-        self.may_clip = bool(generation.sampling.stop) and self.apart is None
-        self.pending = HeldTokens()
+        self.tokens: list[Token] = []  # That are still to be shown.
+        may_clip = bool(generation.sampling.stop) and self.want_tokens and self.apart is None
+        self.held = HeldTokens() if may_clip else None
+        self.token_count = 0
         self.prompt_tokens_due = generation.want_prompt_tokens
         self.cumulative_logprob: float | None = None
-        self.ended = False
+        self.submitted_at, self.core_request, self.ended = time.monotonic(), kept(request), False
         # The engine's output has nothing for this sequence but tokens and their log probabilities.
         plain = not (self.top_tokens or self.want_ranks or self.prompt_tokens_due)
         self.takes_tokens = plain and isinstance(detokenizer, FastIncrementalDetokenizer) and not detokenizer.stop
 
-    def take(self, token_id: int, logprob: float | None, now: float) -> None:
+    def take(self, token_id: int, logprob: float | None) -> None:
         if self.ended:
             return
         try:
-            self.reader.tokens(1, now)
+            self.token_count += 1
             detokenizer = self.detokenizer
             detokenizer.token_ids.append(token_id)
-            piece = detokenizer.decode_next(token_id)
-            detokenizer.output_text += piece
             if logprob is not None:
                 self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprob
-            if self.pieces is not None:
-                self.pieces.clear()
-                self.pending.add(Token(token_id, piece, logprob, token_id in self.special_ids))
-            elif self.want_tokens and self.apart is not None:
-                before = detokenizer.output_token_ids[-1 - _CHARACTER_TOKENS : -1]
-                self.pending.add(Token(token_id, self.apart.text(token_id, before), logprob))
-            self._advance(None, None)
+            # Not `_Recording.decode_next`: the piece is at hand.
+            piece = FastIncrementalDetokenizer.decode_next(detokenizer, token_id)
+            detokenizer.output_text += piece
+            if self.want_tokens:
+                if self.apart is None:
+                    self.tokens.append(Token(token_id, piece, logprob, token_id in self.special_ids))
+                else:
+                    before = detokenizer.token_ids[-1 - _CHARACTER_TOKENS : -1]
+                    self.tokens.append(Token(token_id, self.apart.text(token_id, before), logprob))
+            if self.token_count < self.due:
+                return
+            text, tokens = detokenizer.get_next_output_text(False, True), self.tokens
+            # vLLM's contracts have a part for each token, also for one within a character.
+            if text or tokens or self.apart is not None:
+                self.tokens = []
+                count = self.token_count
+                self.due = count + self.interval
+                self.sink.on_delta(
+                    TokenDelta(text, tokens, self.sequence, None, self.prompt_len, count, self.cumulative_logprob)
+                )
         except Exception:  # It would end vLLM's output loop and with it every other request.
             self.fail_internally("a token")
 
@@ -399,10 +364,12 @@ class PushedState(OwnState):
         # An exception here would end vLLM's output loop and with it every other request.
         try:
             if new_token_ids:
-                logprobs = self._logprobs(len(new_token_ids))
+                self.token_count += len(new_token_ids)
+                logprobs = self._logprobs(len(new_token_ids)) if self.logprobs.step is not None else None
                 if self.want_tokens:
                     (self._collect if self.apart is None else self._collect_apart)(new_token_ids, logprobs)
-            self._advance(finish_reason, stop_reason)
+            if finish_reason is not None or self.token_count >= self.due:
+                self._push(finish_reason, stop_reason)
         except Exception:
             self.fail_internally("a token")
 
@@ -410,12 +377,9 @@ class PushedState(OwnState):
         """End the sequence with its text so far, like vLLM's abort."""
         self.make_request_output([], None, VllmFinishReason.ABORT, None)
 
-    def _logprobs(self, count: int) -> list[float] | None:
-        raw = self.reader.logprobs
-        if raw is None:
-            return None
+    def _logprobs(self, count: int) -> list[float]:
         # The sampler puts the chosen token first in each row.
-        values: list[float] = [raw.logprobs[0, 0].item()] if count == 1 else raw.logprobs[:count, 0].tolist()
+        values: list[float] = self.logprobs.step.logprobs[:count, 0].tolist()
         self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(values)
         return values
 
@@ -428,28 +392,28 @@ class PushedState(OwnState):
             piece = pieces[i] if i < len(pieces) else ""
             top = self._top(i) if self.top_tokens else ()
             logprob = logprobs[i] if logprobs is not None else None
-            rank = self.reader.logprobs.sampled_token_ranks[i].item() if self.want_ranks else None
-            self.pending.add(Token(token_id, piece, logprob, token_id in special, top, rank))
+            rank = self.logprobs.step.sampled_token_ranks[i].item() if self.want_ranks else None
+            self.tokens.append(Token(token_id, piece, logprob, token_id in special, top, rank))
         pieces.clear()
 
     def _collect_apart(self, token_ids: list[int], logprobs: list[float] | None) -> None:
-        apart, reader = self.apart, self.reader
+        apart, step = self.apart, self.logprobs.step
         assert apart is not None
         assert logprobs is not None
         generated = self.detokenizer.output_token_ids
         for i, token_id in enumerate(token_ids):
-            place = max(reader.token_count - len(token_ids) + i, 0)
+            place = max(self.token_count - len(token_ids) + i, 0)
             before = generated[max(place - _CHARACTER_TOKENS, 0) : place]
             top: tuple[Token, ...] = ()
             if self.top_tokens:
-                ids = reader.logprobs.logprob_token_ids[i, 1 : 1 + self.top_tokens].tolist()
-                values = reader.logprobs.logprobs[i, 1 : 1 + self.top_tokens].tolist()
+                ids = step.logprob_token_ids[i, 1 : 1 + self.top_tokens].tolist()
+                values = step.logprobs[i, 1 : 1 + self.top_tokens].tolist()
                 top = tuple([Token(t, apart.text(t, before), v) for t, v in zip(ids, values, strict=True)])
-            rank = reader.logprobs.sampled_token_ranks[i].item() if self.want_ranks else None
-            self.pending.add(Token(token_id, apart.text(token_id, before), logprobs[i], False, top, rank))
+            rank = step.sampled_token_ranks[i].item() if self.want_ranks else None
+            self.tokens.append(Token(token_id, apart.text(token_id, before), logprobs[i], False, top, rank))
 
     def _top(self, row: int) -> tuple[Token, ...]:
-        raw = self.reader.logprobs
+        raw = self.logprobs.step
         ids = raw.logprob_token_ids[row, 1 : 1 + self.top_tokens].tolist()
         values = raw.logprobs[row, 1 : 1 + self.top_tokens].tolist()
         return tuple(
@@ -457,18 +421,17 @@ class PushedState(OwnState):
             for place, (i, v) in enumerate(zip(ids, values, strict=True), start=1)
         )
 
-    def _advance(self, finish_reason: Any, stop_reason: int | str | None) -> None:
+    def _push(self, finish_reason: Any, stop_reason: int | str | None) -> None:
         finished = finish_reason is not None
-        if self.reader.token_count < self.due and not finished:
-            return
-        detokenizer = self.detokenizer
-        text = detokenizer.get_next_output_text(finished, True)
-        pending = self.pending
-        tokens = pending.release(len(text), finished) if self.may_clip else pending.take_all()
-        # vLLM's contracts have a part for each token, also for one within a character.
+        text = self.detokenizer.get_next_output_text(finished, True)
+        tokens, self.tokens = self.tokens, []
+        if self.held is not None:
+            for token in tokens:
+                self.held.add(token)
+            tokens = self.held.release(len(text), finished)
         if not (text or tokens or finished or self.prompt_tokens_due or self.apart is not None):
             return
-        count = self.reader.token_count
+        count = self.token_count
         self.due = count + self.interval
         delta = TokenDelta(text, tokens, self.sequence, None, self.prompt_len, count, self.cumulative_logprob)
         if self.prompt_tokens_due:
@@ -481,15 +444,15 @@ class PushedState(OwnState):
             self.end()
             delta.finish_reason = self._finish_reason(finish_reason, stop_reason)
             delta.last, delta.stop_reason = True, stop_reason
-            delta.submitted_at, delta.queued_seconds = self.reader.submitted_at, seconds_in_queue(self)
+            delta.submitted_at, delta.queued_seconds = self.submitted_at, seconds_in_queue(self)
             if delta.finish_reason is FinishReason.ABORT:
                 self.statistics.aborted_requests += 1
             else:
                 self.statistics.finished_requests += 1
-                self.reader.ended()
+                self.statistics.ended(count, seconds_in_engine(self))
         self.sink.on_delta(delta)
         if finished and self.check_answer is not None:
-            self.check_answer(detokenizer.output_text)
+            self.check_answer(self.detokenizer.output_text)
 
     def _finish_reason(self, reason: Any, stop_reason: int | str | None) -> FinishReason:
         if reason == VllmFinishReason.LENGTH:
@@ -502,7 +465,7 @@ class PushedState(OwnState):
         return FinishReason.STOP
 
     def _prompt_tokens(self) -> list[Token]:
-        chunks = self.reader.prompt_logprobs
+        chunks = self.logprobs.prompt
         values = [value for chunk in chunks for value in chunk.logprobs[:, 0].tolist()]
         ranks = [rank for chunk in chunks for rank in chunk.selected_token_ranks.tolist()] if self.want_ranks else []
         return prompt_tokens(self.tokenizer, self.prompt_token_ids or (), self.special_ids, values, ranks)

@@ -2,7 +2,7 @@
 
 Requests of the serving classes are ordinary ones of `AsyncLLM`. They run beside those of
 `engines.vllm.engine`, take places in the same queue, count in the same statistics and fail after the same wait for
-a token. `internals.observe_steps` counts their tokens, at the price of one call for each step.
+a token.
 
 When `AsyncLLM.add_request` has returned a request's queue, vLLM has a state with that queue for each sequence that has
 not ended (tests/live/test_openai_internals.py).
@@ -41,12 +41,11 @@ from engines.vllm.engine import VllmEngine
 from engines.vllm.internals import (
     EngineDeadError,
     abort,
-    observe_steps,
     request_states,
+    seconds_in_engine,
     seconds_in_queue,
     sequence_ids,
 )
-from engines.vllm.output import SequenceStatistics
 from engines.vllm.parsers import constrained_text, tells_end_of_reasoning
 from engines.vllm.sampling import TYPICAL_P, SamplingTranslator, check_bad_texts, check_bad_words
 from handlers.json_fields import MAX_STRING_LENGTH, MAX_STRINGS, json_kind
@@ -432,9 +431,8 @@ class _Request:
     ) -> None:
         self._llm, self._queue, self._statistics, self._limit = llm, queue, statistics, predict_timeout
         self._check_answer = check_answer
-        self._checked: list[Any] = []  # The states of the sequences whose answers are checked.
-        self._counters: list[SequenceStatistics] = []
-        self._ends: list[Callable[[], None]] = []  # of the counting
+        self._states: list[Any] = []  # Of its sequences.
+        self._began = time.monotonic()
         self._timer = asyncio.get_running_loop().call_later(predict_timeout, self._check)
         self._open = True
 
@@ -448,13 +446,10 @@ class _Request:
         if not own and not _ended(self._queue.output):
             raise RuntimeError("vLLM's output processor does not know a request that it was given just now")
         self._statistics.prompt(own[0].prompt_len if own else 0)
-        self._checked = own if self._check_answer is not None else []
-        self._counters = [SequenceStatistics(self._statistics) for _ in own]
-        self._ends = [observe_steps(state, each.step) for state, each in zip(own, self._counters, strict=True)]
+        self._states = own
 
     def _check(self) -> None:
-        last = max((counter.last_at for counter in self._counters), default=0.0)
-        idle = time.monotonic() - last
+        idle = time.monotonic() - max([self._began, *(state.stats.last_token_ts for state in self._states)])
         if idle >= self._limit:
             self._queue.put(GenerationError(f"no token within predict_timeout ({self._limit:g} s)"))
         else:
@@ -463,11 +458,10 @@ class _Request:
     def succeeded(self) -> None:
         if self._open:
             self._statistics.finished_requests += 1
-            for counter in self._counters:
-                counter.ended()
-            for state in self._checked:
-                assert self._check_answer is not None
-                self._check_answer(state)
+            for state in self._states:
+                self._statistics.ended(state.stats.num_generation_tokens, seconds_in_engine(state))
+                if self._check_answer is not None:
+                    self._check_answer(state)
             self._close()
 
     async def abandon(self) -> None:
@@ -483,8 +477,6 @@ class _Request:
     def _close(self) -> None:
         self._open = False
         self._timer.cancel()
-        for end in self._ends:
-            end()
 
     async def _abort(self) -> None:
         self._close()

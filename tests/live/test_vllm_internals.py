@@ -31,19 +31,17 @@ class Failing(Recorder):
 
 
 class Processor:
-    """An OutputProcessor with one of Slipway's states for each request: vLLM's own, or the lean one."""
+    """Slipway's output processor, with one of its states for each request. It can leave common tokens to vLLM."""
 
     def __init__(self, tokenizer: Any, *, lean: bool) -> None:
-        from vllm.v1.engine.output_processor import OutputProcessor
-
         from engines.vllm.copies.client import CopiesClient
         from engines.vllm.internals import LeanOutputProcessor
 
         self.tokenizer = tokenizer
-        self.processor = (LeanOutputProcessor if lean else OutputProcessor)(tokenizer, log_stats=True)
+        self.processor = LeanOutputProcessor(tokenizer, log_stats=True)
         self.processor.client = CopiesClient(siblings=lambda _: (), holds=lambda: False)
         self.lean = lean
-        self.statistics = EngineStatistics()
+        self.statistics = self.processor.statistics = EngineStatistics()
 
     def add(self, name: str, sink: Recorder, **fields: Any) -> None:
         from vllm import SamplingParams
@@ -74,6 +72,7 @@ class Processor:
         )
         texts, apart = ModelTexts(self.tokenizer), TokensApart(self.tokenizer)
         state = PushedState(request, generation, place, sink, self.statistics, texts, apart, **more)
+        state.takes_tokens = state.takes_tokens and self.lean
         self.processor.request_states[name] = state
         self.processor.external_req_ids[name].append(name)
 
@@ -81,7 +80,7 @@ class Processor:
         """Do one engine step. Return the requests that vLLM would abort in its engine."""
         from vllm.v1.metrics.stats import IterationStats
 
-        sent = sent_outputs(outputs, lean=self.lean)
+        sent = sent_outputs(outputs, lean=True)
         aborted: list[str] = self.processor.process_outputs(sent, 1.0, IterationStats()).reqs_to_abort
         return aborted
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from engines.statistics import EngineStatistics
 from tests.live.small_model import prepare_small_model
 from tests.live.test_vllm_internals import Processor, output
 from tests.stand_ins.recorder import Recorder
@@ -70,6 +71,7 @@ def state(name: str) -> Any:
         num_cached_tokens=1,
         parent_req=None,
         request_id=name,
+        detokenizer=object(),
     )
 
 
@@ -97,13 +99,23 @@ def processors() -> tuple[Any, Any]:
 
     from engines.vllm.internals import LeanOutputProcessor
 
-    return OutputProcessor(None, log_stats=True), LeanOutputProcessor(None, log_stats=True)
+    ours = LeanOutputProcessor(None, log_stats=True)
+    ours.statistics = EngineStatistics()
+    return OutputProcessor(None, log_stats=True), ours
 
 
-def test_the_lean_processor_counts_what_vllms_does() -> None:
-    theirs, ours = map(iterations, processors())
+def test_the_lean_processor_counts_what_vllms_does_and_slipways_series_tell_the_same() -> None:
+    vllms, lean = processors()
+    theirs, ours = iterations(vllms), iterations(lean)
     assert [vars(one) for one in ours] == [vars(one) for one in theirs]
     assert sum(len(one.inter_token_latencies_iter) for one in ours) == 8
+    statistics = lean.statistics
+    assert statistics.tokens == sum(one.num_generation_tokens for one in theirs) == 14
+    assert statistics.time_to_first_token.total == sum(sum(one.time_to_first_tokens_iter) for one in theirs)
+    assert (sum(statistics.queue_time.counts), statistics.queue_time.total) == (2, 1.0)
+    # The tokens of a step share the time since the step before.
+    assert sum(statistics.inter_token.counts) == 8
+    assert statistics.inter_token.total == 4 * 0.125 / 2 + 3 * 0.125 + 0.25
 
 
 def scheduler_reports() -> list[Any]:

@@ -65,7 +65,7 @@ class Copies:
         self._continuations: Continuations | None = None  # None until the first copy takes requests.
         first.client, first.place = self._llm.engine_core, self._places[0]
         self.client = CopiesClient(partial(internals.sequence_ids, self._llm), waits)
-        internals.begin_output(self._llm, self.client, self._reports)
+        internals.begin_output(self._llm, self.client, self._reports, statistics)
         self.client.add(first, self._died)
 
     def begin(self, adapters: VllmAdapters | None) -> None:
