@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from engines.pooling import PoolingModel, Side
 from engines.prompt_cache import by_segments, encode_all, special_tokens_around
@@ -59,6 +59,11 @@ class ModelTexts:
     def vocabulary_size(self) -> int:
         """The number of tokens, added ones included."""
         return len(self.tokenizer)
+
+    @cached_property
+    def joins_bytes(self) -> bool:
+        """True if the text of tokens is the text of their joined bytes, whatever tokens stand before them."""
+        return self._fast is not None and isinstance(self._fast.decoder, decoders.ByteLevel)
 
     @property
     def truncation_side(self) -> str:

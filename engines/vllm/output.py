@@ -5,7 +5,8 @@ vLLM's `OutputProcessor` keeps a `RequestState` for each sequence and calls it f
 `PushedState`, which gives the step's tokens directly to the request's sink: no queue, no task switch and no
 `RequestOutput` for each token, and log probabilities read from the raw arrays. Stop strings, detokenizing and aborts
 stay vLLM's. A common token, one within an answer without stop strings, skips these calls: `LeanOutputProcessor` gives
-it to `PushedState.take`, which does the same in one go.
+it to `PushedState.take`, which does the same in one go. A whole answer without stop strings, of which no tokens are
+shown, gets its text at its end.
 
 Each row of `EngineCoreOutput.new_logprobs` and `new_prompt_logprobs_tensors` holds the chosen token's log probability
 first and then those of the most probable tokens; the chosen token's rank, from 1, stands beside it.
@@ -86,6 +87,7 @@ class TokensApart:
 
 
 _CHARACTER_TOKENS = 4  # That vLLM looks at in front of a token to find the character that it ends.
+_END_OF_PROMPT = 16  # Tokens that show if a prompt ends within a character.
 
 
 class _StepLogprobs:
@@ -272,9 +274,21 @@ class PushedState(OwnState):
         self.logprobs = _StepLogprobs()
         self.pieces: list[str] | None = None
         self.apart = apart if generation.tokens_apart else None
-        if self.want_tokens and self.apart is None:
+        params, self.core_request = request.sampling_params, kept(request)
+        assert params is not None
+        # The text is made at the end, of all tokens.
+        self.whole = (
+            not (generation.stream or self.want_tokens or params.stop)
+            and texts.joins_bytes
+            and uses_fast_detokenizer(texts.tokenizer)
+            and (params.skip_special_tokens or params.spaces_between_special_tokens)
+            and self.core_request is not None
+        )
+        if self.whole:
+            detokenizer: Any = IncrementalDetokenizer()
+        elif self.want_tokens and self.apart is None:
             recording = _RecordingFast if uses_fast_detokenizer(texts.tokenizer) else _RecordingSlow
-            detokenizer: Any = recording(texts.tokenizer, request)
+            detokenizer = recording(texts.tokenizer, request)
             detokenizer.pieces = self.pieces = []
         else:
             detokenizer = IncrementalDetokenizer.from_new_request(texts.tokenizer, request)
@@ -312,10 +326,10 @@ class PushedState(OwnState):
         self.token_count = 0
         self.prompt_tokens_due = generation.want_prompt_tokens
         self.cumulative_logprob: float | None = None
-        self.submitted_at, self.core_request, self.ended = time.monotonic(), kept(request), False
+        self.submitted_at, self.ended = time.monotonic(), False
         # The engine's output has nothing for this sequence but tokens and their log probabilities.
-        plain = not (self.top_tokens or self.want_ranks or self.prompt_tokens_due)
-        self.takes_tokens = plain and isinstance(detokenizer, FastIncrementalDetokenizer) and not detokenizer.stop
+        plain = not (self.top_tokens or self.want_ranks or self.prompt_tokens_due or params.stop)
+        self.takes_tokens = plain and (self.whole or isinstance(detokenizer, FastIncrementalDetokenizer))
 
     def take(self, token_id: int, logprob: float | None) -> None:
         if self.ended:
@@ -326,6 +340,8 @@ class PushedState(OwnState):
             detokenizer.token_ids.append(token_id)
             if logprob is not None:
                 self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprob
+            if self.whole:
+                return
             # Not `_Recording.decode_next`: the piece is at hand.
             piece = FastIncrementalDetokenizer.decode_next(detokenizer, token_id)
             detokenizer.output_text += piece
@@ -423,7 +439,8 @@ class PushedState(OwnState):
 
     def _push(self, finish_reason: Any, stop_reason: int | str | None) -> None:
         finished = finish_reason is not None
-        text = self.detokenizer.get_next_output_text(finished, True)
+        detokenizer = self.detokenizer
+        text = self._whole_text(finish_reason) if self.whole else detokenizer.get_next_output_text(finished, True)
         tokens, self.tokens = self.tokens, []
         if self.held is not None:
             for token in tokens:
@@ -452,7 +469,28 @@ class PushedState(OwnState):
                 self.statistics.ended(count, seconds_in_engine(self))
         self.sink.on_delta(delta)
         if finished and self.check_answer is not None:
-            self.check_answer(self.detokenizer.output_text)
+            self.check_answer(text if self.whole else detokenizer.output_text)
+
+    def _whole_text(self, finish_reason: Any) -> str:
+        """Return the text that vLLM's detokenizer makes of all tokens, one by one.
+
+        Between whole characters, the text of joined bytes is the joined text of the parts. If a character may be
+        incomplete, vLLM's detokenizer decides where it is left out.
+        """
+        request, ids = self.core_request, self.detokenizer.token_ids
+        params: Any = request and request.sampling_params
+        prompt = self.prompt_token_ids or []
+        if finish_reason == VllmFinishReason.STOP and not params.include_stop_str_in_output:
+            ids = ids[:-1]
+        decode, skip = self.tokenizer.backend_tokenizer.decode, params.skip_special_tokens
+        text: str = decode(ids, skip_special_tokens=skip)
+        before: str = decode(prompt[-_END_OF_PROMPT:], skip_special_tokens=skip)
+        if "\ufffd" not in text + before[-1:] and (before or len(prompt) <= _END_OF_PROMPT):
+            return text
+        detokenizer = FastIncrementalDetokenizer(self.tokenizer, request)
+        detokenizer.update(ids, False)
+        made: str = detokenizer.output_text
+        return made
 
     def _finish_reason(self, reason: Any, stop_reason: int | str | None) -> FinishReason:
         if reason == VllmFinishReason.LENGTH:

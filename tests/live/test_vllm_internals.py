@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.choice import check_release
@@ -23,6 +23,8 @@ from engines.interface import EngineStartError
 from engines.request import BeamSearch, Constraint, FinishReason, GenerationRequest, SamplingParameters, TokenDelta
 from engines.statistics import EngineStatistics
 from tests.stand_ins.recorder import Recorder
+from tests.unit.engines.test_tokenization import byte_fallback
+from tests.unit.engines.transformers.byte_model import MODEL
 
 
 class Failing(Recorder):
@@ -55,14 +57,18 @@ class Processor:
         fields.setdefault("want_tokens", True)
         more = {key: fields.pop(key) for key in ("interval", "siblings") if key in fields}
         place = fields.pop("place", 0)
+        prompt_ids = fields.pop("prompt_ids", None)
         generation = GenerationRequest(request_id=name, prompt="x", sampling=sampling, **fields)
         request = EngineCoreRequest(
             request_id=name,
             external_req_id=name,
-            prompt_token_ids=self.tokenizer.encode("Prompt:"),
+            prompt_token_ids=self.tokenizer.encode("Prompt:") if prompt_ids is None else prompt_ids,
             mm_features=None,
             sampling_params=SamplingParams(
-                stop=list(sampling.stop), include_stop_str_in_output=sampling.include_stop_str_in_output
+                stop=list(sampling.stop),
+                include_stop_str_in_output=sampling.include_stop_str_in_output,
+                skip_special_tokens=sampling.skip_special_tokens,
+                spaces_between_special_tokens=sampling.spaces_between_special_tokens,
             ),
             pooling_params=None,
             arrival_time=0.0,
@@ -186,6 +192,52 @@ def test_the_short_way_gives_what_vllms_way_gives(
             delta.submitted_at = 0.0
         seen.append((sink.deltas, statistics.tokens, statistics.finished_requests, sum(statistics.inter_token.counts)))
     assert seen[0] == seen[1]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tokenizer: Any) -> dict[str, Any]:
+    """Return the sample model's tokenizer, one with a token for each byte, and one as that of Llama 2."""
+    return {"sample": tokenizer, "bytes": MODEL.tokenizer, "fallback": byte_fallback()[0]}
+
+
+@settings(max_examples=400)
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["sample", "bytes", "fallback"])
+def test_a_whole_answer_has_the_text_that_its_tokens_have_one_by_one(
+    tokenizers: dict[str, Any], name: str, data: st.DataObject
+) -> None:
+    """Also with special tokens, with ids that no token has, with incomplete characters, and after any prompt."""
+    from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+    tokenizer = tokenizers[name]
+    own = st.integers(0, len(tokenizer) + 2)
+    written = st.text(st.sampled_from("a \n\u00e9\u4f60\U0001f600\ufffd")).map(
+        lambda text: tokenizer.encode(text, add_special_tokens=False)
+    )
+    of_parts = st.lists(st.one_of(own.map(lambda token: [token]), written), max_size=8).map(
+        lambda parts: [token for part in parts for token in part]
+    )
+    prompt, ids = data.draw(of_parts), data.draw(of_parts.filter(bool))
+    sampling = SamplingParameters(
+        skip_special_tokens=data.draw(st.booleans()),
+        spaces_between_special_tokens=data.draw(st.booleans()),
+        include_stop_str_in_output=data.draw(st.booleans()),
+    )
+    ending = data.draw(st.sampled_from(["LENGTH", "STOP", "abort"]))
+    processor, sink = Processor(tokenizer, lean=True), Recorder()
+    processor.add("a", sink, stream=False, want_tokens=False, prompt_ids=prompt, sampling=sampling)
+    state = processor.processor.request_states["a"]
+    for token_id in ids[:-1] if ending != "abort" else ids:
+        processor.step(output("a", [token_id]))
+    if ending == "abort":
+        state.abort()
+    else:
+        processor.step(output("a", ids[-1:], ending))
+    one_by_one = FastIncrementalDetokenizer(tokenizer, state.core_request)
+    for place, token_id in enumerate(ids, start=1):
+        one_by_one.update([token_id], ending == "STOP" and place == len(ids))
+    (delta,) = sink.deltas
+    assert (delta.text, delta.token_count, delta.last) == (one_by_one.output_text, len(ids), True)
 
 
 @pytest.mark.parametrize("alternatives", [0, 1, 200])
