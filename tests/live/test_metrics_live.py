@@ -219,6 +219,29 @@ def test_a_request_counts_as_on_vllms_server(lora: Server, path: str, body: dict
     wait_until(lambda: added() == expected, about=added)
 
 
+SAME_COUNTS = (
+    ("slipway_generated_tokens_total", "vllm:generation_tokens_total"),
+    ("slipway_inter_token_seconds_count", "vllm:inter_token_latency_seconds_count"),
+    ("slipway_time_to_first_token_seconds_count", "vllm:time_to_first_token_seconds_count"),
+    ("slipway_queue_seconds_count", "vllm:request_queue_time_seconds_count"),
+    ("slipway_generations_finished_total", "vllm:request_success_total"),
+    ("tgi_request_generated_tokens_count", "vllm:request_generation_tokens_count"),
+    ("tgi_request_generated_tokens_sum", "vllm:request_generation_tokens_sum"),
+    ("tgi_request_inference_duration_count", "vllm:request_inference_time_seconds_count"),
+)
+
+
+def test_the_series_of_all_servers_have_the_same_counts(lora: Server) -> None:
+    def added() -> dict[str, float]:
+        counts = Counts(lora)
+        return {name: counts.sum(name, {}) - before.sum(name, {}) for pair in SAME_COUNTS for name in pair}
+
+    before = Counts(lora)
+    for path, body in CALLS:
+        assert lora.client.post(path, json=body).status_code == 200, (path, body)
+    wait_until(lambda: all(added()[own] == added()[vllms] > 0 for own, vllms in SAME_COUNTS), about=added)
+
+
 _OF_THE_SCRAPE = {"instance"}
 """Labels that Prometheus adds."""
 
