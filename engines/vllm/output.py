@@ -38,7 +38,6 @@ from engines.vllm.internals import (
     ParentRequest,
     SlowIncrementalDetokenizer,
     TokenTaker,
-    kept,
     seconds_in_engine,
     seconds_in_queue,
     text_corrector,
@@ -204,7 +203,7 @@ class PooledState(OwnState):
         )
         self.queue: PooledState | _NoQueue = self
         self.sink, self.statistics = sink, statistics
-        self.submitted_at, self.core_request, self.ended = time.monotonic(), kept(request), False
+        self.submitted_at, self.ended = time.monotonic(), False
 
     def make_request_output(
         self,
@@ -274,7 +273,7 @@ class PushedState(OwnState):
         self.logprobs = _StepLogprobs()
         self.pieces: list[str] | None = None
         self.apart = apart if generation.tokens_apart else None
-        params, self.core_request = request.sampling_params, kept(request)
+        params = request.sampling_params
         assert params is not None
         # The text is made at the end, of all tokens.
         self.whole = (
@@ -282,7 +281,7 @@ class PushedState(OwnState):
             and texts.joins_bytes
             and uses_fast_detokenizer(texts.tokenizer)
             and (params.skip_special_tokens or params.spaces_between_special_tokens)
-            and self.core_request is not None
+            and not request.mm_features  # The request is kept until then.
         )
         if self.whole:
             detokenizer: Any = IncrementalDetokenizer()
