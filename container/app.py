@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,23 +12,18 @@ from typing import Any
 import msgspec
 from starlette.responses import FileResponse, HTMLResponse, Response
 
-from container.adapter_management import adapter_routes
 from container.api_keys import ApiKeys
 from container.batch_transform import execution_parameters
 from container.console import page as console
 from container.console.state import console_state
-from container.contract_routes import contract_http_routes
+from container.contract_routes import contract_http_routes, management_http_routes
 from container.health import ping
-from container.http.body_limits import Receive
 from container.http.cross_site import KnownHosts
-from container.http.refusals import front_end_refusal
-from container.http.reply import Send
-from container.http.request_head import KEY_SALT, LONGEST_PATH, RequestHead, Scope
-from container.http.route import AppState, FixedReplyRoute, HttpCounts, HttpRoute, SlashRedirectRoute
-from container.http.router import ANY_METHOD, WITH_SLASHES, Application, Mount, Router
-from container.invocations import InvocationsRoute
+from container.http.request_head import KEY_SALT, RequestHead
+from container.http.route import AppState, HttpCounts, HttpRoute
+from container.http.router import ANY_METHOD, FOR_BROWSERS, WITH_SLASHES, Application, Mount, Router
 from container.metrics import Metrics
-from container.model_management import model_routes, wrong_method
+from container.models.management import ModelManagement
 from container.models.registration import Registrar
 from container.models.registry import Models
 from container.openapi import openapi_document, swagger_assets, swagger_page
@@ -38,13 +33,14 @@ from container.settings.settings import ServerReport, ServerSettings
 from engines.errors import CrossSite, RequestError
 from engines.model_settings import ModelSettings
 from engines.statistics import Distribution
-from handlers.all_contracts import CONTRACTS
+from handlers.all_contracts import all_contracts
 from handlers.contract import JSON, Call, Reply
-from handlers.contract_routes import ContractRoutes
-from handlers.djl_errors import front_end_reply
+from handlers.contract_routes import ContractRoutes, GenerationRoute, InfoRoute, OpenAIRoute
+from handlers.djl_errors import front_end_refusal
+from handlers.management import Management
 from handlers.openai.handler import OpenAIHandler
 
-_INFERENCE = ("/invocations", "/predictions/{model}", "/predictions/{model}/{version}", "/models/{model}/invoke")
+_WITH_METHODS = (GenerationRoute, InfoRoute, OpenAIRoute)  # Other methods than the declared ones are refused.
 # The contracts' own health routes. Like `/ping`, they need no API key if they are asked with GET.
 _PROBES = ("/", "/health", "/liveness", "/readiness", "/v2/health/live", "/v2/health/ready")
 # Paths that vLLM has as well, besides those of its contract.
@@ -60,7 +56,7 @@ class Applications:
     router: Router  # Of the main listener. The process itself calls it without an API key.
     management_router: Router | None  # None if the main listener serves the management API as well.
     keys: ApiKeys | None
-    refusal: HttpRoute  # Refuses calls without a key to paths that are not served.
+    refusal: HttpRoute  # Refuses calls without a key to the server's pages and to other applications.
     records: RecordFiles | None = None  # Get the records of inference requests.
 
     @property
@@ -85,8 +81,8 @@ class Applications:
         """Return True if a request is for a route that infers or tokenizes."""
         if scope["method"] in ("HEAD", "OPTIONS"):
             return False
-        route = self.router.find({**scope})  # A copy: the search adds the parameters of the path.
-        return isinstance(route, InvocationsRoute) or (isinstance(route, HttpRoute) and route.by_attribute)
+        route, _ = self.router.find(RequestHead(scope))
+        return isinstance(route, HttpRoute) and (route.by_attribute or route.names is not None)
 
     def _guarded(self, application: Application, router: Router) -> Application:
         return application if self.keys is None else _Guarded(application, router, self.keys, self.refusal)
@@ -102,23 +98,20 @@ class _Guarded:
     application: Application
     router: Router  # Has the routes that the application serves.
     keys: ApiKeys
-    refusal: HttpRoute  # Refuses calls without a key to paths that are not served.
+    refusal: HttpRoute  # Refuses calls without a key to the server's pages and to other applications.
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         if scope["type"] == "http":
             found_key = self.keys.taken_from(scope["headers"])
             if found_key is not None:
                 headers, salt = found_key
                 scope = {**scope, "headers": headers, KEY_SALT: salt}
-            elif not self.router.is_open(scope):
-                found = self.router.find(scope)
-                if isinstance(found, HttpRoute):
-                    refusal = found.chosen(scope).unauthorized(scope["method"])
-                else:
-                    refusal = self.refusal
-                await refusal(scope, receive, send)
-                return
-        await self.application(scope, receive, send)
+            elif not self.router.is_open(head := RequestHead(scope, self.router.id_header)):
+                route, _ = self.router.find(head)
+                if isinstance(route, HttpRoute):
+                    return route.serve(head, route.unauthorized(head.method), receive, send)
+                return self.refusal.serve(head, self.refusal.unauthorized(), receive, send)
+        return self.application(scope, receive, send)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,56 +128,6 @@ class _Page:
         else:
             response = await asyncio.to_thread(self.show) if self.in_thread else self.show()
         await response(scope, receive, send)
-
-
-class _NotFoundRoute(HttpRoute):
-    """Answers paths that are not served: in the form of the contract with their prefix, or else in LMI's."""
-
-    def __init__(self, state: AppState, contract: ContractRoutes | None = None) -> None:
-        super().__init__(state, "unknown", id_header=contract.id_header if contract else None)
-        self._contract = contract
-        owners = {} if contract else {prefix: owner for owner in CONTRACTS for prefix in owner.prefixes}
-        longest_first = sorted(owners, key=len, reverse=True)
-        self._of_contracts = {prefix: _NotFoundRoute(state, owners[prefix]) for prefix in longest_first}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await HttpRoute.__call__(self.chosen(scope), scope, receive, send)
-
-    def chosen(self, scope: Scope) -> HttpRoute:
-        path = scope["raw_path"].decode("latin-1") + "/"
-        return next((route for prefix, route in self._of_contracts.items() if path.startswith(prefix)), self)
-
-    def refuse(self, error: RequestError) -> Reply:
-        return super().refuse(error) if self._contract is None else self._contract.refuse(error)
-
-    def find(self, head: RequestHead) -> Reply:
-        path = head.scope["path"]
-        if self._contract is not None and self._contract.not_found is not None:
-            return self._contract.not_found(Call(body=b"", request_id="", method=head.method, path=path))
-        return front_end_reply(
-            404, "ResourceNotFoundException", f"Requested resource is not found: {path[:LONGEST_PATH]}"
-        )
-
-
-class _WrongMethodRoute(HttpRoute):
-    """Answers the methods that a path does not have."""
-
-    def __init__(
-        self,
-        state: AppState,
-        path: str,
-        refusal: Callable[[Call], Reply],
-        allow: Sequence[tuple[str, str]],
-        *,
-        same_site: bool = False,
-        id_header: str | None = None,
-    ) -> None:
-        super().__init__(state, path, same_site=same_site, id_header=id_header)
-        self._refusal, self._allow = refusal, allow
-
-    def find(self, head: RequestHead) -> Reply:
-        reply = self._refusal(Call(body=b"", request_id="", method=head.method, path=head.scope["path"]))
-        return replace(reply, headers=(*reply.headers, *self._allow))
 
 
 def create_app(
@@ -207,19 +150,28 @@ def create_app(
     """
     counts = HttpCounts()
     state = AppState(models, settings, counts)
-    not_found = _NotFoundRoute(state)
-    router = Router(not_found, mounts)
+    contracts = all_contracts(settings.wlm_error_http_code, settings.server_error_http_code)
+    below = {
+        prefix: HttpRoute(
+            state,
+            "unknown",
+            contract.refuse,
+            find=partial(_not_found, contract.not_found),
+            id_header=contract.id_header,
+        )
+        for contract in contracts
+        if contract.not_found is not None
+        for prefix in contract.prefixes
+    }
+    not_found = below["/"]
+    router = Router(not_found, mounts, below, state.id_header)
     options = _Page(lambda: Response(b"{}\n", media_type=JSON))
     router.add("/", "OPTIONS", options)
     management = router
     if settings.management_address is not None:
-        management = Router(not_found)
+        management = Router(not_found, (), below, state.id_header)
         management.add("/", "OPTIONS", options)
-    for path in _INFERENCE:
-        counted = "/predictions" if path.startswith("/predictions") else path
-        router.add(path, ANY_METHOD, InvocationsRoute(state, counted, router))
     _add_server_pages(router, state, Metrics(models, counts, lag))
-    contract_routes: dict[tuple[str, str], Application] = dict(contract_http_routes(state, CONTRACTS))
     if settings.console:
         endpoints = tuple(name for mount in mounts for name in mount.endpoints)
         for path, file in console.files().items():
@@ -227,14 +179,14 @@ def create_app(
         for listener in (router, management):
             show = partial(console_state, state, report, endpoints, management=listener is management)
             listener.add("/console/state", "GET", _Page(show, state.hosts))
-        contract_routes["/", "GET"] = console.for_browsers(contract_routes["/", "GET"])
-    _add_contracts(router, state, contract_routes)
-    _add_management(management, state, registrar)
+        router.add("/", FOR_BROWSERS, console.front_page())
+    _add_contracts(router, state, contracts)
+    _add_management(management, state, contracts, ModelManagement(models, registrar, multi_model=settings.multi_model))
     return Applications(
         router,
         None if management is router else management,
         settings.api_keys,
-        not_found.unauthorized(),
+        not_found,
         None if settings.capture is None else RecordFiles(Path(settings.capture)),
     )
 
@@ -258,28 +210,28 @@ def _add_server_pages(router: Router, state: AppState, metrics: Metrics) -> None
         router.add(f"/docs/{file}", "GET", _Page(partial(FileResponse, path, media_type=kind)))
 
 
-def _add_contracts(router: Router, state: AppState, routes: Mapping[tuple[str, str], Application]) -> None:
-    for (path, method), route in routes.items():
+def _add_contracts(router: Router, state: AppState, contracts: Sequence[ContractRoutes]) -> None:
+    for (path, method), route in contract_http_routes(state, contracts).items():
         router.add(path, method, route, without_key=path in _PROBES and method in ("GET", "HEAD"))
-    for contract in CONTRACTS:
-        for declared in contract.routes:
-            _refuse_other_methods(router, state, declared.path, contract.wrong_method, id_header=contract.id_header)
-    for contract in CONTRACTS:
-        for path in (*(declared.path for declared in contract.routes), *_OF_FASTAPI) if contract.redirects else ():
-            redirect = SlashRedirectRoute(state, path, contract.refuse, id_header=contract.id_header)
-            router.add(path, WITH_SLASHES, redirect)
+    for contract in contracts:
+        paths = [declared.path for declared in contract.routes if isinstance(declared, _WITH_METHODS)]
+        for path in paths:
+            _refuse_other_methods(router, state, path, contract.wrong_method, id_header=contract.id_header)
+        for path in (*paths, *_OF_FASTAPI) if contract.redirects else ():
+            router.add(path, WITH_SLASHES, _redirect(state, path, contract.refuse, id_header=contract.id_header))
 
 
-def _add_management(router: Router, state: AppState, registrar: Registrar) -> None:
-    for path, route in adapter_routes(state):
-        router.add(path, ANY_METHOD, route)
-        if path.startswith("/v1/"):  # vLLM's. LMI's paths may end in slashes.
-            router.add(path, WITH_SLASHES, SlashRedirectRoute(state, path, route.refuse, same_site=True))
-    of_models = list(model_routes(state, registrar))
-    for path, method, operation in of_models:
-        router.add(path, method, operation)
-    for path, _, _ in of_models:
-        _refuse_other_methods(router, state, path, lambda _: wrong_method(), same_site=True)
+def _add_management(
+    router: Router, state: AppState, contracts: Sequence[ContractRoutes], management: Management
+) -> None:
+    for contract in contracts:
+        routes = list(management_http_routes(state, contract, management))
+        for path, method, route in routes:
+            router.add(path, method, route)
+            if contract.redirects:  # LMI's paths may end in slashes.
+                router.add(path, WITH_SLASHES, _redirect(state, path, route.refuse, same_site=True))
+        for path, _, _ in routes:
+            _refuse_other_methods(router, state, path, contract.wrong_method, same_site=True)
 
 
 def _refuse_other_methods(
@@ -293,10 +245,51 @@ def _refuse_other_methods(
 ) -> None:
     """Answer the methods that a path does not have: with an error, and browsers' preflights if CORS is on."""
     allow = (("allow", ", ".join(router.methods(path))),)
-    route = _WrongMethodRoute(state, path, refusal, allow, same_site=same_site, id_header=id_header)
+    answer = partial(_wrong_method, refusal, allow)
+    route = HttpRoute(state, path, front_end_refusal, find=answer, same_site=same_site, id_header=id_header)
     router.add(path, ANY_METHOD, route)
     if state.settings.cors_allowed_origin and not same_site:
-        router.add(path, "OPTIONS", FixedReplyRoute(state, path, Reply(200, "", b"", allow)))
+        preflight = Reply(200, "", b"", allow)
+        router.add(path, "OPTIONS", HttpRoute(state, path, front_end_refusal, find=lambda _: preflight))
+
+
+def _wrong_method(refusal: Callable[[Call], Reply], allow: Sequence[tuple[str, str]], head: RequestHead) -> Reply:
+    reply = refusal(_without_body(head))
+    return replace(reply, headers=(*reply.headers, *allow))
+
+
+def _not_found(reply: Callable[[Call], Reply], head: RequestHead) -> Reply:
+    return reply(_without_body(head))
+
+
+def _without_body(head: RequestHead) -> Call:
+    return Call(body=b"", request_id="", method=head.method, path=head.path)
+
+
+def _redirect(
+    state: AppState,
+    path: str,
+    refuse: Callable[[RequestError], Reply],
+    *,
+    same_site: bool = False,
+    id_header: str | None = None,
+) -> HttpRoute:
+    """Return a route that redirects from a path with slashes at its end to the path without them, as FastAPI does.
+
+    The address is relative to the request's. So it holds behind a proxy that removes a prefix of the path or speaks
+    TLS, and never leads to another host. After several slashes it begins at the root, since clients differ in what
+    `../` means there.
+    """
+
+    def reply(head: RequestHead) -> Reply:
+        if head.method == "OPTIONS" and state.cors_headers:
+            return Reply(200, "", b"")  # Browsers follow no redirect of a preflight.
+        bare = head.raw_path.rstrip(b"/")
+        address = bare if head.raw_path.endswith(b"//") else b"../" + bare.rpartition(b"/")[2]
+        location = address + (b"?" + head.query if head.query else b"")
+        return Reply(307, "", b"", (("location", location.decode("latin-1")),))
+
+    return HttpRoute(state, path, refuse, find=reply, same_site=same_site, id_header=id_header)
 
 
 class _Description:

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
 
-from container.http.body_limits import Receive
-from container.http.reply import HttpReply, Send
-from container.http.request_head import RequestHead, Scope
-from container.http.route import AppState, HandlerRoute, HttpRoute
+from container.http.reply import HttpReply
+from container.http.request_head import RequestHead
+from container.http.route import AppState, HttpRoute
+from container.http.router import ANY_METHOD, ByKind
 from container.models.registry import Model, Models
-from engines.errors import NotServed, RequestError, UnknownModel
+from engines.errors import NotServed, RequestError
 from handlers.contract import Call, Handler, Reply
 from handlers.contract_routes import (
     OWN_HANDLER,
     ContractRoutes,
     GenerationRoute,
     InfoRoute,
+    InvocationRoute,
+    ManagementRoute,
     ModelView,
     OpenAIRoute,
     RenderedChat,
+    Route,
     takes,
 )
 from handlers.forms import form_text, is_form
 from handlers.json_cost import JsonDecoder, off_the_loop
+from handlers.management import MAX_BODY, Management, ManagementOperation
 from handlers.openai.routes import QUEUED
 from handlers.service import Service
 
@@ -36,67 +42,146 @@ _UNUSABLE = "this contract cannot be served with this model; the server's log sa
 _NOT_VLLM = "this needs the vLLM engine (option.rolling_batch=vllm)"
 _NO_CHATS = "chats need the vLLM engine (option.rolling_batch=vllm)"
 
-MODEL_VERSION = "model_version"  # The parameter of the path for the version that SageMaker's attributes name.
 _LONG_TEXT = 4096  # Bytes. Longer bodies are answered in a thread: tokenizing takes longer than reading.
 _THREADS = 2  # Long bodies that are answered at a time. Each may take seconds, and 256 MB.
 
 T = TypeVar("T")
 
 
-def contract_http_routes(state: AppState, contracts: Iterable[ContractRoutes]) -> dict[tuple[str, str], HttpRoute]:
-    """Return an HTTP route for each path and method that the contracts declare."""
+def contract_http_routes(
+    state: AppState, contracts: Iterable[ContractRoutes]
+) -> dict[tuple[str, str], HttpRoute | ByKind]:
+    """Return an HTTP route for each path and method that the contracts declare, other than those for management."""
     threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="texts")
-    declarations: dict[tuple[str, str], list[InfoHttpRoute | GenerationHttpRoute]] = {}
+    declarations: dict[tuple[str, str], list[tuple[Route, HttpRoute]]] = {}
     for contract in contracts:
         for declared in contract.routes:
-            route: InfoHttpRoute | GenerationHttpRoute
-            if isinstance(declared, InfoRoute):
-                route = InfoHttpRoute(state, contract, declared, threads)
+            if isinstance(declared, ManagementRoute):
+                continue
+            if isinstance(declared, InvocationRoute):
+                route = _invocation_route(state, contract, declared)
+            elif isinstance(declared, InfoRoute):
+                answers = _InfoAnswers(state.models, contract, declared, threads)
+                route = HttpRoute(
+                    state, declared.path, contract.refuse, answer=answers.answer, by_attribute=declared.by_attribute
+                )
             else:
-                route = GenerationHttpRoute(state, contract, declared)
+                route = _generation_route(state, contract, declared)
             for method in declared.methods:
-                declarations.setdefault((declared.path, method), []).append(route)
+                declarations.setdefault((declared.path, method), []).append((declared, route))
     return {key: _of_kind(routes) for key, routes in declarations.items()}
 
 
-def _of_kind(routes: Sequence[InfoHttpRoute | GenerationHttpRoute]) -> HttpRoute:
+def management_http_routes(
+    state: AppState, contract: ContractRoutes, management: Management
+) -> Iterator[tuple[str, str, HttpRoute]]:
+    """Yield path, method and HTTP route of each route that manages models or adapters."""
+    for declared in contract.routes:
+        if not isinstance(declared, ManagementRoute):
+            continue
+
+        def route(answer: Callable[[Call, HttpReply], Any], declared: ManagementRoute = declared) -> HttpRoute:
+            return HttpRoute(
+                state,
+                declared.counted or declared.path,
+                declared.refuse or contract.refuse,
+                answer=answer,
+                headers=_headers_of(contract),
+                same_site=True,
+                max_body=MAX_BODY,
+            )
+
+        if declared.wrong_method is not None:
+            yield (
+                declared.path,
+                ANY_METHOD,
+                route(partial(_manage_or_refuse, declared, declared.wrong_method, management)),
+            )
+            continue
+        for method, operation in declared.operations.items():
+            yield declared.path, method, route(partial(_manage, operation, management))
+
+
+async def _manage(operation: ManagementOperation, management: Management, call: Call, reply: HttpReply) -> None:
+    reply.reply(await operation(call, management))
+
+
+async def _manage_or_refuse(
+    declared: ManagementRoute,
+    wrong_method: Callable[[Call], Reply],
+    management: Management,
+    call: Call,
+    reply: HttpReply,
+) -> None:
+    operation = declared.operations.get(call.method)
+    reply.reply(wrong_method(call) if operation is None else await operation(call, management))
+
+
+def _headers_of(contract: ContractRoutes) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in contract.headers]
+
+
+def _of_kind(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute | ByKind:
     """Return the route of a path and method that contracts declare. The kind of the model may decide between them."""
     generating, pooling = (
-        [route for route in routes if takes(route.declared, pooling=pools)] for pools in (False, True)
+        [(declared, route) for declared, route in routes if takes(declared, pooling=pools)] for pools in (False, True)
     )
     if generating == pooling or not generating or not pooling:
         return _shared(generating or pooling)
-    return KindHttpRoute(_shared(generating), _shared(pooling))
+    return ByKind(_shared(generating), _shared(pooling))
 
 
-def _shared(routes: Sequence[InfoHttpRoute | GenerationHttpRoute]) -> HttpRoute:
-    """Return the one route, or of two that which takes only bodies with a certain field in front of the other."""
+def _shared(routes: Sequence[tuple[Route, HttpRoute]]) -> HttpRoute:
+    """Return the one route, or of two the one for bodies with a certain field in front of the other."""
     if len(routes) == 1:
-        return routes[0]
-    for route, other in (routes, reversed(routes)):
-        if route.with_field is not None:
-            return SharedHttpRoute(route, route.with_field, other)
-    raise AssertionError(f"several contracts declare {routes[0].path}")
+        return routes[0][1]
+    for (declared, route), (_, other) in (routes, reversed(routes)):
+        if isinstance(declared, GenerationRoute | InfoRoute) and declared.with_field is not None:
+            choice = _FieldChoice(declared.with_field, route, other)
+            by_attribute = route.by_attribute and other.by_attribute
+            return HttpRoute(
+                route.state, route.path, route.refuse, find_by_body=choice.find_by_body, by_attribute=by_attribute
+            )
+    raise AssertionError(f"several contracts declare {routes[0][1].path}")
 
 
-class InfoHttpRoute(HttpRoute):
-    """A route that describes the model, or works on text without generating any."""
+class _FieldChoice:
+    """Chooses between two contracts of a path by a field of the body."""
 
-    def __init__(self, state: AppState, contract: ContractRoutes, declared: InfoRoute, threads: Executor) -> None:
-        super().__init__(state, declared.path, by_attribute=declared.by_attribute)
-        self.contract, self.declared, self._threads = contract, declared, threads
-        self.with_field = declared.with_field
+    def __init__(self, field: str, with_field: HttpRoute, without_field: HttpRoute) -> None:
+        self._with_field, self._without_field = with_field, without_field
+        self._mark = f'"{field}"'.encode()
+        shape = msgspec.defstruct("WithField", [("field", msgspec.Raw, msgspec.Raw())], rename={"field": field})
+        self._decode = JsonDecoder[Any](shape).decode
 
-    def refuse(self, error: RequestError) -> Reply:
-        return self.contract.refuse(error)
+    async def find_by_body(self, _: RequestHead, call: Call) -> HttpRoute:
+        return self._with_field if await off_the_loop(call.body, self._has_field, call.body) else self._without_field
 
-    async def answer(self, call: Call, reply: HttpReply, _: Model | None) -> None:
-        declared, models = self.declared, self.state.models
+    def _has_field(self, body: bytes) -> bool:
+        if self._mark not in body:
+            return False
+        try:
+            return bool(bytes(self._decode(body).field))
+        except msgspec.DecodeError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class _InfoAnswers:
+    """Answers a route that describes the model, or works on text without generating any."""
+
+    models: Models
+    contract: ContractRoutes
+    declared: InfoRoute
+    threads: Executor
+
+    async def answer(self, call: Call, reply: HttpReply) -> None:
+        declared, models = self.declared, self.models
         if declared.answer_all is not None and not models.single:
             reply.reply(declared.answer_all(call, [model.lifecycle.view() for model in models]))
             return
         named = await _name_in_body(self.contract, models, call)
-        lifecycle = model_of(models, call.path_parameters, named).lifecycle
+        lifecycle = models.called(call.path_parameters, named).lifecycle
         view = lifecycle.view()
         if declared.chat is not None and (chat := await self._run(declared.chat, call, view)) is not None:
             view = replace(view, rendered=await _rendered(chat, lifecycle.service))
@@ -106,7 +191,7 @@ class InfoHttpRoute(HttpRoute):
         """Call a function, in a thread if the body is long."""
         if len(call.body) < _LONG_TEXT:
             return function(call, view)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, call, view)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, function, call, view)
 
 
 async def _rendered(chat: Call, service: Service | None) -> RenderedChat | RequestError:
@@ -119,130 +204,76 @@ async def _rendered(chat: Call, service: Service | None) -> RenderedChat | Reque
         return error
 
 
-class GenerationHttpRoute(HandlerRoute):
-    """A route on which a model generates text, or makes vectors or scores."""
+def _generation_route(state: AppState, contract: ContractRoutes, declared: GenerationRoute | OpenAIRoute) -> HttpRoute:
+    """Return the route on which a model generates text, or makes vectors or scores."""
+    if isinstance(declared, GenerationRoute):
+        queued = not declared.streams_refusals
+    else:
+        queued = declared.path.removeprefix(declared.prefix) in QUEUED
+    choice = _ModelChoice(state.models, contract, declared)
+    return HttpRoute(
+        state,
+        declared.path,
+        contract.refuse,
+        find=choice.find,
+        find_by_body=choice.find_by_body,
+        handler_of=partial(_handler_of, declared),
+        queued=queued,
+        by_attribute=isinstance(declared, GenerationRoute) or declared.by_attribute,
+        id_header=contract.id_header,
+    )
 
-    def __init__(self, state: AppState, contract: ContractRoutes, declared: GenerationRoute | OpenAIRoute) -> None:
-        if isinstance(declared, GenerationRoute):
-            queued = not declared.streams_refusals
-        else:
-            queued = declared.path.removeprefix(declared.prefix) in QUEUED
-        by_attribute = isinstance(declared, GenerationRoute) or declared.by_attribute
-        super().__init__(state, declared.path, queued=queued, by_attribute=by_attribute, id_header=contract.id_header)
-        self.contract, self.declared = contract, declared
-        self.with_field = declared.with_field if isinstance(declared, GenerationRoute) else None
 
-    def refuse(self, error: RequestError) -> Reply:
-        return self.contract.refuse(error)
+@dataclass(frozen=True, slots=True)
+class _ModelChoice:
+    """Finds the model of a generating route: by the path, or by the body if the contract's bodies name it."""
+
+    models: Models
+    contract: ContractRoutes
+    declared: GenerationRoute | OpenAIRoute
 
     def find(self, head: RequestHead) -> Model | Reply | None:
-        if self.contract.body_names_model and not self.state.models.single:
+        if self.contract.body_names_model and self.models.only is None:
             return None
-        return self._chosen(head.path_parameters)
+        return self._model(head, "")
 
     async def find_by_body(self, head: RequestHead, call: Call) -> Model | Reply:
-        return self._chosen(head.path_parameters, await _name_in_body(self.contract, self.state.models, call))
+        return self._model(head, await _name_in_body(self.contract, self.models, call))
 
-    def _chosen(self, names: Mapping[str, str], named: str = "") -> Model | Reply:
-        model = model_of(self.state.models, names, named)
+    def _model(self, head: RequestHead, named: str) -> Model | Reply:
+        model = self.models.called(head.path_parameters, named)
         if isinstance(self.declared, GenerationRoute) and self.declared.refuse_path is not None:
-            return self.declared.refuse_path(names, model.lifecycle.model) or model
+            return self.declared.refuse_path(head.path_parameters, model.lifecycle.model) or model
         return model
 
-    def handler_of(self, service: Service) -> Handler:
-        declared = self.declared
-        handler: Handler | None
-        if isinstance(declared, GenerationRoute):
-            handler = service.generation.get(declared.path)
-        else:
-            handler = service.invocations if service.custom is not None and declared.own_handler else service.openai
-        if handler is not None:
-            return handler
-        if service.custom is not None:
-            raise NotServed(OWN_HANDLER)
-        raise NotServed(_UNUSABLE if isinstance(declared, GenerationRoute) else _NOT_VLLM)
+
+def _handler_of(declared: GenerationRoute | OpenAIRoute, service: Service) -> Handler:
+    handler: Handler | None
+    if isinstance(declared, GenerationRoute):
+        handler = service.generation.get(declared.path)
+    else:
+        handler = service.invocations if service.custom is not None and declared.own_handler else service.openai
+    if handler is not None:
+        return handler
+    if service.custom is not None:
+        raise NotServed(OWN_HANDLER)
+    raise NotServed(_UNUSABLE if isinstance(declared, GenerationRoute) else _NOT_VLLM)
 
 
-class SharedHttpRoute(HttpRoute):
-    """A path of two contracts. A field of the body decides which of them is meant."""
-
-    def __init__(self, with_field: HttpRoute, field: str, without_field: HttpRoute) -> None:
-        by_attribute = with_field.by_attribute and without_field.by_attribute
-        super().__init__(with_field.state, with_field.path, by_attribute=by_attribute)
-        self._with_field, self._without_field = with_field, without_field
-        self._mark = f'"{field}"'.encode()
-        shape = msgspec.defstruct("WithField", [("field", msgspec.Raw, msgspec.Raw())], rename={"field": field})
-        self._decode = JsonDecoder[Any](shape).decode
-
-    def refuse(self, error: RequestError) -> Reply:
-        return self._with_field.refuse(error)
-
-    async def for_body(self, body: bytes) -> HttpRoute:
-        return self._with_field if await off_the_loop(body, self._has_field, body) else self._without_field
-
-    def _has_field(self, body: bytes) -> bool:
-        if self._mark not in body:
-            return False
-        try:
-            return bool(bytes(self._decode(body).field))
-        except msgspec.DecodeError:
-            return False
-
-
-class KindHttpRoute(HttpRoute):
-    """A path of two contracts. The kind of the model decides which of them is meant.
-
-    A server with several models, or a model that is not loaded yet, may not tell the kind. The route of models that
-    generate text answers then.
-    """
-
-    def __init__(self, generating: HttpRoute, pooling: HttpRoute) -> None:
-        by_attribute = generating.by_attribute and pooling.by_attribute
-        super().__init__(generating.state, generating.path, by_attribute=by_attribute)
-        self._generating, self._pooling = generating, pooling
-
-    def refuse(self, error: RequestError) -> Reply:
-        return self._generating.refuse(error)
-
-    def chosen(self, scope: Scope) -> HttpRoute:
-        try:
-            service = model_of(self.state.models, scope.get("path_params") or {}).lifecycle.service
-        except UnknownModel:
-            service = None
-        return self._generating if service is None or service.pooling is None else self._pooling
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.chosen(scope)(scope, receive, send)
-
-
-def model_of(models: Models, names: Mapping[str, str], named: str = "") -> Model:
-    """Return the model of a call: the model in its path, the model that its body names, or the startup model.
-
-    Args:
-        models: The server's models.
-        names: The parameters of the path.
-        named: The name in the body, or an empty string.
-
-    Raises:
-        UnknownModel: The path names a model that the server does not have.
-        ModelNotNamed: Nothing names the model, and the server did not start with exactly one.
-    """
-    if models.single:
-        return models.startup()
-    if "model" in names:
-        return models.choose(names["model"], names.get(MODEL_VERSION))
-    found = [model for model in models if _is_called(model, named)]
-    if len(found) == 1:
-        return found[0]  # Of several versions, the version that has the adapter.
-    return models.choose(found[0].name) if found else models.startup()
-
-
-def _is_called(model: Model, name: str) -> bool:
-    """Return True if a body may use this name for the model: one of its names, or the name of an adapter."""
-    if name == model.name or name in model.lifecycle.model.served_model_names:
-        return True
-    service = model.lifecycle.service
-    return service is not None and service.adapters is not None and name in service.adapters
+def _invocation_route(state: AppState, contract: ContractRoutes, declared: InvocationRoute) -> HttpRoute:
+    models = state.models
+    return HttpRoute(
+        state,
+        declared.counted,
+        contract.refuse,
+        find=partial(declared.find, models),
+        find_by_body=partial(declared.find_by_body, models),
+        handler_of=attrgetter("invocations"),
+        names=partial(declared.names, models),
+        headers=_headers_of(contract),
+        queued=True,
+        by_attribute=declared.by_attribute,
+    )
 
 
 class _NamedModel(msgspec.Struct):

@@ -8,7 +8,7 @@ tokenize: a client of an endpoint must not load adapters or models.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from handlers.contract import NOT_HELD
 
@@ -20,15 +20,14 @@ _ROUTE = re.compile(rb"(?:^|[,;\s])route=([^,;\s]*)")
 _PATH = re.compile(rb"(/(?!\.\.?(/|$))[^/%?#\\\x00-\x20\x7f-\xff]+)+|/")  # No escape, query, fragment, `//` or `..`.
 
 
-def attributes_of(header: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the attributes of the header's value, with names in lower case. One without `=` is left out, as in LMI.
+def attributes_of(header: bytes) -> Sequence[tuple[bytes, bytes]]:
+    """Return the attributes of the header's value, with names in lower case. One without `=` is left out, as in LMI.
 
     Semicolons separate them, as in LMI. Commas and white space do so, too, if one of the attributes is `route`.
     """
-    for attribute in _SEPARATOR.split(header) if _ROUTE.search(header) else header.split(b";"):
-        name, equals, value = attribute.partition(b"=")
-        if equals:
-            yield name.strip().lower(), value.strip()
+    given = _SEPARATOR.split(header) if _ROUTE.search(header) else header.split(b";")
+    pairs = [attribute.partition(b"=") for attribute in given]
+    return [(name.strip().lower(), value.strip()) for name, equals, value in pairs if equals]
 
 
 def named_route(header: bytes) -> bytes | None:

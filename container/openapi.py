@@ -22,7 +22,7 @@ from engines.errors import RequestError
 from engines.model_settings import ModelSettings
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import JSON, Call, Reply
-from handlers.contract_routes import ContractRoutes, InfoRoute, OpenAIRoute, Operation, Route
+from handlers.contract_routes import ContractRoutes, GenerationRoute, InfoRoute, OpenAIRoute, Operation, Route
 from handlers.json_schemas import OBJECT, STRING, Schema, either, struct
 from handlers.lmi import adapter_management as lmi_adapters
 from handlers.lmi.openapi import ADAPTERS, MANAGEMENT, invocation
@@ -132,7 +132,7 @@ def _operations(model: ModelSettings, forwarded: Mapping[str, Any]) -> Iterator[
         yield "GET", path, "server", operation
     for contract in CONTRACTS:
         for route in contract.routes:
-            if isinstance(route, OpenAIRoute) or route.about is None:
+            if not isinstance(route, GenerationRoute | InfoRoute) or route.about is None:
                 continue
             for method in route.methods:
                 if model.handler is None or method != "POST":  # A custom handler answers only a few of these routes.

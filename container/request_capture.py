@@ -265,8 +265,7 @@ class RequestCapture:
         if scope["type"] != "http" or scope.get(RECORDED) or not self._infers(scope):
             await self._application(scope, receive, send)
             return
-        # The routes change the scope's path if an attribute names another route.
-        record = _Record({**scope}, self._files)
+        record = _Record(scope, self._files)
 
         async def receive_and_keep() -> Any:
             message = await receive()

@@ -186,6 +186,7 @@ def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -
             http=partial(HttpProtocol, cork=Cork()),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
+            interface="asgi3",
             proxy_headers=False,
             log_config=None,
             access_log=False,

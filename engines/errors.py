@@ -29,12 +29,20 @@ class UnknownModel(RequestError):
         self.name = name
 
 
+class ModelNotNamed(UnknownModel):
+    """The call names no model, and the server did not start with exactly one."""
+
+
 class NotServed(RequestError):
     """The model cannot do this, such as a chat on an engine without chats."""
 
 
 class NotReady(RequestError):
     """The model is still loading, or the server is stopping."""
+
+
+class NoWorkers(NotReady):
+    """The model was scaled down to no workers."""
 
 
 class CrossSite(RequestError):

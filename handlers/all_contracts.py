@@ -1,16 +1,22 @@
 """The contracts that declare routes. A new contract is added here.
 
-No two contracts may have the same path and method, unless a route has `with_field`, or both have `models`. LMI is not
-in the list, because the model's settings decide which handler serves its routes, `/invocations` and `/predictions`.
+No two contracts may have the same path and method, unless a route has `with_field`, or both have `models`.
 """
 
 from __future__ import annotations
 
 from handlers.contract_routes import ContractRoutes
 from handlers.happy_vllm.routes import HAPPY_VLLM
+from handlers.lmi.routes import lmi
 from handlers.openai.routes import ANTHROPIC, OPENAI
 from handlers.tei.routes import TEI
 from handlers.tgi.routes import TGI
 from handlers.triton.routes import TRITON
 
-CONTRACTS: tuple[ContractRoutes, ...] = (TRITON, HAPPY_VLLM, TGI, TEI, OPENAI, ANTHROPIC)
+
+def all_contracts(not_ready: int = 503, internal: int = 500) -> tuple[ContractRoutes, ...]:
+    """Return the contracts. The arguments are the statuses that `lmi` takes from the server's settings."""
+    return (lmi(not_ready, internal), TRITON, HAPPY_VLLM, TGI, TEI, OPENAI, ANTHROPIC)
+
+
+CONTRACTS = all_contracts()

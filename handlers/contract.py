@@ -20,7 +20,7 @@ from engines.request import GenerationRequest, TokenDelta
 
 JSON = "application/json"
 WITHOUT_BODY = frozenset({204, 304})  # Statuses with neither body nor length (RFC 9110, section 8.6).
-_TRACE_HEADERS = ("Traceparent", "Tracestate")
+_TRACE_HEADERS = (b"traceparent", b"tracestate")
 _SALT_HEADER, _PRIORITY_HEADER = "X-Cache-Salt", "X-Vllm-Priority"
 _PRIORITIES = range(-(1 << 31), 1 << 31)
 _SALT = re.compile(r"[!-.0-?A-\[\]-~]{1,128}")
@@ -62,6 +62,27 @@ class Steering(NamedTuple):
     priority: int
 
 
+class Head(Protocol):
+    """An HTTP request without its body, as the server has read it."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def query(self) -> bytes: ...
+
+    @property
+    def headers(self) -> Mapping[bytes, bytes]:
+        """All headers, by names in lower case. Of several headers with one name, the last."""
+
+    @property
+    def attributes(self) -> Sequence[tuple[bytes, bytes]]:
+        """SageMaker's custom attributes, with names in lower case."""
+
+    @property
+    def path_parameters(self) -> Mapping[str, str]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """An HTTP request with its whole body."""
@@ -69,8 +90,8 @@ class Call:
     body: bytes
     content_type: str = ""  # With its parameters. Empty if absent.
     request_id: str
-    # All headers, with names in canonical case (`X-Amzn-SageMaker-Session-Id`). The last of several counts.
-    headers: tuple[tuple[str, str], ...] = ()
+    # All headers, by names in lower case. Of several headers with one name, the last.
+    headers: Mapping[bytes, bytes] = field(default_factory=dict)
     query: tuple[tuple[str, str], ...] = ()  # Query parameters, decoded, in order.
     method: str = "POST"
     path: str = ""  # Decoded, without the query.
@@ -80,6 +101,11 @@ class Call:
     fields: Mapping[str, msgspec.Raw] | None = None
     key_salt: str = ""  # Differs for each API key. Empty if the server has no keys.
 
+    def header(self, name: str) -> str | None:
+        """Return the value of a header. `name` may have any case."""
+        value = self.headers.get(name.lower().encode())
+        return None if value is None else value.decode("latin-1")
+
     def steering(self) -> Steering:
         """Read the headers that steer the engine.
 
@@ -87,16 +113,19 @@ class Call:
             InvalidParameter: The salt is one that vLLM would refuse in a body, or the priority is not an integer of 32
                 bits.
         """
-        headers = dict(self.headers)
-        salt = headers.get(_SALT_HEADER)
+        headers = self.headers
+        salt = headers.get(b"x-cache-salt", b"").decode("latin-1")
         if salt and not _SALT.fullmatch(salt):
             expected = "must have at most 128 characters of visible ASCII, and no @, / or \\"
             raise InvalidParameter(_SALT_HEADER, f"{expected}, got {salt[:20]!r}")
-        priority = headers.get(_PRIORITY_HEADER, "0")
+        priority = headers.get(b"x-vllm-priority", b"0").decode("latin-1")
         if not _INTEGER.fullmatch(priority) or int(priority) not in _PRIORITIES:
             raise InvalidParameter(_PRIORITY_HEADER, f"must be an integer of 32 bits, got {priority[:20]!r}")
-        context = {name.lower(): headers[name] for name in _TRACE_HEADERS if name in headers}
-        return Steering(context or None, salt or self.key_salt, int(priority))
+        context = None
+        if b"traceparent" in headers or b"tracestate" in headers:
+            given = [(name, headers[name]) for name in _TRACE_HEADERS if name in headers]
+            context = {name.decode(): value.decode("latin-1") for name, value in given}
+        return Steering(context, salt or self.key_salt, int(priority))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,13 +275,14 @@ class Running(Protocol):
         """Stop, because the client has left. Does nothing if the reply is complete."""
 
 
-_HEADER = SAGEMAKER_ADAPTER_IDENTIFIER_HEADER.lower()
+_ADAPTER_HEADER = SAGEMAKER_ADAPTER_IDENTIFIER_HEADER.lower().encode()
 
 
 def adapter_header(call: Call) -> str | None:
     """Return the adapter that SageMaker's header names.
 
     Returns:
-        The name, an empty string for the model itself, or None without the header. The last of several headers counts.
+        The name, an empty string for the model itself, or None without the header.
     """
-    return next((value.strip() for name, value in reversed(call.headers) if name.lower() == _HEADER), None)
+    name = call.headers.get(_ADAPTER_HEADER)
+    return None if name is None else name.decode("latin-1").strip()

@@ -6,9 +6,9 @@ an HTTP route for each declared route.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -17,8 +17,9 @@ from engines.adapters import Adapter
 from engines.errors import InvalidParameter, InvalidRequest, NotReady, NotServed, RequestError
 from engines.loaded_model import LoadedModel
 from engines.model_settings import ModelSettings
-from handlers.contract import JSON, Call, Contract, Reply, adapter_header
+from handlers.contract import JSON, Call, Contract, Head, Reply, adapter_header
 from handlers.json_schemas import Schema
+from handlers.management import ManagementOperation
 
 # The error on routes that a model with a custom handler does not serve.
 OWN_HANDLER = "this model has a handler of its own; /invocations, /predictions and /v1/chat/completions reach it"
@@ -197,12 +198,56 @@ class OpenAIRoute:
     by_attribute: bool = False  # `route` in SageMaker's custom attributes may name it: it infers or tokenizes.
 
 
-Route = GenerationRoute | InfoRoute | OpenAIRoute
+class ServedModels(Protocol):
+    """The server's models, by their names. A model is an object of the server."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def startup(self) -> Any:
+        """Return the model with which the server started. Raises ModelNotNamed if there is not exactly one."""
+
+    def choose(self, name: str, version: str | None = None) -> Any:
+        """Return a model by its name. Raises UnknownModel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvocationRoute:
+    """A route for the handler of `/invocations`. It takes any method, and its head may name the model."""
+
+    path: str
+    methods: tuple[str, ...] = ("*",)
+    counted: str  # The path under which calls are counted.
+    # Returns the names of the model and the version in the head of a call; None for a part that it does not name.
+    names: Callable[[ServedModels, Head], tuple[str | None, str | None]]
+    # Returns the model, a reply, or None if the body has to be read to tell. It may raise RequestError.
+    find: Callable[[ServedModels, Head], Any]
+    find_by_body: Callable[[ServedModels, Head, Call], Awaitable[Any]]  # Returns the model or a reply.
+    by_attribute: bool = True  # `route` in SageMaker's custom attributes may name it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagementRoute:
+    """A route that manages models or adapters. Browsers may not call it for other sites."""
+
+    path: str
+    operations: Mapping[str, ManagementOperation]  # By method.
+    counted: str | None = None  # The path under which calls are counted, if it is another.
+    refuse: Callable[[RequestError], Reply] | None = None  # The form of its errors, if it is not the contract's.
+    # Replies to all other methods, in place of `ContractRoutes.wrong_method`.
+    wrong_method: Callable[[Call], Reply] | None = None
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(self.operations)
+
+
+Route = GenerationRoute | InfoRoute | OpenAIRoute | InvocationRoute | ManagementRoute
 
 
 def takes(route: Route, *, pooling: bool) -> bool:
     """Return True if a route takes calls of models that pool, or of models that generate."""
-    return isinstance(route, OpenAIRoute) or route.models in ("all", "pooling" if pooling else "generating")
+    kind = "pooling" if pooling else "generating"
+    return not isinstance(route, GenerationRoute | InfoRoute) or route.models in ("all", kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +265,7 @@ class ContractRoutes:
     id_header: str | None = None  # Its name for the header with the request's id, which replies have besides.
     prefixes: tuple[str, ...] = ()  # Unknown paths below these belong to the contract too.
     not_found: Callable[[Call], Reply] | None = None  # Returns the reply to such a path.
+    headers: tuple[tuple[str, str], ...] = ()  # Of every reply that its routes make.
     redirects: bool = False  # A path with slashes at its end is redirected to the path without them, as by FastAPI.
 
 

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from json.encoder import encode_basestring as quote
 
-from engines.errors import Overloaded, UnknownAdapter
+from engines import errors
+from engines.errors import Overloaded, RequestError, UnknownAdapter
 from handlers.contract import JSON, ContractError, Reply
 
 FAILED_DEPENDENCY = 424  # LMI's status for an inference request that failed, for any reason.
+# Headers of every reply of the front end's routes.
+NO_CACHE = (
+    ("pragma", "no-cache"),
+    ("cache-control", "no-cache; no-store, must-revalidate, private"),
+    ("expires", "Thu, 01 Jan 1970 00:00:00 UTC"),
+)
 # The front end writes JSON that can be embedded in HTML.
 HTML_SAFE = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "=": "\\u003d", "'": "\\u0027"})
 
@@ -24,6 +31,39 @@ def front_end_reply(status: int, kind: str, message: str) -> Reply:
     """
     text = f'{{\n  "code": {status},\n  "type": {_html_safe(kind)},\n  "message": {_html_safe(message)}\n}}\n'
     return Reply(status, JSON, text.encode("utf-8", "replace"))
+
+
+def front_end_refusal(error: RequestError, not_ready: int = 503, otherwise: int = 500) -> Reply:
+    """Return the front end's reply to a request that it could not read or give to a model.
+
+    Args:
+        error: The reason.
+        not_ready: The status if the model is not ready.
+        otherwise: The status of internal errors.
+    """
+    match error:
+        case errors.BodyTooLarge():
+            return Reply(413, JSON, b"")
+        case errors.BodyTimeout():
+            return front_end_reply(408, "BadRequestException", error.message)
+        case errors.ModelNotNamed():
+            return front_end_reply(400, "BadRequestException", f"Parameter model_name is required: {error.message}")
+        case errors.UnknownModel():
+            return front_end_reply(404, "ModelNotFoundException", error.message)
+        case errors.NoWorkers():
+            return front_end_reply(503, "WlmShutdownException", error.message)
+        case errors.Unauthorized():
+            return front_end_reply(401, "UnauthorizedException", error.message)
+        case errors.CrossSite():
+            return front_end_reply(403, "ForbiddenException", error.message)
+        case errors.NotReady():
+            return front_end_reply(not_ready, "ServiceUnavailableException", error.message)
+        case errors.Overloaded():
+            return front_end_reply(error.status, "WlmCapacityException", error.message)
+        case errors.InvalidRequest():
+            return front_end_reply(400, "BadRequestException", error.message)
+        case _:
+            return front_end_reply(otherwise, "InternalServerException", error.message)
 
 
 def refused(status: int, kind: str, message: str) -> ContractError:

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 DIRECTORY = Path(__file__).parent / "static"
@@ -53,12 +52,6 @@ def files() -> Mapping[str, Application]:
     return {"/console": _read(DIRECTORY / _INDEX), "/console/": RedirectResponse("../console"), **found}
 
 
-def for_browsers(otherwise: Application) -> Application:
-    """Return an application that sends the page to clients that accept text/html. `otherwise` serves other clients."""
-    page = _read(DIRECTORY / _INDEX, vary="accept")
-
-    async def serve(scope: Any, receive: Any, send: Any) -> None:
-        accepted = Request(scope).headers.get("accept", "")
-        await (page if "text/html" in accepted else otherwise)(scope, receive, send)
-
-    return serve
+def front_page() -> Application:
+    """Return the application that serves the page on a path that answers other clients than browsers differently."""
+    return _read(DIRECTORY / _INDEX, vary="accept")

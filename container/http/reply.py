@@ -27,12 +27,6 @@ _LATER = (429, 503)
 _COME_AGAIN = 64  # Refused clients that may retry in each second. More would take time from the engine.
 _MOST_SECONDS = 30
 
-NO_CACHE: Headers = [
-    (b"pragma", b"no-cache"),
-    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
-    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
-]
-
 
 class RetryAfter:
     """The time after which a refused client may retry: a second, or more if many clients are refused."""

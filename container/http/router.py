@@ -1,7 +1,8 @@
-"""The route table: finds the application for a request by path, then by method."""
+"""The route table. `Router.dispatch` decides which route answers a request, and for which model."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,17 @@ from urllib.parse import unquote
 
 from starlette.routing import compile_path
 
+from container.custom_attributes import CUSTOM_ATTRIBUTES, is_plain_path, named_route
+from container.http.request_head import REQUEST_ID, RequestHead
+from container.http.route import Found, HttpRoute
+from container.models.registry import MODEL_VERSION
+from engines.errors import InvalidRequest, RequestError, UnknownModel
+
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 ANY_METHOD = "*"  # Serves the methods for which the path has no other application.
 WITH_SLASHES = "/"  # In place of a method: serves the path with slashes at its end.
+FOR_BROWSERS = "text/html"  # In place of a method: serves GET to clients that accept text/html.
 _ENCODED_SLASH = re.compile("%2f", re.IGNORECASE)
 # LMI's paths, which may end in slashes (DJL Serving, `InferenceRequestHandler` and `ManagementRequestHandler`). vLLM
 # and happy_vllm redirect such a path (`WITH_SLASHES`). The servers of other contracts do not know it.
@@ -21,6 +29,8 @@ _ENDS_IN_SLASHES = re.compile(r"/(?:ping|invocations|predictions|models|adapters
 # Replaces an encoded slash while a route is looked up. An encoded slash belongs to a name and separates nothing (RFC
 # 3986, section 2.2). No decoded path has this character.
 _SLASH_IN_NAME = "\udc2f"
+_ROUTE = "`route` in X-Amzn-SageMaker-Custom-Attributes"
+_SHOWN = 200  # Characters of a wrong route in the error.
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,98 +44,205 @@ class Mount:
     drain: Callable[[float], Awaitable[None]] | None = None
 
 
-class Router:
-    """Finds the application of a request. Most paths have no parameters and are found without a search."""
+@dataclass(frozen=True, slots=True)
+class ByKind:
+    """The routes of two contracts for one path. The kind of the model decides which of them is meant.
 
-    def __init__(self, not_found: Application, mounts: Sequence[Mount] = ()) -> None:
-        self._plain: dict[str, dict[str, Application]] = {}
+    A server with several models, or a model that is not loaded yet, may not tell the kind. The route of models that
+    generate text answers then.
+    """
+
+    generating: HttpRoute
+    pooling: HttpRoute
+
+    def route(self, head: RequestHead) -> HttpRoute:
+        """Return the route for a request."""
+        try:
+            service = self.generating.state.models.called(head.path_parameters).lifecycle.service
+        except UnknownModel:
+            service = None
+        return self.generating if service is None or service.pooling is None else self.pooling
+
+
+Entry = Application | HttpRoute | ByKind
+
+
+class Router:
+    """An ASGI application that gives each request to its route. Most paths are found without a search."""
+
+    def __init__(
+        self,
+        not_found: Application | HttpRoute,
+        mounts: Sequence[Mount] = (),
+        not_found_below: Mapping[str, HttpRoute] | None = None,
+        id_header: bytes = REQUEST_ID,
+    ) -> None:
+        """Create a router without routes.
+
+        Args:
+            not_found: Answers paths that are not served.
+            mounts: Further applications.
+            not_found_below: Answer unknown paths below the prefix of a contract.
+            id_header: The header with the client's request id, in lower case.
+        """
+        self._plain: dict[str, dict[str, Entry]] = {}
         # Sorted by the number of parameters: `/models/{model}/invoke` comes before `/models/{model}/{version}`.
-        self._patterns: dict[str, tuple[re.Pattern[str], dict[str, Application]]] = {}
+        self._patterns: dict[str, tuple[re.Pattern[str], dict[str, Entry]]] = {}
         self._mounts = tuple(mounts)
         self._not_found = not_found
+        self._not_found_below = sorted((not_found_below or {}).items(), key=lambda known: len(known[0]), reverse=True)
         self._open: set[tuple[str, str]] = set()
+        self.id_header = id_header
 
-    def add(self, path: str, method: str, application: Application, *, without_key: bool = False) -> None:
+    def add(self, path: str, method: str, entry: Entry, *, without_key: bool = False) -> None:
         """Serve a path.
 
         The first application that is added for a path and method stays.
 
         Args:
             path: May have `{name}` for a segment.
-            method: An HTTP method, `ANY_METHOD` or `WITH_SLASHES`.
-            application: Serves the requests.
+            method: An HTTP method, `ANY_METHOD`, `WITH_SLASHES` or `FOR_BROWSERS`.
+            entry: Serves the requests.
             without_key: Callers need no API key, even if the server asks for keys. Such a path has no `{name}`.
         """
         if without_key:
             self._open.add((path, method))
         if "{" not in path:
-            self._plain.setdefault(path, {}).setdefault(method, application)
+            self._plain.setdefault(path, {}).setdefault(method, entry)
             return
         if path not in self._patterns:
             self._patterns[path] = (compile_path(path)[0], {})
             self._patterns = dict(sorted(self._patterns.items(), key=lambda known: known[0].count("{")))
-        self._patterns[path][1].setdefault(method, application)
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            await self.find(scope)(scope, receive, send)
-
-    def find(self, scope: Any) -> Application:
-        """Return the application that serves a request."""
-        if scope["path"].endswith("/") and (redirect := self._with_slashes(scope)) is not None:
-            return redirect
-        methods = self._lookup(scope)
-        if methods is None:
-            path = _path(scope)
-            scope.setdefault("app", self)  # Starlette's key: a mounted application may call the container's own routes
-            return next((m.application for m in self._mounts if path.startswith(m.prefix)), self._not_found)
-        return methods.get(scope["method"]) or methods.get(ANY_METHOD) or self._head(scope["method"], methods)
-
-    def is_open(self, scope: Any) -> bool:
-        """Return True if a request needs no API key."""
-        path, method = without_slashes(_path(scope)), scope["method"]
-        if path.endswith("/") and self._with_slashes({**scope}) is not None:
-            path = path.rstrip("/")
-        return not self._open.isdisjoint({(path, ANY_METHOD), (path, "GET" if method == "HEAD" else method)})
+        self._patterns[path][1].setdefault(method, entry)
 
     def methods(self, path: str) -> list[str]:
         """Return the HTTP methods that were added for a path, sorted."""
         methods = self._patterns[path][1] if path in self._patterns else self._plain.get(path, {})
-        return sorted(methods.keys() - {ANY_METHOD, WITH_SLASHES})
+        return sorted(methods.keys() - {ANY_METHOD, WITH_SLASHES, FOR_BROWSERS})
 
-    def _head(self, method: str, methods: Mapping[str, Application]) -> Application:
-        """Serve HEAD on every path that has GET (RFC 9110, section 9.1). The HTTP server leaves the body out."""
-        return (methods.get("GET") if method == "HEAD" else None) or self._not_found
+    def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
+        """Serve one ASGI connection."""
+        if scope["type"] != "http":
+            return _nothing()
+        head = RequestHead(scope, self.id_header)
+        route, found = self.dispatch(head)
+        if isinstance(route, HttpRoute):
+            return route.serve(head, found, receive, send)
+        scope.setdefault("app", self)  # Starlette's key: a mounted application may call the container's own routes
+        return route(scope, receive, send)
 
-    def _with_slashes(self, scope: Any) -> Application | None:
-        path = _path(scope)
-        bare = path.rstrip("/")
-        if bare in ("", path):
-            return None
-        methods = self._plain.get(bare) or self._match(scope, bare)
-        return None if methods is None else methods.get(WITH_SLASHES)
+    def dispatch(self, head: RequestHead) -> tuple[Application | HttpRoute, Found]:
+        """Decide which route answers a request, and for which model.
 
-    def _lookup(self, scope: Any) -> Mapping[str, Application] | None:
-        """Return the applications of a path by their methods.
+        The head then has the path's parameters, and the path that is answered.
 
-        The scope then has the path without the slashes that LMI's paths may end in: contracts compare paths.
+        Returns:
+            The route, and its model, or the reply or the error with which it answers. None instead if the body has to
+            be read to tell, or if the route has no model.
         """
-        path = _path(scope)
-        served = without_slashes(path)
-        methods = self._plain.get(served) or self._match(scope, served)
-        if methods is not None and served != path:
-            scope["path"] = scope["path"][: len(served) - len(path)]
-            scope["raw_path"] = scope["raw_path"].rstrip(b"/")
-        return methods
+        route, found = self.find(head)
+        if found is None and isinstance(route, HttpRoute) and route.find is not None:
+            try:
+                found = route.find(head)
+            except RequestError as error:
+                found = error
+        return route, found
 
-    def _match(self, scope: Any, path: str) -> Mapping[str, Application] | None:
+    def find(self, head: RequestHead) -> tuple[Application | HttpRoute, Found]:
+        """Return the route that answers a request, and the reply if the head is wrong."""
+        route = self._entry(head)
+        if isinstance(route, ByKind):
+            return route.route(head), None
+        if head.attributes and isinstance(route, HttpRoute) and route.names is not None:
+            named = named_route(head.headers[CUSTOM_ATTRIBUTES])
+            if named is not None:
+                return self._named(head, route, route.names, named)
+        return route, None
+
+    def _named(
+        self,
+        head: RequestHead,
+        route: HttpRoute,
+        names: Callable[[RequestHead], tuple[str | None, str | None]],
+        named: bytes,
+    ) -> tuple[HttpRoute, Found]:
+        """Return the route that the attribute `route` of a request names, in place of `route`."""
+        target = copy.copy(head)
+        target.path, target.raw_path, target.path_parameters = named.decode("latin-1"), named, {}
+        other = self._entry(target) if is_plain_path(named) else None
+        if isinstance(other, ByKind):
+            other = other.route(target)
+        if not isinstance(other, HttpRoute) or not other.by_attribute:
+            fault = (
+                f"{_ROUTE} must be the path of a POST route that generates or tokenizes, such as /v1/chat/completions, "
+                f"got {head.method} {named[:_SHOWN].decode('latin-1')}"
+            )
+            return route, route.refuse(InvalidRequest(fault))
+        asked, given = head.path_parameters.get("model"), target.path_parameters.get("model")
+        if asked and given and asked != given:
+            # SageMaker has chosen the model of a multi-model endpoint, and may have checked the right to it.
+            fault = f"{_ROUTE} must not name another model than {asked}, which the call is for, got {given}"
+            return route, route.refuse(InvalidRequest(fault))
+        name, version = names(head)
+        if not target.path_parameters and name is not None:
+            try:
+                route.state.models.versions(name, version)
+            except UnknownModel as error:
+                return route, route.refuse(error)
+            target.path_parameters = {"model": name} | ({} if version is None else {MODEL_VERSION: version})
+        head.path, head.raw_path, head.path_parameters = target.path, target.raw_path, target.path_parameters
+        return other, None
+
+    def _entry(self, head: RequestHead) -> Entry:
+        """Return the entry of the table for a path and method. The head then has the path's parameters.
+
+        The head also loses the slashes that LMI's paths may end in: contracts compare paths.
+        """
+        path = served = head.path if b"%2" not in head.raw_path else _with_marked_slashes(head)
+        if path.endswith("/"):
+            bare = path.rstrip("/")
+            methods = (self._plain.get(bare) or self._match(head, bare)) if bare else None
+            if methods is not None and WITH_SLASHES in methods:
+                return methods[WITH_SLASHES]
+            served = without_slashes(path)
+        methods = self._plain.get(served) or self._match(head, served)
+        if methods is None:
+            mounted = next((mount.application for mount in self._mounts if path.startswith(mount.prefix)), None)
+            return mounted or self._unknown(head)
+        if served != path:
+            head.path = head.path[: len(served) - len(path)]
+            head.raw_path = head.raw_path.rstrip(b"/")
+        method = head.method
+        if FOR_BROWSERS in methods and method == "GET" and b"text/html" in head.headers.get(b"accept", b""):
+            return methods[FOR_BROWSERS]
+        # HEAD is served on every path that has GET (RFC 9110, section 9.1). The HTTP server leaves the body out.
+        found = methods.get(method) or methods.get(ANY_METHOD) or (methods.get("GET") if method == "HEAD" else None)
+        return found or self._unknown(head)
+
+    def _match(self, head: RequestHead, path: str) -> dict[str, Entry] | None:
         for pattern, methods in self._patterns.values():
             if (found := pattern.fullmatch(path)) is not None:
-                scope["path_params"] = {
+                head.path_parameters = {
                     key: text.replace(_SLASH_IN_NAME, "/") for key, text in found.groupdict().items()
                 }
                 return methods
         return None
+
+    def _unknown(self, head: RequestHead) -> Application | HttpRoute:
+        path = head.raw_path.decode("latin-1") + "/"
+        return next((route for prefix, route in self._not_found_below if path.startswith(prefix)), self._not_found)
+
+    def is_open(self, head: RequestHead) -> bool:
+        """Return True if a request needs no API key."""
+        path = without_slashes(head.path if b"%2" not in head.raw_path else _with_marked_slashes(head))
+        if path.endswith("/") and WITH_SLASHES in self._plain.get(path.rstrip("/"), {}):
+            path = path.rstrip("/")
+        methods = (ANY_METHOD, "GET" if head.method == "HEAD" else head.method)
+        return any((path, method) in self._open for method in methods)
+
+
+async def _nothing() -> None:
+    """Serve a connection that is not HTTP."""
 
 
 def without_slashes(path: str) -> str:
@@ -133,8 +250,5 @@ def without_slashes(path: str) -> str:
     return path.rstrip("/") if path.endswith("/") and _ENDS_IN_SLASHES(path) else path
 
 
-def _path(scope: Any) -> str:
-    if b"%2" not in scope["raw_path"]:
-        path: str = scope["path"]
-        return path
-    return unquote(_ENCODED_SLASH.sub(_SLASH_IN_NAME, scope["raw_path"].decode("ascii")))
+def _with_marked_slashes(head: RequestHead) -> str:
+    return unquote(_ENCODED_SLASH.sub(_SLASH_IN_NAME, head.raw_path.decode("ascii")))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -187,18 +188,21 @@ def _write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
     return True
 
 
-def received_body(receive: Any) -> bytes | None:
+def received_body(receive: Any, most: int = sys.maxsize) -> bytes | None:
     """Take the body of a request, once, if all of it has come. It is faster than uvicorn's `receive`.
 
     Args:
         receive: ASGI's callable.
+        most: The largest size of a body that is taken, in bytes.
 
     Returns:
-        The body. None if a part is missing, if the client has left, or if `receive` is not uvicorn's: code that wraps
-        it has to see all parts.
+        The body. None if it is larger, if a part is missing, if the client has left, or if `receive` is not uvicorn's:
+        code that wraps it has to see all parts.
     """
     cycle = getattr(receive, "__self__", None)
     if not isinstance(cycle, RequestResponseCycle) or cycle.more_body or cycle.disconnected or cycle.response_complete:
+        return None
+    if len(cycle.body) > most:
         return None
     cycle.waiting_for_100_continue = False  # The client did not wait (RFC 9110, section 10.1.1).
     cycle.message_event.clear()

@@ -27,7 +27,7 @@ from engines.errors import NotReady, Overloaded
 from engines.interface import EngineOutOfMemory, EngineStartError
 from engines.memory_release import release_memory
 from engines.start_failure import failure_of
-from handlers.lmi.model_management import Registration
+from handlers.management import Registration
 
 logger = logging.getLogger(__name__)
 

@@ -5,22 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from container.models.life_cycle import Lifecycle, State, until_none
-from engines.errors import NotReady, UnknownModel
+from engines.errors import ModelNotNamed, NotReady, NoWorkers, UnknownModel
 from handlers.service import Service
 
+MODEL_VERSION = "model_version"  # The parameter of a path for the version that SageMaker's attributes name.
 _NAMES_SHOWN = 20
-
-
-class ModelNotNamed(UnknownModel):
-    """The call names no model, and the server did not start with exactly one."""
-
-
-class NoWorkers(NotReady):
-    """The model was scaled down to no workers."""
 
 
 class AlreadyRegistered(Exception):
@@ -69,6 +62,13 @@ class Model:
         """Return the number of restarts of a copy after a time of `time.monotonic`."""
         return sum(restart.at > since and copy in restart.copies for restart in self.restarts)
 
+    def is_called(self, name: str) -> bool:
+        """Return True if a body may use this name for the model: one of its names, or the name of an adapter."""
+        if name == self.name or name in self.lifecycle.model.served_model_names:
+            return True
+        service = self.lifecycle.service
+        return service is not None and service.adapters is not None and name in service.adapters
+
     def service(self) -> Service:
         """Return the service that answers its calls.
 
@@ -91,6 +91,7 @@ class Models:
 
     def __init__(self, models: Iterable[Model] = ()) -> None:
         self._models = {(model.name, model.version): model for model in models}
+        self.only = self._only()  # The one model, if the server has one and started with it.
         self._turns = itertools.count()
         self.open_calls = 0  # Calls on any route that are not answered yet.
         self.reading: set[asyncio.Timeout] = set()  # The time limits of calls whose bodies are being read.
@@ -106,7 +107,11 @@ class Models:
     @property
     def single(self) -> bool:
         """True if the server has one model, and started with it."""
-        return len(self._models) == 1 and next(iter(self._models.values())).at_startup
+        return self.only is not None
+
+    def _only(self) -> Model | None:
+        models = list(self._models.values())
+        return models[0] if len(models) == 1 and models[0].at_startup else None
 
     def startup(self) -> Model:
         """Return the model with which the server started, for a call that names no model.
@@ -114,6 +119,8 @@ class Models:
         Raises:
             ModelNotNamed: The server did not start with exactly one.
         """
+        if self.only is not None:
+            return self.only
         found = [model for model in self._models.values() if model.at_startup]
         if len(found) == 1:
             return found[0]
@@ -121,6 +128,26 @@ class Models:
             return self.choose(found[0].name)
         models = f" ({self._names()})" if self._models else ", and it has none yet"
         raise ModelNotNamed("", f"the request has to name one of this server's models{models}")
+
+    def called(self, names: Mapping[str, str], named: str = "") -> Model:
+        """Return the model of a call: the model in its path, the model that its body names, or the startup model.
+
+        Args:
+            names: The parameters of the path.
+            named: The name in the body, or an empty string.
+
+        Raises:
+            UnknownModel: The path names a model that the server does not have.
+            ModelNotNamed: Nothing names the model, and the server did not start with exactly one.
+        """
+        if self.only is not None:
+            return self.only
+        if "model" in names:
+            return self.choose(names["model"], names.get(MODEL_VERSION))
+        found = [model for model in self if model.is_called(named)]
+        if len(found) == 1:
+            return found[0]  # Of several versions, the version that has the adapter.
+        return self.choose(found[0].name) if found else self.startup()
 
     def versions(self, name: str, version: str | None = None, *, exact: bool = False) -> list[Model]:
         """Return all versions of a model, or one of them.
@@ -167,10 +194,12 @@ class Models:
         if key in self._models:
             raise AlreadyRegistered(f"Model {model.title} is already registered.")
         self._models[key] = model
+        self.only = self._only()
 
     def remove(self, model: Model) -> None:
         if self._models.get((model.name, model.version)) is model:
             del self._models[model.name, model.version]
+            self.only = self._only()
 
     @property
     def loaded(self) -> bool:

@@ -21,9 +21,9 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from container import logs
-from container.adapter_management import Refusal, adapter_call_failed
 from container.http.cross_site import passed_on
 from container.http.router import Application
+from container.replicated_calls import Refusal, adapter_call_failed
 from container.server import ModelServer, prepared
 from container.settings.load import load_startup
 from container.settings.settings import Startup

@@ -117,7 +117,11 @@ def _call_of(message: Message, key_salt: str) -> Call:
         body=body,
         content_type=content_type,
         request_id=named.get("requestid") or str(uuid.uuid4()),
-        headers=tuple((name, value) for name, value in message.properties if name.lower() not in _NO_HEADERS),
+        headers={
+            name.encode("latin-1", "replace"): value.encode("latin-1", "replace")
+            for name, value in named.items()
+            if name not in _NO_HEADERS
+        },
         query=query,
         key_salt=key_salt,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from handlers.contract import Call
@@ -17,6 +18,9 @@ from handlers.forms import FormError, form_fields, is_form
 DEFAULT_PRIORITY = 3
 
 _CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
+# Headers that LMI's documentation writes in lower case.
+_LOWER = ("x-request-id", "x-synchronous", "x-starting-token", "x-next-token", "x-max-items", "x-priority")
+_SAGEMAKER = "x-amzn-sagemaker-"
 _ALLOW_OVERRIDE = "ALLOW_REQUEST_HANDLER_OVERRIDE"
 # The server controls a handler with these properties. A client cannot set them.
 _RESERVED = re.compile(
@@ -33,6 +37,21 @@ class HandlerInput(NamedTuple):
     contents: tuple[tuple[str | None, bytes], ...]
 
 
+def canonical_headers(call: Call) -> tuple[tuple[str, str], ...]:
+    """Return the headers of a call with names in canonical case, such as `X-Amzn-SageMaker-Session-Id`."""
+    return tuple([(_canonical(name), value.decode("latin-1")) for name, value in call.headers.items()])
+
+
+@lru_cache(maxsize=512)
+def _canonical(name: bytes) -> str:
+    text = name.decode("latin-1")
+    if text in _LOWER or "_" in text:
+        return text
+    if text.startswith(_SAGEMAKER):
+        return "X-Amzn-SageMaker-" + "-".join(map(str.capitalize, text.removeprefix(_SAGEMAKER).split("-")))
+    return "-".join(map(str.capitalize, text.split("-")))
+
+
 def input_of(call: Call) -> HandlerInput:
     """Return the input for a call.
 
@@ -43,7 +62,7 @@ def input_of(call: Call) -> HandlerInput:
         ContractError: 400. The form is broken, or the request names a handler function.
     """
     given: list[tuple[str, str]] = []
-    for name, value in call.headers:
+    for name, value in canonical_headers(call):
         if name.lower() != _CUSTOM_ATTRIBUTES:
             given.append((name, value))
             continue

@@ -13,15 +13,14 @@ from typing import Any
 import msgspec
 
 from engines import errors
-from engines.adapters import Adapter, AdapterOrder
+from engines.adapters import Adapter, AdapterOrder, AdapterRegistry
 from handlers.contract import JSON, Call, Reply, media_type
 from handlers.djl_errors import front_end_reply
 from handlers.json_fields import JsonError, decode_json, json_kind
+from handlers.management import Management
 
 ALIAS_HEADER = "X-Amzn-SageMaker-Adapter-Alias"
 MOST_LISTED = 100  # Adapters in one reply.
-DISABLED = "LoRA is not enabled: set option.enable_lora=true"
-
 _TEXT = "text/plain; charset=utf-8"
 _KNOWN = frozenset({"name", "src", "preload", "pin", "model_name", "model_version"})
 _BOOLEANS = {"true": True, "false": False}
@@ -41,6 +40,42 @@ _REFUSALS: tuple[tuple[type[errors.RequestError], int, str], ...] = (
     (errors.NotReady, 503, "ServiceUnavailableException"),
     (errors.EngineDead, 500, "EngineException"),
 )
+
+
+async def register(call: Call, management: Management) -> Reply:
+    """`POST .../adapters`."""
+    registry = _registry(call, management)
+    order = read_registration(call)
+    return confirmation(call, order.name, "registered", await registry.register(order))
+
+
+async def update(call: Call, management: Management) -> Reply:
+    """`POST .../adapters/<name>/update`."""
+    registry = _registry(call, management)
+    order = read_update(call)
+    return confirmation(call, order.name, "updated", await registry.update(order))
+
+
+async def unregister(call: Call, management: Management) -> Reply:
+    """`DELETE .../adapters/<name>`."""
+    name = call.path_parameters["adapter"]
+    message = await _registry(call, management).unregister(name, alias(call))
+    return confirmation(call, name, "unregistered", message)
+
+
+async def describe(call: Call, management: Management) -> Reply:
+    """`GET .../adapters/<name>`."""
+    return description(_registry(call, management).get(call.path_parameters["adapter"]))
+
+
+async def list_adapters(call: Call, management: Management) -> Reply:
+    """`GET .../adapters`."""
+    return adapter_list(call, _registry(call, management).all())
+
+
+def _registry(call: Call, management: Management) -> AdapterRegistry:
+    """Return the adapters of the model that the path names, or of the startup model."""
+    return management.adapters(call.path_parameters.get("model"))
 
 
 def read_registration(call: Call) -> AdapterOrder:
@@ -66,7 +101,7 @@ def read_update(call: Call) -> AdapterOrder:
 
 def alias(call: Call) -> str:
     """Return the adapter's name for messages, from SageMaker's header, or an empty string without the header."""
-    return next((value.strip() for name, value in call.headers if name.lower() == ALIAS_HEADER.lower()), "")
+    return (call.header(ALIAS_HEADER) or "").strip()
 
 
 def confirmation(call: Call, name: str, action: str, message: str) -> Reply:

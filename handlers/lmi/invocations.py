@@ -37,6 +37,7 @@ _MARKS = tuple(f'"{field}"'.encode() for field, kind in ROLLING_BATCH if kind !=
 _JSON_TYPES = frozenset({"", "application/octet-stream", "application/x-www-form-urlencoded"})
 _PATHS = {"chat": CHAT, "completion": COMPLETIONS}
 _NULL = b"null"
+_SESSION_HEADER = SESSION_ID.lower().encode()
 
 
 _split = JsonDecoder(dict[str, msgspec.Raw]).decode
@@ -125,7 +126,7 @@ class InvocationsHandler:
         if body.kind == "session":
             writer.reply(await self._sessions.answer(call))
             return None
-        if SESSION_ID in dict(call.headers):
+        if _SESSION_HEADER in call.headers:
             await self._sessions.check(call)
         if formatting is not None and formatting.formatters.writes:
             return await self._formatted(formatting, body, call, writer)

@@ -9,14 +9,23 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from engines.errors import InvalidRequest
 from handlers.contract import JSON, Call, Reply, media_type
-from handlers.djl_errors import HTML_SAFE, bad_request
+from handlers.djl_errors import HTML_SAFE, bad_request, front_end_reply, refused
 from handlers.json_fields import JsonError, decode_json
+from handlers.management import (
+    Cause,
+    DescribedGroup,
+    DescribedModel,
+    ListedModel,
+    Management,
+    Registration,
+    RegistrationFailed,
+)
 
 MAX_LISTED = 100
 MAX_WORKERS = 128  # Each worker is a process. No machine can use this many.
@@ -34,60 +43,15 @@ MODEL_KEYS = {
     "min_worker": "minWorkers",
     "max_worker": "maxWorkers",
 }
+# Status and DJL's class name of each cause.
+_REFUSALS: Mapping[Cause, tuple[int, str]] = {
+    "url": (404, "ModelNotFoundException"),
+    "registered": (409, "IllegalArgumentException"),
+    "settings": (400, "IllegalConfigurationException"),
+    "memory": (507, "WlmOutOfMemoryException"),
+    "load": (500, "EngineException"),
+}
 _PARAMETERS = MODEL_KEYS.keys() | {"url", "model_name", "model_version", "synchronous"}
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """The parameters of `POST /models`."""
-
-    url: str
-    name: str | None
-    version: str | None
-    settings: Mapping[str, str]  # The model's settings, by their keys in serving.properties.
-    synchronous: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ListedModel:
-    """The fields of a model in a list."""
-
-    name: str
-    version: str | None
-    url: str
-    status: str
-
-
-@dataclass(frozen=True, slots=True)
-class DescribedWorker:
-    """The fields of a worker: a process of a custom handler, or a copy of a model."""
-
-    id: int
-    started: float  # Seconds since the epoch.
-    status: str
-
-
-@dataclass(frozen=True, slots=True)
-class DescribedGroup:
-    """The fields of a group: the workers of a device."""
-
-    gpu: int | None  # None: the CPU.
-    min_workers: int
-    max_workers: int
-    workers: Sequence[DescribedWorker]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DescribedModel(ListedModel):
-    """The fields of a model in a description."""
-
-    batch_size: int
-    max_batch_delay: float  # Seconds.
-    max_idle_time: float  # Seconds.
-    queue_size: int
-    waiting: int
-    at_startup: bool
-    groups: Sequence[DescribedGroup]
 
 
 def read_registration(call: Call) -> Registration:
@@ -190,6 +154,62 @@ def _integer(parameter: str, text: str, least: int, most: int | None = None) -> 
         allowed = f"an integer from {least} to {most}" if most is not None else f"an integer of at least {least}"
         raise bad_request(f'Parameter {parameter} is "{text[:200]}"; allowed: {allowed}')
     return number
+
+
+async def list_models(call: Call, management: Management) -> Reply:
+    """`GET /models`."""
+    start, limit = read_page(call)
+    return (sagemaker_list if management.multi_model else model_list)(management.listed(), start, limit)
+
+
+async def list_workflows(call: Call, management: Management) -> Reply:
+    """`GET /workflows`."""
+    return workflow_list(management.listed(), *read_page(call))
+
+
+async def register(call: Call, management: Management) -> Reply:
+    """`POST /models`."""
+    order = read_registration(call)
+    try:
+        name = await management.register(order)
+    except RegistrationFailed as error:
+        raise refused(*_REFUSALS[error.cause], error.message) from None
+    return registered(name) if order.synchronous else registration_scheduled(name)
+
+
+async def describe(call: Call, management: Management) -> Reply:
+    """`GET /models/<m>`."""
+    models = management.described(*_named(call))
+    return sagemaker_description(models[0]) if management.multi_model else description(models)
+
+
+async def scale(call: Call, management: Management) -> Reply:
+    """`PUT /models/<m>`."""
+    name, version = _named(call)
+    least, most = read_scale(call, management.workers(name, version))
+    try:
+        actual = management.scale(name, version, least, most)
+    except InvalidRequest as error:
+        parameter = "max_worker" if "max_worker" in dict(call.query) else "min_worker"
+        raise bad_request(f"Parameter {parameter} is {most}; {error.message}") from None
+    return scaled(name, *actual)
+
+
+async def unregister(call: Call, management: Management) -> Reply:
+    """`DELETE /models/<m>`."""
+    name, version = _named(call)
+    await management.unregister(name, version)
+    return unregistered(name)
+
+
+def wrong_method(_: Call) -> Reply:
+    """Return the reply if a path of the management API does not have the method."""
+    message = "Requested method is not allowed, please refer to API document."
+    return front_end_reply(405, "MethodNotAllowedException", message)
+
+
+def _named(call: Call) -> tuple[str, str | None]:
+    return call.path_parameters["model"], call.path_parameters.get("version")
 
 
 def registered(name: str) -> Reply:

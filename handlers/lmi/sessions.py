@@ -218,7 +218,7 @@ def session_of(call: Call) -> str:
     Raises:
         ContractError: The header is not an id. The reply is a 424.
     """
-    given = dict(call.headers).get(SESSION_ID, "").strip()
+    given = (call.header(SESSION_ID) or "").strip()
     if given in ("", NEW_SESSION):
         return ""
     if not _ID.fullmatch(given):

@@ -31,7 +31,7 @@ _TYPES = {
 
 def is_anthropics(call: Call) -> bool:
     """Return True if a client of Anthropic's API sends the call."""
-    return any(name == VERSION_HEADER for name, _ in call.headers)
+    return call.header(VERSION_HEADER) is not None
 
 
 def error_reply(reply: Reply) -> Reply:

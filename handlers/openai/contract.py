@@ -36,7 +36,7 @@ from handlers.parameter_memo import ParameterMemo
 from handlers.vllm_parameters import GREEDY_BELOW
 
 # Request headers that change the answer of vLLM's serving classes.
-_STEERING = frozenset({"x-data-parallel-rank", "x-session-id", "x-vllm-priority"})
+_STEERING = frozenset({b"x-data-parallel-rank", b"x-session-id", b"x-vllm-priority"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +195,7 @@ def is_common(call: Call) -> bool:
     """Return True if content type and headers leave the answer to the body."""
     # vLLM refuses a blank before the semicolon (`validate_json_request`), so this is not `media_type`.
     is_json = call.content_type.partition(";")[0].lower() == JSON
-    return is_json and not any(name.lower() in _STEERING for name, _ in call.headers)
+    return is_json and _STEERING.isdisjoint(call.headers)
 
 
 def named_adapter(

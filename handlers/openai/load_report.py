@@ -13,13 +13,13 @@ from typing import Any
 from engines.interface import Engine
 from handlers.contract import Call, Reply, ReplyWriter
 
-_FORMAT = "Endpoint-Load-Metrics-Format"
+_FORMAT = b"endpoint-load-metrics-format"
 
 
 def report_format(call: Call) -> str:
     """Return the form in which a call asks for the report: `json`, `text`, or an empty string."""
-    form = next((value.lower() for name, value in call.headers if name == _FORMAT), "")
-    return form if form in ("json", "text") else ""
+    form = call.headers.get(_FORMAT, b"").lower()
+    return form.decode() if form in (b"json", b"text") else ""
 
 
 class LoadReportWriter:

@@ -17,10 +17,19 @@ import msgspec
 from engines import errors
 from engines.adapters import AdapterOrder
 from handlers.contract import JSON, Call, ContractError, Reply
-from handlers.contract_routes import ContractRoutes, InfoRoute, ModelView, OpenAIRoute, Operation, error_body
+from handlers.contract_routes import (
+    ContractRoutes,
+    InfoRoute,
+    ManagementRoute,
+    ModelView,
+    OpenAIRoute,
+    Operation,
+    error_body,
+)
 from handlers.json_cost import JsonDecoder
 from handlers.json_fields import json_fault
 from handlers.json_schemas import OBJECT
+from handlers.management import Management, ManagementOperation
 from handlers.openai import anthropic
 from handlers.openai.constraints import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES
 from handlers.openai.speech import SPEECH
@@ -225,6 +234,22 @@ def _read(call: Call, shape: type[T]) -> T:
         raise errors.InvalidRequest(f"the body is not valid JSON: {json_fault(call.body, error)}") from None
 
 
+async def load_adapter(call: Call, management: Management) -> Reply:
+    """`POST /v1/load_lora_adapter`."""
+    registry = management.adapters(None)
+    body = read_load(call)
+    await registry.register(body.order, replacing=body.load_inplace)
+    return loaded(body.lora_name)
+
+
+async def unload_adapter(call: Call, management: Management) -> Reply:
+    """`POST /v1/unload_lora_adapter`."""
+    registry = management.adapters(None)
+    body = read_unload(call)
+    await registry.unregister(body.lora_name)
+    return unloaded(body.lora_name)
+
+
 def refuse_adapter(error: errors.RequestError) -> Reply:
     """Return the reply to an error on these routes."""
     match error:
@@ -283,6 +308,10 @@ def _aliased(routes: Sequence[OpenAIRoute]) -> tuple[OpenAIRoute, ...]:
     return tuple(replace(route, path=ALIASED + route.path, prefix=ALIASED) for route in routes)
 
 
+def _adapter_route(path: str, operation: ManagementOperation) -> ManagementRoute:
+    return ManagementRoute(path=path, operations={"POST": operation}, refuse=refuse_adapter, wrong_method=wrong_method)
+
+
 OPENAI = ContractRoutes(
     name="openai",
     routes=(
@@ -300,6 +329,8 @@ OPENAI = ContractRoutes(
         OpenAIRoute(path="/tokenize", by_attribute=True),
         OpenAIRoute(path="/detokenize", by_attribute=True),
         OpenAIRoute(path="/version", methods=("GET",)),
+        _adapter_route(LOAD, load_adapter),
+        _adapter_route(UNLOAD, unload_adapter),
     ),
     refuse=refuse,
     error=OBJECT,

@@ -239,8 +239,7 @@ class VllmCall:
 
 def scope(call: Call, path: str) -> dict[str, Any]:
     """Return the call as an ASGI scope. The application uses the request's id in its answer."""
-    headers = [(name.lower().encode("latin-1"), value.encode("latin-1", "replace")) for name, value in call.headers]
-    headers = [(name, value) for name, value in headers if name not in _OURS]
+    headers = [(name, value) for name, value in call.headers.items() if name not in _OURS]
     if call.content_type:
         headers.append((b"content-type", call.content_type.encode("latin-1", "replace")))
     headers += [
@@ -342,7 +341,7 @@ def for_vllm(
     if path in (CHAT, TOKENIZE, RENDER) and b"null" in call.body:
         changes |= _without_nulls(document)
     changes |= _without_idle(document, path)
-    if path not in (MESSAGES, COUNT_TOKENS) and not any(value == call.request_id for _, value in call.headers):
+    if path not in (MESSAGES, COUNT_TOKENS) and call.request_id.encode() not in call.headers.values():
         call = replace(call, request_id=_id_in(document) or call.request_id)
     if not changes:
         return call

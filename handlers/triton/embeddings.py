@@ -153,7 +153,7 @@ class InferContract:
         self._setting = setting
 
     def parse(self, call: Call) -> Exchange:
-        if any(name.lower() == _BINARY.lower() for name, _ in call.headers):
+        if call.header(_BINARY) is not None:
             raise TritonRefusal("tensors in binary form are not served: send `data` as JSON")
         size = check_embeds(self._setting)
         try:

@@ -37,7 +37,7 @@ class TritonContract:
         self._memo = ParameterMemo[TritonRequest]()
 
     def parse(self, call: Call) -> Exchange:
-        encoding = dict(call.headers).get("Content-Encoding", "").strip().lower()
+        encoding = (call.header("Content-Encoding") or "").strip().lower()
         if encoding not in ("", "identity"):
             raise TritonRefusal(
                 f"Content-Encoding '{encoding[:80]}' is not supported; send the body as it is (identity)"

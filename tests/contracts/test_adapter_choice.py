@@ -27,8 +27,9 @@ from tests.contracts import (
     tgi_exchange,
     triton_exchange,
 )
+from tests.stand_ins.request_headers import request_headers
 
-HEADER = (("X-Amzn-SageMaker-Adapter-Identifier", "h"),)
+HEADER = request_headers(("X-Amzn-SageMaker-Adapter-Identifier", "h"))
 
 
 @pytest.mark.parametrize("value", ["a", ["a"]])
@@ -88,7 +89,7 @@ def test_tritons_lora_name_must_be_a_text() -> None:
 
 
 def by_header(contract: Contract, document: dict[str, Any], name: str = "h") -> GenerationRequest:
-    headers = ((HEADER[0][0], name),)
+    headers = request_headers(("X-Amzn-SageMaker-Adapter-Identifier", name))
     path = {"model": exchange.MODEL.name}
     return contract.parse(replace(exchange.call(document), headers=headers, path_parameters=path)).requests[0]
 

@@ -36,6 +36,7 @@ from handlers.lmi.adapter_choice import adapters_in, adapters_of, named_adapter
 from handlers.openai import routes as vllm
 from tests.contracts import exchange
 from tests.contracts.exchange import a_joke, answer, parse, refusal
+from tests.stand_ins.request_headers import request_headers
 
 HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 ONE = Adapter(name="one", src="/adapters/one", path=Path("/adapters/one"), id=1)
@@ -60,7 +61,7 @@ def test_lmis_form_is_the_query() -> None:
 
 
 def test_sagemakers_form_is_a_json_body() -> None:
-    alias = (("X-Amzn-Sagemaker-Adapter-Alias", "nice"),)
+    alias = request_headers(*(("X-Amzn-Sagemaker-Adapter-Alias", "nice"),))
     given = {"name": "a", "src": "/x", "preload": True, "pin": False, "rank": 8, "nothing": None}
     order = adapter_management.read_registration(body(given, headers=alias))
     assert order == AdapterOrder(name="a", src="/x", preload=True, pin=False, alias="nice", options={"rank": "8"})
@@ -89,7 +90,7 @@ def test_the_answers_in_lmis_form() -> None:
         == b'{\n  "status": "Adapter a unregistered"\n}\n'
     )
     assert adapter_management.confirmation(call, "a", "registered", "said").body == b'{\n  "status": "said"\n}\n'
-    aliased = replace(call, headers=((adapter_management.ALIAS_HEADER, "nice"),))
+    aliased = replace(call, headers=request_headers((adapter_management.ALIAS_HEADER, "nice")))
     reply = adapter_management.confirmation(aliased, "a", "registered", "")
     assert (reply.status, reply.content_type) == (200, "application/json")
     assert reply.body == b'{\n  "status": "Adapter nice registered"\n}\n'
@@ -99,7 +100,7 @@ def test_the_answers_in_sagemakers_form() -> None:
     reply = adapter_management.confirmation(body({"name": "a"}), "a", "registered", "")
     assert (reply.status, reply.content_type) == (200, "text/plain; charset=utf-8")
     assert reply.body == b"Adapter a registered"
-    aliased = body({"name": "a"}, headers=((adapter_management.ALIAS_HEADER.lower(), "nice"),))
+    aliased = body({"name": "a"}, headers=request_headers((adapter_management.ALIAS_HEADER.lower(), "nice")))
     assert adapter_management.confirmation(aliased, "a", "registered", "").body == b"Adapter nice registered"
 
 
@@ -215,8 +216,8 @@ def test_the_header_goes_before_the_body_and_the_body_before_the_query() -> None
     assert named_adapter(call) == "b"
     assert named_adapter(replace(call, body=b'{"inputs": "x"}')) == "q"
     for name in (HEADER, HEADER.lower(), HEADER.upper()):
-        assert named_adapter(replace(call, headers=((name, " h "),))) == "h"
-    assert named_adapter(replace(call, headers=((HEADER, ""),))) is None
+        assert named_adapter(replace(call, headers=request_headers((name, " h ")))) == "h"
+    assert named_adapter(replace(call, headers=request_headers((HEADER, "")))) is None
     assert named_adapter(body({"adapters": ["b"]})) == "b"
     assert named_adapter(body({"adapters": ["b", "c"]})) is None
     assert named_adapter(body(b'{"adapters":')) is None

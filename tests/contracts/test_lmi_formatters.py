@@ -19,6 +19,7 @@ from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.formatter_contract import FormatterContract
 from handlers.lmi.rolling_batch import LmiRollingContract
 from tests.contracts.exchange import MODEL, a_joke, call
+from tests.stand_ins.request_headers import request_headers
 
 PROMPT = {"inputs": "Tell me", "parameters": {"max_new_tokens": 2}}
 
@@ -132,7 +133,7 @@ def test_an_input_formatter_reads_the_request() -> None:
         seen.update(keywords, session=given.get_property("x-session"))
         return TextInput(input_text=document["question"], parameters={"max_new_tokens": document["length"]})
 
-    request = replace(call({"question": "Why?", "length": 5}), headers=(("X-Session", "s1"),))
+    request = replace(call({"question": "Why?", "length": 5}), headers=request_headers(("X-Session", "s1")))
     exchange = contract(read=read).parse(request)
     (asked,) = exchange.requests
     assert (asked.prompt, asked.sampling.max_tokens) == ("Why?", 5)

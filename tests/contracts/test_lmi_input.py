@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from handlers.contract import Call, ContractError
 from handlers.custom.handler_input import input_of, priority_of
 from handlers.custom.handler_reply import response_headers
+from tests.stand_ins.request_headers import request_headers
 
 FORM = "application/x-www-form-urlencoded"
 
@@ -82,21 +83,21 @@ def test_query_parameters_come_before_the_body() -> None:
 
 
 def test_later_headers_replace_earlier_ones_whatever_their_case() -> None:
-    call = Call(body=b"", request_id="id", headers=(("X-A", "1"), ("x-a", "2"), ("B", "3")))
+    call = Call(body=b"", request_id="id", headers=request_headers(("X-A", "1"), ("x-a", "2"), ("B", "3")))
     assert input_of(call).properties == (("X-A", "2"), ("B", "3"), ("requestId", "id"))
 
 
 def test_a_handler_in_the_custom_attributes_is_refused() -> None:
-    headers = (("X-Amzn-SageMaker-Custom-Attributes", "a=b; handler = other"),)
+    headers = request_headers(("X-Amzn-SageMaker-Custom-Attributes", "a=b; handler = other"))
     with pytest.raises(ContractError):
         input_of(Call(body=b"", request_id="id", headers=headers))
 
 
 def test_a_priority_that_is_no_number_is_400() -> None:
     assert priority_of(input_of(Call(body=b"", request_id="id"))) == 3
-    assert priority_of(input_of(Call(body=b"", request_id="id", headers=(("X-Priority", "-1"),)))) == -1
+    assert priority_of(input_of(Call(body=b"", request_id="id", headers=request_headers(("X-Priority", "-1"))))) == -1
     with pytest.raises(ContractError):
-        priority_of(input_of(Call(body=b"", request_id="id", headers=(("X-Priority", "high"),))))
+        priority_of(input_of(Call(body=b"", request_id="id", headers=request_headers(("X-Priority", "high")))))
 
 
 @given(st.lists(st.tuples(st.text(max_size=10), st.text(max_size=10))))
@@ -120,7 +121,7 @@ def test_empty_fields_do_not_hide_others() -> None:
 
 def test_a_function_that_may_be_chosen_is_called_handler_whatever_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALLOW_REQUEST_HANDLER_OVERRIDE", "true")
-    given = input_of(Call(body=b"", request_id="id", headers=(("Handler", "other"),)))
+    given = input_of(Call(body=b"", request_id="id", headers=request_headers(("Handler", "other"))))
     assert ("handler", "other") in given.properties
 
 
@@ -132,5 +133,5 @@ def test_a_function_that_may_be_chosen_is_called_handler_whatever_the_case(monke
     ],
 )
 def test_what_the_server_tells_a_handler_no_client_can(name: str) -> None:
-    call = Call(body=b"", request_id="id", headers=((name, "1"), ("X-Other", "2")))
+    call = Call(body=b"", request_id="id", headers=request_headers((name, "1"), ("X-Other", "2")))
     assert input_of(call).properties == (("X-Other", "2"), ("requestId", "id"))

@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 
 from handlers.contract import Call, ContractError, Reply
 from handlers.lmi import model_management
-from handlers.lmi.model_management import (
-    DescribedGroup,
-    DescribedModel,
-    DescribedWorker,
-    ListedModel,
-    Registration,
-    read_page,
-    read_registration,
-    read_scale,
-)
+from handlers.lmi.model_management import read_page, read_registration, read_scale
+from handlers.management import DescribedGroup, DescribedModel, DescribedWorker, ListedModel, Registration
 
 A = ListedModel("a", None, "/opt/models/a", "READY")
 B = ListedModel("b", "v2", "file:///opt/models/b", "PENDING")

@@ -20,6 +20,7 @@ from handlers.openai.answer import in_document, in_stream
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.contract import FrontEnd, OpenAIContract
 from tests.contracts.openai_exchange import FRONT_END
+from tests.stand_ins.request_headers import request_headers
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -137,7 +138,7 @@ def test_so_are_other_content_types_routes_and_headers_that_steer() -> None:
     assert parsed(document, content_type="APPLICATION/JSON; charset=utf-8") is not None
     assert parsed(document, content_type="text/plain") is None
     assert parsed(document, "/v1/responses") is None
-    assert parsed(document, headers=(("X-Vllm-Priority", "1"),)) is None
+    assert parsed(document, headers=request_headers(("X-Vllm-Priority", "1"))) is None
     assert parsed(b'{"prompt": "\\ud800"}') is None
     assert parsed(b'{"prompt": "x", "temperature": NaN}') is None
     assert parsed(b"[" * 100_000) is None

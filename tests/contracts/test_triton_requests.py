@@ -14,6 +14,7 @@ from engines.request import BeamSearch, Constraint, SamplingParameters
 from handlers.contract import Exchange, Reply
 from handlers.triton.errors import message_of
 from tests.contracts.triton_exchange import PROMPT, attempt, parse, refused, request_of
+from tests.stand_ins.request_headers import request_headers
 
 GREEDY = SamplingParameters(max_tokens=16)
 
@@ -397,10 +398,10 @@ def test_another_model_or_version_is_not_found(names: dict[str, str], status: in
 
 
 def test_a_compressed_body_is_refused_and_identity_is_not() -> None:
-    reply = refused(PROMPT, headers=(("Content-Encoding", "gzip"),))
+    reply = refused(PROMPT, headers=request_headers(("Content-Encoding", "gzip")))
     assert reply.status == 400
     assert reply.body == (b'{"error":"Content-Encoding \'gzip\' is not supported; send the body as it is (identity)"}')
-    assert request_of(PROMPT, headers=(("Content-Encoding", "identity"),)).prompt == "hello"
+    assert request_of(PROMPT, headers=request_headers(("Content-Encoding", "identity"))).prompt == "hello"
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +49,7 @@ def parse(
     document: Any,
     route: str = "generate",
     names: dict[str, str] = NAMED,
-    headers: tuple[tuple[str, str], ...] = (),
+    headers: Mapping[bytes, bytes] | None = None,
     image_mark: Callable[[int], str] | None = None,
     **settings: Any,
 ) -> Exchange:
@@ -59,7 +59,7 @@ def parse(
     if found.refuse_path is not None and (refusal := found.refuse_path(names, model)) is not None:
         raise ContractError(refusal, "the path is wrong")
     contract = found.contract(ContractSetting(settings=model, model=LoadedText(image_mark)))
-    call = Call(body=body_of(document), request_id="r", headers=headers, path_parameters=names)
+    call = Call(body=body_of(document), request_id="r", headers=headers or {}, path_parameters=names)
     return contract.parse(call)
 
 

@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from container.contract_routes import contract_http_routes, model_of
+from container.contract_routes import contract_http_routes
 from container.http.route import AppState, HttpCounts, HttpRoute
+from container.http.router import Router
 from container.models.life_cycle import Lifecycle
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings, Settings
@@ -33,8 +34,8 @@ async def ask(route: HttpRoute, body: bytes) -> None:
 
     async def send(message: Any) -> None: ...
 
-    scope = {"headers": [], "query_string": b"", "method": "POST", "path": "/t", "raw_path": b"/t"}
-    await route(scope, receive, send)
+    scope = {"type": "http", "headers": [], "query_string": b"", "method": "POST", "path": "/t", "raw_path": b"/t"}
+    await Router(route)(scope, receive, send)
 
 
 class Text:
@@ -64,9 +65,10 @@ class Text:
             wrong_method=lambda call: Reply(405, "", b""),
         )
         model = SimpleNamespace(lifecycle=SimpleNamespace(view=lambda: None))
-        models = SimpleNamespace(single=True, startup=lambda: model, open_calls=0, reading=set())
+        models = SimpleNamespace(single=True, called=lambda *_: model, open_calls=0, reading=set())
         state = AppState(cast(Models, models), ServerSettings(), HttpCounts())
         route = contract_http_routes(state, [contract])["/t", "POST"]
+        assert isinstance(route, HttpRoute)
         await asyncio.gather(*(ask(route, b"x" * length) for length in lengths))
 
 
@@ -92,5 +94,5 @@ async def test_of_two_versions_the_one_with_the_adapter_answers_for_it() -> None
         return Model(life, "m", number, at_startup=False)
 
     models = Models([version("1"), version("2", "poet")])
-    assert {model_of(models, {}, "poet").version for _ in range(4)} == {"2"}
-    assert {model_of(models, {}, "m").version for _ in range(4)} == {"1", "2"}
+    assert {models.called({}, "poet").version for _ in range(4)} == {"2"}
+    assert {models.called({}, "m").version for _ in range(4)} == {"1", "2"}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from container.api_keys import ApiKeys
 from container.app import create_app
 from container.custom_attributes import is_plain_path, named_route
+from container.http.request_head import RequestHead
 from container.http.route import HttpRoute
 from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
@@ -58,6 +59,7 @@ def path_of(declared: str) -> str:
         ("{version:int}", "1"),
         ("{version}", "1"),
         ("{response_id}", "r"),
+        ("{adapter}", "a"),
         ("{id:path}", "m"),
     )
     for part, value in parts:
@@ -237,17 +239,12 @@ def test_a_call_keeps_the_model_that_it_names(path: str, headers: dict[str, str]
     models = Models([Model(Lifecycle(Settings(server=settings, model=model)), "m") for model in two_models()])
     router = create_app(models, settings, Registrar(models, settings, Mock())).router
     sent = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    scope: dict[str, Any] = {
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "headers": sent,
-    }
-    route = router.find(scope)
+    scope = {"method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": sent}
+    head = RequestHead(scope)
+    route, _ = router.find(head)
     assert isinstance(route, HttpRoute)
-    assert route.chosen(scope).path == scope["path"].replace("/models/a/", "/models/{model}/")
-    assert scope["path_params"] == named
+    assert route.path == head.path.replace("/models/a/", "/models/{model}/")
+    assert head.path_parameters == named
 
 
 def two_models() -> list[ModelSettings]:

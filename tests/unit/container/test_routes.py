@@ -24,7 +24,7 @@ from engines.model_settings import HandlerSettings
 from handlers import entry_point
 from handlers.all_contracts import CONTRACTS
 from handlers.contract import Call, Contract, ReplyWriter, Running
-from handlers.contract_routes import ContractSetting, GenerationRoute, OpenAIRoute, takes
+from handlers.contract_routes import ContractSetting, GenerationRoute, InfoRoute, OpenAIRoute, takes
 from handlers.lmi.rolling_batch import LmiRollingContract
 from handlers.queue import EngineQueue
 from handlers.service import Service
@@ -34,7 +34,13 @@ from tests.unit.container.one_model import make, with_engine
 
 pytestmark = pytest.mark.asyncio
 
-ROUTES = [(family, route, method) for family in CONTRACTS for route in family.routes for method in route.methods]
+ROUTES = [
+    (family, route, method)
+    for family in CONTRACTS
+    for route in family.routes
+    if isinstance(route, GenerationRoute | InfoRoute | OpenAIRoute)
+    for method in route.methods
+]
 POSTS = [
     "/v2/models/model/generate",
     "/v2/models/model/generate_stream",

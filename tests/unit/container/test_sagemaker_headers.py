@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
-from container.invocations import named_model
+from container.http.request_head import RequestHead
+from handlers.contract_routes import ServedModels
 from handlers.custom.handler_reply import response_headers
+from handlers.lmi.routes import named_model
 from tests.unit.container.one_model import make, with_engine
 
 SERVED = frozenset({"small", "big.tar.gz"})
@@ -17,8 +19,9 @@ ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
 
 
 def named(query: bytes = b"", **headers: str) -> str | None:
-    sent = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
-    return named_model({}, query, sent, SERVED)[0]
+    sent = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"method": "POST", "path": "/", "raw_path": b"/", "query_string": query, "headers": sent}
+    return named_model(cast(ServedModels, SERVED), RequestHead(scope))[0]
 
 
 @pytest.mark.parametrize(

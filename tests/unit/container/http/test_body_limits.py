@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import MutableMapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader, announced_size
-from container.http.reply import HttpReply
-from container.http.route import AppState, HttpCounts, HttpRoute
-from container.models.life_cycle import State
-from container.models.registry import Model, Models
+from container.http.route import AppState, HttpCounts
+from container.http.router import Router
+from container.models.registry import Models
 from container.settings.settings import ServerSettings
 from engines.errors import BodyTimeout, BodyTooLarge, Overloaded
-from handlers.contract import Call, Reply
-from tests.stand_ins.answering_route import AnsweringRoute
+from handlers.contract import Call, Reply, ReplyWriter
+from tests.stand_ins.answering_route import answering_route, model_with
 
 pytestmark = pytest.mark.asyncio
 
@@ -145,7 +143,7 @@ class Service:
         raise Overloaded("the queue is full")
 
 
-async def post(route: HttpRoute, sender: Sender, length: int) -> list[dict[str, Any]]:
+async def post(route: Router, sender: Sender, length: int) -> list[dict[str, Any]]:
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
@@ -168,16 +166,16 @@ def status(error: Any) -> int:
 
 
 async def test_a_long_body_is_not_read_while_the_queue_is_full() -> None:
-    life: Any = SimpleNamespace(service=Service(), state=State.READY, stage=State.READY)
-    model = Model(life, "m", None, at_startup=True)
+    service = Service()
+    model = model_with(service)
     state = AppState(Models(), ServerSettings(), HttpCounts())
     answered: list[int] = []
 
-    async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
+    async def answer(call: Call, reply: ReplyWriter) -> None:
         answered.append(len(call.body))
         reply.reply(Reply(200, "", b""))
 
-    route = AnsweringRoute(state, answer, status=status, model=model, queued=True)
+    route = answering_route(state, answer, status=status, model=model, queued=True)
     unread = Sender([b"x" * PIECE, b"x"])
     refused = await post(route, unread, PIECE + 1)
     assert refused[0]["status"] == 503
@@ -187,18 +185,18 @@ async def test_a_long_body_is_not_read_while_the_queue_is_full() -> None:
     assert len(unread.pieces) == 2
     assert (await post(route, Sender([b"x"]), 1))[0]["status"] == 200
     assert answered == [1]
-    assert life.service.asked == 1
+    assert service.asked == 1
 
 
 async def test_a_route_gives_the_memory_back_when_the_reply_is_complete() -> None:
     state = AppState(Models(), ServerSettings(), HttpCounts())
     during: list[int] = []
 
-    async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
+    async def answer(call: Call, reply: ReplyWriter) -> None:
         during.append(state.bodies.used)
         reply.reply(Reply(200, "", b""))
 
-    route = AnsweringRoute(state, answer, status=status)
+    route = answering_route(state, answer, status=status)
     await post(route, Sender([b"x" * PIECE, b"y"]), PIECE + 1)
     assert during == [PIECE + 1]
     assert state.bodies.used == 0
@@ -208,10 +206,10 @@ async def test_a_route_says_in_its_contract_that_there_is_no_memory() -> None:
     settings = ServerSettings(max_request_memory=1, max_request_size=2 * PIECE, throttle_error_http_code=429)
     state = AppState(Models(), settings, HttpCounts())
 
-    async def answer(call: Call, reply: HttpReply, _: Model | None) -> None:
+    async def answer(call: Call, reply: ReplyWriter) -> None:
         raise AssertionError("it has no body")
 
-    route = AnsweringRoute(state, answer, status=status)
+    route = answering_route(state, answer, status=status)
     state.bodies.take(PIECE)
     sent = await post(route, Sender([b"x" * PIECE, b"y"], ends=False), PIECE + 1)
     assert sent[0]["status"] == 429

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from container.http.route import AppState, HttpCounts, HttpRoute
-from container.models.registry import Model, Models
+from container.http.route import AppState, HttpCounts
+from container.http.router import Router
+from container.models.registry import Models
 from container.settings.settings import ServerSettings
 from engines.errors import GenerationFailed
 from handlers.contract import Call, Reply, ReplyWriter, Running
-from tests.stand_ins.answering_route import Answering, AnsweringRoute
+from tests.stand_ins.answering_route import Answering, answering_route
 
 pytestmark = pytest.mark.asyncio
 
@@ -65,15 +66,15 @@ class Generating:
         self.cancelled += 1
 
 
-def route(answer: Answering) -> tuple[HttpRoute, Counts]:
+def route(answer: Answering) -> tuple[Router, Counts]:
     counts = Counts()
-    return AnsweringRoute(AppState(Models(), ServerSettings(), counts), answer), counts
+    return answering_route(AppState(Models(), ServerSettings(), counts), answer), counts
 
 
 async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
     begun, cancelled = asyncio.Event(), asyncio.Event()
 
-    async def answer(call: Call, writer: ReplyWriter, model: Model | None) -> Running | None:
+    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
         begun.set()
         try:
             await asyncio.sleep(60)
@@ -94,7 +95,7 @@ async def test_a_call_whose_client_leaves_while_it_waits_is_cancelled() -> None:
 async def test_a_call_that_waited_and_then_runs_is_cancelled_when_its_client_leaves_later() -> None:
     running, started = Generating(), asyncio.Event()
 
-    async def answer(call: Call, writer: ReplyWriter, model: Model | None) -> Running | None:
+    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
         await asyncio.sleep(0)
         await asyncio.sleep(0.01)
         writer.start(200, "text/plain")
@@ -112,13 +113,13 @@ async def test_a_call_that_waited_and_then_runs_is_cancelled_when_its_client_lea
 
 @pytest.mark.parametrize("waits", [False, True])
 async def test_replies_and_refusals_are_the_same_whether_or_not_a_call_waits(waits: bool) -> None:
-    async def replying(call: Call, writer: ReplyWriter, model: Model | None) -> Running | None:
+    async def replying(call: Call, writer: ReplyWriter) -> Running | None:
         if waits:
             await asyncio.sleep(0.01)
         writer.reply(Reply(200, "text/plain", b"whole"))
         return None
 
-    async def refusing(call: Call, writer: ReplyWriter, model: Model | None) -> Running | None:
+    async def refusing(call: Call, writer: ReplyWriter) -> Running | None:
         if waits:
             await asyncio.sleep(0.01)
         raise GenerationFailed("no")
@@ -134,7 +135,7 @@ async def test_replies_and_refusals_are_the_same_whether_or_not_a_call_waits(wai
 async def test_a_call_that_the_server_cancels_stays_cancelled() -> None:
     begun = asyncio.Event()
 
-    async def answer(call: Call, writer: ReplyWriter, model: Model | None) -> Running | None:
+    async def answer(call: Call, writer: ReplyWriter) -> Running | None:
         begun.set()
         await asyncio.sleep(60)
         return None

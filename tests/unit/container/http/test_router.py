@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from container.http.request_head import RequestHead
 from container.http.router import ANY_METHOD, Application, Mount, Router
 
 
@@ -29,8 +30,9 @@ def made() -> Router:
     return router
 
 
-def scope_of(path: str, raw: str = "") -> dict[str, Any]:
-    return {"type": "http", "method": "GET", "path": path, "raw_path": (raw or path).encode()}
+def head_of(path: str, raw: str = "") -> RequestHead:
+    raw_path = (raw or path).encode()
+    return RequestHead({"method": "GET", "path": path, "raw_path": raw_path, "query_string": b"", "headers": []})
 
 
 @pytest.mark.parametrize(
@@ -54,15 +56,15 @@ def scope_of(path: str, raw: str = "") -> dict[str, Any]:
 def test_slashes_at_the_end_count_only_if_a_route_has_them(
     path: str, raw: str, found: Application, served: str, is_open: bool
 ) -> None:
-    scope = scope_of(path, raw)
-    assert made().is_open({**scope}) is is_open
+    head = head_of(path, raw)
+    assert made().is_open(head) is is_open
     for _ in range(2):  # A second search finds the same.
-        assert made().find(scope) is found
-        assert scope["path"] == served
+        assert made().find(head)[0] is found
+        assert head.path == served
 
 
 def test_the_parameters_of_a_path_with_a_slash_at_its_end_are_read() -> None:
     for raw, name in (("/models/m/", "m"), ("/models/m%2f/", "m/")):
-        scope = scope_of(raw.replace("%2f", "/"), raw)
-        made().find(scope)
-        assert scope["path_params"] == {"model": name}
+        head = head_of(raw.replace("%2f", "/"), raw)
+        made().find(head)
+        assert head.path_parameters == {"model": name}

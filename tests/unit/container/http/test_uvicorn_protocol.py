@@ -30,7 +30,7 @@ from container.server import http_server
 from container.settings.settings import ServerSettings
 from engines.errors import BodyTooLarge, GenerationFailed, Overloaded
 from handlers.contract import Reply
-from tests.stand_ins.answering_route import AnsweringRoute
+from tests.stand_ins.answering_route import answering_route
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -846,12 +846,12 @@ async def test_a_refusal_waits_for_a_client_that_has_not_taken_the_reply_before_
 ) -> None:
     refusing = asyncio.Event()
 
-    async def refuse_call(call: Any, reply: HttpReply, model: Any) -> None:
+    async def refuse_call(call: Any, reply: Any) -> None:
         refusing.set()
         raise GenerationFailed("no")
 
     state = AppState(Models(), ServerSettings(), HttpCounts())
-    refusals = AnsweringRoute(state, refuse_call)
+    refusals = answering_route(state, refuse_call)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/refused":

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from container.adapter_management import Refusal, adapter_call_failed
+from container.replicated_calls import Refusal, adapter_call_failed
 from container.settings.settings import ServerSettings
 from deploy.ray.adapter_changes import ReplicaReply
 from deploy.ray.replica_application import ReplicaApplication

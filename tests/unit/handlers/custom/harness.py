@@ -15,6 +15,7 @@ import psutil
 from engines.model_settings import HandlerSettings, ModelSettings
 from handlers.contract import Call, Reply, Running
 from handlers.custom.custom_handler import CustomHandler
+from tests.stand_ins.request_headers import request_headers
 
 MODELS = Path(__file__).parents[3] / "fixtures" / "handlers"
 
@@ -92,7 +93,7 @@ class Client:
             body=body.encode() if isinstance(body, str) else body,
             content_type=content_type,
             request_id=f"id-{next(_numbers)}",
-            headers=tuple((headers or {}).items()),
+            headers=request_headers(*(headers or {}).items()),
             query=tuple((query or {}).items()),
             key_salt=key_salt,
         )

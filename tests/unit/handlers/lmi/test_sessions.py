@@ -29,6 +29,7 @@ from handlers.lmi.sessions import (
 )
 from handlers.service import Limits
 from tests.contracts.exchange import call
+from tests.stand_ins.request_headers import request_headers
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -36,7 +37,7 @@ NEW, CLOSE = {"requestType": "NEW_SESSION"}, {"requestType": "CLOSE"}
 
 
 def given(document: Any, session: str = "") -> Call:
-    return replace(call(document), headers=((SESSION_ID, session),))
+    return replace(call(document), headers=request_headers((SESSION_ID, session)))
 
 
 def kept_in(path: Path, most: int = 10) -> Sessions:

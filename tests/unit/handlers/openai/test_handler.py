@@ -22,6 +22,7 @@ from handlers.openai.vllm_call import VllmApp
 from handlers.queue import EngineQueue
 from tests.freed import bytes_in_cycles
 from tests.stand_ins.collected_reply import CollectedReply
+from tests.stand_ins.request_headers import request_headers
 from tests.waiting import until
 
 
@@ -39,7 +40,7 @@ CALL = Call(
     body=b"{}",
     content_type="application/json",
     request_id="id-1",
-    headers=(("Authorization", "Bearer x"), ("X-Request-Id", "theirs"), ("Content-Length", "99")),
+    headers=request_headers(("Authorization", "Bearer x"), ("X-Request-Id", "theirs"), ("Content-Length", "99")),
     query=(("a", "b c"),),
     path="/openai/v1/x",
 )
@@ -483,7 +484,7 @@ async def test_the_body_may_have_the_id_if_no_header_has_it(
         await send(start())
         await send(part(b"{}"))
 
-    writer, _ = await served(app, replace(CALL, body=body, headers=headers))
+    writer, _ = await served(app, replace(CALL, body=body, headers=request_headers(*headers)))
     assert writer.whole is not None
     assert (("x-request-id", "abc") in writer.whole.headers) == (seen == b"abc")
 
@@ -546,7 +547,7 @@ async def test_sagemakers_header_takes_the_place_of_the_bodys_model(path: str) -
 
     async def asked(name: str, body: bytes = b'{"model": "x", "n": 1}') -> Any:
         writer = CollectedReply()
-        headers = (("X-Amzn-SageMaker-Adapter-Identifier", name),)
+        headers = request_headers(("X-Amzn-SageMaker-Adapter-Identifier", name))
         call = replace(CALL, path=path, headers=headers, body=body)
         running = await OpenAIHandler(VllmApp(app, None), queue_of(), None, "base", {"mine"}).handle(call, writer)
         await until(lambda: writer.whole is not None)

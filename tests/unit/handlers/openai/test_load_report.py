@@ -18,7 +18,7 @@ TEXT = "TEXT named_metrics.num_requests_waiting=3.0, named_metrics.kv_cache_usag
     ("value", "form"), [("JSON", "json"), ("json", "json"), ("Text", "text"), ("BIN", ""), ("", ""), (None, "")]
 )
 def test_the_report_has_vllms_two_forms(value: str | None, form: str) -> None:
-    headers = () if value is None else (("Endpoint-Load-Metrics-Format", value),)
+    headers = {} if value is None else {b"endpoint-load-metrics-format": value.encode()}
     assert report_format(Call(body=b"", request_id="", headers=headers)) == form
 
 

@@ -11,6 +11,7 @@ from engines.errors import InvalidParameter, InvalidRequest
 from handlers.contract import Call
 from handlers.forms import form_text
 from handlers.openai.speech import SPEECH, check_form
+from tests.stand_ins.request_headers import request_headers
 from tests.unit.handlers.openai.test_handler import served
 
 FORM = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\xc3\xa9\r\n--b--\r\n'
@@ -18,7 +19,7 @@ KIND = "multipart/form-data; boundary=b"
 
 
 def form(body: bytes = FORM, *headers: tuple[str, str]) -> Call:
-    return Call(body=body, content_type=KIND, request_id="r", headers=headers, path=SPEECH[0])
+    return Call(body=body, content_type=KIND, request_id="r", headers=request_headers(*headers), path=SPEECH[0])
 
 
 def test_a_form_larger_than_the_largest_file_is_refused_unread() -> None:

@@ -16,6 +16,7 @@ from handlers.openai.vllm_call import VllmApp
 from handlers.queue import EngineQueue
 from tests.contracts.openai_exchange import FRONT_END
 from tests.stand_ins.collected_reply import CollectedReply
+from tests.stand_ins.request_headers import request_headers
 from tests.stand_ins.scripted_engine import ScriptedEngine
 from tests.waiting import until
 
@@ -171,7 +172,7 @@ async def test_a_long_body_is_parsed_in_a_thread() -> None:
 @pytest.mark.asyncio
 async def test_sagemakers_header_names_the_adapter() -> None:
     def named(name: str) -> Any:
-        return {"headers": (("X-Amzn-SageMaker-Adapter-Identifier", name),)}
+        return {"headers": request_headers(("X-Amzn-SageMaker-Adapter-Identifier", name))}
 
     ways = Ways()
     await ways.ask(b'{"prompt": "Hi"}', **named("a"))

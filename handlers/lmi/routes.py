@@ -1,0 +1,168 @@
+"""LMI's routes: inference, the management of models and adapters, and the form of the front end's errors.
+
+Sources: DJL Serving, `InferenceRequestHandler` and `ManagementRequestHandler`; the documentation of its APIs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qs
+
+from handlers.contract import JSON, Call, Head, Reply
+from handlers.contract_routes import ContractRoutes, InvocationRoute, ManagementRoute, ServedModels
+from handlers.djl_errors import NO_CACHE, front_end_refusal, front_end_reply
+from handlers.forms import form_text
+from handlers.json_cost import off_the_loop
+from handlers.json_schemas import OBJECT
+from handlers.lmi import adapter_management as adapters
+from handlers.lmi import model_management as models
+from handlers.management import ManagementOperation
+
+_OF_SAGEMAKER = "/models/{model}/invoke"  # SageMaker calls it for a model of a multi-model endpoint.
+_TARGET_MODEL = b"x-amzn-sagemaker-target-model"
+_NAME, _VERSION = "model_name", "model_version"
+_NAMING = frozenset({b"model_name", b"model_version", _TARGET_MODEL})  # The headers that may name a model.
+_SYNCHRONOUS, _TOKEN = b"x-synchronous", b"x-starting-token"  # DJL Serving's asynchronous inference.
+_NO_TOKENS = (
+    "asynchronous inference (x-synchronous: false, x-starting-token) is not served: leave it out, and the answer has "
+    "the result"
+)
+_SHOWN = 1024  # Characters of an unknown path in the error.
+
+
+def named_model(served: ServedModels, head: Head) -> tuple[str | None, str | None]:
+    """Return the model and the version that a request's head names; None for a part that it does not name.
+
+    The order is: path, query, the headers `model_name` and `model_version`, SageMaker's custom attributes, SageMaker's
+    Target-Model header.
+    """
+    path, headers = head.path_parameters, head.headers
+    if not (path or head.query or head.attributes) and _NAMING.isdisjoint(headers):
+        return None, None
+    found = {key: headers[key.encode()].decode("latin-1") for key in (_NAME, _VERSION) if key.encode() in headers}
+    for attribute, value in head.attributes:
+        found.setdefault(attribute.decode("latin-1"), value.decode("latin-1"))
+    asked = parse_qs(head.query.decode("latin-1")) if head.query else {}
+    name = path.get("model") or next(iter(asked.get(_NAME, ())), None) or found.get(_NAME)
+    if not name and _TARGET_MODEL in headers:
+        name = _target_model(headers[_TARGET_MODEL].decode("latin-1"), served)
+    version = path.get("version") or next(iter(asked.get(_VERSION, ())), None) or found.get(_VERSION)
+    return name or None, version
+
+
+def find(served: ServedModels, head: Head) -> Any:
+    """Return the model of a call, or the reply to OPTIONS. None if a field of a form may name the model.
+
+    A call is refused if it asks for a token, with which a later call would fetch the answer: no answer is kept.
+
+    Raises:
+        UnknownModel: The server has no such model, or the call has to name one.
+    """
+    if head.method != "OPTIONS" and _asks_for_token(head):
+        return front_end_reply(400, "BadRequestException", _NO_TOKENS)
+    name, version = named_model(served, head)
+    if name is None and b"form" in head.headers.get(b"content-type", b"").lower():
+        return None
+    model = served.startup() if name is None else served.choose(name, version)
+    return Reply(200, JSON, b"{}\n", NO_CACHE) if head.method == "OPTIONS" else model
+
+
+async def find_by_body(served: ServedModels, head: Head, call: Call) -> Any:
+    """Return the model that a form names, or the startup model.
+
+    Raises:
+        UnknownModel: The server has no such model, or the call has to name one.
+    """
+    _, version = named_model(served, head)
+    name = await off_the_loop(call.body, form_text, call.body, call.content_type, _NAME)
+    model = served.startup() if name is None else served.choose(name, version)
+    return Reply(200, JSON, b"{}\n", NO_CACHE) if head.method == "OPTIONS" else model
+
+
+def _asks_for_token(head: Head) -> bool:
+    headers = head.headers
+    if _TOKEN in headers or headers.get(_SYNCHRONOUS, b"true").lower() != b"true":
+        return True
+    given = dict(head.attributes)
+    return _TOKEN in given or given.get(_SYNCHRONOUS, b"true").lower() != b"true"
+
+
+def _target_model(artifact: str, served: ServedModels) -> str | None:
+    """Return the model that SageMaker's Target-Model header names, such as `small.tar.gz`.
+
+    None if the server has no such model. A client may send the header to an endpoint that has only one model.
+    """
+    name = artifact.rpartition("/")[2].removesuffix(".tar.gz")
+    return next((known for known in (artifact, name) if known in served), None)
+
+
+def _invocation_route(path: str, counted: str, *, by_attribute: bool = True) -> InvocationRoute:
+    return InvocationRoute(
+        path=path,
+        counted=counted,
+        names=named_model,
+        find=find,
+        find_by_body=find_by_body,
+        by_attribute=by_attribute,
+    )
+
+
+def _adapter_routes(prefix: str) -> tuple[ManagementRoute, ...]:
+    path = f"{prefix}/adapters"
+    operations = {
+        path: {"GET": adapters.list_adapters, "POST": adapters.register},
+        f"{path}/{{adapter}}": {"GET": adapters.describe, "DELETE": adapters.unregister},
+        f"{path}/{{adapter}}/update": {"POST": adapters.update},
+    }
+    return tuple(
+        ManagementRoute(
+            path=each, operations=table, counted=path, refuse=adapters.refuse, wrong_method=adapters.wrong_method
+        )
+        for each, table in operations.items()
+    )
+
+
+def _model_routes(collection: str, listed: ManagementOperation) -> tuple[ManagementRoute, ...]:
+    of_one = {"GET": models.describe, "PUT": models.scale, "DELETE": models.unregister}
+    return (
+        ManagementRoute(path=collection, operations={"GET": listed, "POST": models.register}),
+        ManagementRoute(path=f"{collection}/{{model}}", operations=of_one),
+        ManagementRoute(path=f"{collection}/{{model}}/{{version}}", operations=of_one),
+    )
+
+
+def _not_found(call: Call) -> Reply:
+    message = f"Requested resource is not found: {call.path[:_SHOWN]}"
+    return front_end_reply(404, "ResourceNotFoundException", message)
+
+
+def lmi(not_ready: int = 503, internal: int = 500) -> ContractRoutes:
+    """Return the contract.
+
+    Args:
+        not_ready: The status if the model is not ready (`wlm_error_http_code`).
+        internal: The status of internal errors (`server_error_http_code`).
+    """
+    return ContractRoutes(
+        name="lmi",
+        routes=(
+            _invocation_route("/invocations", "/invocations"),
+            _invocation_route("/predictions/{model}", "/predictions"),
+            _invocation_route("/predictions/{model}/{version}", "/predictions"),
+            _invocation_route(_OF_SAGEMAKER, _OF_SAGEMAKER, by_attribute=False),
+            *_adapter_routes(""),
+            *_adapter_routes("/models/{model}"),
+            *_model_routes("/models", models.list_models),
+            *_model_routes("/workflows", models.list_workflows),
+        ),
+        refuse=partial(front_end_refusal, not_ready=not_ready, otherwise=internal),
+        error=OBJECT,
+        wrong_method=models.wrong_method,
+        prefixes=("/",),
+        not_found=_not_found,
+        headers=NO_CACHE,
+    )
+
+
+LMI = lmi()

@@ -1,0 +1,123 @@
+"""The interface by which contracts manage the server's models and their adapters. The server implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from engines.adapters import AdapterRegistry
+from handlers.contract import Call, Reply
+
+MAX_BODY = 256 * 1024  # Bytes of a call that manages models or adapters.
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """The parameters of `POST /models`."""
+
+    url: str
+    name: str | None
+    version: str | None
+    settings: Mapping[str, str]  # The model's settings, by their keys in serving.properties.
+    synchronous: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """The fields of a model in a list."""
+
+    name: str
+    version: str | None
+    url: str
+    status: str
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedWorker:
+    """The fields of a worker: a process of a custom handler, or a copy of a model."""
+
+    id: int
+    started: float  # Seconds since the epoch.
+    status: str
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedGroup:
+    """The fields of a group: the workers of a device."""
+
+    gpu: int | None  # None: the CPU.
+    min_workers: int
+    max_workers: int
+    workers: Sequence[DescribedWorker]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribedModel(ListedModel):
+    """The fields of a model in a description."""
+
+    batch_size: int
+    max_batch_delay: float  # Seconds.
+    max_idle_time: float  # Seconds.
+    queue_size: int
+    waiting: int
+    at_startup: bool
+    groups: Sequence[DescribedGroup]
+
+
+class RegistrationFailed(Exception):
+    """A model cannot be registered or loaded."""
+
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(message)
+        self.cause, self.message = cause, message
+
+
+# No model is at the URL; the name and version are taken; the settings are wrong; memory is short; the load failed.
+Cause = Literal["url", "registered", "settings", "memory", "load"]
+
+
+class Management(Protocol):
+    """The server's models. Methods that take a model's name raise UnknownModel."""
+
+    multi_model: bool  # The server is a multi-model endpoint of SageMaker.
+
+    def adapters(self, model: str | None) -> AdapterRegistry:
+        """Return the adapters of a model, or of the startup model.
+
+        Raises:
+            NotServed: The model has no adapters, or several versions: a call would change only one of them.
+            NotReady: The model is not loaded.
+        """
+
+    def listed(self) -> Sequence[ListedModel]:
+        """Return all models."""
+
+    def described(self, name: str, version: str | None) -> Sequence[DescribedModel]:
+        """Return all versions of a model, or one of them."""
+
+    async def register(self, order: Registration) -> str:
+        """Register a model and load it, or only begin to load it if the order is not synchronous.
+
+        Returns:
+            The model's name.
+
+        Raises:
+            RegistrationFailed: It cannot be registered or loaded.
+        """
+
+    def workers(self, name: str, version: str | None) -> tuple[int, int]:
+        """Return the smallest and the largest number of workers of a model."""
+
+    def scale(self, name: str, version: str | None, least: int, most: int) -> tuple[int, int]:
+        """Set these numbers. Returns the numbers that hold now.
+
+        Raises:
+            InvalidRequest: The model cannot have them.
+        """
+
+    async def unregister(self, name: str, version: str | None) -> None:
+        """Unload a model, all versions or one of them."""
+
+
+ManagementOperation = Callable[[Call, Management], Awaitable[Reply]]

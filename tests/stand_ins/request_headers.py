@@ -1,0 +1,8 @@
+"""Headers of a call as the server gives them to contracts."""
+
+from __future__ import annotations
+
+
+def request_headers(*pairs: tuple[str, str]) -> dict[bytes, bytes]:
+    """Return headers by their names in lower case. Of several with one name, the last."""
+    return {name.lower().encode(): value.encode("latin-1") for name, value in pairs}
