@@ -57,12 +57,9 @@ class DisconnectWatch:
         if self._answering is not None:
             self._answering.cancel()
 
-    async def closed(self, running: Running) -> None:
-        """Wait until the reply is complete or the client has left. Then cancel the call."""
-        try:
-            await (self._listener or disconnected(self._receive))
-        finally:
-            running.cancel()
+    def closed(self) -> Awaitable[None]:
+        """Wait until the reply is complete or the client has left."""
+        return self._listener or disconnected(self._receive)
 
 
 async def disconnected(receive: Receive) -> None:

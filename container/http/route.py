@@ -36,7 +36,7 @@ _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0
 
 # The model of a request, or the reply or the error with which it is answered. None: the body tells, or the route is for
 # no model.
-Found = Model | Reply | RequestError | None
+Found = Model | Reply | Exception | None
 
 
 class HttpCounts:
@@ -172,7 +172,7 @@ class HttpRoute:
                             route = told
                         else:
                             found = told
-                if isinstance(found, RequestError):
+                if isinstance(found, Exception):
                     raise found
                 if isinstance(found, Reply):
                     reply.reply(found)
@@ -192,7 +192,10 @@ class HttpRoute:
             except Exception as error:
                 route._refuse(error, head, reply, body_read=body is not None)
             if running is not None:
-                await watch.closed(running)
+                try:
+                    await watch.closed()
+                finally:
+                    running.cancel()
             else:
                 if reader is not None:
                     reader.let_go()

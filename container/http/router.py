@@ -15,7 +15,7 @@ from container.custom_attributes import CUSTOM_ATTRIBUTES, is_plain_path, named_
 from container.http.request_head import REQUEST_ID, RequestHead
 from container.http.route import Found, HttpRoute
 from container.models.registry import MODEL_VERSION
-from engines.errors import InvalidRequest, RequestError, UnknownModel
+from engines.errors import InvalidRequest, UnknownModel
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -144,7 +144,7 @@ class Router:
         if found is None and isinstance(route, HttpRoute) and route.find is not None:
             try:
                 found = route.find(head)
-            except RequestError as error:
+            except Exception as error:  # The route words it.
                 found = error
         return route, found
 

@@ -64,8 +64,7 @@ def find(served: ServedModels, head: Head) -> Any:
     name, version = named_model(served, head)
     if name is None and b"form" in head.headers.get(b"content-type", b"").lower():
         return None
-    model = served.startup() if name is None else served.choose(name, version)
-    return Reply(200, JSON, b"{}\n", NO_CACHE) if head.method == "OPTIONS" else model
+    return _model_or_reply(served, head, name, version)
 
 
 async def find_by_body(served: ServedModels, head: Head, call: Call) -> Any:
@@ -76,6 +75,10 @@ async def find_by_body(served: ServedModels, head: Head, call: Call) -> Any:
     """
     _, version = named_model(served, head)
     name = await off_the_loop(call.body, form_text, call.body, call.content_type, _NAME)
+    return _model_or_reply(served, head, name, version)
+
+
+def _model_or_reply(served: ServedModels, head: Head, name: str | None, version: str | None) -> Any:
     model = served.startup() if name is None else served.choose(name, version)
     return Reply(200, JSON, b"{}\n", NO_CACHE) if head.method == "OPTIONS" else model
 

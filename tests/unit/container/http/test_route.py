@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from container.http.route import AppState, HttpCounts
+from container.http.request_head import RequestHead
+from container.http.route import AppState, HttpCounts, HttpRoute
 from container.http.router import Router
-from container.models.registry import Models
+from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
-from engines.errors import GenerationFailed
+from engines.errors import GenerationFailed, RequestError
 from handlers.contract import Call, Reply, ReplyWriter, Running
 from tests.stand_ins.answering_route import Answering, answering_route
 
@@ -146,3 +147,17 @@ async def test_a_call_that_the_server_cancels_stays_cancelled() -> None:
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await serving
+
+
+async def test_a_fault_while_the_model_is_looked_up_is_an_internal_error_in_the_form_of_the_route() -> None:
+    def find(head: RequestHead) -> Model:
+        raise ZeroDivisionError("a bug with a secret")
+
+    def refuse(error: RequestError) -> Reply:
+        return Reply(500, "text/plain", type(error).__name__.encode())
+
+    counts = Counts()
+    route = HttpRoute(AppState(Models(), ServerSettings(), counts), "/x", refuse, find=find)
+    client = Client()
+    await asyncio.wait_for(Router(route)(SCOPE, client.receive, client.send), 60)
+    assert (counts.statuses, client.sent[-1]["body"]) == ([500], b"InternalError")

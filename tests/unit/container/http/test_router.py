@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from container.http.request_head import RequestHead
-from container.http.router import ANY_METHOD, Application, Mount, Router
+from container.http.router import ANY_METHOD, FOR_BROWSERS, Application, Mount, Router
 
 
 def application() -> Application:
@@ -68,3 +68,20 @@ def test_the_parameters_of_a_path_with_a_slash_at_its_end_are_read() -> None:
         head = head_of(raw.replace("%2f", "/"), raw)
         made().find(head)
         assert head.path_parameters == {"model": name}
+
+
+@pytest.mark.parametrize(
+    ("method", "accept", "found"),
+    [("GET", b"text/html,*/*", PING), ("GET", b"*/*", MODEL), ("HEAD", b"text/html", SLASH), ("PUT", b"", SLASH)],
+)
+def test_a_page_for_browsers_goes_before_the_route_for_other_clients(
+    method: str, accept: bytes, found: Application
+) -> None:
+    router = Router(NOT_FOUND)
+    router.add("/", FOR_BROWSERS, PING)
+    router.add("/", "GET", MODEL)
+    router.add("/", ANY_METHOD, SLASH)
+    headers = [(b"accept", accept)]
+    head = RequestHead({"method": method, "path": "/", "raw_path": b"/", "query_string": b"", "headers": headers})
+    assert router.dispatch(head) == (found, None)
+    assert router.methods("/") == ["GET"]

@@ -163,6 +163,7 @@ async def test_a_body_that_has_come_is_there_without_a_wait_and_the_end_of_the_c
     heard: list[str] = []
 
     def take(receive: Any) -> bool:
+        assert received_body(receive, most=3) is None, "it is longer, and stays"
         if (body := received_body(receive)) is not None:
             bodies.append(body)
         return bool(bodies)
