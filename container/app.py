@@ -254,16 +254,12 @@ def _refuse_other_methods(
 
 
 def _wrong_method(refusal: Callable[[Call], Reply], allow: Sequence[tuple[str, str]], head: RequestHead) -> Reply:
-    reply = refusal(_without_body(head))
+    reply = refusal(head.call(b""))
     return replace(reply, headers=(*reply.headers, *allow))
 
 
 def _not_found(reply: Callable[[Call], Reply], head: RequestHead) -> Reply:
-    return reply(_without_body(head))
-
-
-def _without_body(head: RequestHead) -> Call:
-    return Call(body=b"", request_id="", method=head.method, path=head.path)
+    return reply(head.call(b""))
 
 
 def _redirect(

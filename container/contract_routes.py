@@ -34,7 +34,7 @@ from handlers.contract_routes import (
 )
 from handlers.forms import form_text, is_form
 from handlers.json_cost import JsonDecoder, off_the_loop
-from handlers.management import MAX_BODY, Management, ManagementOperation
+from handlers.management import MAX_BODY, Management
 from handlers.openai.routes import QUEUED
 from handlers.service import Service
 
@@ -77,44 +77,26 @@ def management_http_routes(
 ) -> Iterator[tuple[str, str, HttpRoute]]:
     """Yield path, method and HTTP route of each route that manages models or adapters."""
     for declared in contract.routes:
-        if not isinstance(declared, ManagementRoute):
-            continue
-
-        def route(answer: Callable[[Call, HttpReply], Any], declared: ManagementRoute = declared) -> HttpRoute:
-            return HttpRoute(
+        if isinstance(declared, ManagementRoute):
+            route = HttpRoute(
                 state,
                 declared.counted or declared.path,
                 declared.refuse or contract.refuse,
-                answer=answer,
+                answer=partial(_manage, declared, management),
                 headers=_headers_of(contract),
                 same_site=True,
                 max_body=MAX_BODY,
             )
-
-        if declared.wrong_method is not None:
-            yield (
-                declared.path,
-                ANY_METHOD,
-                route(partial(_manage_or_refuse, declared, declared.wrong_method, management)),
-            )
-            continue
-        for method, operation in declared.operations.items():
-            yield declared.path, method, route(partial(_manage, operation, management))
+            for method in declared.operations if declared.wrong_method is None else (ANY_METHOD,):
+                yield declared.path, method, route
 
 
-async def _manage(operation: ManagementOperation, management: Management, call: Call, reply: HttpReply) -> None:
-    reply.reply(await operation(call, management))
-
-
-async def _manage_or_refuse(
-    declared: ManagementRoute,
-    wrong_method: Callable[[Call], Reply],
-    management: Management,
-    call: Call,
-    reply: HttpReply,
-) -> None:
+async def _manage(declared: ManagementRoute, management: Management, call: Call, reply: HttpReply) -> None:
     operation = declared.operations.get(call.method)
-    reply.reply(wrong_method(call) if operation is None else await operation(call, management))
+    if operation is not None:
+        reply.reply(await operation(call, management))
+    elif declared.wrong_method is not None:
+        reply.reply(declared.wrong_method(call))
 
 
 def _headers_of(contract: ContractRoutes) -> list[tuple[bytes, bytes]]:
