@@ -32,7 +32,7 @@ from container import logs
 from container.app import create_app
 from container.event_loop import EventLoopWatch
 from container.http.router import Application, Mount
-from container.http.uvicorn_protocol import Cork, HttpProtocol, check_uvicorn
+from container.http.uvicorn_protocol import HttpProtocol, check_uvicorn
 from container.models.life_cycle import Lifecycle, State
 from container.models.registration import Registrar
 from container.models.registry import Model, Models
@@ -183,7 +183,7 @@ def http_server(application: Application, last_seconds: float = _LAST_SECONDS) -
     return HttpServer(
         uvicorn.Config(
             application,
-            http=partial(HttpProtocol, cork=Cork()),  # type: ignore[arg-type]
+            http=partial(HttpProtocol, cork=[]),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             interface="asgi3",

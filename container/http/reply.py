@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMa
 from typing import Any
 
 from container.custom_attributes import with_not_held
-from container.http.uvicorn_protocol import Cork, chunk_writer
+from container.http.uvicorn_protocol import CorkedTransport, chunked_connection
+from container.models.life_cycle import Lifecycle
 from handlers.contract import WITHOUT_BODY, Reply
 
 logger = logging.getLogger(__name__)
@@ -46,31 +47,6 @@ class RetryAfter:
         return (b"retry-after", b"%d" % self._seconds)
 
 
-class OpenStreams(Cork):
-    """The number of open streams, and the cork that joins their parts if there are many.
-
-    With many open streams, the parts that one turn of the event loop writes to a stream are sent as one. A turn has
-    several parts for a stream only if the engine's steps come faster than they are sent. Fewer and larger parts save
-    time then. No timer delays a part.
-    """
-
-    def __init__(self, crowd: int = 32) -> None:
-        """Create the counter.
-
-        Args:
-            crowd: The smallest number of open streams with which parts are joined. 0: parts are never joined.
-        """
-        super().__init__()
-        self._crowd = crowd
-        self.count = 0
-        self.crowded = False
-
-    def count_up(self, streams: int) -> None:
-        """Count opened streams. A negative number counts closed ones."""
-        self.count += streams
-        self.crowded = 0 < self._crowd <= self.count
-
-
 class HttpReply:
     """A `ReplyWriter` on ASGI's `send`."""
 
@@ -78,7 +54,6 @@ class HttpReply:
         self,
         send: Send,
         headers: Headers,
-        streams: OpenStreams,
         retry_after: RetryAfter,
         break_off: Callable[[], None] | None = None,
     ) -> None:
@@ -87,16 +62,14 @@ class HttpReply:
         Args:
             send: ASGI's callable.
             headers: Headers of every reply. A reply's headers replace those of the same name.
-            streams: Counts the open streams of the server.
             retry_after: Makes the `retry-after` headers of the server.
             break_off: Drops the connection at once.
         """
-        self._write_chunk = chunk_writer(send)
-        self._send, self.headers, self._streams, self._break_off = send, headers, streams, break_off
+        self._send, self.headers, self._break_off = send, headers, break_off
         self._retry_after = retry_after
-        self._held: list[bytes] = []
-        self._streaming = self._broken = False
-        self.on_close: Callable[[], None] | None = None  # Called once, when the reply is closed.
+        self._connection: CorkedTransport | None = None  # Takes the chunks of a stream. None: `send` takes its parts.
+        self._broken = False
+        self.lifecycle: Lifecycle | None = None  # Of the model whose open calls the request is counted in.
         self._resuming: asyncio.Task[None] | None = None  # Sends the backlog. None while the client keeps up.
         self._backlog = bytearray()
         self._backlog_last = False
@@ -121,8 +94,7 @@ class HttpReply:
     def start(self, status: int, content_type: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
         """Begin a reply of unknown length. It is sent in chunks."""
         self._start(status, [(b"content-type", content_type.encode("latin-1"))] if content_type else [], headers)
-        self._streaming = True
-        self._streams.count_up(1)
+        self._connection = chunked_connection(self._send)
 
     def _start(self, status: int, framing: Headers, more: tuple[tuple[str, str], ...]) -> None:
         self.status = status
@@ -134,27 +106,17 @@ class HttpReply:
             headers = [*own, *(pair for pair in headers if pair[0] not in names)]
         self._push({"type": "http.response.start", "status": status, "headers": [*framing, *headers]})
 
-    def write(self, data: bytes, last: bool = False) -> None:
-        """Add a part to the body. `last` marks the last part."""
-        # Held parts are sent first, even if fewer streams are open now. A client with a backlog needs no held parts:
-        # the parts of its backlog are sent together.
-        if self._held or (self._streams.crowded and self._resuming is None):
-            if not last:
-                if not self._held:
-                    self._streams.add(self.flush)
-                self._held.append(data)
-                return
-            data = b"".join([*self._held, data])
-            self._held.clear()
+    def write(self, data: bytes) -> None:
+        """Add a part to the body."""
         if self._broken:
             return
         self.bytes_sent += len(data)
         if self._resuming is not None:
-            self._keep(data, last)
-        elif last:
-            self._push({"type": "http.response.body", "body": data, "more_body": False})
+            self._keep(data)
+        elif (connection := self._connection) is not None and data and not connection.paused:
+            connection.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
-            self._send_part(data)
+            self._push({"type": "http.response.body", "body": data, "more_body": True})
 
     def write_latest(self, part: Callable[[], bytes]) -> None:
         """Add the result of `part` when the client has taken all earlier parts."""
@@ -166,40 +128,20 @@ class HttpReply:
     def end(self, data: bytes) -> None:
         """Finish the reply with these last bytes."""
         self._latest = None
-        self.finished = not self._broken
-        self.write(data, last=True)
-        self._close_stream()
-
-    def close(self) -> None:
-        """Send the held parts. Called when the request has ended, for any reason."""
-        self.flush()
-        self._close_stream()
-        if self.on_close is not None:
-            self.on_close()
-            self.on_close = None
-
-    def _close_stream(self) -> None:
-        self._latest = None
-        if self._streaming:
-            self._streaming = False
-            self._streams.count_up(-1)
+        if self._broken:
+            return
+        self.finished = True
+        self.bytes_sent += len(data)
+        if self._resuming is not None:
+            self._keep(data)
+            self._backlog_last = not self._broken
+        else:
+            self._push({"type": "http.response.body", "body": data, "more_body": False})
 
     async def drain(self) -> None:
         """Wait until this object holds no unsent bytes. The connection may still hold some."""
-        self.flush()
         while self._resuming is not None and not self._resuming.done():
             await asyncio.wait({self._resuming})
-
-    def flush(self) -> None:
-        if self._held and not self._broken:
-            data = b"".join(self._held)
-            self._held.clear()
-            self.bytes_sent += len(data)
-            self._send_part(data)
-
-    def _send_part(self, data: bytes) -> None:
-        if self._write_chunk is None or not self._write_chunk(data):
-            self._push({"type": "http.response.body", "body": data, "more_body": True})
 
     def _push(self, message: Message) -> None:
         """Send a message now, without a task. If the server has to wait for its client, a task sends the rest."""
@@ -210,13 +152,12 @@ class HttpReply:
             return
         self._resuming = asyncio.create_task(self._resume(_rest(sending, waiting_for)))
 
-    def _keep(self, data: bytes, last: bool) -> None:
+    def _keep(self, data: bytes) -> None:
         if self._backlog and len(self._backlog) + len(data) > MAX_UNSENT:
             logger.warning("a client does not read: its connection is broken off with %d bytes unsent", MAX_UNSENT)
             self._give_up()
             return
         self._backlog += data
-        self._backlog_last = last
 
     async def _resume(self, sending: Awaitable[None]) -> None:
         """Send the backlog until the client keeps up again."""

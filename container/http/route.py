@@ -17,7 +17,7 @@ from container.http.body_limits import UNCOUNTED, BodyMemory, BodyReader, Receiv
 from container.http.cross_site import KnownHosts
 from container.http.disconnect import ClientGone, DisconnectWatch
 from container.http.refusals import connection_headers
-from container.http.reply import Headers, HttpReply, OpenStreams, RetryAfter, Send
+from container.http.reply import Headers, HttpReply, RetryAfter, Send
 from container.http.request_head import LONGEST_PATH, REQUEST_ID, RequestHead
 from container.http.uvicorn_protocol import BREAK_OFF, received_body
 from container.logs import access_log
@@ -67,7 +67,7 @@ class AppState:
             refusals=frozenset({settings.throttle_error_http_code, settings.wlm_error_http_code}),
         )
         self.id_header = settings.request_id_header.lower().encode()
-        self.streams, self.retry_after = OpenStreams(), RetryAfter()
+        self.retry_after = RetryAfter()
         cors = {
             b"access-control-allow-origin": settings.cors_allowed_origin,
             b"access-control-allow-methods": settings.cors_allowed_methods,
@@ -143,7 +143,7 @@ class HttpRoute:
         if self._id_header is not None:
             headers.insert(1, (self._id_header, request_id))
         break_off = head.scope.get("extensions", {}).get(BREAK_OFF)
-        reply = HttpReply(send, headers, state.streams, state.retry_after, break_off)
+        reply = HttpReply(send, headers, state.retry_after, break_off)
         watch = DisconnectWatch(receive)
         body: bytes | None = None
         reader: BodyReader | None = None
@@ -185,7 +185,7 @@ class HttpRoute:
                     assert route.handler_of is not None, "a route of a model has it"
                     handler = route.handler_of(service or found.service())
                     found.lifecycle.open_calls += 1
-                    reply.on_close = found.lifecycle.end_call
+                    reply.lifecycle = found.lifecycle
                     running = await watch.unless_gone(handler.handle(call, reply))
             except ClientGone:
                 pass
@@ -203,7 +203,8 @@ class HttpRoute:
         finally:
             if reader is not None:
                 reader.let_go()
-            reply.close()
+            if reply.lifecycle is not None:
+                reply.lifecycle.open_calls -= 1
             state.models.open_calls -= 1
         seconds = time.perf_counter() - started
         # A client that left before the end is counted with the status that proxies use.

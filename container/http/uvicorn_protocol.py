@@ -18,7 +18,6 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import httptools
@@ -55,79 +54,53 @@ def check_uvicorn() -> None:
         raise RuntimeError(f"this uvicorn is not one that Slipway knows: it has no {', '.join(missing)}")
 
 
-class Cork:
-    """Calls flush functions at the end of a turn of the event loop, so that the writes of the turn are sent together.
-
-    A cork belongs to one server, and so to one event loop.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: list[Callable[[], None]] = []
-
-    def add(self, flush: Callable[[], None]) -> None:
-        """Call `flush` at the end of this turn."""
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._flush_all)
-        self._waiting.append(flush)
-
-    def _flush_all(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for flush in waiting:
-            try:
-                flush()
-            except Exception:  # the other connections must be flushed too
-                logger.exception("a reply cannot be sent")
+# The transports of one server that have held writes. `_flush_all` passes these on at the end of the event loop's turn.
+Cork = list["CorkedTransport"]
 
 
-def _never() -> bool:
-    return False
-
-
-def _nothing() -> None:
-    return
+def _flush_all(cork: Cork) -> None:
+    waiting = cork.copy()
+    cork.clear()
+    for transport in waiting:
+        transport.flush()
 
 
 class CorkedTransport:
     """A transport that joins the writes of one turn of the event loop.
 
     If the client may still be sending, `close` ends only the server's side. The connection is closed when the client
-    ends its side, or after `linger_seconds`. Otherwise a client that reads only after it has sent everything would lose
-    its reply.
+    ends its side, or after some seconds. Otherwise a client that reads only after it has sent everything would lose its
+    reply.
     """
 
-    def __init__(
-        self,
-        transport: asyncio.Transport,
-        cork: Cork,
-        still_sends: Callable[[], bool] | None = None,
-        closing: Callable[[], None] | None = None,
-        linger_seconds: float = 0.0,
-    ) -> None:
+    def __init__(self, transport: asyncio.Transport, cork: Cork, closing: Callable[[], float] | None = None) -> None:
         """Create the transport.
 
         Args:
             transport: The transport to write to.
             cork: The cork of the server.
-            still_sends: Returns True if the client may still be sending.
-            closing: Called when the transport is closed.
-            linger_seconds: The longest time for which the client may send after that.
+            closing: Called when the transport is closed. Returns the seconds for which the client may still send.
         """
         self._transport, self._cork = transport, cork
-        self._still_sends, self._closing = still_sends or _never, closing or _nothing
-        self._linger_seconds = linger_seconds
         self._pieces: list[bytes] = []
-        self._end: asyncio.TimerHandle | None = None
+        # `HttpProtocol` drops it with the connection: it holds the object that holds this one.
+        self.closing = closing
+        self.end: asyncio.TimerHandle | None = None
         self.lingering = False  # The server's side has ended. Further data of the client is dropped.
-
-    def is_closing(self) -> bool:
-        return self.lingering or self._transport.is_closing()
+        self.paused = False  # The client has to take earlier writes first.
+        self.is_closing: Callable[[], bool] = transport.is_closing
+        self.abort, self.get_write_buffer_size = transport.abort, transport.get_write_buffer_size
+        self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
+        self.get_extra_info = transport.get_extra_info
 
     def write(self, data: bytes) -> None:
         """Keep the data until the end of this turn. Nothing is written after `close`."""
         if self.lingering:
             return
         if not self._pieces:
-            self._cork.add(self.flush)
+            if not self._cork:
+                asyncio.get_running_loop().call_soon(_flush_all, self._cork)
+            self._cork.append(self)
         self._pieces.append(data)
 
     def flush(self) -> None:
@@ -140,52 +113,39 @@ class CorkedTransport:
             return
         try:
             self._transport.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        except Exception:
+        except Exception:  # the other connections must be flushed too
             logger.exception("a connection cannot be written to: it is broken off")
             self._transport.abort()
 
     def close(self) -> None:
         """Close when everything is sent and the client has had time to read it."""
-        if self.is_closing():
+        if self.lingering or self._transport.is_closing():
             return
         self.flush()
-        if self._still_sends():
+        if self.closing is not None and (seconds := self.closing()):
             self._transport.write_eof()
             self._transport.resume_reading()
-            self.lingering = True
-            self._end = asyncio.get_running_loop().call_later(self._linger_seconds, self._transport.close)
+            self.lingering, self.is_closing = True, lambda: True
+            self.end = asyncio.get_running_loop().call_later(seconds, self._transport.close)
         else:
             self._transport.close()
-        self._closing()
-
-    def closed(self) -> None:
-        """Note that the connection is closed. The callbacks are dropped: they hold the object that holds this one."""
-        if self._end is not None:
-            self._end.cancel()
-        self._still_sends, self._closing = _never, _nothing
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
 
 
-def chunk_writer(send: Any) -> Callable[[bytes], bool] | None:
-    """Return a function that sends a part of a stream, in less time than uvicorn's `send` takes.
-
-    The function returns False if the part has to go through `send`: the connection takes no more now, or the reply has
-    no chunks.
+def chunked_connection(send: Any) -> CorkedTransport | None:
+    """Return the connection of a reply that has begun. Its chunks may be written there, which is faster than `send`.
 
     Args:
-        send: ASGI's callable. The result is None if it is not that of uvicorn: code that wraps it has to see all parts.
+        send: ASGI's callable.
+
+    Returns:
+        The connection. None if the reply has no chunks, or if `send` is not uvicorn's: code that wraps it has to see
+        all parts.
     """
     cycle = getattr(send, "__self__", None)
-    return partial(_write_chunk, cycle) if isinstance(cycle, RequestResponseCycle) else None
-
-
-def _write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
-    if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or not data:
-        return False
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-    return True
+    if not isinstance(cycle, RequestResponseCycle) or not cycle.chunked_encoding:
+        return None
+    transport: Any = cycle.transport
+    return transport if isinstance(transport, CorkedTransport) else None
 
 
 def received_body(receive: Any, most: int = sys.maxsize) -> bytes | None:
@@ -228,12 +188,6 @@ class _Refused(Exception):
     """A request that httptools can read but the server refuses. The message is for the client."""
 
 
-def _new_parser(protocol: HttpProtocol) -> httptools.HttpRequestParser:
-    parser = httptools.HttpRequestParser(protocol)
-    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # like uvicorn
-    return parser
-
-
 class HttpProtocol(HttpToolsProtocol):
     """One connection.
 
@@ -265,8 +219,7 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, cork: Cork | None = None, **keywords: Any) -> None:
         """Create the protocol of a connection. `cork` is shared by all connections of a server."""
         super().__init__(*args, **keywords)
-        self._cork = cork or Cork()
-        self.parser = _new_parser(self)
+        self._cork = [] if cork is None else cork
         self._overhead = 0  # Bytes since the last head, or the last part of a body.
         self._head_limit: asyncio.TimerHandle | None = None
         self._send_limit: asyncio.TimerHandle | None = None
@@ -277,22 +230,24 @@ class HttpProtocol(HttpToolsProtocol):
     # The transport's callbacks.
 
     def connection_made(self, transport: Any) -> None:
-        self._connection = CorkedTransport(
-            transport, self._cork, self._still_sends, self._limit_sending, self.LINGER_SECONDS
-        )
+        self._connection = CorkedTransport(transport, self._cork, self._closing)
         # ASGI has no way to drop the connection of a client that does not read.
         self._extensions = {BREAK_OFF: transport.abort}
         super().connection_made(self._connection)  # type: ignore[arg-type]
-        self._limit_idleness()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._connection.closed()
-        self._unset_keepalive_if_required()
-        self._unset_head_limit()
-        self._unset_send_limit()
-        if self._look is not None:
-            self._look.cancel()
+        self._connection.closing = None
+        for timer in (
+            self.timeout_keep_alive_task,
+            self._head_limit,
+            self._send_limit,
+            self._look,
+            self._connection.end,
+        ):
+            if timer is not None:
+                timer.cancel()
         # uvicorn tells only the request that was read last, which may not have begun yet.
         self.pipeline.clear()
         running = self._answering
@@ -326,27 +281,33 @@ class HttpProtocol(HttpToolsProtocol):
             if self._head_limit is None:
                 self._head_limit = self.loop.call_later(self.HEAD_SECONDS, self._head_is_late)
         elif self.cycle is None or self.cycle.response_complete:
-            self._limit_idleness()  # uvicorn does so after each reply, and cancels it when any byte comes
+            # uvicorn does so after each reply, and cancels it when any byte comes.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection if the client has ended its side and a whole request has no complete answer yet."""
         self._connection.flush()  # a reply may have been written in this turn
-        unfinished = self._unfinished()
-        if self.pipeline and self.pipeline[0][0] is unfinished:
-            self.pipeline.popleft()
-        if not self._answers() or self._answering is unfinished:
+        answering = self._answering
+        if answering is None or answering.response_complete:
+            return False
+        self._drop_unfinished()
+        if answering.more_body:
             return False
         self._look = self.loop.call_later(self.LOOK_SECONDS, self._look_for_client, 0)
         return True
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._connection.paused = True
         self._limit_sending()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if not self._connection.is_closing():
-            self._unset_send_limit()
+        self._connection.paused = False
+        if self._send_limit is not None and not self._connection.is_closing():
+            self._send_limit.cancel()
 
     # The parser, and its callbacks.
 
@@ -363,24 +324,16 @@ class HttpProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
-        self.parser = _new_parser(self)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # like uvicorn
         return b"\r\n".join([*lines, b"", rest])
 
     def on_headers_complete(self) -> None:
         self._overhead = 0
         if self._head_limit is not None:
-            self._unset_head_limit()
+            self._head_limit.cancel()
+            self._head_limit = None
         self.scope["extensions"] = self._extensions
-        self._check_head()
-        super().on_headers_complete()
-        if self.parser.should_upgrade():
-            return
-        # Trailers come through the same callback. They are no headers (RFC 9110, section 6.5.1) and are not used.
-        self.headers = []
-        if len(self.pipeline) > self.MAX_PIPELINED:
-            self._connection.abort()
-
-    def _check_head(self) -> None:
         # CONNECT stops the parser as an offer of another protocol does. Without the offer nothing is left to serve.
         if self.parser.get_method() == b"CONNECT":
             raise _Refused("CONNECT is for proxies, and this server is none.")
@@ -394,6 +347,13 @@ class HttpProtocol(HttpToolsProtocol):
                 raise _Refused("The only transfer coding that is known here is chunked.")
         if hosts != 1 and self.parser.get_http_version() == "1.1":
             raise _Refused("A request of HTTP/1.1 needs one Host header.")
+        super().on_headers_complete()
+        if self.parser.should_upgrade():
+            return
+        # Trailers come through the same callback. They are no headers (RFC 9110, section 6.5.1) and are not used.
+        self.headers = []
+        if len(self.pipeline) > self.MAX_PIPELINED:
+            self._connection.abort()
 
     def on_body(self, body: bytes) -> None:
         self._overhead = 0
@@ -409,38 +369,38 @@ class HttpProtocol(HttpToolsProtocol):
             cycle.waiting_for_100_continue = False  # HTTP/1.0 does not have it (RFC 9110, section 10.1.1)
         super()._start_asgi_task(cycle, app)
 
-    def _still_sends(self) -> bool:
-        """Return True if a reply is complete before its request, or the end of the request is not known."""
+    def _closing(self) -> float:
+        """Watch the waiting data. Returns the seconds for which the client may send its unfinished request."""
+        self._limit_sending()
+        # A reply may be complete before its request. After unreadable data the end of the request is not known.
         answered = self._answering is not None and self._answering.response_complete
-        return bool(self._unreadable) or (answered and self._unfinished() is not None)
+        sends = self._unreadable or (answered and self.cycle is not None and self.cycle.more_body)
+        return self.LINGER_SECONDS if sends else 0.0
 
-    def _answers(self) -> bool:
-        """Return True if a request is being answered."""
-        return self._answering is not None and not self._answering.response_complete
-
-    def _unfinished(self) -> RequestResponseCycle | None:
-        """Return the request whose body is not complete."""
-        return self.cycle if self.cycle is not None and self.cycle.more_body else None
+    def _drop_unfinished(self) -> None:
+        """Drop the request whose body is not complete, if it waits for an earlier one."""
+        if self.pipeline and self.pipeline[0][0].more_body:
+            self.pipeline.popleft()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._answers() or self._connection.is_closing():
+        if not self._unreadable and self._look is None:
+            return
+        if (self._answering is not None and not self._answering.response_complete) or self._connection.is_closing():
             return
         if self._unreadable:
             super().send_400_response(self._unreadable)
-        elif self._look is not None:
+        else:
             self._connection.close()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse unreadable data after the requests before it are answered. Close if its own reply has begun."""
-        unfinished = self._unfinished()
-        if self.pipeline and self.pipeline[0][0] is unfinished:
-            self.pipeline.popleft()
+        self._drop_unfinished()
         self._unreadable = msg
         answering = self._answering
         if answering is None or answering.response_complete:
             super().send_400_response(msg)
-        elif answering is not unfinished:
+        elif not answering.more_body:
             return
         elif answering.response_started:
             self._connection.close()
@@ -479,9 +439,6 @@ class HttpProtocol(HttpToolsProtocol):
 
     # The limits on time.
 
-    def _limit_idleness(self) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-
     def _head_is_late(self) -> None:
         self._head_limit = None
         if self.cycle is not None and not self.cycle.response_complete:  # do not cut off its reply
@@ -489,14 +446,10 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self._connection.close()
 
-    def _unset_head_limit(self) -> None:
-        if self._head_limit is not None:
-            self._head_limit.cancel()
-            self._head_limit = None
-
     def _limit_sending(self) -> None:
         """Watch the data that waits to be sent. None is added while writing is paused or the connection closes."""
-        self._unset_send_limit()
+        if self._send_limit is not None:
+            self._send_limit.cancel()
         waiting: int = self._connection.get_write_buffer_size()
         self._send_limit = self.loop.call_later(self.SEND_SECONDS, self._check_sending, waiting)
 
@@ -506,8 +459,3 @@ class HttpProtocol(HttpToolsProtocol):
             return
         logger.warning("a client has taken nothing for %g s: its connection is broken off", self.SEND_SECONDS)
         self._connection.abort()
-
-    def _unset_send_limit(self) -> None:
-        if self._send_limit is not None:
-            self._send_limit.cancel()
-            self._send_limit = None

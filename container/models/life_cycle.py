@@ -322,9 +322,6 @@ class Lifecycle:
             adapters=service.adapters.all() if service is not None and service.adapters is not None else (),
         )
 
-    def end_call(self) -> None:
-        self.open_calls -= 1
-
     async def drain(self, limit: float) -> None:
         self.stage = State.DRAINING
         await until_none(lambda: self.open_calls, limit)

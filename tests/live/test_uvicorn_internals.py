@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from container.http.uvicorn_protocol import BREAK_OFF, HttpProtocol, check_uvicorn, chunk_writer
+from container.http.uvicorn_protocol import BREAK_OFF, HttpProtocol, check_uvicorn, chunked_connection
 from container.server import http_server, listen
 
 _CONNECTION = ("cycle", "pipeline", "scope", "headers", "url", "parser", "flow", "timeout_keep_alive_task", "transport")
@@ -35,9 +35,10 @@ async def test_a_connection_and_its_request_have_what_is_relied_on() -> None:
         sending = send({"type": "http.response.body", "body": b"part", "more_body": True})
         with pytest.raises(StopIteration):  # a send waits only while writing is paused
             sending.send(None)
-        write = chunk_writer(send)
-        assert (write is None) is (scope["http_version"] == "1.0")  # `send` is no longer uvicorn's then
-        assert write is None or write(b"new")
+        chunked = chunked_connection(send)
+        assert (chunked is None) is (scope["http_version"] == "1.0")  # `send` is no longer uvicorn's then
+        if chunked is not None:
+            chunked.write(b"3\r\nnew\r\n")
         await send({"type": "http.response.body", "body": b"end"})
 
     listener = listen("127.0.0.1", 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from container.http import reply as push
-from container.http.reply import HttpReply, OpenStreams, RetryAfter
+from container.http.reply import HttpReply, RetryAfter
 from handlers.contract import Reply
 
 pytestmark = pytest.mark.asyncio
@@ -41,7 +41,7 @@ async def settle() -> None:
 
 async def test_a_whole_reply_has_its_length_and_goes_out_at_once() -> None:
     server = Server()
-    HttpReply(server.send, [(b"x", b"y")], OpenStreams(0), RetryAfter()).reply(Reply(424, "application/json", b"abc"))
+    HttpReply(server.send, [(b"x", b"y")], RetryAfter()).reply(Reply(424, "application/json", b"abc"))
     start, body = server.messages
     assert start["status"] == 424
     assert start["headers"] == [(b"content-type", b"application/json"), (b"content-length", b"3"), (b"x", b"y")]
@@ -61,13 +61,13 @@ async def test_a_refusal_for_now_says_when_to_come_again(
     status: int, own: tuple[tuple[str, str], ...], ours: Any, shown: Any
 ) -> None:
     server = Server()
-    HttpReply(server.send, ours, OpenStreams(0), RetryAfter()).reply(Reply(status, "", b"", own))
+    HttpReply(server.send, ours, RetryAfter()).reply(Reply(status, "", b"", own))
     assert server.messages[0]["headers"] == [(b"content-length", b"0"), *shown]
 
 
 async def test_pieces_go_out_one_by_one_without_waiting_for_the_event_loop() -> None:
     server = Server()
-    reply = HttpReply(server.send, [], OpenStreams(0), RetryAfter())
+    reply = HttpReply(server.send, [], RetryAfter())
     reply.start(200, "text/event-stream")
     reply.write(b"a")
     reply.write(b"b")
@@ -79,7 +79,7 @@ async def test_pieces_go_out_one_by_one_without_waiting_for_the_event_loop() -> 
 
 async def test_what_is_written_while_the_client_lags_is_merged_into_one_message() -> None:
     server = Server()
-    reply = HttpReply(server.send, [], OpenStreams(0), RetryAfter())
+    reply = HttpReply(server.send, [], RetryAfter())
     reply.start(200, "text/plain")
     reply.write(b"a")
     server.writable.clear()
@@ -95,7 +95,7 @@ async def test_what_is_written_while_the_client_lags_is_merged_into_one_message(
 
 async def test_a_client_that_lags_again_and_again_still_gets_everything_in_order() -> None:
     server = Server()
-    reply = HttpReply(server.send, [], OpenStreams(0), RetryAfter())
+    reply = HttpReply(server.send, [], RetryAfter())
     reply.start(200, "text/plain")
     expected = b""
     for number in range(50):
@@ -113,58 +113,9 @@ async def test_a_client_that_lags_again_and_again_still_gets_everything_in_order
     assert server.messages[-1]["more_body"] is False
 
 
-async def test_in_a_crowd_what_one_turn_writes_to_a_stream_is_one_part_that_goes_out_in_that_turn() -> None:
-    server, streams = Server(), OpenStreams(1)
-    reply = HttpReply(server.send, [], streams, RetryAfter())
-    reply.start(200, "text/plain")
-    reply.write(b"first,")
-    await asyncio.sleep(0)
-    reply.write(b"a,")
-    reply.write(b"b,")
-    assert server.body == b"first,"
-    await asyncio.sleep(0)
-    assert [m["body"] for m in server.messages[1:]] == [b"first,", b"a,b,"]
-    reply.write(b"c,")
-    reply.end(b"last")
-    assert [m["body"] for m in server.messages[1:]] == [b"first,", b"a,b,", b"c,last"]
-    assert server.messages[-1]["more_body"] is False
-    assert streams.count == 0
-    await settle()
-    assert len(server.messages) == 4
-
-
-async def test_a_stream_that_breaks_off_sends_what_it_had_written_and_makes_room() -> None:
-    server, streams = Server(), OpenStreams(1)
-    reply = HttpReply(server.send, [], streams, RetryAfter())
-    reply.start(200, "text/plain")
-    reply.write(b"first,")
-    reply.write(b"held")
-    for _ in range(2):
-        reply.close()
-    await settle()
-    assert (server.body, streams.count, reply.finished) == (b"first,held", 0, False)
-    assert [m["more_body"] for m in server.messages[1:]] == [True]
-
-
-async def test_what_is_held_goes_before_what_is_written_when_the_crowd_has_thinned() -> None:
-    server, other, streams = Server(), Server(), OpenStreams(2)
-    stream, neighbour = (
-        HttpReply(server.send, [], streams, RetryAfter()),
-        HttpReply(other.send, [], streams, RetryAfter()),
-    )
-    for reply in (stream, neighbour):
-        reply.start(200, "text/plain")
-        reply.write(b"1")
-    stream.write(b"2")
-    neighbour.end(b"")
-    stream.write(b"3")
-    stream.end(b"4")
-    assert server.body == b"1234"
-
-
-async def test_in_a_crowd_too_whoever_drains_waits_for_what_was_just_written() -> None:
+async def test_whoever_drains_waits_for_what_was_just_written() -> None:
     server = Server()
-    reply = HttpReply(server.send, [], OpenStreams(1), RetryAfter())
+    reply = HttpReply(server.send, [], RetryAfter())
     reply.start(200, "text/plain")
     server.writable.clear()
     reply.write(b"a")
@@ -189,7 +140,7 @@ async def test_of_parts_that_repeat_each_other_a_client_that_lags_gets_the_lates
         return make
 
     server = Server()
-    reply = HttpReply(server.send, [], OpenStreams(0), RetryAfter())
+    reply = HttpReply(server.send, [], RetryAfter())
     reply.start(200, "text/plain")
     reply.write_latest(part(0))
     server.writable.clear()
@@ -214,7 +165,7 @@ async def test_a_client_that_reads_nothing_is_given_up_once_too_much_waits_for_i
 ) -> None:
     monkeypatch.setattr(push, "MAX_UNSENT", 1000)
     server, broken = Server(), []
-    reply = HttpReply(server.send, [], OpenStreams(0), RetryAfter(), lambda: broken.append(True))
+    reply = HttpReply(server.send, [], RetryAfter(), lambda: broken.append(True))
     reply.start(200, "text/plain")
     server.writable.clear()
     for _ in range(1000):
@@ -223,7 +174,7 @@ async def test_a_client_that_reads_nothing_is_given_up_once_too_much_waits_for_i
     assert broken == [True]
     assert len(reply._backlog) == 0
     assert not reply.finished
-    whole = HttpReply(server.send, [], OpenStreams(0), RetryAfter(), lambda: broken.append(True))
+    whole = HttpReply(server.send, [], RetryAfter(), lambda: broken.append(True))
     whole.reply(Reply(200, "text/plain", b"x" * 5000))
     assert broken == [True]
     server.writable.set()
@@ -238,7 +189,7 @@ async def test_a_part_that_cannot_be_made_while_the_client_lags_ends_the_reply_a
         raise ZeroDivisionError("a bug")
 
     server, broken_off = Server(), []
-    reply = HttpReply(server.send, [], OpenStreams(0), RetryAfter(), lambda: broken_off.append(True))
+    reply = HttpReply(server.send, [], RetryAfter(), lambda: broken_off.append(True))
     reply.start(200, "text/plain")
     if lagging:
         server.writable.clear()
@@ -295,7 +246,7 @@ async def test_sagemaker_gets_the_parts_that_are_not_held_as_an_attribute(
     own: list[tuple[str, str]], attributes: str
 ) -> None:
     server = Server()
-    reply = HttpReply(server.send, [], OpenStreams(0), RetryAfter())
+    reply = HttpReply(server.send, [], RetryAfter())
     reply.reply(Reply(200, "", b"", (*own, ("x-slipway-not-held", PLACES))))
     headers = dict(server.messages[0]["headers"])
     assert headers[ATTRIBUTES] == attributes.encode()
@@ -305,7 +256,7 @@ async def test_sagemaker_gets_the_parts_that_are_not_held_as_an_attribute(
 
 async def test_other_replies_have_no_such_attribute() -> None:
     server = Server()
-    reply = HttpReply(server.send, [], OpenStreams(0), RetryAfter())
+    reply = HttpReply(server.send, [], RetryAfter())
     reply.start(200, "text/plain", (("x", "y"),))
     reply.end(b"")
     assert ATTRIBUTES not in dict(server.messages[0]["headers"])

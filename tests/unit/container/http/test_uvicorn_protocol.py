@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from container.http.body_limits import BodyMemory, BodyReader
-from container.http.reply import HttpReply, OpenStreams, RetryAfter
+from container.http.reply import HttpReply, RetryAfter
 from container.http.route import AppState, HttpCounts
 from container.http.uvicorn_protocol import (
     BREAK_OFF,
@@ -46,7 +46,7 @@ class Application:
         self.paused = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        reply = HttpReply(send, [], OpenStreams(0), RetryAfter())
+        reply = HttpReply(send, [], RetryAfter())
         reply.start(200, "application/octet-stream")
         for number in range(PIECES):
             reply.write(PIECE)
@@ -153,6 +153,15 @@ class Transport:
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None:
+        return
+
+    def resume_reading(self) -> None:
+        return
+
 
 def corked(inner: Transport, cork: Cork) -> CorkedTransport:
     return CorkedTransport(inner, cork)  # type: ignore[arg-type]
@@ -222,7 +231,7 @@ async def test_bodies_that_come_with_their_heads_have_the_limits_of_others(frami
 
 async def test_head_and_body_of_a_reply_leave_in_one_write() -> None:
     inner = Transport()
-    transport = corked(inner, Cork())
+    transport = corked(inner, [])
     transport.write(b"head")
     transport.write(b"body")
     assert inner.writes == []
@@ -238,7 +247,7 @@ async def test_a_connection_that_cannot_be_written_to_is_broken_off_and_no_other
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     inner = [Transport(), Transport(broken=True), Transport()]
-    cork = Cork()
+    cork: Cork = []
     for one in inner:
         corked(one, cork).write(b"part")
     await asyncio.sleep(0)
@@ -247,23 +256,37 @@ async def test_a_connection_that_cannot_be_written_to_is_broken_off_and_no_other
     assert "no such transport" in caplog.text
 
 
-async def test_what_cannot_be_flushed_keeps_nothing_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    flushed: list[str] = []
+@pytest.mark.parametrize("wrapped", [False, True])
+async def test_the_parts_that_a_turn_writes_to_a_stream_leave_in_one_write(wrapped: bool) -> None:
+    """A wrapped `send` sees every part, and its bytes are the same."""
+    inner, seen = Transport(), []
 
-    class Broken:
-        def flush(self) -> None:
-            raise RuntimeError("no such transport")
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        async def wrapper(message: Any) -> None:
+            seen.append(message["type"])
+            await send(message)
 
-    class Good:
-        def flush(self) -> None:
-            flushed.append("good")
+        reply = HttpReply(wrapper if wrapped else send, [], RetryAfter())
+        reply.start(200, "")
+        reply.write(b"a")
+        await asyncio.sleep(0)
+        for part in (b"b", b"", b"c"):
+            reply.write(part)
+        await asyncio.sleep(0)
+        reply.write(b"d")
+        reply.end(b"e")
 
-    cork = Cork()
-    for one in (Good(), Broken(), Good()):
-        cork.add(one.flush)
-    await asyncio.sleep(0)
-    assert flushed == ["good", "good"]
-    assert "no such transport" in caplog.text
+    server = http_server(application)
+    server.config.load()
+    connection = server.config.http_protocol_class(server.config, server.server_state, {})  # type: ignore[call-arg]
+    connection.connection_made(inner)  # type: ignore[arg-type]
+    connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")  # type: ignore[attr-defined]
+    await until(lambda: len(inner.writes) == 3)
+    connection.connection_lost(None)
+    head, *parts = inner.writes
+    assert head.endswith(b"\r\n\r\n1\r\na\r\n")
+    assert parts == [b"1\r\nb\r\n1\r\nc\r\n", b"1\r\nd\r\n1\r\ne\r\n0\r\n\r\n"]
+    assert len(seen) == (7 if wrapped else 0)
 
 
 def serve_once(answers: bool) -> bytes:
@@ -313,7 +336,7 @@ async def test_a_client_that_never_reads_loses_its_connection_and_its_call_hears
 
     async def flooding(scope: Any, receive: Any, send: Any) -> None:
         await receive()
-        reply = HttpReply(send, [], OpenStreams(0), RetryAfter(), scope["extensions"][BREAK_OFF])
+        reply = HttpReply(send, [], RetryAfter(), scope["extensions"][BREAK_OFF])
         reply.start(200, "application/octet-stream")
         for _ in range(1000):
             reply.write(PIECE)
@@ -474,7 +497,7 @@ async def test_a_client_that_goes_on_sending_a_body_that_nobody_reads_and_stops_
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 async def test_only_a_client_that_knows_chunks_gets_them(version: bytes) -> None:
     async def streaming(scope: Any, receive: Any, send: Any) -> None:
-        reply = HttpReply(send, [], OpenStreams(0), RetryAfter())
+        reply = HttpReply(send, [], RetryAfter())
         reply.start(200, "text/plain")
         reply.write(b"one")
         reply.end(b"two")
@@ -541,7 +564,7 @@ async def test_trailers_without_end_end_the_connection(piece: bytes) -> None:
 async def push_much(scope: Any, receive: Any, send: Any) -> None:
     """Push 6 MB, less than a client may leave unread."""
     await receive()
-    reply = HttpReply(send, [], OpenStreams(0), RetryAfter(), scope["extensions"][BREAK_OFF])
+    reply = HttpReply(send, [], RetryAfter(), scope["extensions"][BREAK_OFF])
     reply.start(200, "application/octet-stream")
     for _ in range(100):
         reply.write(PIECE)
@@ -858,7 +881,7 @@ async def test_a_refusal_waits_for_a_client_that_has_not_taken_the_reply_before_
         if scope["path"] == "/refused":
             await refusals(scope, receive, send)
             return
-        HttpReply(send, [], OpenStreams(0), RetryAfter()).reply(Reply(200, "", b"x" * 8_000_000))
+        HttpReply(send, [], RetryAfter()).reply(Reply(200, "", b"x" * 8_000_000))
         await _until_left(receive)
 
     async with served(application) as (_, address):

@@ -224,7 +224,7 @@ async def test_a_copy_that_dies_while_the_model_drains_is_not_started_again(monk
         engine.die(2)  # Now calls wait.
         await until(lambda: engine.attempts)
         assert engine.attempts == [{1, 2}]
-        one.life.end_call()
+        one.life.open_calls -= 1
         await draining
 
 
@@ -241,7 +241,7 @@ async def test_a_restart_that_has_not_begun_when_the_model_drains_does_not_begin
             draining = asyncio.create_task(one.server.drain())
             await until(lambda: one.life.stage is State.DRAINING)
         await until(lambda: not one.server.registrar.loading)
-        one.life.end_call()
+        one.life.open_calls -= 1
         await draining
         assert engine.attempts == []
 

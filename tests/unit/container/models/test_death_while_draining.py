@@ -97,7 +97,7 @@ async def test_its_calls_end_on_the_next_engine(watched: Watched, unregister: bo
     await engine.restarting.wait()
     engine.may_start.set()
     await until(lambda: engine.alive)
-    watched.life.end_call()
+    watched.life.open_calls -= 1
     await draining
     assert engine.waits, "no call got an error"
     if unregister:
@@ -113,7 +113,7 @@ async def test_they_get_an_error_at_once_if_it_cannot_be_started(watched: Watche
     await until(lambda: watched.life.stage is State.DRAINING)
     engine.alive = False
     await until(lambda: not engine.waits)
-    watched.life.end_call()
+    watched.life.open_calls -= 1
     await draining
     assert engine.why is None, "it is not loaded anew"
 
@@ -125,7 +125,7 @@ async def test_they_get_an_error_at_once_if_it_may_not_be_started_again(watched:
     await until(lambda: watched.life.stage is State.DRAINING)
     watched.engine.alive = False
     await until(lambda: not watched.engine.waits)
-    watched.life.end_call()
+    watched.life.open_calls -= 1
     await draining
     assert not watched.engine.restarting.is_set()
 
@@ -134,5 +134,5 @@ async def test_they_get_an_error_at_once_if_it_may_not_be_started_again(watched:
 async def test_a_drain_without_calls_waits_for_no_engine(watched: Watched) -> None:
     watched.engine.alive = False
     await watched.engine.restarting.wait()
-    watched.life.end_call()
+    watched.life.open_calls -= 1
     await asyncio.wait_for(watched.server.drain(), 30)
