@@ -152,6 +152,7 @@ class Answer(Protocol):
     """Turns the deltas of one call into the bytes of its reply."""
 
     content_type: str
+    cumulative: bool = False  # Each part repeats all before it. A client that lags needs only the latest.
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
@@ -161,7 +162,7 @@ class Answer(Protocol):
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """Return the bytes that a delta adds to the body.
 
-        They may be empty.
+        They may be empty. Those of a cumulative answer are, unless the delta is the last one.
 
         Args:
             prompt: The position of the delta's request in `Exchange.requests`.
@@ -171,22 +172,16 @@ class Answer(Protocol):
             RequestError: The call ends with this error.
         """
 
+    def latest(self) -> bytes:
+        """Return the part of a cumulative answer with everything that was fed. Empty if nothing has changed."""
+        return b""
+
     def fail(self, error: RequestError) -> Reply:
         """Return the reply if nothing has been sent yet."""
 
     def fail_midway(self, error: RequestError) -> bytes:
         """Return the last bytes of a body that has begun with status 200. A body that is sent whole has none."""
         return b""
-
-
-class CumulativeAnswer(Answer, Protocol):
-    """An answer whose parts each repeat all before them. A client that lags needs only the latest part."""
-
-    def add(self, prompt: int, delta: TokenDelta) -> bool:
-        """Take a delta without encoding it. Returns True if it changes the answer."""
-
-    def latest(self) -> bytes:
-        """Return the part with everything that was added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +194,9 @@ class Exchange:
     images: tuple[str, ...] = ()  # URLs of the images of each prompt, in the order of their marks there.
     # The client's names of parameters, by the engine's, where they differ. Errors of the engine have the client's.
     names: Mapping[str, str] = field(default_factory=dict)
-    # The stream sends this comment if no token comes for a while. It begins before its first token then.
+    # The stream sends this comment if no token comes for a while. It begins before its first token then. A cumulative
+    # answer has none.
     comment: bytes = b""
-    cumulative: CumulativeAnswer | None = None  # The same object as `answer` if that is cumulative. Excludes `comment`.
 
     def steered_by(self, steering: Steering) -> Exchange:
         """Return the exchange with the call's trace context, cache salt and priority in its requests."""

@@ -13,7 +13,7 @@ from engines.errors import Overloaded, RequestError
 from handlers.contract import LONG_BODY, Call, Contract, ContractError, Exchange, Reply, ReplyWriter
 from handlers.images import ImageLoader
 from handlers.queue import EngineQueue
-from handlers.running_call import CumulativeCall, RunningCall
+from handlers.running_call import RunningCall
 
 logger = logging.getLogger(__name__)
 
@@ -50,22 +50,23 @@ class EngineHandler:
         for note in exchange.notes:
             logger.info("%s", note, extra={"request_id": call.request_id})
         try:
-            return await self._submitted(exchange.steered_by(call.steering()), writer, call.request_id)
+            exchange = exchange.steered_by(call.steering())
+            if not exchange.images:
+                running = self._running_call(exchange, writer, call.request_id)
+                await running.submit()
+                return running
+            assert self._images is not None, "no contract has images for a model of text"
+            async with self._images.load(exchange.images) as images:
+                requests = [msgspec.structs.replace(request, images=images) for request in exchange.requests]
+                shown = replace(exchange, requests=tuple(requests), images=())
+                running = self._running_call(shown, writer, call.request_id)
+                await running.submit()
+                return running
         except RequestError as error:
             if isinstance(error, Overloaded):  # the engine may have no place for something else
                 error = Overloaded(error.message, queue.overload_status)
             queue.engine.statistics.calls.count(0.0, failed=True)
             raise ContractError(exchange.answer.fail(error), error.message) from None
-
-    async def _submitted(self, exchange: Exchange, writer: ReplyWriter, request_id: str) -> RunningCall:
-        if not exchange.images:
-            running = self._running_call(exchange, writer, request_id)
-            await running.submit()
-            return running
-        assert self._images is not None, "no contract has images for a model of text"
-        async with self._images.load(exchange.images) as images:
-            requests = [msgspec.structs.replace(request, images=images) for request in exchange.requests]
-            return await self._submitted(replace(exchange, requests=tuple(requests), images=()), writer, request_id)
 
     async def _parse(self, call: Call) -> Exchange:
         if len(call.body) < LONG_BODY:
@@ -73,6 +74,4 @@ class EngineHandler:
         return await asyncio.to_thread(self._contract.parse, call)
 
     def _running_call(self, exchange: Exchange, writer: ReplyWriter, request_id: str) -> RunningCall:
-        if exchange.cumulative is not None:
-            return CumulativeCall(self._queue, exchange, writer, request_id, exchange.cumulative)
         return RunningCall(self._queue, exchange, writer, request_id)

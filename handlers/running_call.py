@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from engines.errors import InternalError, InvalidParameter, RequestError
 from engines.interface import Generation, give_turn
 from engines.request import TokenDelta
-from handlers.contract import CumulativeAnswer, Exchange, Reply, ReplyWriter, not_held_header
+from handlers.contract import Exchange, Reply, ReplyWriter, not_held_header
 from handlers.queue import EngineQueue
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,9 @@ class RunningCall:
         self._generations: list[Generation] = []
         self._open_prompts = len(exchange.requests)
         self._places = 0  # Of the queue, that the call still has.
-        self._keep_alive: _KeepAlive | None = None
+        self._timer: asyncio.Handle | None = None  # Of the next comment, or of the next part of a cumulative answer.
+        self._spoken = True  # The stream has said something since the last tick. Cheaper than a look at the clock.
+        self._length = 0  # Of the last part of a cumulative answer, in bytes.
         self._aborted = False
         self._not_held: tuple[tuple[str, str], ...] = ()  # The header that names what the answer may break.
         self.begun = False  # The reply has begun as a stream.
@@ -70,7 +72,7 @@ class RunningCall:
             raise
         if self._exchange.comment and not self.answered:
             self._begin()
-            self._keep_alive = _KeepAlive(self._exchange.comment, self._writer)
+            self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
 
     def on_not_held(self, places: Sequence[str]) -> None:
         if self._not_held:  # The prompts of a call have the same schema.
@@ -86,13 +88,17 @@ class RunningCall:
         except RequestError as error:
             self.on_error(error)
             return
-        self._write(prompt, delta, data)
+        if data and self.begun and not delta.last:
+            self._spoken = True
+            self._writer.write(data)
+        else:
+            self._write(prompt, delta, data)
 
     def on_error(self, error: RequestError) -> None:
         if self.answered:
             return
-        self._end(failed=True)
         self.cancel()
+        self._queue.engine.statistics.calls.count(time.monotonic() - self._begun_at, failed=True)
         if self.begun:
             self._writer.end(self._answer.fail_midway(error))
         else:
@@ -105,56 +111,91 @@ class RunningCall:
             generation.abort()
 
     def cancel(self) -> None:
+        if self.answered and not self._generations:
+            return
         self._close()
-        self._release(self._places)
+        self._queue.open_sequences -= self._places
+        self._places = 0
         for generation in self._generations:
             generation.cancel()
         self._generations.clear()
 
     def _write(self, prompt: int, delta: TokenDelta, data: bytes) -> None:
         if delta.last:
-            self._prompt_ended(prompt)
+            places = self._exchange.requests[prompt].sequences_in_engine
+            self._open_prompts -= 1
+            self._places -= places
+            self._queue.open_sequences -= places
             if self._open_prompts == 0:
                 self._finish(data)
                 return
         if data:
             if not self.begun:
                 self._begin()
-            if self._keep_alive is not None:
-                self._keep_alive.spoken = True
+            self._spoken = True
             self._writer.write(data)
-
-    def _prompt_ended(self, prompt: int) -> None:
-        self._open_prompts -= 1
-        self._release(self._exchange.requests[prompt].sequences_in_engine)
+        elif self._answer.cumulative:
+            if not self.begun:
+                self._begin()
+            self._write_latest_soon()
 
     def _begin(self) -> None:
         self.begun = True
         self._writer.start(200, self._answer.content_type, (*self._answer.headers, *self._not_held))
 
     def _finish(self, data: bytes) -> None:
-        self._end(failed=False)
+        self._close()
+        self._generations.clear()
+        self._queue.engine.statistics.calls.count(time.monotonic() - self._begun_at, failed=False)
         if self.begun:
             self._writer.end(data)
         else:
             headers = (*self._answer.headers, *self._not_held)
             self._writer.reply(Reply(200, self._answer.content_type, data, headers))
 
-    def _end(self, *, failed: bool) -> None:
-        self._close()
-        self._queue.engine.statistics.calls.count(time.monotonic() - self._begun_at, failed=failed)
-
     def _close(self) -> None:
         """Nothing more is written but what ends the reply."""
         self.answered = True
         if self._queue.running.get(self._request_id) is self:  # ids are the clients', who may use one twice
             del self._queue.running[self._request_id]
-        if self._keep_alive is not None:
-            self._keep_alive.stop()
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def _release(self, places: int) -> None:
-        self._places -= places
-        self._queue.open_sequences -= places
+    def _tick(self) -> None:
+        """Write a comment if the stream has said nothing since the last tick."""
+        if not self._spoken:
+            self._writer.write(self._exchange.comment)
+        self._spoken = False
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
+
+    def _write_latest_soon(self) -> None:
+        """Have the latest part of a cumulative answer written.
+
+        Short parts come at once, or for several sequences once for each step of the engine. Long ones come as often as
+        `_BYTES_PER_SECOND` allows.
+        """
+        if self._timer is not None:
+            return
+        if self._length > _LONG:
+            seconds = self._length / _BYTES_PER_SECOND
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._write_latest)
+        elif sum([request.sequences for request in self._exchange.requests]) == 1:
+            self._writer.write_latest(self._latest)
+        else:
+            self._timer = asyncio.get_running_loop().call_soon(self._write_latest)
+
+    def _write_latest(self) -> None:
+        self._timer = None
+        try:
+            self._writer.write_latest(self._latest)
+        except Exception:
+            logger.exception("request %s: a part of the answer cannot be made", self._request_id)
+            self.on_error(InternalError())
+
+    def _latest(self) -> bytes:
+        data = self._answer.latest()
+        self._length = len(data)
+        return data
 
 
 class _FurtherPrompt:
@@ -173,84 +214,3 @@ class _FurtherPrompt:
 
     def on_error(self, error: RequestError) -> None:
         self._running.on_error(error)
-
-
-class _KeepAlive:
-    """Writes a comment whenever a stream has said nothing from one tick to the next."""
-
-    __slots__ = ("_comment", "_timer", "_writer", "spoken")
-
-    def __init__(self, comment: bytes, writer: ReplyWriter) -> None:
-        self._comment, self._writer = comment, writer
-        self.spoken = True  # Set by the writers of the stream: cheaper for each token than a look at the clock.
-        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
-
-    def _tick(self) -> None:
-        if not self.spoken:
-            self._writer.write(self._comment)
-        self.spoken = False
-        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._tick)
-
-    def stop(self) -> None:
-        self._timer.cancel()
-
-
-class CumulativeCall(RunningCall):
-    """A call whose answer repeats all before it in each part.
-
-    Short parts come at once, or for several sequences once for each step of the engine. Long ones come as often as
-    `_BYTES_PER_SECOND` allows.
-    """
-
-    def __init__(
-        self, queue: EngineQueue, exchange: Exchange, writer: ReplyWriter, request_id: str, answer: CumulativeAnswer
-    ) -> None:
-        super().__init__(queue, exchange, writer, request_id)
-        self._cumulative = answer
-        self._single = sum([request.sequences for request in exchange.requests]) == 1
-        self._timer: asyncio.Handle | None = None
-        self._length = 0  # Of the last part, in bytes.
-        self._unsent = False
-
-    def on_delta(self, delta: TokenDelta, prompt: int = 0) -> None:
-        if self.answered:
-            return
-        changed = self._cumulative.add(prompt, delta)
-        self._unsent = self._unsent or changed
-        if delta.last:
-            self._prompt_ended(prompt)
-        if self._open_prompts == 0:
-            self._finish(self._part() if self._unsent else b"")
-        elif changed:
-            if not self.begun:
-                self._begin()
-            self._send_soon()
-
-    def _send_soon(self) -> None:
-        if self._timer is not None:
-            return
-        if self._length > _LONG:
-            self._timer = asyncio.get_running_loop().call_later(self._length / _BYTES_PER_SECOND, self._send)
-        elif self._single:
-            self._writer.write_latest(self._part)
-        else:
-            self._timer = asyncio.get_running_loop().call_soon(self._send)
-
-    def _send(self) -> None:
-        self._timer = None
-        try:
-            self._writer.write_latest(self._part)
-        except Exception:
-            logger.exception("request %s: a part of the answer cannot be made", self._request_id)
-            self.on_error(InternalError())
-
-    def _part(self) -> bytes:
-        self._unsent = False
-        data = self._cumulative.latest()
-        self._length = len(data)
-        return data
-
-    def _close(self) -> None:
-        super()._close()
-        if self._timer is not None:
-            self._timer.cancel()

@@ -53,26 +53,24 @@ class _Answer(Answer):
         self._reasons = [_UNFINISHED] * count
         self._counts = [0] * count
         self._prompt_tokens = 0
+        self._changed = False  # Since the last part.
         self._end = ""
         if generation.prompt_in_response:
             self._end = f'{self._style.comma}"prompt"{self._style.colon}{self._style.quote(generation.prompt)}'
 
-    def add(self, prompt: int, delta: TokenDelta) -> bool:
-        """Take a delta. It is called for each token of each stream.
-
-        Returns:
-            True if the answer has changed. Beams that are not shown do not change it.
-        """
+    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
+        """Take a delta. It is called for each token of each stream."""
         sequence = delta.sequence
-        if sequence >= len(self._responses):
-            return False
+        if sequence >= len(self._responses):  # Beams that are not shown do not change the answer.
+            return self.latest() if delta.last else b""
         if delta.text and self._show_text:
             self._responses[sequence] += self._style.quote(delta.text)[1:-1]
         self._counts[sequence] = delta.token_count
         self._prompt_tokens = delta.prompt_token_count
         if delta.finish_reason is not None:
             self._reasons[sequence] = _FINISH_REASONS[delta.finish_reason]
-        return True
+        self._changed = True
+        return self.latest() if delta.last else b""
 
     def fail(self, error: RequestError) -> Reply:
         return refuse(error)
@@ -101,24 +99,24 @@ class WholeAnswer(_Answer):
     content_type = JSON
     _style = _COMPACT
 
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        self.add(prompt, delta)
-        return self._document().encode() if delta.last else b""
+    def latest(self) -> bytes:
+        return self._document().encode()
 
 
 class StreamAnswer(_Answer):
     """`/v1/generate_stream`: a line for each step, with no content type, as the original has none.
 
-    A `CumulativeAnswer`: a client that lags is sent fewer lines.
+    A client that lags is sent fewer lines.
     """
 
     content_type = ""
+    cumulative = True
     _style = _SPACED
 
-    def feed(self, prompt: int, delta: TokenDelta) -> bytes:
-        return self.latest() if self.add(prompt, delta) else b""
-
     def latest(self) -> bytes:
+        if not self._changed:
+            return b""
+        self._changed = False
         return (self._document() + "\n").encode()
 
     def fail_midway(self, error: RequestError) -> bytes:

@@ -43,10 +43,8 @@ class HappyVllmContract:
             tokens_apart=True,  # Each step is a line, also one whose text is held back.
             adapter=self._setting.adapter_of(call, None),
         )
-        if not self._stream:
-            return Exchange((request,), WholeAnswer(generation), names=names)
-        answer = StreamAnswer(generation)
-        return Exchange((request,), answer, names=names, cumulative=answer)
+        answer = (StreamAnswer if self._stream else WholeAnswer)(generation)
+        return Exchange((request,), answer, names=names)
 
 
 def readiness(call: Call, views: Sequence[ModelView]) -> Reply:

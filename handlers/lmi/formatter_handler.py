@@ -38,8 +38,6 @@ class FormatterHandler(EngineHandler):
             raise failed_dependency(error.message) from None
 
     def _running_call(self, exchange: Exchange, writer: ReplyWriter, request_id: str) -> RunningCall:
-        if exchange.cumulative is not None:
-            return super()._running_call(exchange, writer, request_id)
         return FormattedCall(self._queue, exchange, writer, request_id, self._thread)
 
 

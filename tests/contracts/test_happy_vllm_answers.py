@@ -41,7 +41,7 @@ def refusal(document: Any) -> Reply:
 
 def lines(document: Any, *deltas: TokenDelta) -> list[bytes]:
     exchange = parse(document, stream=True)
-    return [exchange.answer.feed(0, delta) for delta in deltas]
+    return [exchange.answer.feed(0, delta) or exchange.answer.latest() for delta in deltas]
 
 
 def whole(document: Any, *deltas: TokenDelta) -> bytes:
