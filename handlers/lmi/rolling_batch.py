@@ -224,7 +224,7 @@ class RecordAnswer(Answer):
         self._prompt = prompt
         self._options = options
         self._before, self._after = ("data: ", "\n\n") if sse else ("", "\n")
-        self._head = self._before + '{"token": '
+        self._head, self._tail = self._before + '{"token": ', "}" + self._after
         self._sequence = GeneratedSequence()
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
@@ -242,12 +242,13 @@ class RecordAnswer(Answer):
             sequence.prompt_tokens = delta.prompt_tokens
         if not delta.last:
             if len(tokens) == 1:
-                return (self._record(tokens[0]) + "}" + self._after).encode()
-            return "".join([self._record(token) + "}" + self._after for token in tokens]).encode()
+                return (self._head + _token(tokens[0], self._options) + self._tail).encode()
+            return "".join([self._head + _token(token, self._options) + self._tail for token in tokens]).encode()
         sequence.finish_reason, sequence.count = delta.finish_reason, delta.token_count
+        options = self._options
         *earlier, final = tokens or [_NO_TOKEN]
-        records = [self._record(token) + "}" + self._after for token in earlier]
-        return ("".join(records) + self._record(final) + self._end()).encode()
+        records = [self._head + _token(token, options) + self._tail for token in earlier]
+        return ("".join(records) + self._head + _token(final, options) + self._end()).encode()
 
     def fail(self, error: RequestError) -> Reply:
         """Return the error's record as a JSON document, because the stream has not begun."""
@@ -255,10 +256,6 @@ class RecordAnswer(Answer):
 
     def fail_midway(self, error: RequestError) -> bytes:
         return (self._before + _error(error, self._options, stream_error) + self._after).encode()
-
-    def _record(self, token: Token) -> str:
-        """Return a record up to the end of the token's object."""
-        return self._head + _token(token, self._options)
 
     def _end(self) -> str:
         sequence, options = self._sequence, self._options
