@@ -82,7 +82,7 @@ class CorkedTransport:
             closing: Called when the transport is closed. Returns the seconds for which the client may still send.
         """
         self._transport, self._cork = transport, cork
-        self._pieces: list[bytes] = []
+        self.pieces: list[bytes] = []
         # `HttpProtocol` drops it with the connection: it holds the object that holds this one.
         self.closing = closing
         self.end: asyncio.TimerHandle | None = None
@@ -97,18 +97,18 @@ class CorkedTransport:
         """Keep the data until the end of this turn. Nothing is written after `close`."""
         if self.lingering:
             return
-        if not self._pieces:
+        if not self.pieces:
             if not self._cork:
                 asyncio.get_running_loop().call_soon(_flush_all, self._cork)
             self._cork.append(self)
-        self._pieces.append(data)
+        self.pieces.append(data)
 
     def flush(self) -> None:
         """Pass the held writes on. The connection is dropped if that fails."""
-        pieces = self._pieces
+        pieces = self.pieces
         if not pieces:
             return
-        self._pieces = []
+        self.pieces = []
         if self._transport.is_closing():
             return
         try:
@@ -288,7 +288,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection if the client has ended its side and a whole request has no complete answer yet."""
-        self._connection.flush()  # a reply may have been written in this turn
+        if self._connection.pieces:  # a reply may have been written in this turn
+            self._connection.flush()
         answering = self._answering
         if answering is None or answering.response_complete:
             return False
