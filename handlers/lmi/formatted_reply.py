@@ -6,9 +6,9 @@ from engines.errors import GenerationFailed
 from handlers.contract import JSON, Reply, ReplyWriter, Running
 from handlers.custom.formatter_thread import FormatterQueue
 from handlers.djl_errors import FAILED_DEPENDENCY, payload_error
+from handlers.lmi.answer_forms import AsyncForm
 from handlers.lmi.async_formatters import Formatting
-from handlers.lmi.reply_shapes import AsyncShape, error_of, is_error
-from handlers.lmi.shaped_reply import ShapedReply
+from handlers.lmi.shaped_reply import ShapedReply, error_of, is_error
 
 _END = b""  # Stands for the end of the stream among its events.
 
@@ -20,7 +20,7 @@ class FormattedReply(ShapedReply):
     errors.
     """
 
-    def __init__(self, writer: ReplyWriter, formatting: Formatting, shape: AsyncShape, path: str) -> None:
+    def __init__(self, writer: ReplyWriter, formatting: Formatting, shape: AsyncForm, path: str) -> None:
         super().__init__(writer, shape)
         self._formatting, self._path = formatting, path
         self._queue: FormatterQueue[Reply | bytes] = FormatterQueue(formatting.thread, self._format, self._take)
@@ -35,11 +35,7 @@ class FormattedReply(ShapedReply):
         await super().drain()
 
     def _whole(self, reply: Reply) -> None:
-        if reply.status >= 400:
-            self._ended = True
-            super()._whole(reply)
-        else:
-            self._queue.put(reply)
+        self._queue.put(reply)
 
     def _event(self, event: bytes) -> None:
         if not self._ended:
@@ -81,8 +77,8 @@ class FormattedReply(ShapedReply):
         if self.running is not None:
             self.running.cancel()
         if isinstance(error, _VllmFailed):
-            refusal = self.shape.reply(Reply(error_of(error.event).code, JSON, error.event))
-            last = self.shape.event(error.event)
+            refusal = self._shape.refusal(Reply(error_of(error.event).code, JSON, error.event))
+            last = self._shape.event(error.event)
         else:
             last = payload_error(error.message if isinstance(error, GenerationFailed) else f"internal error: {error}")
             refusal = Reply(FAILED_DEPENDENCY, JSON, last)

@@ -14,12 +14,12 @@ from handlers.contract import JSON, Call, ContractError, Handler, ReplyWriter, R
 from handlers.djl_errors import FAILED_DEPENDENCY, unknown_adapter
 from handlers.json_cost import JsonDecoder, off_the_loop
 from handlers.lmi.adapter_choice import adapter_query, adapters_of
+from handlers.lmi.answer_forms import AsyncForm, LmiChatForm
 from handlers.lmi.async_formatters import Formatting
 from handlers.lmi.errors import payload_refused
 from handlers.lmi.formatted_reply import FormattedReply
-from handlers.lmi.reply_shapes import AsyncShape, LmiChatShape, Shape
 from handlers.lmi.sessions import SESSION_ID, Sessions
-from handlers.lmi.shaped_reply import ShapedReply
+from handlers.openai.answer import VLLM_FORM, AnswerForm
 from handlers.openai.constraints import CHAT, COMPLETIONS
 from handlers.openai.handler import OpenAIHandler
 
@@ -41,7 +41,6 @@ _SESSION_HEADER = SESSION_ID.lower().encode()
 
 
 _split = JsonDecoder(dict[str, msgspec.Raw]).decode
-_decode_ids = JsonDecoder(list[int]).decode
 _decode_any = JsonDecoder[Any]().decode
 
 
@@ -57,14 +56,6 @@ class InvocationBody:
         """Return a field, still encoded. A field that is null counts as absent."""
         value = (self.fields or {}).get(name)
         return None if value is None or bytes(value) == _NULL else value
-
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        given = self.given("stop_token_ids")
-        try:
-            return frozenset(_decode_ids(given)) if given is not None else frozenset()
-        except msgspec.DecodeError:
-            return frozenset()  # vLLM reports the fault
 
     @property
     def adapters(self) -> Any:
@@ -117,6 +108,11 @@ class InvocationsHandler:
         self._lmi, self._openai, self._settings, self._formatting = lmi, openai, settings, formatting
         self._sessions, self._overload_status = sessions, overload_status
         self._table = ASYNCHRONOUS if settings.async_mode else ROLLING_BATCH
+        self._chat_form = self._completion_form = VLLM_FORM
+        if settings.async_mode:
+            self._chat_form = self._completion_form = AsyncForm(overload_status)
+        elif settings.chat_format != "openai":
+            self._chat_form = LmiChatForm(sse=settings.output_formatter == "sse", overload_status=overload_status)
 
     async def handle(self, call: Call, writer: ReplyWriter) -> Running | None:
         formatting = self._formatting
@@ -138,25 +134,30 @@ class InvocationsHandler:
             raise payload_refused(
                 f"`{body.field}` needs vLLM as the engine (option.rolling_batch=vllm); send `inputs` instead"
             )
-        shape = self._shape(body)
-        return await self._begin(self._openai, body, call, writer if shape is None else ShapedReply(writer, shape))
+        form = self._chat_form if body.kind == "chat" else self._completion_form
+        return await self._begin(self._openai, body, call, writer, form)
 
     async def _formatted(
         self, formatting: Formatting, body: InvocationBody, call: Call, writer: ReplyWriter
     ) -> Running | None:
         """Answer a call with vLLM's front end and the model's output formatter."""
         assert self._openai is not None, "the model has not loaded without it"
-        shape = AsyncShape(self._overload_status)
+        shape = AsyncForm(self._overload_status)
         if body.kind == "lmi":
             call = await formatting.of_call(formatting.formatters.as_completion, call)
             body = InvocationBody("completion", fields=await off_the_loop(call.body, _split, call.body))
-            shape = AsyncShape(self._overload_status, FAILED_DEPENDENCY)
+            shape = AsyncForm(self._overload_status, FAILED_DEPENDENCY)
         reply = FormattedReply(writer, formatting, shape, _PATHS[body.kind])
         reply.running = running = await self._begin(self._openai, body, call, reply)
         return running
 
     async def _begin(
-        self, openai: OpenAIHandler, body: InvocationBody, call: Call, writer: ReplyWriter
+        self,
+        openai: OpenAIHandler,
+        body: InvocationBody,
+        call: Call,
+        writer: ReplyWriter,
+        form: AnswerForm = VLLM_FORM,
     ) -> Running | None:
         try:
             return await openai.begin(
@@ -165,6 +166,7 @@ class InvocationsHandler:
                 _PATHS[body.kind],
                 any_model=True,
                 adapter=self._adapter(call, body),
+                form=form,
             )
         except UnknownAdapter as error:
             raise ContractError(unknown_adapter(error), error.message) from None
@@ -188,15 +190,3 @@ class InvocationsHandler:
         if not ("json" in kind or kind in _JSON_TYPES):
             return _LMI
         return read_body(call.body, self._table)
-
-    def _shape(self, body: InvocationBody) -> Shape | None:
-        """Return LMI's form of vLLM's answer; None if the client gets vLLM's bytes."""
-        if self._settings.async_mode:
-            return AsyncShape(self._overload_status)
-        if body.kind == "completion" or self._settings.chat_format == "openai":
-            return None
-        return LmiChatShape(
-            sse=self._settings.output_formatter == "sse",
-            stop_token_ids=body.stop_token_ids,
-            overload_status=self._overload_status,
-        )

@@ -1,7 +1,6 @@
-"""Converts vLLM's replies to chats and completions into LMI's form.
+"""Converts the chats that vLLM's serving classes answer into LMI's objects.
 
-With option.async_mode=true, LMI sends vLLM's objects as lines of JSON. Otherwise it has other chat objects. Sources:
-djl_python, `async_utils.py` for the lines; LMI, "Chat Completions API Schema" for the chat objects.
+`handlers.lmi.answer_forms` writes the same bytes from the engine's deltas.
 """
 
 from __future__ import annotations
@@ -13,22 +12,9 @@ from typing import Any
 import msgspec
 
 from handlers.contract import JSON, Reply
-from handlers.djl_errors import FAILED_DEPENDENCY, front_end_reply, payload_error
-
-DONE = b"[DONE]"
-_EVENT = b"data: "
-_OVERLOADED = 503  # vLLM's status for a full queue.
-
-
-class VllmError(msgspec.Struct):
-    """The fields of an error object of vLLM."""
-
-    message: str = ""
-    code: int = 500
-
-
-class _ErrorObject(msgspec.Struct):
-    error: VllmError = msgspec.field(default_factory=VllmError)
+from handlers.djl_errors import FAILED_DEPENDENCY
+from handlers.lmi.shaped_reply import DONE, error_of, is_error
+from handlers.openai.answer import AnswerForm
 
 
 class _Message(msgspec.Struct):
@@ -64,51 +50,35 @@ class _Answer(msgspec.Struct):
 
 _json = json.JSONEncoder(ensure_ascii=False).encode
 _decode = msgspec.json.Decoder(_Answer).decode
-_decode_error = msgspec.json.Decoder(_ErrorObject).decode
 
 
-def events(data: bytes) -> list[bytes]:
-    """Return the data of the events in a part of a stream. Comments are left out."""
-    return [part.removeprefix(_EVENT) for part in data.split(b"\n\n") if part.startswith(_EVENT)]
+def reason_of_stop(stop_reason: int | str | None, stop_token_ids: Collection[int]) -> str:
+    """Return LMI's finish reason of a text that ended at a stop string, at a stop token, or at the model's end token.
 
-
-def is_error(event: bytes) -> bool:
-    """Return True if an event is an error object rather than a chunk."""
-    return event.startswith(b'{"error"')
-
-
-def error_of(body: bytes) -> VllmError:
-    """Return the error in an error object, or an empty error if the body is not an error object."""
-    try:
-        return _decode_error(body).error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return VllmError()
+    Args:
+        stop_reason: The stop string or the stop token.
+        stop_token_ids: The stop tokens of the request. vLLM reports further end tokens of the model as stop tokens.
+    """
+    return "stop_sequence" if isinstance(stop_reason, str) or stop_reason in stop_token_ids else "eos_token"
 
 
 class LmiChatShape:
     """The form of a chat's reply in LMI's rolling batch. An object converts one reply."""
 
-    def __init__(self, *, sse: bool = False, stop_token_ids: Collection[int] = (), overload_status: int = 503) -> None:
-        """Create the form.
+    def __init__(self, form: AnswerForm, stop_token_ids: Collection[int] = ()) -> None:
+        """Create the shape.
 
         Args:
-            sse: A stream consists of server-sent events instead of lines.
-            stop_token_ids: The stop tokens of the request. vLLM reports further end tokens of the model as stop tokens.
-            overload_status: The status of a reply if the queue is full.
+            form: The form of the errors and of the records.
+            stop_token_ids: The stop tokens of the request.
         """
-        self.stream_type = "text/event-stream" if sse else "application/jsonlines"
-        self._sse = sse
-        self._before, self._after = ("data: ", "\n\n") if sse else ("", "\n")
-        self._stop_token_ids = stop_token_ids
-        self._overload_status = overload_status
+        self.stream_type, self.refusal = form.stream_type, form.refusal
+        self._form, self._stop_token_ids = form, stop_token_ids
         self._chunk: dict[str, Any] = {}  # The fields that all records of the stream have.
         self._roles: dict[int, str] = {}
 
-    def reply(self, reply: Reply) -> Reply:
-        """Return vLLM's reply with LMI's fields. Every fault of the request is 424, as in the rest of LMI."""
-        if reply.status >= 400:
-            status = FAILED_DEPENDENCY if reply.status < 500 else reply.status
-            return _lmi_error(error_of(reply.body), status, self._overload_status)
+    def whole(self, reply: Reply) -> Reply:
+        """Return vLLM's answer with LMI's fields."""
         answer = _decode(reply.body)
         document = {
             "id": answer.id,
@@ -122,7 +92,7 @@ class LmiChatShape:
     def event(self, data: bytes) -> bytes:
         """Return LMI's bytes for the data of an event of vLLM: a chunk, an error object, or `[DONE]`."""
         if data == DONE:
-            return b"data: [DONE]\n\n" if self._sse else b""
+            return self._form.done.encode()
         if is_error(data):
             return self._error(error_of(data).message)
         chunk = _decode(data)
@@ -166,8 +136,7 @@ class LmiChatShape:
     def _ending(self, choice: _Choice) -> dict[str, Any]:
         reason = choice.finish_reason
         if reason == "stop":
-            own = isinstance(choice.stop_reason, str) or choice.stop_reason in self._stop_token_ids
-            reason = "stop_sequence" if own else "eos_token"
+            reason = reason_of_stop(choice.stop_reason, self._stop_token_ids)
         return {"logprobs": choice.logprobs, "finish_reason": reason}
 
     def _record(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -182,48 +151,8 @@ class LmiChatShape:
         )
 
     def _line(self, document: dict[str, Any]) -> bytes:
-        return (self._before + _json(document) + self._after).encode("utf-8", "replace")
+        return (self._form.before + _json(document) + self._form.after).encode("utf-8", "replace")
 
 
 def _usage(usage: _Usage) -> dict[str, int]:
     return msgspec.structs.asdict(usage) | {"completion_tokens": usage.completion_tokens or 0}
-
-
-class AsyncShape:
-    """The form of a chat's or a completion's reply in LMI's asynchronous mode.
-
-    Each object of vLLM is a line. A stream ends with an empty line.
-    """
-
-    stream_type = "application/jsonlines"
-
-    def __init__(self, overload_status: int = 503, refusal_status: int | None = None) -> None:
-        """Create the form.
-
-        Args:
-            overload_status: The status of a reply if the queue is full.
-            refusal_status: The status of errors of the client. None keeps the status of vLLM.
-        """
-        self._overload_status, self._refusal_status = overload_status, refusal_status
-
-    def reply(self, reply: Reply) -> Reply:
-        if reply.status >= 400:
-            status = self._refusal_status if self._refusal_status and reply.status < 500 else reply.status
-            return _lmi_error(error_of(reply.body), status, self._overload_status)
-        return Reply(reply.status, reply.content_type, reply.body + b"\n", reply.headers)
-
-    def event(self, data: bytes) -> bytes:
-        return b"\n" if data == DONE else data + b"\n"
-
-
-Shape = LmiChatShape | AsyncShape
-
-
-def _lmi_error(error: VllmError, status: int, overload_status: int) -> Reply:
-    """Return vLLM's error in LMI's form.
-
-    It is an error of DJL Serving's front end if the queue is full, otherwise a payload error.
-    """
-    if status == _OVERLOADED:
-        return front_end_reply(overload_status, "WlmCapacityException", error.message)
-    return Reply(status, JSON, payload_error(error.message, status))

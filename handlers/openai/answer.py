@@ -18,11 +18,10 @@ import msgspec
 
 from engines.errors import EngineFault, GenerationFailed, RequestError
 from engines.request import FinishReason, GeneratedSequence, Token, TokenDelta
-from handlers.contract import JSON, Answer, Reply
+from handlers.contract import JSON, Answer, Call, Reply, ReplyWriter
 from handlers.openai.routes import refuse
 
 EVENTS = "text/event-stream; charset=utf-8"
-_DONE = "data: [DONE]\n\n"
 _LEAST = -9999.0  # In the place of minus infinity.
 _FAULT = "Internal server error"  # vLLM's message when its engine has failed at a request.
 
@@ -37,8 +36,8 @@ FINISH_REASONS = {
 _DETAILS = ',"completion_tokens_details":null'
 _NO_TOKEN_IDS = ',"prompt_token_ids":null,"token_ids":null}]'
 # The part after the text in a record that has only text.
-_PLAIN_CHAT = '},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
-_PLAIN_COMPLETION = f',"logprobs":null,"finish_reason":null,"stop_reason":null{_NO_TOKEN_IDS}}}\n\n'
+_PLAIN_CHAT = '},"logprobs":null,"finish_reason":null,"token_ids":null}]}'
+_PLAIN_COMPLETION = f',"logprobs":null,"finish_reason":null,"stop_reason":null{_NO_TOKEN_IDS}}}'
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,33 +53,62 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     top: int = 0  # Alternatives for each token of a chat.
     usage: bool = False  # A stream ends with a record of the usage.
     running_usage: bool = False  # Each of its records has the usage so far.
+    stop_token_ids: Sequence[int] = ()  # Of the body. A text may also end with one of the model's own.
+
+
+class AnswerForm:
+    """The form of answers. This is vLLM's; `/invocations` has others."""
+
+    stream_type = EVENTS
+    before, after = "data: ", "\n\n"  # Around each record of a stream.
+    done = "data: [DONE]\n\n"  # Ends a stream.
+    document_end = ""
+
+    def chat(self, options: AnswerOptions, *, stream: bool) -> Answer:
+        return (ChatStream if stream else ChatDocument)(options, form=self)
+
+    def completion(self, options: AnswerOptions, prompts: int, *, stream: bool) -> Answer:
+        return (CompletionStream if stream else CompletionDocument)(options, prompts, form=self)
+
+    def refusal(self, reply: Reply) -> Reply:
+        """Return a reply with vLLM's error object in this form."""
+        return reply
+
+    def of_vllm(self, writer: ReplyWriter, call: Call) -> ReplyWriter:
+        """Return a writer for the replies of vLLM's serving classes to a call, which passes them on in this form."""
+        return writer
+
+
+VLLM_FORM = AnswerForm()
 
 
 class StreamAnswer(Answer):
     """A record for each step of a sequence. The sequences of all prompts are numbered through."""
 
-    content_type = EVENTS
     kind: ClassVar[str]  # `object` of a record.
 
-    def __init__(self, options: AnswerOptions) -> None:
-        self._options = options
-        self._head = f'data: {{{_head(options, self.kind)},"choices":['
+    def __init__(self, options: AnswerOptions, form: AnswerForm) -> None:
+        self._options, self._form = options, form
+        self.content_type = form.stream_type
+        self._head = f'{form.before}{{{_head(options, self.kind)},"choices":['
         # A record that does not end a sequence has nothing but text.
         self._plain = not (options.logprobs or options.running_usage)
         self._tokens = 0  # Of the sequences that have ended.
 
     def fail(self, error: RequestError) -> Reply:
-        return _failure(error)
+        return self._form.refusal(failure(error))
 
     def fail_midway(self, error: RequestError) -> bytes:
-        return f"data: {json.dumps(json.loads(_failure(error).body))}\n\n{_DONE}".encode()
+        form = self._form
+        return f"{form.before}{json.dumps(json.loads(failure(error).body))}{form.after}{form.done}".encode()
 
     def _end(self, prompt_tokens: int) -> str:
+        form = self._form
         if not self._options.usage:
-            return _DONE
+            return form.done
         fingerprint = self._options.fingerprint
         end = f',"system_fingerprint":{quote(fingerprint)}' if fingerprint is not None else ""
-        return f'{self._head}],"usage":{usage_of(prompt_tokens, self._tokens)}}}{end}}}\n\n{_DONE}'
+        return f'{self._head}],"usage":{usage_of(prompt_tokens, self._tokens)}}}{end}}}{form.after}{form.done}'
 
 
 class DocumentAnswer(Answer):
@@ -90,22 +118,22 @@ class DocumentAnswer(Answer):
     kind: ClassVar[str]  # `object` of the document.
     further: ClassVar[str]  # Members after the usage.
 
-    def __init__(self, options: AnswerOptions, prompts: int = 1) -> None:
-        self._options = options
+    def __init__(self, options: AnswerOptions, prompts: int = 1, *, form: AnswerForm) -> None:
+        self._options, self._form = options, form
         self._sequences = [GeneratedSequence() for _ in range(prompts * options.sequences)]
-        self._stops = ["null"] * len(self._sequences)
+        self._stops: list[int | str | None] = [None] * len(self._sequences)
         self._open = prompts
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         index = prompt * self._options.sequences + delta.sequence
         self._sequences[index].add(delta)
         if delta.finish_reason is not None:
-            self._stops[index] = stop_reason(delta)
+            self._stops[index] = delta.stop_reason
         self._open -= delta.last
         return b"" if self._open else self._document().encode()
 
     def fail(self, error: RequestError) -> Reply:
-        return _failure(error)
+        return self._form.refusal(failure(error))
 
     @abstractmethod
     def _choice(self, index: int) -> str: ...
@@ -119,7 +147,7 @@ class DocumentAnswer(Answer):
         return (
             f'{{{_head(options, self.kind)},"choices":[{choices}],"service_tier":null,'
             f'"system_fingerprint":{fingerprint},"usage":{usage},'
-            f'"prompt_tokens_details":null,"completion_tokens_details":null}},{self.further}}}'
+            f'"prompt_tokens_details":null,"completion_tokens_details":null}},{self.further}}}{self._form.document_end}'
         )
 
 
@@ -128,15 +156,16 @@ class ChatStream(StreamAnswer):
 
     kind = "chat.completion.chunk"
 
-    def __init__(self, options: AnswerOptions) -> None:
-        super().__init__(options)
+    def __init__(self, options: AnswerOptions, form: AnswerForm) -> None:
+        super().__init__(options, form)
         self._heads = [f'{self._head}{{"index":{index},"delta":{{"content":' for index in range(options.sequences)]
+        self._plain_end = _PLAIN_CHAT + form.after
         self._begun = False
 
     def feed(self, prompt: int, delta: TokenDelta) -> bytes:
         """Return the records of a step. The hot path: called for each token of each stream."""
         if self._begun and self._plain and delta.finish_reason is None:
-            return f"{self._heads[delta.sequence]}{quote(delta.text)}{_PLAIN_CHAT}".encode()
+            return f"{self._heads[delta.sequence]}{quote(delta.text)}{self._plain_end}".encode()
         data = ""
         if not self._begun:
             self._begun = True
@@ -152,14 +181,14 @@ class ChatStream(StreamAnswer):
     def _roles(self, prompt_tokens: int) -> str:
         options = self._options
         usage = f',"usage":{usage_of(prompt_tokens, 0)}{_DETAILS}}}' if options.running_usage else ""
-        end = f'}}]{usage},"prompt_token_ids":null,"prompt_text":null}}\n\n'
+        end = f'}}]{usage},"prompt_token_ids":null,"prompt_text":null}}{self._form.after}'
         delta = f'"delta":{{"role":{quote(options.role)},"content":""}},"logprobs":null,"finish_reason":null'
         return "".join([f'{self._head}{{"index":{i},{delta}{end}' for i in range(options.sequences)])
 
     def _record(self, delta: TokenDelta) -> str:
         options, ended = self._options, delta.finish_reason is not None
         logprobs = _chat_logprobs(delta.tokens, options.top, in_stream) if options.logprobs else "null"
-        stop = f',"stop_reason":{stop_reason(delta)}' if ended else ""
+        stop = f',"stop_reason":{stop_reason(delta.stop_reason)}' if ended else ""
         reason = f'"finish_reason":{FINISH_REASONS[delta.finish_reason]}{stop}'
         end = "]"
         if options.running_usage:
@@ -168,7 +197,7 @@ class ChatStream(StreamAnswer):
             end += f',"system_fingerprint":{quote(options.fingerprint)}'
         return (
             f'{self._heads[delta.sequence]}{quote(delta.text)}}},"logprobs":{logprobs},{reason},"token_ids":null}}'
-            f"{end}}}\n\n"
+            f"{end}}}{self._form.after}"
         )
 
 
@@ -188,7 +217,7 @@ class ChatDocument(DocumentAnswer):
             f'{{"index":{index},"message":{{"role":{quote(options.role)},"content":{quote("".join(sequence.text))},'
             '"refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null},'
             f'"logprobs":{logprobs},"finish_reason":{FINISH_REASONS[sequence.finish_reason]},'
-            f'"stop_reason":{self._stops[index]},"token_ids":null,"routed_experts":null}}'
+            f'"stop_reason":{stop_reason(self._stops[index])},"token_ids":null,"routed_experts":null}}'
         )
 
 
@@ -197,8 +226,9 @@ class CompletionStream(StreamAnswer):
 
     kind = "text_completion"
 
-    def __init__(self, options: AnswerOptions, prompts: int) -> None:
-        super().__init__(options)
+    def __init__(self, options: AnswerOptions, prompts: int, form: AnswerForm) -> None:
+        super().__init__(options, form)
+        self._plain_end = _PLAIN_COMPLETION + form.after
         choices = prompts * options.sequences
         self._heads = [f'{self._head}{{"index":{index},"text":' for index in range(choices)]
         self._offsets = [0] * choices
@@ -209,7 +239,7 @@ class CompletionStream(StreamAnswer):
         """Return the records of a step. The hot path: called for each token of each stream."""
         index = prompt * self._options.sequences + delta.sequence
         if self._plain and delta.finish_reason is None:
-            return f"{self._heads[index]}{quote(delta.text)}{_PLAIN_COMPLETION}".encode()
+            return f"{self._heads[index]}{quote(delta.text)}{self._plain_end}".encode()
         data = ""
         if delta.text or delta.token_count:  # otherwise it was aborted before its first token
             data = self._record(index, delta)
@@ -234,8 +264,8 @@ class CompletionStream(StreamAnswer):
             end += f',"system_fingerprint":{quote(options.fingerprint)}'
         return (
             f'{self._heads[index]}{quote(delta.text)},"logprobs":{logprobs},'
-            f'"finish_reason":{FINISH_REASONS[delta.finish_reason]},"stop_reason":{stop_reason(delta)}'
-            f"{_NO_TOKEN_IDS}{end}}}\n\n"
+            f'"finish_reason":{FINISH_REASONS[delta.finish_reason]},"stop_reason":{stop_reason(delta.stop_reason)}'
+            f"{_NO_TOKEN_IDS}{end}}}{self._form.after}"
         )
 
 
@@ -250,7 +280,7 @@ class CompletionDocument(DocumentAnswer):
         logprobs = _completion_logprobs(sequence.tokens, in_document, 0)[0] if self._options.logprobs else "null"
         return (
             f'{{"index":{index},"text":{quote("".join(sequence.text))},"logprobs":{logprobs},'
-            f'"finish_reason":{FINISH_REASONS[sequence.finish_reason]},"stop_reason":{self._stops[index]},'
+            f'"finish_reason":{FINISH_REASONS[sequence.finish_reason]},"stop_reason":{stop_reason(self._stops[index])},'
             '"token_ids":null,"prompt_logprobs":null,"prompt_token_ids":null,"routed_experts":null}'
         )
 
@@ -266,9 +296,8 @@ def usage_of(prompt_tokens: int, new_tokens: int) -> str:
     return f'{{"prompt_tokens":{prompt_tokens},"total_tokens":{total},"completion_tokens":{new_tokens}'
 
 
-def stop_reason(delta: TokenDelta) -> str:
-    """Return the stop string or the stop token that ended a sequence."""
-    reason = delta.stop_reason
+def stop_reason(reason: int | str | None) -> str:
+    """Return the stop string or the stop token that ended a sequence, as JSON."""
     return "null" if reason is None else quote(reason) if isinstance(reason, str) else str(reason)
 
 
@@ -292,7 +321,7 @@ def alternatives(token: Token) -> list[Token]:
     return [token, *(other for other in token.top if other.id != token.id)]
 
 
-def _failure(error: RequestError) -> Reply:
+def failure(error: RequestError) -> Reply:
     """Return the reply of a call that failed before its answer began, in the words of the other way."""
     return refuse(GenerationFailed(_FAULT) if isinstance(error, EngineFault) else error)
 

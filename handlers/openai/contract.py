@@ -14,14 +14,8 @@ from typing import Any
 import msgspec
 
 from engines.request import EngineMemo, GenerationRequest
-from handlers.contract import JSON, Answer, Call, Exchange
-from handlers.openai.answer import (
-    AnswerOptions,
-    ChatDocument,
-    ChatStream,
-    CompletionDocument,
-    CompletionStream,
-)
+from handlers.contract import JSON, Call, Exchange
+from handlers.openai.answer import VLLM_FORM, AnswerForm, AnswerOptions
 from handlers.openai.body import (
     Body,
     CompletionBody,
@@ -66,7 +60,15 @@ class OpenAIContract:
         # Requests without the id, the prompt and the adapter.
         self._completions, self._chats = ParameterMemo[GenerationRequest](), ParameterMemo[GenerationRequest]()
 
-    def parse(self, call: Call, path: str, *, any_model: bool = False, adapter: str | None = None) -> Exchange | None:
+    def parse(
+        self,
+        call: Call,
+        path: str,
+        *,
+        any_model: bool = False,
+        adapter: str | None = None,
+        form: AnswerForm = VLLM_FORM,
+    ) -> Exchange | None:
         """Parse a call.
 
         Args:
@@ -74,6 +76,7 @@ class OpenAIContract:
             path: The path of OpenAI's API that the call is for.
             any_model: Accept every `model` in the body.
             adapter: Replaces the `model` in the body. An empty string is the model itself.
+            form: The form of the answer.
 
         Returns:
             The exchange, or None if the call is left to vLLM's serving classes.
@@ -82,12 +85,12 @@ class OpenAIContract:
             return None
         try:
             if path == CHAT:
-                return self._chat(call, any_model, adapter)
-            return self._completion(call, any_model, adapter) if path == COMPLETIONS else None
+                return self._chat(call, any_model, adapter, form)
+            return self._completion(call, any_model, adapter, form) if path == COMPLETIONS else None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LeftToVllm):
             return None
 
-    def _completion(self, call: Call, any_model: bool, adapter: str | None) -> Exchange:
+    def _completion(self, call: Call, any_model: bool, adapter: str | None, form: AnswerForm) -> Exchange:
         body = read_completion(call.body)
         adapter = self._adapter(body, any_model, adapter)
         prompts = self._prompts(body)
@@ -102,8 +105,7 @@ class OpenAIContract:
                 for place, prompt in enumerate(prompts)
             ]
         )
-        answer: Answer = (CompletionStream if body.stream else CompletionDocument)(options, len(prompts))
-        return Exchange(requests, answer)
+        return Exchange(requests, form.completion(options, len(prompts), stream=bool(body.stream)))
 
     def _prompts(self, body: CompletionBody) -> Sequence[str | tuple[int, ...]]:
         prompt = body.prompt
@@ -121,7 +123,7 @@ class OpenAIContract:
             return [tuple(item) for item in prompt]  # type: ignore[arg-type]
         raise LeftToVllm("prompt")
 
-    def _chat(self, call: Call, any_model: bool, adapter: str | None) -> Exchange:
+    def _chat(self, call: Call, any_model: bool, adapter: str | None, form: AnswerForm) -> Exchange:
         if self._front_end.render is None:
             raise LeftToVllm("chats")
         body = read_chat(call.body)
@@ -140,7 +142,7 @@ class OpenAIContract:
         except Exception as error:  # a template is the model's code, and may raise anything
             raise LeftToVllm(str(error)) from None
         request = msgspec.structs.replace(request, request_id=options.id, prompt=prompt, adapter=adapter)
-        return Exchange((request,), (ChatStream if body.stream else ChatDocument)(options))
+        return Exchange((request,), form.chat(options, stream=bool(body.stream)))
 
     def _adapter(self, body: Body, any_model: bool, adapter: str | None) -> str | None:
         name = body.model if adapter is None else adapter
@@ -188,6 +190,7 @@ class OpenAIContract:
             top=request.top_tokens,
             usage=usage,
             running_usage=usage and asked is not None and bool(asked.continuous_usage_stats),
+            stop_token_ids=body.stop_token_ids or (),
         )
 
 

@@ -19,6 +19,7 @@ from engines.pooling import Pooling
 from engines.request import pooling_request
 from handlers.contract import Call, Exchange, Reply
 from handlers.json_cost import JsonDecoder
+from handlers.openai.answer import VLLM_FORM, AnswerForm
 from handlers.openai.body import LeftToVllm
 from handlers.openai.contract import is_common, named_adapter
 from handlers.openai.routes import EMBEDDINGS, refuse
@@ -47,7 +48,15 @@ class EmbeddingsContract:
     accepts: Callable[[str], bool]  # Returns True if a name is the model's.
     adapters: Collection[str]  # The names of the adapters.
 
-    def parse(self, call: Call, path: str, *, any_model: bool = False, adapter: str | None = None) -> Exchange | None:
+    def parse(
+        self,
+        call: Call,
+        path: str,
+        *,
+        any_model: bool = False,
+        adapter: str | None = None,
+        form: AnswerForm = VLLM_FORM,
+    ) -> Exchange | None:
         """See `OpenAIContract.parse`."""
         if path != EMBEDDINGS or not is_common(call):
             return None

@@ -21,7 +21,6 @@ from engines.errors import (
     EngineDead,
     GenerationFailed,
     InvalidChat,
-    InvalidParameter,
     InvalidRequest,
     Overloaded,
     RequestError,
@@ -31,6 +30,7 @@ from engines.model_settings import ModelSettings
 from handlers.contract import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
 from handlers.contract_routes import RenderedChat, is_address
 from handlers.images import ImageLoader
+from handlers.openai.answer import VLLM_FORM, AnswerForm
 from handlers.openai.constraints import CHAT, COMPLETIONS, COUNT_TOKENS, RENDER
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.current_call import OpenAICall, current_call
@@ -193,7 +193,14 @@ class OpenAIHandler:
         raise InvalidChat(message) if reply.status < 500 else GenerationFailed(message)
 
     async def begin(
-        self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
+        self,
+        call: Call,
+        writer: ReplyWriter,
+        path: str,
+        *,
+        any_model: bool,
+        adapter: str | None = None,
+        form: AnswerForm = VLLM_FORM,
     ) -> Running | None:
         """Begin to answer a call.
 
@@ -203,6 +210,7 @@ class OpenAIHandler:
             path: The path of OpenAI's API that the call is for. `/invocations` passes its calls on with other paths.
             any_model: Accept every `model` in the body.
             adapter: Replaces the `model` in the body. An empty string is the model itself.
+            form: The form of the answer.
 
         Returns:
             The running call, or None if the reply is complete.
@@ -210,23 +218,29 @@ class OpenAIHandler:
         Raises:
             UnknownAdapter: The adapter is not registered.
         """
-        try:
-            steering = call.steering()
-        except InvalidParameter as error:
-            writer.reply(error_form(path).whole(refuse(error)))
-            return None
-        if path in (CHAT, COMPLETIONS) and (form := report_format(call)):
-            writer = LoadReportWriter(writer, self._queue.engine, form)
         if adapter and call.body and adapter not in self._adapters:
             raise UnknownAdapter(adapter)
-        if len(call.body) >= LONG_BODY and path not in SPEECH:
-            try:
+        try:
+            steering = call.steering()
+            if len(call.body) >= LONG_BODY and path not in SPEECH:
                 async with self._long:
                     await asyncio.to_thread(check_readable, call.body, path, self._queue.engine.max_model_len)
-            except InvalidRequest as error:
-                writer.reply(error_form(path).whole(refuse(error)))
-                return None
-        if (exchange := await self._understood(call, path, any_model, adapter)) is not None:
+        except InvalidRequest as error:
+            writer.reply(form.refusal(error_form(path).whole(refuse(error))))
+            return None
+        if path in (CHAT, COMPLETIONS) and (report := report_format(call)):
+            writer = LoadReportWriter(writer, self._queue.engine, report)
+        exchange = None
+        if self._contract is not None:
+            parse = partial(self._contract.parse, call, path, any_model=any_model, adapter=adapter, form=form)
+            if len(call.body) < (_LONG_CHAT if path == CHAT else LONG_BODY):
+                exchange = parse()
+            else:
+                async with self._long:
+                    exchange = await asyncio.to_thread(parse)
+            if exchange is not None and len(exchange.requests) > 1:
+                exchange = await self._tokenized(exchange)
+        if exchange is not None:
             running = RunningCall(self._queue, exchange.steered_by(steering), writer, call.request_id)
             began = time.monotonic()
             try:
@@ -235,7 +249,7 @@ class OpenAIHandler:
             except (Overloaded, GenerationFailed, EngineDead, AdapterUnusable) as failure:
                 # vLLM's front end would wait as long again.
                 self._queue.engine.statistics.calls.count(time.monotonic() - began, failed=True)
-                writer.reply(refuse(failure))  # not raised: the writer of `/invocations` gives it LMI's form
+                writer.reply(form.refusal(refuse(failure)))
                 return running
             except RequestError:
                 pass  # vLLM's front end refuses it in vLLM's words
@@ -243,20 +257,7 @@ class OpenAIHandler:
         openai_call = OpenAICall(
             self._queue, any_model, self._vllm.media, steering.cache_salt, only_counts=path == COUNT_TOKENS
         )
-        return VllmCall(self._vllm, openai_call, call, writer, path, model)
-
-    async def _understood(self, call: Call, path: str, any_model: bool, adapter: str | None) -> Exchange | None:
-        if self._contract is None:
-            return None
-        parse = partial(self._contract.parse, call, path, any_model=any_model, adapter=adapter)
-        if len(call.body) < (_LONG_CHAT if path == CHAT else LONG_BODY):
-            exchange = parse()
-        else:
-            async with self._long:
-                exchange = await asyncio.to_thread(parse)
-        if exchange is None or len(exchange.requests) == 1:
-            return exchange
-        return await self._tokenized(exchange)
+        return VllmCall(self._vllm, openai_call, call, form.of_vllm(writer, call), path, model)
 
     async def _tokenized(self, exchange: Exchange) -> Exchange | None:
         """Replace the prompts by their token ids, unless the queue has no place for them.

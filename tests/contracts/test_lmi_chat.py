@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handlers.contract import Reply
-from handlers.lmi.reply_shapes import AsyncShape, LmiChatShape, Shape, events, is_error
+from handlers.lmi.answer_forms import AsyncForm, LmiChatForm
+from handlers.lmi.reply_shapes import LmiChatShape
+from handlers.lmi.shaped_reply import Shape, events, is_error
 
 CHAT = (
     b'{"id":"chatcmpl-1","object":"chat.completion","created":7,"model":"model","choices":[{"index":0,"message":'
@@ -39,8 +41,13 @@ STREAM = (
 )
 
 
+def chat_shape(stop_token_ids: tuple[int, ...] = (), **form: Any) -> LmiChatShape:
+    return LmiChatShape(LmiChatForm(**form), stop_token_ids)
+
+
 def whole(shape: Shape, body: bytes, status: int = 200) -> Reply:
-    return shape.reply(Reply(status, "application/json", body))
+    reply = Reply(status, "application/json", body)
+    return shape.refusal(reply) if status >= 400 else shape.whole(reply)
 
 
 def choice_of(shape: Shape, **choice: Any) -> dict[str, Any]:
@@ -49,7 +56,7 @@ def choice_of(shape: Shape, **choice: Any) -> dict[str, Any]:
 
 
 def test_a_chat_answer_has_lmis_fields_in_lmis_order() -> None:
-    reply = whole(LmiChatShape(), CHAT)
+    reply = whole(chat_shape(), CHAT)
     assert (reply.status, reply.content_type) == (200, "application/json")
     assert reply.body.decode() == (
         '{"id": "chatcmpl-1", "object": "chat.completion", "created": 7, "choices": [{"index": 0, "message": '
@@ -59,7 +66,7 @@ def test_a_chat_answer_has_lmis_fields_in_lmis_order() -> None:
 
 
 def test_a_stream_is_lines_with_the_role_after_the_first_text() -> None:
-    shape = LmiChatShape()
+    shape = chat_shape()
     assert shape.stream_type == "application/jsonlines"
     head = '{"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 7, "choices": '
     assert b"".join(map(shape.event, STREAM)).decode() == (
@@ -71,7 +78,7 @@ def test_a_stream_is_lines_with_the_role_after_the_first_text() -> None:
 
 
 def test_the_sse_formatter_frames_records_and_ends_with_done() -> None:
-    shape = LmiChatShape(sse=True)
+    shape = chat_shape(sse=True)
     assert shape.stream_type == "text/event-stream"
     first, *_, last = [data for data in map(shape.event, STREAM) if data]
     assert first.startswith(b'data: {"id": "chatcmpl-1", "object": "chat.completion.chunk"')
@@ -91,18 +98,16 @@ def test_the_sse_formatter_frames_records_and_ends_with_done() -> None:
     ],
 )
 def test_finish_reasons_are_lmis(finish_reason: str, stop_reason: int | str | None, expected: str) -> None:
-    shape = LmiChatShape(stop_token_ids=(7,))
+    shape = chat_shape((7,))
     assert choice_of(shape, finish_reason=finish_reason, stop_reason=stop_reason)["finish_reason"] == expected
-    record = LmiChatShape(stop_token_ids=(7,)).event(
-        chunk({"content": ""}, finish_reason=finish_reason, stop_reason=stop_reason)
-    )
+    record = chat_shape((7,)).event(chunk({"content": ""}, finish_reason=finish_reason, stop_reason=stop_reason))
     assert json.loads(record)["choices"][0]["finish_reason"] == expected
 
 
 def test_reasoning_goes_before_the_content() -> None:
-    message = choice_of(LmiChatShape(), message={"role": "assistant", "content": "4", "reasoning": "2+2"})["message"]
+    message = choice_of(chat_shape(), message={"role": "assistant", "content": "4", "reasoning": "2+2"})["message"]
     assert list(message.items()) == [("role", "assistant"), ("reasoning_content", "2+2"), ("content", "4")]
-    record = LmiChatShape().event(chunk({"reasoning": "2+2"}))
+    record = chat_shape().event(chunk({"reasoning": "2+2"}))
     assert json.loads(record)["choices"][0]["delta"] == {"reasoning_content": "2+2"}
 
 
@@ -111,10 +116,10 @@ CALLS = [{"id": "chatcmpl-tool-1", "type": "function", "function": {"name": "f",
 
 def test_tool_calls_are_kept() -> None:
     message = {"role": "assistant", "content": "", "tool_calls": CALLS}
-    choice = choice_of(LmiChatShape(), message=message, finish_reason="tool_calls")
+    choice = choice_of(chat_shape(), message=message, finish_reason="tool_calls")
     assert choice["message"] == message
     delta = [{"index": 0, **CALLS[0]}]
-    record = LmiChatShape().event(chunk({"tool_calls": delta}))
+    record = chat_shape().event(chunk({"tool_calls": delta}))
     assert json.loads(record)["choices"][0]["delta"] == {"tool_calls": delta}
 
 
@@ -126,13 +131,13 @@ LOGPROBS = {
 
 
 def test_log_probabilities_have_one_shape_streamed_or_not() -> None:
-    assert choice_of(LmiChatShape(), logprobs=LOGPROBS)["logprobs"] == LOGPROBS
-    record = LmiChatShape().event(chunk({"content": "x"}, logprobs=LOGPROBS))
+    assert choice_of(chat_shape(), logprobs=LOGPROBS)["logprobs"] == LOGPROBS
+    record = chat_shape().event(chunk({"content": "x"}, logprobs=LOGPROBS))
     assert json.loads(record)["choices"][0]["logprobs"] == LOGPROBS
 
 
 def test_several_choices_have_their_role_each() -> None:
-    shape = LmiChatShape()
+    shape = chat_shape()
     starts = [chunk({"role": "assistant", "content": ""}, index=i) for i in (0, 1)]
     texts = [chunk({"content": "x"}, index=i) for i in (1, 0, 1)]
     records = [json.loads(data) for data in map(shape.event, (*starts, *texts)) if data]
@@ -145,7 +150,7 @@ def test_several_choices_have_their_role_each() -> None:
 
 def test_usage_that_was_asked_for_is_a_record_of_its_own() -> None:
     usage = b'{"id":"c","created":7,"choices":[],"usage":{"prompt_tokens":4,"total_tokens":6,"completion_tokens":2}}'
-    assert LmiChatShape().event(usage) == (
+    assert chat_shape().event(usage) == (
         b'{"id": "c", "object": "chat.completion.chunk", "created": 7, "choices": [], '
         b'"usage": {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}}\n'
     )
@@ -157,16 +162,16 @@ ERROR = (
 
 
 def test_what_is_wrong_with_a_request_is_424() -> None:
-    reply = whole(LmiChatShape(), ERROR, 400)
+    reply = whole(chat_shape(), ERROR, 400)
     assert (reply.status, reply.body) == (424, b'{"error":"max_tokens must be at least 1","code":424}')
 
 
 def test_a_fault_of_the_engine_keeps_its_status() -> None:
-    reply = whole(LmiChatShape(), ERROR.replace(b"400", b"500"), 500)
+    reply = whole(chat_shape(), ERROR.replace(b"400", b"500"), 500)
     assert (reply.status, reply.body) == (500, b'{"error":"max_tokens must be at least 1","code":500}')
 
 
-@pytest.mark.parametrize("shape", [LmiChatShape(overload_status=429), AsyncShape(429)])
+@pytest.mark.parametrize("shape", [chat_shape(overload_status=429), AsyncForm(429)])
 def test_a_full_queue_is_lmis_own_error(shape: Shape) -> None:
     reply = whole(shape, b'{"error":{"message":"full","type":"Service Unavailable","param":null,"code":503}}', 503)
     assert reply.status == 429
@@ -174,7 +179,7 @@ def test_a_full_queue_is_lmis_own_error(shape: Shape) -> None:
 
 
 def test_an_error_midway_is_a_record_that_says_so() -> None:
-    shape = LmiChatShape()
+    shape = chat_shape()
     shape.event(chunk({"content": "Hi"}))
     event = b'{"error": {"message": "no token", "type": "InternalServerError", "param": null, "code": 500}}'
     assert shape.event(event) == (
@@ -184,7 +189,7 @@ def test_an_error_midway_is_a_record_that_says_so() -> None:
 
 
 def test_the_asynchronous_schema_keeps_vllms_objects_and_frames_them_as_lines() -> None:
-    shape = AsyncShape()
+    shape = AsyncForm()
     assert whole(shape, CHAT).body == CHAT + b"\n"
     assert shape.stream_type == "application/jsonlines"
     assert b"".join(map(shape.event, STREAM)) == b"\n".join(STREAM[:3]) + b"\n\n"
@@ -203,13 +208,13 @@ def test_events_are_found_in_any_piece_of_a_stream() -> None:
 @given(st.text(), st.text())
 def test_any_text_comes_through(content: str, reasoning: str) -> None:
     message = {"role": "assistant", "content": content, "reasoning": reasoning}
-    shown = choice_of(LmiChatShape(), message=message)["message"]
+    shown = choice_of(chat_shape(), message=message)["message"]
     assert shown == {"role": "assistant", "reasoning_content": reasoning, "content": content}
-    records = LmiChatShape().event(chunk({"content": content}))
+    records = chat_shape().event(chunk({"content": content}))
     assert (json.loads(records)["choices"][0]["delta"]["content"] if records else "") == content
 
 
 @given(st.binary())
 def test_an_error_body_of_any_bytes_is_an_error_still(body: bytes) -> None:
-    for shape in (LmiChatShape(), AsyncShape()):
+    for shape in (chat_shape(), AsyncForm()):
         assert "error" in json.loads(whole(shape, body, 400).body)

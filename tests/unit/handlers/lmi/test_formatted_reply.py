@@ -13,11 +13,11 @@ import pytest
 
 from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
 from handlers.custom.formatter_thread import FormatterThread
+from handlers.lmi.answer_forms import AsyncForm
 from handlers.lmi.async_formatters import AsyncFormatters, Formatting
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.formatted_reply import FormattedReply
 from handlers.lmi.invocations import InvocationsHandler
-from handlers.lmi.reply_shapes import AsyncShape
 from handlers.lmi.sessions import Sessions
 from tests.contracts.exchange import MODEL, call
 from tests.stand_ins.collected_reply import CollectedReply
@@ -56,9 +56,9 @@ class Cancelled:
         self.times += 1
 
 
-def formatted(write: Write, shape: AsyncShape | None = None) -> tuple[FormattedReply, CollectedReply, Cancelled]:
+def formatted(write: Write, shape: AsyncForm | None = None) -> tuple[FormattedReply, CollectedReply, Cancelled]:
     client, running = CollectedReply(), Cancelled()
-    reply = FormattedReply(client, formatting(write), shape or AsyncShape(), "/v1/completions")
+    reply = FormattedReply(client, formatting(write), shape or AsyncForm(), "/v1/completions")
     reply.running = running
     return reply, client, running
 
@@ -110,7 +110,7 @@ async def test_each_event_of_a_stream_reaches_the_formatter_as_vllm_sent_it() ->
 
 
 async def test_what_vllm_refuses_never_reaches_the_formatter() -> None:
-    for shape, status in ((AsyncShape(), 400), (AsyncShape(refusal_status=424), 424)):
+    for shape, status in ((AsyncForm(), 400), (AsyncForm(refusal_status=424), 424)):
         reply, client, _ = formatted(marked, shape)
         reply.reply(Reply(400, "application/json", ERROR))
         assert client.whole == Reply(status, "application/json", b'{"error":"too long","code":%d}' % status)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from engines.model_settings import ModelSettings
 from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
+from handlers.lmi.answer_forms import AsyncForm, LmiChatForm
 from handlers.lmi.invocations import ASYNCHRONOUS, ROLLING_BATCH, InvocationsHandler, Table, read_body
-from handlers.lmi.reply_shapes import AsyncShape, LmiChatShape
 from handlers.lmi.sessions import Sessions
-from handlers.lmi.shaped_reply import ShapedReply
+from handlers.openai.answer import VLLM_FORM, AnswerForm
 from tests.stand_ins.collected_reply import CollectedReply
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -45,11 +45,20 @@ class OpenAI(Lmi):
         self.path = ""
         self.any_model = False
         self.adapter: str | None = None
+        self.form: AnswerForm | None = None
 
     async def begin(
-        self, call: Call, writer: ReplyWriter, path: str, *, any_model: bool, adapter: str | None = None
+        self,
+        call: Call,
+        writer: ReplyWriter,
+        path: str,
+        *,
+        any_model: bool,
+        adapter: str | None = None,
+        form: AnswerForm = VLLM_FORM,
     ) -> Running:
         self.calls.append(call)
+        self.form = form
         self.adapter = adapter
         self.writer, self.path, self.any_model = writer, path, any_model
         return self
@@ -121,36 +130,32 @@ async def test_chat_goes_to_vllm_as_json_whatever_model_it_names() -> None:
     assert (openai.path, openai.any_model) == ("/v1/chat/completions", True)
     (sent,) = openai.calls
     assert (sent.content_type, sent.method, sent.query) == ("application/json", "POST", ())
-    assert isinstance(openai.writer, ShapedReply)
+    assert isinstance(openai.writer, CollectedReply)
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("document", "options", "shape"),
+    ("document", "options", "form"),
     [
-        ({"messages": MESSAGES}, {}, LmiChatShape),
-        ({"messages": MESSAGES}, {"chat_format": "openai"}, None),
-        ({"messages": MESSAGES}, {"async_mode": True}, AsyncShape),
-        ({"prompt": "x"}, {}, None),
-        ({"prompt": "x"}, {"async_mode": True}, AsyncShape),
+        ({"messages": MESSAGES}, {}, LmiChatForm),
+        ({"messages": MESSAGES}, {"chat_format": "openai"}, AnswerForm),
+        ({"messages": MESSAGES}, {"async_mode": True}, AsyncForm),
+        ({"prompt": "x"}, {}, AnswerForm),
+        ({"prompt": "x"}, {"async_mode": True}, AsyncForm),
     ],
 )
-async def test_the_settings_say_in_what_shape_an_answer_comes(document: Any, options: Any, shape: type | None) -> None:
+async def test_the_settings_say_in_what_form_an_answer_comes(document: Any, options: Any, form: type) -> None:
     openai = OpenAI()
     await handled(document, openai, **options)
-    if shape is None:
-        assert isinstance(openai.writer, CollectedReply)
-    else:
-        assert isinstance(openai.writer, ShapedReply)
-        assert isinstance(openai.writer.shape, shape)
+    assert type(openai.form) is form
 
 
 @pytest.mark.asyncio
 async def test_the_sse_formatter_holds_for_chat_too() -> None:
     openai = OpenAI()
     await handled({"messages": MESSAGES}, openai, output_formatter="sse")
-    assert isinstance(openai.writer, ShapedReply)
-    assert openai.writer.shape.stream_type == "text/event-stream"
+    assert openai.form is not None
+    assert openai.form.stream_type == "text/event-stream"
 
 
 async def refused(document: Any, openai: OpenAI | None) -> Reply:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from handlers.contract import Reply
+from handlers.lmi.answer_forms import LmiChatForm
 from handlers.lmi.reply_shapes import LmiChatShape
 from handlers.lmi.shaped_reply import ShapedReply
 from tests.stand_ins.collected_reply import CollectedReply
@@ -25,7 +26,7 @@ DONE = b"data: [DONE]\n\n"
 
 def shaped() -> tuple[ShapedReply, CollectedReply]:
     writer = CollectedReply()
-    return ShapedReply(writer, LmiChatShape()), writer
+    return ShapedReply(writer, LmiChatShape(LmiChatForm())), writer
 
 
 def test_a_stream_begins_with_its_first_record() -> None:
