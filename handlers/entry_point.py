@@ -29,7 +29,7 @@ from handlers.djl_errors import overloaded
 from handlers.engine_handler import EngineHandler
 from handlers.images import ImageLoader
 from handlers.lmi.adapter_formatters import AdapterFormatters
-from handlers.lmi.async_formatters import AsyncFormatters, Formatting
+from handlers.lmi.async_formatters import AsyncFormatters
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.dynamic_batch import LmiDynamicContract
 from handlers.lmi.engine_adapters import EngineAdapterHost
@@ -119,9 +119,11 @@ async def _serving(
         if engine.pooling is not None:
             return pooling_invocations(settings, queue, engine.pooling, openai)
         contract = _contract(settings, engine)
-        lmi, formatting = EngineHandler(queue, contract, refuse_unread=overloaded), None
+        lmi, asynchronous = EngineHandler(queue, contract, refuse_unread=overloaded), None
         if given is not None and isinstance(contract, LmiAsyncContract):
-            formatting = _formatting(contract, given, engine, openai, thread)
+            if given.output is not None and openai is None:
+                raise EngineStartError("an output formatter with option.async_mode=true needs vLLM as the engine")
+            asynchronous = AsyncFormatters(contract, given, thread, engine.tokenizer)
         elif given is not None:
             contract = FormatterContract(
                 contract,
@@ -134,7 +136,7 @@ async def _serving(
             lmi = FormatterHandler(queue, contract, thread, refuse_unread=overloaded)
             if given.input is not None:
                 return lmi  # it reads bodies of any form
-        return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status, formatting)
+        return InvocationsHandler(lmi, openai, settings, sessions, limits.overload_status, asynchronous)
 
     invocations = formatted(formatters)
     adapters = None
@@ -168,23 +170,6 @@ def pooling_invocations(
         ranks=None if settings.scores_in_order else handler(RerankContract(setting)),
         similarity=handler(SimilarityContract(setting)),
     )
-
-
-def _formatting(
-    contract: LmiAsyncContract,
-    given: Formatters,
-    engine: Engine,
-    openai: OpenAIHandler | None,
-    thread: FormatterThread,
-) -> Formatting:
-    formatters = AsyncFormatters(contract, read=given.input, write=given.output, tokenizer=engine.tokenizer)
-    if openai is None:
-        if formatters.writes:
-            raise EngineStartError("an output formatter with option.async_mode=true needs vLLM as the engine")
-        return Formatting(formatters, thread)
-    from handlers.openai.vllm_app import answer_object
-
-    return Formatting(formatters, thread, answer_object)
 
 
 async def _adapters(settings: ModelSettings, host: AdapterHost, limits: Limits) -> AdapterRegistry:

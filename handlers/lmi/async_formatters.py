@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from djl_python.encode_decode import decode as decode_as_lmi
 from engines.errors import GenerationFailed, InvalidRequest, RequestError
 from handlers.contract import JSON, Call, media_type
 from handlers.custom.formatter_thread import FormatterThread
-from handlers.custom.formatters import Formatter
+from handlers.custom.formatters import Formatter, Formatters
 from handlers.djl_errors import failed_dependency
 from handlers.forms import is_form
 from handlers.lmi.asynchronous import LmiAsyncContract
@@ -27,25 +27,39 @@ from handlers.lmi.formatter_contract import FAILED, accepted_keywords, handler_i
 logger = logging.getLogger(__name__)
 
 
+def _answer_object(path: str, body: bytes) -> Any:
+    from handlers.openai.vllm_app import answer_object  # imports vLLM
+
+    return answer_object(path, body)
+
+
 class AsyncFormatters:
     """The input formatter, which changes bodies before they are parsed, and the output formatter for answers."""
 
     def __init__(
-        self, contract: LmiAsyncContract, *, read: Formatter | None, write: Formatter | None, tokenizer: Any = None
+        self,
+        contract: LmiAsyncContract,
+        given: Formatters,
+        thread: FormatterThread,
+        tokenizer: Any = None,
+        answer_object: Callable[[str, bytes], Any] = _answer_object,
     ) -> None:
         """Create the formatters.
 
         Args:
             contract: The contract that parses bodies with `inputs`.
-            read: The input formatter.
-            write: The output formatter.
+            given: The customer's functions.
+            thread: The thread on which they run.
             tokenizer: The value of the input formatter's argument `tokenizer`.
+            answer_object: Returns vLLM's object for an answer, from the path in its front end and the body.
         """
-        self._contract, self._read, self._write = contract, read, write
-        self._keywords = accepted_keywords(read, {"tokenizer": tokenizer}) if read is not None else {}
-        self.writes = write is not None  # True if there is an output formatter.
+        self._contract, self._read, self._write = contract, given.input, given.output
+        self._answer_object = answer_object
+        self._keywords = accepted_keywords(self._read, {"tokenizer": tokenizer}) if self._read is not None else {}
+        self.thread = thread
+        self.writes = self._write is not None  # True if there is an output formatter.
 
-    def read(self, call: Call) -> Call:
+    async def read(self, call: Call) -> Call:
         """Return the call with the body that the input formatter returns.
 
         As in LMI, `adapters` is taken out of the body before the formatter is called.
@@ -55,10 +69,16 @@ class AsyncFormatters:
         """
         if self._read is None:
             return call
+        try:
+            return await self.thread.run(partial(self._read_call, self._read, call))
+        except RequestError as error:
+            raise failed_dependency(error.message) from None
+
+    def _read_call(self, read: Formatter, call: Call) -> Call:
         document = _decoded(call)
         adapters = document.pop("adapters", None) if isinstance(document, dict) else None
         try:
-            document = self._read(document, **self._keywords)
+            document = read(document, **self._keywords)
             if not isinstance(document, dict):
                 raise TypeError(f"the input formatter returned {type(document).__name__}; expected dict")
             if adapters is not None:
@@ -80,6 +100,14 @@ class AsyncFormatters:
             logger.info("%s", note, extra={"request_id": call.request_id})
         return completion
 
+    def written_answer(self, path: str, body: bytes) -> bytes:
+        """Return the output formatter's line for a whole answer of vLLM. `path` is a path of its front end.
+
+        Raises:
+            GenerationFailed: See `written`.
+        """
+        return self.written(self._answer_object(path, body))
+
     def written(self, response: Any) -> bytes:
         """Return the output formatter's line for vLLM's response, or for one event of its stream.
 
@@ -92,27 +120,6 @@ class AsyncFormatters:
         except Exception as error:
             logger.exception("the output formatter failed")
             raise GenerationFailed(f"{FAILED}: {error}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Formatting:
-    """A model's asynchronous formatters, and the thread on which they run."""
-
-    formatters: AsyncFormatters
-    thread: FormatterThread
-    # Returns vLLM's object for an answer, from the path in its front end and the body. Needed by an output formatter.
-    answer_object: Callable[[str, bytes], Any] | None = None
-
-    async def of_call(self, change: Callable[[Call], Call], call: Call) -> Call:
-        """Return the call as `change`, a method of the formatters, changes it.
-
-        Raises:
-            ContractError: The call is refused.
-        """
-        try:
-            return await self.thread.run(partial(change, call))
-        except RequestError as error:
-            raise failed_dependency(error.message) from None
 
 
 def _decoded(call: Call) -> Any:

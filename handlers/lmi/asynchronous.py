@@ -1,6 +1,6 @@
 """LMI's contract of the asynchronous mode (option.async_mode=true), for bodies with `inputs`.
 
-Chats and completions of this mode are in `handlers.lmi.reply_shapes`. Source: djl_python,
+The form of chats and completions of this mode is in `handlers.lmi.answer_forms`. Source: djl_python,
 `lmi_vllm/request_response_utils.py` and `async_utils.py`.
 """
 
@@ -112,7 +112,7 @@ class LmiAsyncContract:
             completion["prompt_logprobs"] = 1
         completion |= {name: document[name] for name in ("model", "adapters") if name in document}
         notes = notes_of(document, self._fields, parameters.ignored)
-        return replace(call, body=msgspec.json.encode(completion), content_type=JSON), notes
+        return replace(call, body=msgspec.json.encode(completion), content_type=JSON, fields=None), notes
 
     def _read(self, call: Call) -> tuple[dict[str, Any], str, bool, AsyncParameters]:
         """Return the document, the prompt, the value of `stream`, and the parameters.

@@ -7,7 +7,7 @@ from handlers.contract import JSON, Reply, ReplyWriter, Running
 from handlers.custom.formatter_thread import FormatterQueue
 from handlers.djl_errors import FAILED_DEPENDENCY, payload_error
 from handlers.lmi.answer_forms import AsyncForm
-from handlers.lmi.async_formatters import Formatting
+from handlers.lmi.async_formatters import AsyncFormatters
 from handlers.lmi.shaped_reply import ShapedReply, error_of, is_error
 
 _END = b""  # Stands for the end of the stream among its events.
@@ -20,10 +20,10 @@ class FormattedReply(ShapedReply):
     errors.
     """
 
-    def __init__(self, writer: ReplyWriter, formatting: Formatting, shape: AsyncForm, path: str) -> None:
-        super().__init__(writer, shape)
-        self._formatting, self._path = formatting, path
-        self._queue: FormatterQueue[Reply | bytes] = FormatterQueue(formatting.thread, self._format, self._take)
+    def __init__(self, writer: ReplyWriter, formatters: AsyncFormatters, form: AsyncForm, path: str) -> None:
+        super().__init__(writer, form)
+        self._formatters, self._path = formatters, path
+        self._queue: FormatterQueue[Reply | bytes] = FormatterQueue(formatters.thread, self._format, self._take)
         self.running: Running | None = None  # The call, which is cancelled if the formatter fails.
 
     def end(self, data: bytes) -> None:
@@ -43,15 +43,13 @@ class FormattedReply(ShapedReply):
 
     def _format(self, item: Reply | bytes) -> bytes:
         """Return the line for a whole answer or for an event. Runs on the formatters' thread."""
-        written = self._formatting.formatters.written
         if isinstance(item, Reply):
-            assert self._formatting.answer_object is not None
-            return written(self._formatting.answer_object(self._path, item.body))
+            return self._formatters.written_answer(self._path, item.body)
         if item == _END:
             return b"\n"
         if is_error(item):
             raise _VllmFailed(item)
-        return written(f"data: {item.decode()}\n\n")
+        return self._formatters.written(f"data: {item.decode()}\n\n")
 
     def _take(self, done: list[tuple[Reply | bytes, bytes]], error: Exception | None) -> None:
         if self._ended:

@@ -18,6 +18,7 @@ from handlers.contract import JSON, Call, Exchange
 from handlers.openai.answer import VLLM_FORM, AnswerForm, AnswerOptions
 from handlers.openai.body import (
     Body,
+    ChatBody,
     CompletionBody,
     LeftToVllm,
     Message,
@@ -68,6 +69,7 @@ class OpenAIContract:
         any_model: bool = False,
         adapter: str | None = None,
         form: AnswerForm = VLLM_FORM,
+        body: Body | None = None,
     ) -> Exchange | None:
         """Parse a call.
 
@@ -77,21 +79,27 @@ class OpenAIContract:
             any_model: Accept every `model` in the body.
             adapter: Replaces the `model` in the body. An empty string is the model itself.
             form: The form of the answer.
+            body: The body, if it was decoded. A call that was split into its fields instead is not common.
 
         Returns:
             The exchange, or None if the call is left to vLLM's serving classes.
         """
-        if not is_common(call):
+        if call.fields is not None or not is_common(call):
             return None
         try:
             if path == CHAT:
-                return self._chat(call, any_model, adapter, form)
-            return self._completion(call, any_model, adapter, form) if path == COMPLETIONS else None
+                chat = body if isinstance(body, ChatBody) else read_chat(call.body)
+                return self._chat(call, chat, any_model, adapter, form)
+            if path == COMPLETIONS:
+                completion = body if isinstance(body, CompletionBody) else read_completion(call.body)
+                return self._completion(call, completion, any_model, adapter, form)
+            return None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LeftToVllm):
             return None
 
-    def _completion(self, call: Call, any_model: bool, adapter: str | None, form: AnswerForm) -> Exchange:
-        body = read_completion(call.body)
+    def _completion(
+        self, call: Call, body: CompletionBody, any_model: bool, adapter: str | None, form: AnswerForm
+    ) -> Exchange:
         adapter = self._adapter(body, any_model, adapter)
         prompts = self._prompts(body)
         key = msgspec.json.encode(msgspec.structs.replace(body, prompt="", model=None, user=None))
@@ -123,10 +131,9 @@ class OpenAIContract:
             return [tuple(item) for item in prompt]  # type: ignore[arg-type]
         raise LeftToVllm("prompt")
 
-    def _chat(self, call: Call, any_model: bool, adapter: str | None, form: AnswerForm) -> Exchange:
+    def _chat(self, call: Call, body: ChatBody, any_model: bool, adapter: str | None, form: AnswerForm) -> Exchange:
         if self._front_end.render is None:
             raise LeftToVllm("chats")
-        body = read_chat(call.body)
         adapter = self._adapter(body, any_model, adapter)
         key = msgspec.json.encode(msgspec.structs.replace(body, messages=[], model=None, user=None))
         if (request := self._chats.get(key)) is None:

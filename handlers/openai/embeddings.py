@@ -19,7 +19,6 @@ from engines.pooling import Pooling
 from engines.request import pooling_request
 from handlers.contract import Call, Exchange, Reply
 from handlers.json_cost import JsonDecoder
-from handlers.openai.answer import VLLM_FORM, AnswerForm
 from handlers.openai.body import LeftToVllm
 from handlers.openai.contract import is_common, named_adapter
 from handlers.openai.routes import EMBEDDINGS, refuse
@@ -49,13 +48,7 @@ class EmbeddingsContract:
     adapters: Collection[str]  # The names of the adapters.
 
     def parse(
-        self,
-        call: Call,
-        path: str,
-        *,
-        any_model: bool = False,
-        adapter: str | None = None,
-        form: AnswerForm = VLLM_FORM,
+        self, call: Call, path: str, *, any_model: bool = False, adapter: str | None = None, **_: object
     ) -> Exchange | None:
         """See `OpenAIContract.parse`."""
         if path != EMBEDDINGS or not is_common(call):

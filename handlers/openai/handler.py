@@ -31,6 +31,7 @@ from handlers.contract import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Run
 from handlers.contract_routes import RenderedChat, is_address
 from handlers.images import ImageLoader
 from handlers.openai.answer import VLLM_FORM, AnswerForm
+from handlers.openai.body import Body
 from handlers.openai.constraints import CHAT, COMPLETIONS, COUNT_TOKENS, RENDER
 from handlers.openai.contract import OpenAIContract
 from handlers.openai.current_call import OpenAICall, current_call
@@ -201,6 +202,7 @@ class OpenAIHandler:
         any_model: bool,
         adapter: str | None = None,
         form: AnswerForm = VLLM_FORM,
+        body: Body | None = None,
     ) -> Running | None:
         """Begin to answer a call.
 
@@ -211,6 +213,7 @@ class OpenAIHandler:
             any_model: Accept every `model` in the body.
             adapter: Replaces the `model` in the body. An empty string is the model itself.
             form: The form of the answer.
+            body: The body, if it was decoded.
 
         Returns:
             The running call, or None if the reply is complete.
@@ -232,7 +235,9 @@ class OpenAIHandler:
             writer = LoadReportWriter(writer, self._queue.engine, report)
         exchange = None
         if self._contract is not None:
-            parse = partial(self._contract.parse, call, path, any_model=any_model, adapter=adapter, form=form)
+            parse = partial(
+                self._contract.parse, call, path, any_model=any_model, adapter=adapter, form=form, body=body
+            )
             if len(call.body) < (_LONG_CHAT if path == CHAT else LONG_BODY):
                 exchange = parse()
             else:

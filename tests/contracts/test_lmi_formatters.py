@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,8 @@ from djl_python.request_io import RequestInput, RequestOutput, TextGenerationOut
 from engines.errors import EngineDead, GenerationFailed, Overloaded
 from engines.request import FinishReason, Token, TokenDelta
 from handlers.contract import Call, ContractError, Exchange, Reply
+from handlers.custom.formatter_thread import FormatterThread
+from handlers.custom.formatters import Formatters
 from handlers.lmi.async_formatters import AsyncFormatters
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.formatter_contract import FormatterContract
@@ -244,7 +247,15 @@ def payload_formatters(
     read: Callable[..., Any] | None = None, write: Callable[..., Any] | None = None, **options: Any
 ) -> AsyncFormatters:
     model = replace(MODEL, async_mode=True, **options)
-    return AsyncFormatters(LmiAsyncContract(model), read=read, write=write, tokenizer="tokenizer")
+    return AsyncFormatters(LmiAsyncContract(model), Formatters(read, write), FormatterThread(5), "tokenizer")
+
+
+def changed_by(read: Callable[..., Any], request: Call) -> Call:
+    formatters = payload_formatters(read)
+    try:
+        return asyncio.run(formatters.read(request))
+    finally:
+        formatters.thread.stop()
 
 
 def renamed(decoded_payload: dict[str, Any], tokenizer: Any = None, **kwargs: Any) -> dict[str, Any]:
@@ -274,7 +285,7 @@ def renamed(decoded_payload: dict[str, Any], tokenizer: Any = None, **kwargs: An
 def test_a_payload_formatter_changes_the_body_before_it_is_parsed(
     body: bytes, content_type: str, expected: bytes
 ) -> None:
-    changed = payload_formatters(renamed).read(call(body, content_type))
+    changed = changed_by(renamed, call(body, content_type))
     assert (changed.body, changed.content_type) == (expected, "application/json")
 
 
@@ -294,7 +305,7 @@ def test_a_payload_formatter_gets_the_tokenizer_where_it_takes_it_and_never_sees
         return payload
 
     for read in (positional, named, anything):
-        payload_formatters(read).read(call({"inputs": "x", "adapters": "a"}))
+        changed_by(read, call({"inputs": "x", "adapters": "a"}))
     assert seen == [{"inputs": "x"}, "tokenizer", {"tokenizer": "tokenizer"}]
 
 
@@ -316,7 +327,7 @@ def test_a_failing_payload_formatter_refuses_its_request_and_says_why(
     read: Callable[..., Any], request_: Call, message: str
 ) -> None:
     with pytest.raises(ContractError) as caught:
-        payload_formatters(read).read(request_)
+        changed_by(read, request_)
     reply = caught.value.reply
     assert (reply.status, reply.content_type) == (424, "application/json")
     assert json.loads(reply.body)["error"].startswith(message)

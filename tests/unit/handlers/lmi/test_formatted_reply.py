@@ -13,8 +13,9 @@ import pytest
 
 from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
 from handlers.custom.formatter_thread import FormatterThread
+from handlers.custom.formatters import Formatters
 from handlers.lmi.answer_forms import AsyncForm
-from handlers.lmi.async_formatters import AsyncFormatters, Formatting
+from handlers.lmi.async_formatters import AsyncFormatters
 from handlers.lmi.asynchronous import LmiAsyncContract
 from handlers.lmi.formatted_reply import FormattedReply
 from handlers.lmi.invocations import InvocationsHandler
@@ -40,10 +41,13 @@ def marked(response: Any) -> Any:
     return f"data: {json.dumps({**json.loads(response[6:]), 'processed_by': 'test'})}"
 
 
-def formatting(write: Write | None, read: Write | None = None) -> Formatting:
-    contract = LmiAsyncContract(ASYNCHRONOUS)
-    formatters = AsyncFormatters(contract, read=read, write=write)
-    return Formatting(formatters, FormatterThread(5), lambda path, body: {"path": path, **json.loads(body)})
+def formatters(write: Write | None, read: Write | None = None, time_limit: float = 5) -> AsyncFormatters:
+    return AsyncFormatters(
+        LmiAsyncContract(ASYNCHRONOUS),
+        Formatters(read, write),
+        FormatterThread(time_limit),
+        answer_object=lambda path, body: {"path": path, **json.loads(body)},
+    )
 
 
 class Cancelled:
@@ -58,7 +62,7 @@ class Cancelled:
 
 def formatted(write: Write, shape: AsyncForm | None = None) -> tuple[FormattedReply, CollectedReply, Cancelled]:
     client, running = CollectedReply(), Cancelled()
-    reply = FormattedReply(client, formatting(write), shape or AsyncForm(), "/v1/completions")
+    reply = FormattedReply(client, formatters(write), shape or AsyncForm(), "/v1/completions")
     reply.running = running
     return reply, client, running
 
@@ -200,7 +204,7 @@ async def asked(document: Any, write: Write | None, read: Write | None = None) -
         openai,  # type: ignore[arg-type]
         ASYNCHRONOUS,
         Sessions(None, 503),
-        formatting=formatting(write, read),
+        formatters=formatters(write, read),
     )
     await handler.handle(call(document), CollectedReply())
     return openai
@@ -220,6 +224,14 @@ async def test_every_kind_of_body_goes_to_vllm_where_there_is_an_output_formatte
     assert isinstance(openai.writer, FormattedReply)
 
 
+async def test_inputs_beside_other_fields_are_the_prompt_of_the_completion() -> None:
+    openai = await asked({"inputs": "x", "messages": [], "adapters": "a"}, marked)
+    assert openai.path == "/v1/completions"
+    assert openai.call is not None
+    assert openai.call.fields is not None  # `adapters` is no field of OpenAI's.
+    assert bytes(openai.call.fields["prompt"]) == b'"x"'
+
+
 async def test_the_input_formatter_decides_what_kind_a_body_is() -> None:
     openai = await asked({"question": "x"}, None, lambda payload: {"messages": [payload["question"]]})
     assert openai.path == "/v1/chat/completions"
@@ -229,9 +241,8 @@ async def test_the_input_formatter_decides_what_kind_a_body_is() -> None:
 
 
 async def test_a_hanging_input_formatter_refuses_its_request() -> None:
-    given = formatting(marked, lambda payload: threading.Event().wait(30))
-    given = replace(given, thread=FormatterThread(0.2))
-    handler = InvocationsHandler(None, OpenAI(), ASYNCHRONOUS, Sessions(None, 503), formatting=given)  # type: ignore[arg-type]
+    given = formatters(marked, lambda payload: threading.Event().wait(30), time_limit=0.2)
+    handler = InvocationsHandler(None, OpenAI(), ASYNCHRONOUS, Sessions(None, 503), formatters=given)  # type: ignore[arg-type]
     with pytest.raises(ContractError, match="did not return within predict_timeout") as caught:
         await handler.handle(call({"inputs": "x"}), CollectedReply())
     assert caught.value.reply.status == 424

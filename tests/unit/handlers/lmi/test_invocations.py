@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 from engines.model_settings import ModelSettings
 from handlers.contract import Call, ContractError, Reply, ReplyWriter, Running
 from handlers.lmi.answer_forms import AsyncForm, LmiChatForm
-from handlers.lmi.invocations import ASYNCHRONOUS, ROLLING_BATCH, InvocationsHandler, Table, read_body
+from handlers.lmi.invocations import InvocationsHandler
 from handlers.lmi.sessions import Sessions
 from handlers.openai.answer import VLLM_FORM, AnswerForm
+from handlers.openai.body import Body, read_chat, read_completion
+from handlers.openai.constraints import CHAT, COMPLETIONS
 from tests.stand_ins.collected_reply import CollectedReply
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -46,6 +49,7 @@ class OpenAI(Lmi):
         self.any_model = False
         self.adapter: str | None = None
         self.form: AnswerForm | None = None
+        self.body: Body | None = None
 
     async def begin(
         self,
@@ -56,9 +60,10 @@ class OpenAI(Lmi):
         any_model: bool,
         adapter: str | None = None,
         form: AnswerForm = VLLM_FORM,
+        body: Body | None = None,
     ) -> Running:
         self.calls.append(call)
-        self.form = form
+        self.form, self.body = form, body
         self.adapter = adapter
         self.writer, self.path, self.any_model = writer, path, any_model
         return self
@@ -70,6 +75,16 @@ async def handled(document: Any, openai: OpenAI | None, content_type: str = "app
     handler = InvocationsHandler(lmi, openai, settings, Sessions(None, 503))  # type: ignore[arg-type]
     await handler.handle(call(document, content_type), CollectedReply())
     return lmi
+
+
+async def kind_of(document: Any, **options: Any) -> str:
+    """Return the path of the front end that answers a body, or else `lmi` or `session`."""
+    openai = OpenAI()
+    try:
+        lmi = await handled(document, openai, **options)
+    except ContractError:
+        return "session"  # Sessions are off.
+    return "lmi" if lmi.calls else {CHAT: "chat", COMPLETIONS: "completion"}[openai.path]
 
 
 @pytest.mark.parametrize(
@@ -91,10 +106,10 @@ async def handled(document: Any, openai: OpenAI | None, content_type: str = "app
         (b'{"messages": ' + b"[" * 100_000, "lmi", "lmi"),
     ],
 )
-def test_the_first_field_of_the_table_says_what_a_body_is(document: Any, rolling: str, asynchronous: str) -> None:
-    body = call(document).body
-    assert read_body(body, ROLLING_BATCH).kind == rolling
-    assert read_body(body, ASYNCHRONOUS).kind == asynchronous
+@pytest.mark.asyncio
+async def test_the_first_field_in_the_order_says_what_a_body_is(document: Any, rolling: str, asynchronous: str) -> None:
+    assert await kind_of(document) == rolling
+    assert await kind_of(document, async_mode=True) == asynchronous
 
 
 @pytest.mark.parametrize(
@@ -117,9 +132,32 @@ async def test_only_json_is_looked_into(content_type: str, plain: bool) -> None:
     assert (len(lmi.calls), len(openai.calls)) == ((1, 0) if plain else (0, 1))
 
 
-@given(st.binary(), st.sampled_from([ROLLING_BATCH, ASYNCHRONOUS]))
-def test_any_bytes_are_some_kind_of_body(data: bytes, table: Table) -> None:
-    assert read_body(data, table).kind in {kind for _, kind in table}
+@given(st.binary(), st.sampled_from([b"", b'{"messages"', b'{"prompt": ', b'{"requestType": 1}']), st.booleans())
+def test_any_bytes_are_some_kind_of_body(data: bytes, before: bytes, async_mode: bool) -> None:
+    assert asyncio.run(kind_of(before + data, async_mode=async_mode))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("document", "common"),
+    [
+        ({"messages": MESSAGES}, True),
+        ({"prompt": "messages"}, False),  # It was tried as a chat.
+        ({"prompt": "x", "max_tokens": 2}, True),
+        ({"messages": MESSAGES, "tools": []}, False),
+        ({"messages": MESSAGES, "inputs": None}, False),
+    ],
+)
+async def test_a_common_body_is_decoded_once_and_any_other_is_split(document: Any, common: bool) -> None:
+    openai = OpenAI()
+    await handled(document, openai)
+    assert openai.body == (read(document) if common else None)
+    assert (openai.calls[0].fields is None) is common
+
+
+def read(document: Any) -> Body:
+    data = json.dumps(document).encode()
+    return read_chat(data) if "messages" in document else read_completion(data)
 
 
 @pytest.mark.asyncio
