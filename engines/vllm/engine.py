@@ -269,7 +269,7 @@ class VllmEngine:
                         interval=self._stream_interval,
                         check_answer=check_answer,
                     )
-                internals.register(self.async_llm, state, core_request)
+                internals.register(self.async_llm, state)
                 generation.states.append(state)
                 await self._copies.client.add_request_async(core_request)
         except BaseException as error:

@@ -515,12 +515,8 @@ def seconds_in_engine(state: RequestState) -> float:
     return max(seconds, 0.0)
 
 
-def register(llm: AsyncLLM, state: RequestState, request: EngineCoreRequest) -> None:
-    """Register a sequence. It has to be done before the engine gets the request, so that no output comes earlier.
-
-    The state keeps the request while it runs, unless it has images or sounds, which take too much memory.
-    """
-    state.core_request = None if request.mm_features else request
+def register(llm: AsyncLLM, state: RequestState) -> None:
+    """Register a sequence. It has to be done before the engine gets the request, so that no output comes earlier."""
     llm.output_processor.request_states[state.request_id] = state
     llm.output_processor.external_req_ids[state.external_req_id].append(state.request_id)
 

@@ -131,7 +131,9 @@ class OwnState(TokenTaker):
     sink: Sink
     ended: bool
     submitted_at: float  # By the monotonic clock.
-    core_request: EngineCoreRequest | None  # The engine's request, from which it continues after a death.
+    # The engine's request, from which it continues after a death. None if it has images or sounds, which take too much
+    # memory.
+    core_request: EngineCoreRequest | None
 
     @property
     def last_at(self) -> float:
@@ -203,7 +205,7 @@ class PooledState(OwnState):
         )
         self.queue: PooledState | _NoQueue = self
         self.sink, self.statistics = sink, statistics
-        self.submitted_at, self.ended = time.monotonic(), False
+        self.submitted_at, self.core_request, self.ended = time.monotonic(), request, False
 
     def make_request_output(
         self,
@@ -275,6 +277,7 @@ class PushedState(OwnState):
         self.apart = apart if generation.tokens_apart else None
         params = request.sampling_params
         assert params is not None
+        self.core_request = None if request.mm_features else request
         # The text is made at the end, of all tokens.
         self.whole = (
             not (generation.stream or self.want_tokens or params.stop)
