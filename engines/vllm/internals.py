@@ -329,7 +329,7 @@ class LeanOutputProcessor(OutputProcessor):
     def add_request(self, request: EngineCoreRequest, *arguments: Any, **options: Any) -> None:
         super().add_request(request, *arguments, **options)
         if (state := self.request_states.get(request.request_id)) is not None:
-            state.core_request = None if request.mm_features else request
+            state.core_request = kept(request)
 
     def propagate_error(self, error: Exception) -> None:
         if not self.client.holds():
@@ -356,6 +356,11 @@ class LeanOutputProcessor(OutputProcessor):
                 statistics.time_to_first_token.waiting.append(seconds)
             else:
                 statistics.inter_token.waiting.append(gap / count)
+
+
+def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:
+    """Return the request to keep while it runs; None if it has images or sounds, which take too much memory."""
+    return None if request.mm_features else request
 
 
 def send_at_once(core: Any) -> None:

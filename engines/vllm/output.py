@@ -38,6 +38,7 @@ from engines.vllm.internals import (
     ParentRequest,
     SlowIncrementalDetokenizer,
     TokenTaker,
+    kept,
     seconds_in_engine,
     seconds_in_queue,
     text_corrector,
@@ -131,9 +132,7 @@ class OwnState(TokenTaker):
     sink: Sink
     ended: bool
     submitted_at: float  # By the monotonic clock.
-    # The engine's request, from which it continues after a death. None if it has images or sounds, which take too much
-    # memory.
-    core_request: EngineCoreRequest | None
+    core_request: EngineCoreRequest | None  # The engine's request, from which it continues after a death.
 
     @property
     def last_at(self) -> float:
@@ -205,7 +204,7 @@ class PooledState(OwnState):
         )
         self.queue: PooledState | _NoQueue = self
         self.sink, self.statistics = sink, statistics
-        self.submitted_at, self.core_request, self.ended = time.monotonic(), request, False
+        self.submitted_at, self.core_request, self.ended = time.monotonic(), kept(request), False
 
     def make_request_output(
         self,
@@ -277,14 +276,14 @@ class PushedState(OwnState):
         self.apart = apart if generation.tokens_apart else None
         params = request.sampling_params
         assert params is not None
-        self.core_request = None if request.mm_features else request
+        self.core_request = kept(request)
         # The text is made at the end, of all tokens.
         self.whole = (
             not (generation.stream or self.want_tokens or params.stop)
             and texts.joins_bytes
             and uses_fast_detokenizer(texts.tokenizer)
             and (params.skip_special_tokens or params.spaces_between_special_tokens)
-            and not request.mm_features  # The request is kept until then.
+            and self.core_request is not None
         )
         if self.whole:
             detokenizer: Any = IncrementalDetokenizer()

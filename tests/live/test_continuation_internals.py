@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -125,13 +124,11 @@ def test_images_and_sounds_are_not_kept() -> None:
     from engines.vllm import internals
     from engines.vllm.copies.continuation import CannotContinue, continued
 
-    request, processor = _request("a"), SimpleNamespace(request_states={}, external_req_ids=defaultdict(list))
-    llm: Any = SimpleNamespace(output_processor=processor)
-    state: Any = _State(request, [])
-    internals.register(llm, state, request)
-    assert (processor.request_states, state.core_request) == ({"a": state}, request)
+    request = _request("a")
+    assert internals.kept(request) is request
     request.mm_features = [object()]
-    internals.register(llm, state, request)
+    state: Any = _State(request, [])
+    state.core_request = internals.kept(request)
     with pytest.raises(CannotContinue, match="images or sounds"):
         continued(state, _config())
 
