@@ -341,21 +341,21 @@ class LeanOutputProcessor(OutputProcessor):
         super()._update_stats_from_output(state, output, timestamp, iteration)
         if state.detokenizer is None:
             return  # It is a pooled prompt.
-        statistics = state.statistics if isinstance(state, TokenTaker) else self.statistics
+        statistics = getattr(state, "statistics", self.statistics)  # Steps of beam searches have their own.
         queued_at = None
         for event in output.events or ():
             if event.type == EngineCoreEventType.QUEUED:
                 queued_at = event.timestamp
             elif event.type == EngineCoreEventType.SCHEDULED and queued_at is not None:
-                statistics.queue_time.waiting.append(event.timestamp - queued_at)
+                statistics.queue_time.observe(event.timestamp - queued_at)
                 queued_at = None
         if count := len(output.new_token_ids):
             statistics.tokens += count
             if state.stats.num_generation_tokens == count:
                 seconds = iteration.iteration_timestamp - state.stats.arrival_time
-                statistics.time_to_first_token.waiting.append(seconds)
+                statistics.time_to_first_token.observe(seconds)
             else:
-                statistics.inter_token.waiting.append(gap / count)
+                statistics.inter_token.observe(gap / count)
 
 
 def kept(request: EngineCoreRequest) -> EngineCoreRequest | None:

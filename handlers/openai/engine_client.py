@@ -446,6 +446,8 @@ class _Request:
         if not own and not _ended(self._queue.output):
             raise RuntimeError("vLLM's output processor does not know a request that it was given just now")
         self._statistics.prompt(own[0].prompt_len if own else 0)
+        for state in own:
+            state.statistics = self._statistics
         self._states = own
 
     def _check(self) -> None:
