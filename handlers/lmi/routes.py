@@ -5,6 +5,7 @@ Sources: DJL Serving, `InferenceRequestHandler` and `ManagementRequestHandler`; 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
@@ -128,10 +129,14 @@ def _adapter_routes(prefix: str) -> tuple[ManagementRoute, ...]:
 
 def _model_routes(collection: str, listed: ManagementOperation) -> tuple[ManagementRoute, ...]:
     of_one = {"GET": models.describe, "PUT": models.scale, "DELETE": models.unregister}
-    return (
-        ManagementRoute(path=collection, operations={"GET": listed, "POST": models.register}),
-        ManagementRoute(path=f"{collection}/{{model}}", operations=of_one),
-        ManagementRoute(path=f"{collection}/{{model}}/{{version}}", operations=of_one),
+    operations: dict[str, Mapping[str, ManagementOperation]] = {
+        collection: {"GET": listed, "POST": models.register},
+        f"{collection}/{{model}}": of_one,
+        f"{collection}/{{model}}/{{version}}": of_one,
+    }
+    # The settings of statuses are for inference alone.
+    return tuple(
+        ManagementRoute(path=path, operations=table, refuse=front_end_refusal) for path, table in operations.items()
     )
 
 
@@ -166,6 +171,3 @@ def lmi(not_ready: int = 503, internal: int = 500) -> ContractRoutes:
         not_found=_not_found,
         headers=NO_CACHE,
     )
-
-
-LMI = lmi()
