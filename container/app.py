@@ -277,15 +277,17 @@ def _redirect(
     `../` means there.
     """
 
-    def reply(head: RequestHead) -> Reply:
-        if head.method == "OPTIONS" and state.cors_headers:
-            return Reply(200, "", b"")  # Browsers follow no redirect of a preflight.
-        bare = head.raw_path.rstrip(b"/")
-        address = bare if head.raw_path.endswith(b"//") else b"../" + bare.rpartition(b"/")[2]
-        location = address + (b"?" + head.query if head.query else b"")
-        return Reply(307, "", b"", (("location", location.decode("latin-1")),))
+    find = partial(_without_slashes, state)
+    return HttpRoute(state, path, refuse, find=find, same_site=same_site, id_header=id_header)
 
-    return HttpRoute(state, path, refuse, find=reply, same_site=same_site, id_header=id_header)
+
+def _without_slashes(state: AppState, head: RequestHead) -> Reply:
+    if head.method == "OPTIONS" and state.cors_headers:
+        return Reply(200, "", b"")  # Browsers follow no redirect of a preflight.
+    bare = head.raw_path.rstrip(b"/")
+    address = bare if head.raw_path.endswith(b"//") else b"../" + bare.rpartition(b"/")[2]
+    location = address + (b"?" + head.query if head.query else b"")
+    return Reply(307, "", b"", (("location", location.decode("latin-1")),))
 
 
 class _Description:

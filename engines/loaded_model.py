@@ -62,7 +62,7 @@ class ModelTexts:
 
     @cached_property
     def joins_bytes(self) -> bool:
-        """True if the text of tokens is the text of their joined bytes, whatever tokens stand before them."""
+        """True if the text of tokens is the text of their joined bytes. The tokens before them do not matter."""
         return self._fast is not None and isinstance(self._fast.decoder, decoders.ByteLevel)
 
     @property

@@ -112,9 +112,8 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
 class EngineMemo(msgspec.Struct):
     """The place for what an engine keeps of the parameters that several requests share."""
 
-    checked: Any = (
-        None  # The engine's own form of the parameters. None: the engine has not checked any of the requests.
-    )
+    # The engine's form of the parameters. None: the engine has not checked any of the requests.
+    checked: Any = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -57,12 +57,17 @@ class Distribution:
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
-        self.waiting: list[float] = []  # The hot path appends values, and calls `count` when there are many.
+        self.waiting: list[float] = []
         self._counts = [0] * (len(self.bounds) + 1)
         self._total = 0.0
 
     def observe(self, value: float) -> None:
         self.waiting.append(value)
+        if len(self.waiting) >= MOST_WAITING:
+            self.count()
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        self.waiting.extend(values)
         if len(self.waiting) >= MOST_WAITING:
             self.count()
 

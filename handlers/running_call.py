@@ -129,14 +129,14 @@ class RunningCall:
             if self._open_prompts == 0:
                 self._finish(data)
                 return
+        if not (data or self._answer.cumulative):
+            return
+        if not self.begun:
+            self._begin()
         if data:
-            if not self.begun:
-                self._begin()
             self._spoken = True
             self._writer.write(data)
-        elif self._answer.cumulative:
-            if not self.begun:
-                self._begin()
+        else:
             self._write_latest_soon()
 
     def _begin(self) -> None:
@@ -179,7 +179,7 @@ class RunningCall:
         if self._length > _LONG:
             seconds = self._length / _BYTES_PER_SECOND
             self._timer = asyncio.get_running_loop().call_later(seconds, self._write_latest)
-        elif sum([request.sequences for request in self._exchange.requests]) == 1:
+        elif len(self._exchange.requests) == 1 and self._exchange.requests[0].sequences == 1:
             self._writer.write_latest(self._latest)
         else:
             self._timer = asyncio.get_running_loop().call_soon(self._write_latest)

@@ -12,7 +12,6 @@ from typing import Any
 
 from container.custom_attributes import with_not_held
 from container.http.uvicorn_protocol import CorkedTransport, chunked_connection
-from container.models.life_cycle import Lifecycle
 from handlers.contract import WITHOUT_BODY, Reply
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,6 @@ class HttpReply:
         self._retry_after = retry_after
         self._connection: CorkedTransport | None = None  # Takes the chunks of a stream. None: `send` takes its parts.
         self._broken = False
-        self.lifecycle: Lifecycle | None = None  # Of the model whose open calls the request is counted in.
         self._resuming: asyncio.Task[None] | None = None  # Sends the backlog. None while the client keeps up.
         self._backlog = bytearray()
         self._backlog_last = False

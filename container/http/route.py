@@ -21,6 +21,7 @@ from container.http.reply import Headers, HttpReply, RetryAfter, Send
 from container.http.request_head import LONGEST_PATH, REQUEST_ID, RequestHead
 from container.http.uvicorn_protocol import BREAK_OFF, received_body
 from container.logs import access_log
+from container.models.life_cycle import Lifecycle
 from container.models.registry import Model, Models
 from container.settings.settings import ServerSettings
 from engines.errors import BodyTimeout, CrossSite, InternalError, InvalidRequest, NotReady, RequestError, Unauthorized
@@ -148,6 +149,7 @@ class HttpRoute:
         body: bytes | None = None
         reader: BodyReader | None = None
         running: Running | None = None
+        lifecycle: Lifecycle | None = None  # Of the model that answers.
         state.models.open_calls += 1
         try:
             try:
@@ -184,8 +186,8 @@ class HttpRoute:
                 else:
                     assert route.handler_of is not None, "a route of a model has it"
                     handler = route.handler_of(service or found.service())
-                    found.lifecycle.open_calls += 1
-                    reply.lifecycle = found.lifecycle
+                    lifecycle = found.lifecycle
+                    lifecycle.open_calls += 1
                     running = await watch.unless_gone(handler.handle(call, reply))
             except ClientGone:
                 pass
@@ -203,8 +205,8 @@ class HttpRoute:
         finally:
             if reader is not None:
                 reader.let_go()
-            if reply.lifecycle is not None:
-                reply.lifecycle.open_calls -= 1
+            if lifecycle is not None:
+                lifecycle.open_calls -= 1
             state.models.open_calls -= 1
         seconds = time.perf_counter() - started
         # A client that left before the end is counted with the status that proxies use.

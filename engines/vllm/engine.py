@@ -195,6 +195,7 @@ class VllmEngine:
         else:
             token_ids = await self._prompts.token_ids(request)
             if request.images:
+                await self.wait_until_ready()  # The renderer knows which images the processes have.
                 prompt = await self._with_images(request, token_ids)
                 token_ids = prompt["prompt_token_ids"]
         arrived_at, memo = time.time(), None if request.images else request.memo

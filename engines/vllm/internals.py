@@ -80,7 +80,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from vllm.v1.structured_output import StructuredOutputManager, backend_guidance
 
 from engines.interface import EngineStartError
-from engines.statistics import MOST_WAITING, EngineStatistics
+from engines.statistics import EngineStatistics
 from engines.vllm import RELEASE
 
 __all__ = [
@@ -260,7 +260,7 @@ class TokenTaker(RequestState):
     """A sequence that can take a common token itself: a single token within an answer, with nothing beside it."""
 
     takes_tokens: bool  # False: vLLM's output processor handles all its tokens.
-    statistics: EngineStatistics  # Takes the numbers of outputs that are not common.
+    statistics: EngineStatistics  # Counts the tokens that are not common.
 
     def take(self, token_id: int, logprob: float | None) -> None:
         """Take a token.
@@ -320,10 +320,7 @@ class LeanOutputProcessor(OutputProcessor):
             iteration_stats.num_generation_tokens += len(gaps)
             iteration_stats.inter_token_latencies_iter += gaps
             self.statistics.tokens += len(gaps)
-            inter_token = self.statistics.inter_token
-            inter_token.waiting += gaps
-            if len(inter_token.waiting) >= MOST_WAITING:
-                inter_token.count()
+            self.statistics.inter_token.observe_all(gaps)
         return super().process_outputs(others, engine_core_timestamp, iteration_stats, weight_version)
 
     def add_request(self, request: EngineCoreRequest, *arguments: Any, **options: Any) -> None:

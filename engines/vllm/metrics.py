@@ -15,10 +15,8 @@ from prometheus_client.registry import Collector
 from vllm.config import VllmConfig
 
 from engines.loaded_model import EngineStatus
+from engines.statistics import MOST_WAITING
 from engines.vllm.internals import METRICS_PARTS, PrometheusStatLogger, SchedulerStats
-
-_MOST_WAITING = 4096
-"""Values of an engine that wait until they are counted."""
 
 _GAPS = "inter_token_latencies_iter"
 
@@ -148,7 +146,7 @@ class EngineReports(PrometheusStatLogger, Collector):
                     waiting.prompts.append(prompts)
                 for name, values in waiting.values.items():
                     values += getattr(step, name)
-            if len(waiting.steps) + len(waiting.finished) + len(waiting.values[_GAPS]) >= _MOST_WAITING:
+            if len(waiting.steps) + len(waiting.finished) + len(waiting.values[_GAPS]) >= MOST_WAITING:
                 self._count(engine_idx)
         if mm_cache_stats is not None and mm_cache_stats.requests:
             super().record(None, None, mm_cache_stats, engine_idx)

@@ -3,8 +3,8 @@
 With option.async_mode=true, LMI sends vLLM's objects as lines of JSON. Otherwise it has other chat objects. Sources:
 djl_python, `async_utils.py` for the lines; LMI, "Chat Completions API Schema" for the chat objects.
 
-Common calls are answered from the engine's deltas. What vLLM's serving classes answer is converted by
-`handlers.lmi.reply_shapes`.
+Common calls are answered from the engine's deltas. `handlers.lmi.reply_shapes` converts the answers of vLLM's serving
+classes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from handlers.djl_errors import FAILED_DEPENDENCY
 from handlers.json_cost import JsonDecoder
 from handlers.lmi.reply_shapes import LmiChatShape, reason_of_stop
 from handlers.lmi.shaped_reply import ShapedReply, error_of, lmi_error
-from handlers.openai.answer import FINISH_REASONS, AnswerForm, AnswerOptions, DocumentAnswer, alternatives, failure
+from handlers.openai.answer import (
+    FINISH_REASONS,
+    AnswerForm,
+    AnswerOptions,
+    DocumentAnswer,
+    alternatives,
+    failure,
+    spelled,
+)
 from handlers.openai.answer import in_document as number_of
 
 
@@ -197,5 +205,5 @@ def _logprob(token: Token, top: int) -> str:
 
 
 def _entry(token: Token) -> str:
-    octets = list(token.text.encode("utf-8", "replace"))
-    return f'{{"token": {quote(token.text)}, "logprob": {number_of(token)}, "bytes": {octets}'
+    text, octets = spelled(token.text, ", ")
+    return f'{{"token": {text}, "logprob": {number_of(token)}, "bytes": {octets}'

@@ -337,14 +337,14 @@ def _token(token: Token, top: int, number: Callable[[Token], str]) -> str:
 
 
 def _entry(token: Token, number: Callable[[Token], str]) -> str:
-    text, octets = _spelled(token.text)
+    text, octets = spelled(token.text)
     return f'{{"token":{text},"logprob":{number(token)},"bytes":{octets}'
 
 
 @lru_cache(maxsize=65536)
-def _spelled(text: str) -> tuple[str, str]:
-    """Return a token's text as JSON, and its bytes as a list of numbers."""
-    return quote(text), f"[{','.join(map(str, text.encode('utf-8', 'replace')))}]"
+def spelled(text: str, comma: str = ",") -> tuple[str, str]:
+    """Return a token's text as JSON, and its bytes as a list of numbers with `comma` between them."""
+    return quote(text), f"[{comma.join(map(str, text.encode('utf-8', 'replace')))}]"
 
 
 def _completion_logprobs(tokens: Sequence[Token], number: Callable[[Token], str], offset: int) -> tuple[str, int]:

@@ -382,8 +382,7 @@ def test_nesting_does_not_multiply_the_work(keyword: str) -> None:
     begun = time.process_time()
     found = tried(schema)
     assert found.text
-    # Multiplied work would take more than 2**20 steps. A busy machine takes several times a quiet one's time.
-    assert time.process_time() - begun < 20 * CPU_SECONDS
+    assert time.process_time() - begun < CPU_SECONDS
 
 
 def test_long_places_are_not_named_for_ever() -> None:
