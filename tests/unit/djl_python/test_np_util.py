@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import struct
-import time
 import tracemalloc
 import zipfile
 from typing import Any
@@ -194,11 +193,9 @@ def nd_list(rank: int, shape: bytes, *, dtype: bytes = b"UINT8", magic: bytes = 
 
 
 def test_a_rank_that_no_array_has_is_refused_before_its_shape_is_read() -> None:
-    body = nd_list(100_000, b"\x7f" * 800_000)
-    started = time.process_time()
+    body = nd_list(100_000, b"")  # without the shape that it announces
     with pytest.raises(ValueError, match="rank 100000; 0 to 32 are possible") as refused:
         from_nd_list(body)
-    assert time.process_time() - started < 1
     assert len(str(refused.value)) < 200
 
 

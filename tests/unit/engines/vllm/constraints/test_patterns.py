@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
-import time
 from collections.abc import Iterable
+from functools import partial
 
 import llguidance
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.vllm.constraints.patterns import complement, none_of, without_look_around
+from tests.python_calls import python_calls
 from tests.unit.engines.vllm.constraints.byte_tokens import byte_tokens
 
 TOKENS = byte_tokens()
@@ -197,11 +198,9 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("pattern", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_hostile_pattern_takes_little_time(pattern: str) -> None:
+def test_a_hostile_pattern_takes_little_work(pattern: str) -> None:
     for rewrite in (complement, without_look_around, lambda text: without_look_around(text, single=True)):
-        began = time.process_time()
-        rewrite(pattern)
-        assert time.process_time() - began < 4
+        assert python_calls(partial(rewrite, pattern)) < 1_500_000  # about one second
 
 
 @pytest.mark.parametrize("words", [["a" * 100_000], [chr(0x4E00 + 2 * at) for at in range(5_000)], ["x" * 70]])
