@@ -16,6 +16,7 @@ import typer
 from container import logs
 from container.gpus import described_gpus, machine_gpus
 from container.http.router import Mount
+from container.models.parsers import with_parsers_shown
 from container.models.placement import gpu_plan
 from container.settings.load import load_startup
 from container.settings.report import startup_json, startup_text
@@ -114,13 +115,14 @@ def config(
         str | None, typer.Option("--gpus", help="Plan for another machine: its GPUs, such as 4x24GiB.", metavar="GPUS")
     ] = None,
 ) -> None:
-    """Show the effective settings, where each comes from, and the GPUs that the models take."""
+    """Show the effective settings, where each comes from, the parsers of the models, and the GPUs that they take."""
     try:
         machine = machine_gpus() if gpus is None else described_gpus(gpus)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpus") from None
     startup = read_startup(model_dir, port, host, model_name, gpus=len(machine))
-    os.environ.update(startup.exports)  # the hub may be asked for the sizes of a model
+    os.environ.update(startup.exports)  # the hub may be asked for the files of a model
+    startup = with_parsers_shown(startup)
     plan = gpu_plan([model.settings for model in startup.models], machine)
     typer.echo(startup_json(startup, plan) if as_json else startup_text(startup, plan))
 

@@ -115,6 +115,8 @@ def hub_file(repository: str, name: str, revision: str | None) -> Path | None:
 
     try:
         cached = try_to_load_from_cache(repository, name, revision=revision)
+        if cached is not None and not isinstance(cached, str):
+            return None  # the cache knows that the repository does not have it
         return Path(cached if isinstance(cached, str) else hf_hub_download(repository, name, revision=revision))
     except Exception as error:  # As in `hub_weight_bytes`.
         logger.info("%s of %s is not known before it is downloaded: %s", name, repository, error)

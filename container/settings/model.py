@@ -41,6 +41,8 @@ from container.sources import location
 from container.sources.location import ModelNotFound, SourceError, is_s3
 from engines.adapters import ON_HUB
 from engines.parallelism import why_one_copy
+from engines.vllm.parser_choice import NAMES as PARSERS
+from engines.vllm.parser_choice import name_fault
 
 # The options of an engine's model that a handler's model has, too.
 _SHARED_OPTIONS = frozenset(
@@ -105,6 +107,7 @@ def _engine_model(sources: Sources, code: Path | None) -> dict[str, Any]:
     handle_before_engine = _has_handle_before_engine(sources, code)
     arguments |= _other_arguments(layer, fields["rolling_batch"], lookup)
     _check_json(arguments, lookup)
+    _check_parsers(arguments, fields["rolling_batch"], lookup)
     _set_draft_model(arguments, fields["rolling_batch"], lookup)
     _open_draft_model(arguments, sources)
     fields["engine_arguments"] = {name: value.text for name, value in arguments.items()}
@@ -250,6 +253,14 @@ def _other_arguments(layer: Mapping[str, Value], rolling_batch: str, lookup: Loo
             hint = f"{PREFIX}{key} is meant" if known else "options of the engine start with option."
             lookup.ignore(key, value, f"the model has no such setting; {hint}")
     return arguments
+
+
+def _check_parsers(arguments: Mapping[str, Value], rolling_batch: str, lookup: Lookup) -> None:
+    """Check the names of vLLM's parsers of tool calls and reasoning."""
+    texts = {name: value.text for name, value in arguments.items()}
+    for kind in PARSERS if rolling_batch != "disable" else ():
+        if fault := name_fault(kind, texts):
+            lookup.problems.append(f"{arguments[kind].describe(f'{PREFIX}{kind}')}: {fault}")
 
 
 def _check_json(arguments: Mapping[str, Value], lookup: Lookup) -> None:
