@@ -42,6 +42,7 @@ from engines.vllm.internals import (
     stat_loggers,
 )
 from engines.vllm.metrics import EngineReports
+from engines.vllm.parser_choice import with_parsers
 from engines.vllm.pooling import pool_as_djl
 from engines.vllm.processes import end_processes, first_failure, tied_to_this_thread, use_fork_server
 from engines.vllm.sampling import load_typical
@@ -130,9 +131,10 @@ class VllmLoader:
         on_cpu = vllm.platforms.current_platform.is_cpu()
         if on_cpu:
             go_without_compiler(os.environ)
-        arguments = engine_arguments(self._settings, on_cpu)
+        settings = with_parsers(self._settings)
+        arguments = engine_arguments(settings, on_cpu)
         # Read here, so that faults are reported before the model is loaded.
-        frontend = frontend_arguments(self._settings)
+        frontend = frontend_arguments(settings)
         engine_args = AsyncEngineArgs(**serve_defaults() | arguments)
         most = self._settings.max_copies
         places = processor_places(most or 1) if on_cpu else gpu_places(engine_args, self._settings)

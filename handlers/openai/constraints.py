@@ -249,10 +249,18 @@ def _meaning(body: Mapping[str, Any], name: str) -> Constraint:
     return meant
 
 
+def uses_tools(body: Mapping[str, Any]) -> bool:
+    """Return True if the model may call one of the body's tools."""
+    return bool(body.get("tools")) and _kind_of_choice(body) != "none"
+
+
 def _forced(body: Mapping[str, Any]) -> bool:
+    return _kind_of_choice(body) not in (None, "", "auto", "none")
+
+
+def _kind_of_choice(body: Mapping[str, Any]) -> Any:
     choice = body.get("tool_choice")
-    kind = choice.get("type", "function") if isinstance(choice, dict) else choice
-    return kind not in (None, "", "auto", "none")
+    return choice.get("type", "function") if isinstance(choice, dict) else choice
 
 
 def _named_tool(choice: Any) -> dict[str, Any]:

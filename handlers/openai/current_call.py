@@ -72,6 +72,7 @@ class OpenAICall:
         self.any_model = any_model  # No `model` in its body is refused.
         self.only_counts = only_counts  # Its prompt is counted, and nothing is generated.
         self.cache_salt = cache_salt  # Of prompts for which the body has none.
+        self.uses_tools = False  # The model may call tools of its body.
         self.form = Form()  # Of its text, as the body says it.
         self.request_id = ""  # For the log.
         self.not_held: tuple[tuple[str, str], ...] = ()  # The header that names what its answer may break.

@@ -27,6 +27,7 @@ from engines.errors import (
     UnknownAdapter,
 )
 from engines.model_settings import ModelSettings
+from engines.vllm.parser_choice import is_named
 from handlers.contract import LONG_BODY, Call, Exchange, Reply, ReplyWriter, Running, adapter_header
 from handlers.contract_routes import RenderedChat, is_address
 from handlers.images import ImageLoader
@@ -95,6 +96,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
         accepts=lambda name: accepts(name) or current_call.get().any_model,
         adapters=adapters.public if adapters is not None else None,
         tasks=engine.tasks,
+        parses_only_tools=not is_named(settings),
     )
     contract: OpenAIContract | EmbeddingsContract | None = None
     if engine.pooling is not None:
@@ -103,7 +105,7 @@ async def openai_handler(queue: EngineQueue, settings: ModelSettings, aliases: S
             contract = EmbeddingsContract(names[0], accepts, public)
     elif (common := front_end(app, engine.async_llm.vllm_config, names[0], accepts, public)) is not None:
         contract = OpenAIContract(common)
-    parses_tools = bool(engine.frontend_arguments.get("tool_call_parser"))
+    parses_tools = bool(app.state.args.tool_call_parser)
     media = MediaMemory(settings)
     vllm_app = VllmApp(
         app,

@@ -19,7 +19,9 @@ The module relies on these internals of vLLM, which tests/live/test_openai_inter
   transcriptions and translations decode a file with `_decode_and_chunk_speech_async(data)`
   (tests/live/test_media_internals.py).
 - `PoolingIOProcessor` renders prompts in threads, with what `make_async` of its module makes of its method `render`.
-- `OnlineRenderer.parser` is the class whose `adjust_request` constrains the calls of tools.
+- `OnlineRenderer.parser` is the class whose `adjust_request` constrains the calls of tools. The objects that serve
+  responses have such a `parser`, and those of chats and messages a `parser_cls`. They read it for each call. None:
+  there is no parser.
 - The modules in `_WITH_ERRORS` call `sanitize_message` with the text of an error. Its patterns are repeated below.
 - The serving objects have the attributes that `front_end` reads. `OnlineRenderer.preprocess_chat` makes a prompt from
   messages in the steps that `chat_renderer` repeats. `OnlineRenderer.render_chat` checks `tool_choice`, and makes the
@@ -91,6 +93,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 )
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request, with_cancellation
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.parser.parser_manager import ParserManager
 from vllm.renderers import merge_kwargs
 from vllm.renderers.chat_utils import parse_chat_messages
 from vllm.renderers.hf import (
@@ -104,6 +107,7 @@ from vllm.utils.async_utils import make_async
 
 from engines.interface import EngineStartError
 from engines.vllm.arguments import FRONT_END
+from engines.vllm.parser_choice import TOOLS, allowed_names
 from engines.vllm.parsers import parsers_for
 from handlers.contract import JSON, Reply
 from handlers.contract_routes import RenderedChat
@@ -361,6 +365,9 @@ _ARGUMENT = regex.compile(r"(?<![\w-])--([a-z][a-z-]*+)(?!\w)")
 _ARGUMENTS = FRONT_END | {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
 
+_WITHOUT_PARSER = "option.tool_call_parser to be set"  # vLLM's refusal of a chat with tools ends with it.
+
+
 def _as_option(argument: regex.Match[str]) -> str:
     name = argument[1].replace("-", "_")
     return f"option.{name}" if name in _ARGUMENTS else argument[0]
@@ -377,8 +384,8 @@ def sanitized(message: str) -> str:
     message = _FRAME.sub("", _ADDRESS.sub(">", message))
     message = _SYSTEM_PATH.sub("<path>", message)
     message = _PATH.sub(lambda found: "<path>" if found[2] else found[0], message)
-    named: str = _ARGUMENT.sub(_as_option, message)
-    return named.strip()
+    named: str = _ARGUMENT.sub(_as_option, message).strip()
+    return f"{named}; allowed: {allowed_names(TOOLS)}" if named.endswith(_WITHOUT_PARSER) else named
 
 
 def bound_errors() -> None:
@@ -404,6 +411,7 @@ async def build(
     accepts: Callable[[str], bool],
     adapters: dict[str, Any] | None = None,
     tasks: Sequence[Any] = ("generate",),
+    parses_only_tools: bool = False,
 ) -> Any:
     """Build the application.
 
@@ -414,6 +422,8 @@ async def build(
         accepts: Returns True for further names that a request may use.
         adapters: vLLM's requests for adapters, by their names. It changes as adapters are loaded and unloaded.
         tasks: The tasks of the model, by vLLM's names.
+        parses_only_tools: Nobody named the parser of tool calls. It is left out if the model's tokenizer does not fit
+            it, and parses only the answers to calls with tools.
 
     Raises:
         EngineStartError: vLLM refuses an argument.
@@ -451,9 +461,12 @@ async def build(
         # vLLM stops its server when its engine has died. Here the setting `fail_fast` decides that.
         app.state.server = SimpleNamespace(should_exit=False)
         with parsers_for(client.vllm_config.structured_outputs_config.backend):
+            plain = _without_calls(args, client) if parses_only_tools and "generate" in tasks else None
             await init_app_state(client, app.state, args, supported_tasks=tasks)
         if "generate" in tasks:
             _change_responses(app.state.openai_serving_responses)
+            if parses_only_tools and args.tool_call_parser:
+                _parse_only_tools(app.state, plain)
             _change_messages(app.state.anthropic_serving_messages)
             batches = app.state.openai_serving_chat_batch
             batches.render_batch_chat_request = partial(_of_copies, batches.render_batch_chat_request)
@@ -472,6 +485,54 @@ async def build(
     except Exception as error:
         raise EngineStartError(f"vLLM's OpenAI front end cannot be started: {error}") from error
     return app
+
+
+def _without_calls(args: argparse.Namespace, client: Any) -> Any:
+    """Return the class of the model's parser without a parser of tool calls; None if nothing is left of it.
+
+    The parser of tool calls is removed from the arguments if it needs a token or a package that is missing.
+    """
+    config, tokenizer = client.model_config, client.renderer.tokenizer
+    get = partial(
+        ParserManager.get_parser,
+        reasoning_parser_name=args.structured_outputs_config.reasoning_parser,
+        model_name=config.model,
+        is_harmony=config.hf_config.model_type == "gpt_oss",
+        tool_strict_level=args.tool_strict_level,
+        tokenizer=tokenizer,
+    )
+    try:
+        get(tool_parser_name=args.tool_call_parser, enable_auto_tools=args.enable_auto_tool_choice)
+    except TypeError as error:
+        logger.warning("tool_call_parser=%s is left out: %s: %s", args.tool_call_parser, error, error.__cause__)
+        args.tool_call_parser, args.enable_auto_tool_choice = None, False
+    return get()
+
+
+def _parse_only_tools(state: Any, plain: Any) -> None:
+    """Let the answers to calls without tools be those of a model without a parser of tool calls.
+
+    With such a parser, vLLM leaves empty parts out of streams, and some parsers show special tokens.
+
+    Args:
+        state: The application's.
+        plain: The class of the parser for these calls; None: there is none.
+    """
+    online = state.online_renderer
+    _choose_by_call(online, "parser", None if plain is None else _hiding_constraints(plain))
+    _choose_by_call(state.openai_serving_responses, "parser", plain)
+    for name in ("openai_serving_chat", "openai_serving_chat_batch", "anthropic_serving_messages"):
+        _choose_by_call(getattr(state, name), "parser_cls", plain)
+
+
+def _choose_by_call(owner: Any, name: str, plain: Any) -> None:
+    whole, kind = getattr(owner, name), type(owner)
+
+    def parser(_: Any) -> Any:
+        call = current_call.get(None)
+        return whole if call is not None and call.uses_tools else plain
+
+    owner.__class__ = type(kind.__name__, (kind,), {name: property(parser)})
 
 
 def _change_responses(responses: Any) -> None:

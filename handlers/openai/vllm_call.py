@@ -32,6 +32,7 @@ from handlers.openai.constraints import (
     RESPONSES,
     TOKENIZE,
     enforceable,
+    uses_tools,
 )
 from handlers.openai.current_call import OpenAICall, current_call
 from handlers.openai.error_forms import error_form
@@ -305,7 +306,7 @@ def for_vllm(
     Args:
         call: The call.
         path: The path of OpenAI's API that the call is for.
-        openai_call: Gets the name of the body's constraint, for the engine's refusals.
+        openai_call: Gets the name of the body's constraint, for the engine's refusals, and learns of the body's tools.
         model: Replaces the `model` of the body.
         parses_tools: The model has a parser of tool calls.
 
@@ -335,6 +336,7 @@ def for_vllm(
             changes |= _with_read_messages(document)
     if model is not None:
         changes["model"] = model
+    openai_call.uses_tools = uses_tools(given)
     if given := {name: value for name, value in given.items() if value is not None}:
         enforced, openai_call.form = enforceable(given, path, parses_tools=parses_tools)
         changes |= enforced

@@ -580,6 +580,8 @@ def test_arguments_of_vllm_have_the_names_of_options_in_messages() -> None:
     )
     names = "option.enable_auto_tool_choice and option.tool_call_parser to be set; `option.max_model_len`"
     assert sanitized(message) == f'"auto" tool choice requires {names}'
+    listed = sanitized(message.partition(";")[0]).partition("; allowed: ")[2].split(", ")
+    assert {"auto", "none", "hermes", "mistral"} < set(listed)
     for other in ("--my-own-argument", "a--max-model-len", "--max-model-length"):
         assert sanitized(other) == other
 

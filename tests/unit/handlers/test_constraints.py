@@ -11,7 +11,7 @@ import pytest
 from engines.errors import InvalidParameter
 from handlers.constraints import read_constraint
 from handlers.json_fields import ParameterReader
-from handlers.openai.constraints import CHAT, COMPLETIONS, RESPONSES, enforceable
+from handlers.openai.constraints import CHAT, COMPLETIONS, RESPONSES, enforceable, uses_tools
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, indent=1)
@@ -150,3 +150,22 @@ def test_of_several_names_the_strictest_counts() -> None:
     strict = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     assert strict_of(response_format=openais, guided_json=SCHEMA) is None
     assert strict_of(response_format=strict, guided_json=SCHEMA) is True
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, False),
+        ({"tools": []}, False),
+        ({"tools": [{}]}, True),
+        ({"tools": [{}], "tool_choice": "auto"}, True),
+        ({"tools": [{}], "tool_choice": "required"}, True),
+        ({"tools": [{}], "tool_choice": {"type": "function", "function": {"name": "f"}}}, True),
+        ({"tools": [{}], "tool_choice": {"type": "any"}}, True),
+        ({"tools": [{}], "tool_choice": "none"}, False),
+        ({"tools": [{}], "tool_choice": {"type": "none"}}, False),
+        ({"tool_choice": "auto"}, False),
+    ],
+)
+def test_tools_are_used_unless_there_are_none_or_none_may_be_called(body: dict[str, Any], expected: bool) -> None:
+    assert uses_tools(body) is expected
