@@ -112,12 +112,15 @@ def hub_file(repository: str, name: str, revision: str | None) -> Path | None:
     A copy in the cache counts without a look at the hub.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     try:
         cached = try_to_load_from_cache(repository, name, revision=revision)
         if cached is not None and not isinstance(cached, str):
             return None  # the cache knows that the repository does not have it
         return Path(cached if isinstance(cached, str) else hf_hub_download(repository, name, revision=revision))
+    except RemoteEntryNotFoundError:
+        return None
     except Exception as error:  # As in `hub_weight_bytes`.
         logger.info("%s of %s is not known before it is downloaded: %s", name, repository, error)
         return None

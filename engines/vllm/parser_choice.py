@@ -172,11 +172,9 @@ def choose(kind: str, template: str | None, architectures: Collection[str]) -> C
         return Choice("", "the chat template does not read `tools`")
     found = rendered or _most_specific(fitting)
     if not found:
-        return Choice("", f"no known family has {'this chat template' if template else 'no chat template'}")
-    names, parsers = (
-        " or ".join([family.name for family in found]),
-        {getattr(family, _FIELDS[kind]) for family in found},
-    )
+        return Choice("", "the chat template is that of no known family" if template else "there is no chat template")
+    names = " or ".join([family.name for family in found])
+    parsers = {getattr(family, _FIELDS[kind]) for family in found}
     if len(parsers) > 1:
         return Choice("", f"the chat template may be that of {names}")
     (family, *_), (parser,) = found, parsers
@@ -219,6 +217,8 @@ def parser_of(kind: str, settings: ModelSettings) -> Choice:
     files = _Files(settings.model_id, settings.revision)
     tokenizer = arguments.get("tokenizer", "").strip()
     of_tokenizer = _Files(tokenizer, arguments.get("tokenizer_revision")) if tokenizer else files
+    if not (files.are_known and of_tokenizer.are_known):
+        return Choice("", "the files of the model cannot be looked up")
     template = _given_template(settings) or of_tokenizer.template()
     if template is None and kind == TOOLS and of_tokenizer.path("tekken.json") is not None:
         return Choice("mistral", "Mistral: there is a tekken.json and no chat template")
@@ -273,6 +273,11 @@ class _Files:
 
     def __init__(self, model: str, revision: str | None) -> None:
         self._model, self._revision = model, revision
+
+    @property
+    def are_known(self) -> bool:
+        """False for a model on the hub if the hub does not answer. Each further look-up would take as long."""
+        return os.path.isdir(self._model) or self.path("config.json") is not None
 
     def path(self, name: str) -> Path | None:
         """Return the path of a file; None if the model does not have it."""

@@ -179,12 +179,14 @@ def test_a_file_of_the_hub_comes_from_the_cache_else_from_the_hub_else_it_is_unk
             raise ConnectionError("no network")
         return str(tmp_path / "downloaded" / name)
 
-    cached = {"cached/model": str(tmp_path / "config.json")}
+    cached: dict[str, Any] = {"cached/model": str(tmp_path / "config.json")}
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repository, *_, **__: cached.get(repository))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     assert hub_file("cached/model", "config.json", None) == tmp_path / "config.json"
     assert hub_file("a/model", "config.json", "v1") == tmp_path / "downloaded" / "config.json"
     assert hub_file("another/model", "config.json", None) is None
+    cached["a/model"] = object()  # the hub has answered that there is no such file
+    assert hub_file("a/model", "config.json", None) is None
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,25 @@ def test_a_directory_without_files_has_no_parser(tmp_path: Path) -> None:
     assert parser_of(TOOLS, settings(tmp_path)).parser == ""
 
 
+def test_a_model_on_the_hub_is_looked_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model / "chat_template.jinja").write_text(template(JSON_CALLS))
+    asked = []
+
+    def hub_file(repository: str, name: str, revision: str | None) -> Path | None:
+        asked.append((repository, name, revision))
+        path = model / name
+        return path if repository == "a/model" and path.is_file() else None
+
+    monkeypatch.setattr("engines.vllm.parser_choice.hub_file", hub_file)
+    here = ModelSettings(name="m", model_dir=model, model_id="a/model", revision="v1")
+    assert parser_of(TOOLS, here).parser == "hermes"
+    assert {(repository, revision) for repository, _, revision in asked} == {("a/model", "v1")}
+    asked.clear()
+    elsewhere = ModelSettings(name="m", model_dir=model, model_id="another/model")
+    assert parser_of(TOOLS, elsewhere).parser == ""
+    assert [name for _, name, _ in asked] == ["config.json"]  # an answer takes long without a network
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
